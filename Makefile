@@ -1,0 +1,56 @@
+# Two commands are enough on a fresh machine with Python >= 3.11 and a C++20 compiler: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+STAMP := $(VENV)/.kvbm-installed
+NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
+JOBS ?= 2
+
+.PHONY: help demo test setup fmt lint type contract bench faults native-test check clean
+
+help:  ## what each target does
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"kvbm needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON="'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+setup: $(STAMP)  ## virtual environment, native build, everything the other targets need
+
+demo: setup  ## the whole line on embedded defaults, then a table; fails when any check fails
+	$(BIN)/kvbm demo
+
+test: setup  ## all tests; starts its own nats-server, PostgreSQL and S3 server
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+fmt: setup  ## format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix-only --quiet .
+
+lint: setup  ## format and lint, checked
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+type: setup  ## mypy --strict
+	$(BIN)/mypy
+
+contract: setup  ## who may import whom
+	$(BIN)/lint-imports
+
+native-test: setup  ## C++ tests under ASan, UBSan and TSan
+	native/tests/run.sh
+
+bench: setup  ## the project's own benchmarks
+	$(BIN)/python -m pytest -q -p no:xdist tests/bench
+
+check: lint type contract native-test test  ## what CI runs
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist *.egg-info

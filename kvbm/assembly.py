@@ -1,0 +1,224 @@
+"""Settings → a manager, a catalog, a replay. The only place that joins technologies to protocols."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import structlog
+from kvbm.locate.http import HttpLocator
+
+from kvbm import _native
+from kvbm.config import Settings
+from kvbm.core.errors import ConfigError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
+from kvbm.core.kernels import Kernels
+from kvbm.core.layout import slots_in
+from kvbm.core.ledger import Ledger, Recovered
+from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
+from kvbm.locate.base import Locator, Nowhere
+from kvbm.manager.copies import Pools
+from kvbm.manager.manager import Manager, Publishing
+from kvbm.manager.offload import Offloader
+from kvbm.manager.recovery import recover
+from kvbm.pools.base import ObjectPool, SlotPool
+from kvbm.pools.hbm import HbmPool
+from kvbm.pools.host import HostPool
+from kvbm.pools.memory import MemoryPool
+from kvbm.pools.nvme import NvmePool
+from kvbm.pools.object import S3Pool
+from kvbm.streams.base import Heartbeat, Position, events_subject
+from kvbm.streams.journal import Journal
+from kvbm.streams.memory import DiscardingSink, MemoryLog
+from kvbm.streams.publisher import PublisherThread
+from kvbm.streams.server import shared_server
+
+log = structlog.get_logger()
+
+NATIVE = Kernels(
+    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame
+)
+
+
+def kvbm_version() -> str:
+    """The installed version; "0" where the package is not installed."""
+    try:
+        return version("kvbm")
+    except PackageNotFoundError:
+        return "0"
+
+
+def instance_folder(settings: Settings) -> Path:
+    """Where an instance keeps its journal and its NVME pool."""
+    return Path(settings.instance.data_dir) / "instances" / settings.instance.id
+
+
+def journal_folder(settings: Settings) -> Path:
+    """Where an instance keeps its journal."""
+    return instance_folder(settings) / "journal"
+
+
+def open_manager(
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    engine: str = "",
+    object_pool: ObjectPool | None = None,
+    wall_clock_ns: Callable[[], int] = time.time_ns,
+) -> Manager:
+    """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
+
+    Args:
+        namespaces: those the engine uses from the start; all of one block shape. At least one.
+        block_bytes: bytes of one block.
+        engine: who embeds the manager, for the stream.
+        object_pool: an object pool to use instead of the one `pools.object` names.
+        wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
+    Raises: ConfigError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
+    """
+    if not namespaces:
+        raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
+    instance = InstanceId(settings.instance.id)
+    events_subject(settings.instance.cluster, instance)
+    with ExitStack() as opened:
+        journal = None
+        if not settings.journal.in_memory:
+            journal = Journal.open(
+                journal_folder(settings), instance, NATIVE, settings.journal.fsync, settings.journal.segment_bytes
+            )
+            opened.callback(journal.close)
+        pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened)
+        ledger = Ledger(_stated(pools), settings.pools.eviction)
+        epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine)
+        locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
+        memory = MemoryLog() if journal is None and settings.nats.enabled else None
+        manager = Manager(
+            instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), NATIVE,
+            _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
+            settings.onboard.threads, wall_clock_ns,
+        )  # fmt: skip
+        frames = journal or memory
+        publishing = None
+        if settings.nats.enabled and frames is not None:
+            url = settings.nats.url or _embedded_nats(settings, opened)
+            publishing = _publishing(settings, manager, frames, url)
+        manager.start(publishing, closers=[opened.pop_all().close])
+        return manager
+
+
+def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
+    """A publisher that has begun, and that lets go of what the stream holds."""
+
+    def heartbeat(published: Position) -> Heartbeat:
+        if isinstance(frames, MemoryLog):
+            frames.drop_before(published)
+        elif published.epoch == manager.epoch:
+            frames.drop_epochs_before(
+                manager.epoch
+            )  # an epoch begins with a whole round, so it needs nothing before it
+        return manager.heartbeat(published)
+
+    publisher = PublisherThread(
+        frames, url, settings.instance.cluster, manager.instance, heartbeat, settings.nats.heartbeat_s
+    )
+    publisher.start()
+    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
+
+
+def _begin_epoch(
+    ledger: Ledger,
+    settings: Settings,
+    journal: Journal | None,
+    pools: Pools,
+    namespaces: Sequence[Namespace],
+    engine: str,
+) -> Epoch:
+    recovered: dict[Tier, list[Recovered]] = {}
+    epoch = Epoch(1)
+    if journal is not None:
+        nvme = pools.slots.get(Tier.NVME)
+        if isinstance(nvme, NvmePool) and nvme.opened == "reopened" and journal.epoch:
+            recovered[Tier.NVME] = recover(journal, journal.epoch, Tier.NVME, nvme.slots)
+        epoch = Epoch(journal.epoch + 1)
+        journal.begin_epoch(epoch)
+    ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
+    log.info(
+        "instance.started",
+        instance=settings.instance.id,
+        epoch=epoch,
+        recovered_blocks=len(recovered.get(Tier.NVME, [])),
+    )
+    return epoch
+
+
+def _embedded_nats(settings: Settings, opened: ExitStack) -> str:
+    server = shared_server(Path(settings.instance.data_dir) / "nats", settings.nats.timeout_s)
+    opened.callback(server.stop)
+    return server.url
+
+
+def _open_pools(
+    settings: Settings,
+    shape: Namespace,
+    block_bytes: int,
+    instance: InstanceId,
+    object_pool: ObjectPool | None,
+    opened: ExitStack,
+) -> Pools:
+    slots: dict[Tier, SlotPool] = {}
+    wanted = settings.pools
+    in_memory = wanted.hbm.device == "memory"
+
+    def keep(pool: SlotPool) -> None:
+        slots[pool.tier] = pool
+        opened.callback(pool.close)
+
+    count = _slots(wanted.hbm.slots, wanted.hbm.capacity_bytes, block_bytes, "pools.hbm")
+    if not count:
+        raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
+    if wanted.hbm.device == "memory":
+        keep(MemoryPool(Tier.HBM, count, block_bytes, NATIVE.checksums))
+    else:
+        keep(HbmPool(count, block_bytes, NATIVE.checksums, wanted.hbm.device))
+    if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
+        keep(MemoryPool(Tier.HOST, count, block_bytes, NATIVE.checksums) if in_memory else HostPool(count, block_bytes))
+    if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
+        path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        nvme = NvmePool(path, count, block_bytes, shape, instance, NATIVE.checksums)
+        if nvme.notice:
+            log.info("pool.opened", tier="NVME", path=str(path), notice=nvme.notice)
+        keep(nvme)
+    objects = object_pool
+    if objects is None and wanted.object.url:
+        objects = S3Pool(
+            wanted.object.url, block_bytes, NATIVE.checksums, endpoint_url=wanted.object.endpoint,
+            region=wanted.object.region, deadline_s=wanted.object.timeout_s,
+            on_trouble=lambda message: log.warning("object.troubled", why=message),
+        )  # fmt: skip
+        opened.callback(objects.close)
+    return Pools(slots, objects)
+
+
+def _slots(slots: int, capacity_bytes: int, block_bytes: int, key: str) -> int:
+    return slots_in(capacity_bytes, block_bytes, key) if capacity_bytes else slots
+
+
+def _stated(pools: Pools) -> list[PoolStated]:
+    stated = [PoolStated(pool.tier, pool.slots, pool.block_bytes, pool.reach) for pool in pools.slots.values()]
+    if pools.object is not None:
+        stated.append(PoolStated(Tier.OBJECT, 0, pools.object.block_bytes, Reach.CLUSTER, pools.object.name))
+    return stated
+
+
+def _offloader(settings: Settings, pools: Pools) -> Offloader:
+    names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
+    there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
+    policies: dict[Tier, OffloadPolicy] = {
+        tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
+    }
+    return Offloader(policies, settings.offload.queue_blocks)

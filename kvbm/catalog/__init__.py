@@ -1,0 +1,1 @@
+"""The cluster view: which block lies where, as all instances' events say."""

@@ -1,0 +1,421 @@
+"""The catalog over HTTP: requests parsed, checked and answered; OpenAPI from the same structs.
+
+Bodies are read and written by msgspec, because checking 250 hashes must cost microseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvbm.core.errors import LayoutError, MissingExtraError
+
+try:
+    from fastapi import FastAPI
+    from fastapi.responses import Response
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+except ImportError:
+    raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
+
+from kvbm.catalog.routing import Ask
+from kvbm.catalog.service import CatalogService
+from kvbm.core.answers import (
+    MAX_HASHES,
+    MAX_TOKENS,
+    MAX_WAIT_S,
+    BlockAnswer,
+    ErrorAnswer,
+    ErrorDetail,
+    InstancesAnswer,
+    LookupAnswer,
+    LookupRequest,
+    NamespacesAnswer,
+    ReadyAnswer,
+    RouteAnswer,
+    RouteRequest,
+)
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
+from kvbm.streams.base import Position
+from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
+
+MAX_BODY_BYTES = 16 << 20
+BODY_WAIT_S = 10.0
+THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
+_HEX_DIGITS = 2 * HASH_BYTES
+_WHOLE_REQUEST = "see /openapi.json for the fields of the request"
+R = TypeVar("R", bound=LookupRequest)
+
+
+class ApiError(Exception):
+    """A request that fails: its HTTP status and what its body says."""
+
+    def __init__(self, status: int, code: str, message: str, what_to_do: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
+
+
+def create_app(service: CatalogService, version: str = "") -> FastAPI:
+    """The HTTP side of a running service."""
+    app = FastAPI(title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None)
+    api = _Api(service, version)
+    for route in _ROUTES:
+        app.add_api_route(
+            route.path, getattr(api, route.handler), methods=[route.method], response_class=Response, name=route.handler
+        )
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    return app
+
+
+class _Api:
+    """The handlers, one for each path of `_ROUTES`."""
+
+    def __init__(self, service: CatalogService, version: str) -> None:
+        self._service = service
+        self._version = version
+        self._metrics = CatalogMetrics(service.numbers)
+        self._openapi = msgspec.json.encode(openapi(version))
+
+    async def lookup(self, request: Request) -> Response:
+        asked, namespace, hashes = await self._prompt(request, LookupRequest)
+        begin_s = time.perf_counter()
+        answer = self._service.lookup(namespace, hashes)
+        response = _json(answer)
+        self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
+        return response
+
+    async def route(self, request: Request) -> Response:
+        asked, namespace, hashes = await self._prompt(request, RouteRequest)
+        begin_s = time.perf_counter()
+        blocks = len(hashes) // HASH_BYTES
+        fields = asked.namespace if isinstance(asked.namespace, Namespace) else self._service.namespace(namespace)
+        input_tokens = asked.input_tokens if asked.tokens is None else len(asked.tokens)
+        if input_tokens is None:
+            raise ApiError(
+                422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
+            )
+        block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
+        if blocks * block_tokens > input_tokens:
+            raise ApiError(
+                422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
+                "give the whole prompt's length as input_tokens, and hashes of full blocks only",
+            )  # fmt: skip
+        ranked = self._service.route(Ask(namespace, hashes, input_tokens, max(1, block_tokens)))
+        if not ranked:
+            raise ApiError(
+                503, "no_instance", "no live instance serves this namespace",
+                "start an instance, or see /v1/instances for what is known of each",
+            )  # fmt: skip
+        response = _json(
+            RouteAnswer(instance=ranked[0].instance, namespace=namespace.hex(), blocks=blocks, ranked=ranked)
+        )
+        self._metrics.route_s.observe(time.perf_counter() - begin_s)
+        return response
+
+    async def block(self, request: Request) -> Response:
+        namespace = _one_hash("namespace", request.path_params["namespace"])
+        block = _one_hash("hash", request.path_params["hash"])
+        self._check_ready()
+        return _json(self._service.block(NamespaceId(namespace), SequenceHash(block)))
+
+    async def instances(self, request: Request) -> Response:
+        return _json(InstancesAnswer(instances=self._service.instances()))
+
+    async def namespaces(self, request: Request) -> Response:
+        return _json(NamespacesAnswer(namespaces=self._service.namespaces()))
+
+    async def status(self, request: Request) -> Response:
+        ready = self._service.readiness()
+        return _json(
+            {
+                "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
+                "degraded": ready.degraded, "instances": len(self._service.instances()), "api": "/openapi.json",
+            }
+        )  # fmt: skip
+
+    async def healthz(self, request: Request) -> Response:
+        return Response(b"ok\n", media_type="text/plain")
+
+    async def readyz(self, request: Request) -> Response:
+        answer = self._service.readiness()
+        return _json(answer, 200 if answer.ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._openapi, media_type="application/json")
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, NamespaceId, bytes]:
+        """The request, its namespace and the packed hashes of its prompt, once the index has seen what it must have."""
+        body = await _body(request)
+        try:
+            asked = msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError as error:
+            raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
+        self._check_ready()
+        if isinstance(asked.namespace, Namespace):
+            namespace = asked.namespace.id
+        else:
+            namespace = NamespaceId(bytes.fromhex(asked.namespace))
+        hashes = await self._hashes(asked, namespace)
+        if asked.at_least:
+            await self._wait(asked)
+        return asked, namespace, hashes
+
+    def _check_ready(self) -> None:
+        if not self._service.is_ready:
+            raise ApiError(
+                503, "not_ready", self._service.readiness().reason, "ask again soon; /readyz says when it is ready"
+            )
+
+    async def _hashes(self, asked: LookupRequest, namespace: NamespaceId) -> bytes:
+        if (asked.hashes is None) == (asked.tokens is None):
+            raise ApiError(
+                422, "hashes_or_tokens", "give either hashes or tokens", "hashes need no secret: prefer them"
+            )
+        if asked.tokens is not None:
+            return await self._hash_tokens(asked, asked.tokens, namespace)
+        given = asked.hashes or ""
+        count = len(given) if isinstance(given, list) else len(given) // _HEX_DIGITS
+        if count > MAX_HASHES:
+            raise ApiError(422, "too_many_hashes", f"{count} hashes; at most {MAX_HASHES} are taken", "give fewer")
+        if isinstance(given, list):
+            wrong = next((at for at, text in enumerate(given) if len(text) != _HEX_DIGITS), None)
+            if wrong is not None:
+                raise _bad_hash(f"hashes[{wrong}] has {len(given[wrong])} characters, not {_HEX_DIGITS}")
+            given = "".join(given)
+        if len(given) % _HEX_DIGITS:
+            raise _bad_hash(f"hashes has {len(given)} characters, which is no multiple of {_HEX_DIGITS}")
+        try:
+            hashes = bytes.fromhex(given)
+        except ValueError:
+            raise _bad_hash("hashes is not hexadecimal") from None
+        if 2 * len(hashes) != len(given):  # fromhex skips blanks
+            raise _bad_hash("hashes is not hexadecimal")
+        return hashes
+
+    async def _hash_tokens(self, asked: LookupRequest, tokens: list[int], namespace: NamespaceId) -> bytes:
+        if len(tokens) > MAX_TOKENS:
+            raise ApiError(
+                422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
+            )
+        fields = asked.namespace if isinstance(asked.namespace, Namespace) else self._service.namespace(namespace)
+        if fields is None:
+            raise ApiError(
+                422, "namespace_unknown", f"no instance has told the fields of namespace {namespace.hex()}",
+                "give the namespace's fields instead of its id, or hashes instead of tokens",
+            )  # fmt: skip
+        secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
+        if secret is None or fields.scheme != "sha256":
+            why = f"the secret of tenant {fields.tenant!r}" if secret is None else f"hash scheme {fields.scheme!r}"
+            raise ApiError(
+                422, "tokens_not_hashable", f"tokens cannot be hashed here: the catalog does not know {why}",
+                "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
+            )  # fmt: skip
+        arguments = (tokens, fields.block_tokens, fields.root(secret.encode()))
+        try:
+            if len(tokens) > THREAD_TOKENS:
+                hashes = await asyncio.to_thread(self._service.kernels.sequence_hashes, *arguments)
+            else:
+                hashes = self._service.kernels.sequence_hashes(*arguments)
+        except (LayoutError, OverflowError) as error:
+            raise ApiError(422, "bad_tokens", str(error), "give token ids from 0 to 4294967295") from None
+        if len(hashes) > MAX_HASHES * HASH_BYTES:
+            raise ApiError(
+                422,
+                "too_many_hashes",
+                f"{len(hashes) // HASH_BYTES} blocks; at most {MAX_HASHES} are taken",
+                "give fewer",
+            )
+        return hashes
+
+    async def _wait(self, asked: LookupRequest) -> None:
+        deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
+        for wanted in asked.at_least:
+            position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            instance = InstanceId(wanted.instance)
+            reached = await self._service.wait_for(instance, position, max(0.0, deadline_s - time.monotonic()))
+            if reached < position:
+                raise ApiError(
+                    504,
+                    "position_not_reached",
+                    f"instance {instance!r} is at offset {reached.offset} of epoch {reached.epoch} here, not yet at "
+                    f"offset {position.offset} of epoch {position.epoch}",
+                    f"ask again, wait longer (timeout_s up to {MAX_WAIT_S:g}), or leave at_least out",
+                )
+
+
+async def _body(request: Request) -> bytes:
+    """The body, no more than MAX_BODY_BYTES of it."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(BODY_WAIT_S):
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise ApiError(
+                        413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
+                        f"give at most {MAX_HASHES} hashes, best as one hex string",
+                    )  # fmt: skip
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
+    except ClientDisconnect:
+        raise ApiError(400, "body_cut_short", "the connection ended before the body did", "try again") from None
+    return b"".join(parts)
+
+
+def _one_hash(what: str, text: str) -> bytes:
+    try:
+        value = bytes.fromhex(text)
+    except ValueError:
+        value = b""
+    if len(value) != HASH_BYTES or len(text) != _HEX_DIGITS:
+        raise _bad_hash(f"{what} {text[:80]!r} is not {_HEX_DIGITS} hex digits")
+    return value
+
+
+def _bad_hash(message: str) -> ApiError:
+    return ApiError(422, "bad_hash", message, f"write each hash as {_HEX_DIGITS} hex digits")
+
+
+def _json(answer: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.answer, error.status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    detail = ErrorDetail(code=code, message=message, what_to_do="see /openapi.json for the paths")
+    return _json(ErrorAnswer(error=detail), error.status_code)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """Any error no handler foresaw; the server logs it with its traceback."""
+    detail = ErrorDetail(
+        code="internal", message=f"{type(error).__name__} in {request.url.path}", what_to_do="report it with the log"
+    )
+    return _json(ErrorAnswer(error=detail), 500)
+
+
+# -- OpenAPI ----------------------------------------------------------------------------------------------------------
+
+
+class _Route(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    handler: str
+    summary: str
+    method: str = "GET"
+    takes: type[msgspec.Struct] | None = None
+    gives: type[msgspec.Struct] | None = None
+    media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    examples: dict[str, Any] = {}
+
+
+_EXAMPLE_ID = "5e0c2d6f9b1a4c3d8e7f60514233a1b2"
+_EXAMPLE_HASHES = ["00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100"]
+_EXAMPLE_LOOKUP = {"namespace": _EXAMPLE_ID, "hashes": _EXAMPLE_HASHES}
+_EXAMPLE_FIELDS = {"namespace": {"model": "tiny", "block_tokens": 16}, "tokens": [1, 2, 3, 4] * 8}
+_EXAMPLE_WAIT = _EXAMPLE_LOOKUP | {
+    "at_least": [{"instance": "instance-0", "epoch": 3, "offset": 1200}], "timeout_s": 0.5,
+}  # fmt: skip
+
+_ROUTES = (
+    _Route(
+        path="/v1/lookup", handler="lookup", method="POST", takes=LookupRequest, gives=LookupAnswer,
+        summary="Who has how much of a prefix?", errors=(400, 408, 413, 422, 503, 504),
+        examples={
+            "hashes": {"value": _EXAMPLE_LOOKUP},
+            "tokens": {"summary": "a namespace whose secret the catalog knows", "value": _EXAMPLE_FIELDS},
+            "read your writes": {"value": _EXAMPLE_WAIT},
+        },
+    ),
+    _Route(
+        path="/v1/route", handler="route", method="POST", takes=RouteRequest, gives=RouteAnswer,
+        summary="Which instance should serve this prompt, and why?", errors=(400, 408, 413, 422, 503, 504),
+        examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"input_tokens": 40}}},
+    ),
+    _Route(
+        path="/v1/blocks/{namespace}/{hash}", handler="block", gives=BlockAnswer, summary="Who holds a block?",
+        errors=(422, 503),
+    ),
+    _Route(path="/v1/instances", handler="instances", gives=InstancesAnswer, summary="All instances."),
+    _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
+    _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
+    _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
+    _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),
+    _Route(path="/openapi.json", handler="openapi", summary="This description."),
+    _Route(path="/", handler="status", summary="What this is."),
+)  # fmt: skip
+
+_ERROR_WORDS = {
+    400: "The body is not JSON.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    422: "The request makes no sense; the error says why.",
+    503: "Not ready, or nobody to route to.",
+    504: "`at_least` was not reached in time.",
+}
+
+
+def openapi(version: str = "") -> dict[str, Any]:
+    """The OpenAPI 3.1 description of the service."""
+    structs = [ErrorAnswer]
+    for route in _ROUTES:
+        structs += [struct for struct in (route.takes, route.gives) if struct is not None]  # type: ignore[misc]
+    _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
+    paths: dict[str, Any] = {}
+    for route in _ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "kvbm catalog", "version": version or "0", "description": "Where the cluster's KV-cache blocks lie.",
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+    }  # fmt: skip
+
+
+def _operation(route: _Route) -> dict[str, Any]:
+    schema = _reference(route.gives) if route.gives is not None else {}
+    responses: dict[str, Any] = {
+        "200": {"description": "The answer.", "content": {route.media_type: {"schema": schema}}}
+    }
+    if route.handler == "readyz":
+        responses["503"] = responses["200"] | {"description": "Not ready; `reason` says why."}
+    for status in route.errors:
+        content = {"application/json": {"schema": _reference(ErrorAnswer)}}
+        responses[str(status)] = {"description": _ERROR_WORDS[status], "content": content}
+    operation: dict[str, Any] = {"operationId": route.handler, "summary": route.summary, "responses": responses}
+    if route.takes is not None:
+        content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
+        operation["requestBody"] = {"required": True, "content": content}
+    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
+    if names:
+        pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{_HEX_DIGITS}}}$"}
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": pattern} for name in names]
+    return operation
+
+
+def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{struct.__name__}"}

@@ -1,0 +1,206 @@
+"""A database URL → an engine on a database at this kvbm's newest schema.
+
+Two catalogs that start at once migrate one after the other: an advisory lock on Postgres, the write lock on SQLite.
+Every wait is bounded, so a database that does not answer becomes one sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvbm.core.errors import CatalogError, MissingExtraError
+
+try:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+    from alembic.util import CommandError
+    from sqlalchemy import URL, Connection, event, make_url
+    from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+    from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+    from sqlalchemy.pool import NullPool
+except ImportError:
+    raise MissingExtraError("the catalog's database library (sqlalchemy[asyncio], alembic)", "catalog") from None
+
+from kvbm.catalog.tables import VERSION_TABLE
+
+STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long is a dead server or a stuck lock
+MIGRATION_TIMEOUT_S = 600.0
+LOCK_TIMEOUT_S = 10.0
+_MIGRATION_LOCK = 0x6B76626D_00000001  # "kvbm" in the high half; advisory locks are per database
+_DRIVERS = {
+    "sqlite": "sqlite+aiosqlite",
+    "sqlite+aiosqlite": "sqlite+aiosqlite",
+    "postgres": "postgresql+asyncpg",
+    "postgresql": "postgresql+asyncpg",
+    "postgresql+asyncpg": "postgresql+asyncpg",
+}
+_FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
+
+
+def parse_url(url: str) -> URL:
+    """The URL with the driver kvbm uses; libpq's `sslmode` becomes asyncpg's `ssl`.
+
+    Raises: CatalogError: it is malformed, or names a database kvbm cannot use. The message never shows a password.
+    """
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise CatalogError(f"the database URL cannot be read; {_FORMS}") from None
+    driver = _DRIVERS.get(parsed.drivername)
+    if driver is None:
+        raise CatalogError(f"a database of kind {parsed.drivername!r} cannot hold the catalog; {_FORMS}")
+    parsed = parsed.set(drivername=driver)
+    if is_sqlite(parsed):
+        if not parsed.database or parsed.database == ":memory:" or parsed.host:
+            raise CatalogError(f"{shown(parsed)} names no file; give sqlite:///path, or sqlite:////path from the root")
+    elif not parsed.database:
+        raise CatalogError(f"{shown(parsed)} names no database; {_FORMS}")
+    if "sslmode" in parsed.query:
+        mode = parsed.query["sslmode"]
+        parsed = parsed.difference_update_query(["sslmode"]).update_query_dict({"ssl": mode})
+    return parsed
+
+
+def is_sqlite(url: URL) -> bool:
+    """Whether the URL names an SQLite file; else it is Postgres."""
+    return url.get_backend_name() == "sqlite"
+
+
+def shown(url: URL) -> str:
+    """The URL for messages: no password, no driver."""
+    return url.set(drivername=url.get_backend_name(), query={}).render_as_string(hide_password=True)
+
+
+def migrations_folder() -> Path:
+    """Where the migrations are: in the installed package, or beside the package in a checkout.
+
+    Raises: CatalogError: in neither.
+    """
+    package = Path(str(files("kvbm.catalog"))).parent
+    for folder in (package / "migrations", package.parent / "migrations"):
+        if (folder / "env.py").is_file():
+            return folder
+    raise CatalogError(f"no migrations in {package} or beside it; install kvbm again")
+
+
+@contextmanager
+def database_errors(where: str) -> Iterator[None]:
+    """Turn what drivers raise into a CatalogError that begins with `where`."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise CatalogError(f"{where}: {_first_line(error.orig or error)}") from error
+    except TimeoutError as error:
+        raise CatalogError(f"{where}: no answer in time") from error
+    except (SQLAlchemyError, CommandError, OSError) as error:
+        raise CatalogError(f"{where}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error  # SQLAlchemy's asyncpg errors carry the driver's own, without its class name
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+
+
+async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
+    """An engine on the database, migrated to the newest schema.
+
+    Raises:
+        CatalogError: the URL is malformed, nothing answers within `connect_timeout_s`, or the schema is newer than
+            this kvbm's.
+        MissingExtraError: the driver is not installed.
+    """
+    parsed = parse_url(url)
+    engine = _engine(parsed, connect_timeout_s, STATEMENT_TIMEOUT_S)
+    try:
+        with database_errors(f"{shown(parsed)} cannot be opened"):
+            try:
+                async with asyncio.timeout(connect_timeout_s), engine.connect():
+                    pass
+            except TypeError as error:  # asyncpg's, for an option it does not know
+                raise CatalogError(f"{shown(parsed)} has an option that cannot be used: {error}") from None
+            except TimeoutError:
+                raise CatalogError(f"{shown(parsed)} does not answer within {connect_timeout_s:g} s") from None
+        await asyncio.to_thread(_migrate, parsed, connect_timeout_s)
+    except BaseException:
+        await engine.dispose()
+        raise
+    return engine
+
+
+def _engine(url: URL, connect_timeout_s: float, statement_timeout_s: float, **options: Any) -> AsyncEngine:
+    arguments: dict[str, Any]
+    if is_sqlite(url):
+        path = Path(url.database or "")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CatalogError(f"the folder {path.parent} cannot be made: {error.strerror}") from None
+        arguments = {"timeout": LOCK_TIMEOUT_S}
+    else:
+        arguments = {
+            "timeout": connect_timeout_s,
+            "command_timeout": statement_timeout_s,
+            "server_settings": {
+                "application_name": "kvbm-catalog",
+                "lock_timeout": f"{LOCK_TIMEOUT_S * 1000:.0f}",
+                # A replica that dies behind a silent network must not keep the position's row for good.
+                "idle_in_transaction_session_timeout": f"{statement_timeout_s * 1000:.0f}",
+            },
+        }
+    try:
+        engine = create_async_engine(url, connect_args=arguments, **options)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"the database driver {error.name}", "catalog") from None
+    if is_sqlite(url):
+        event.listen(engine.sync_engine, "connect", _set_sqlite_modes)
+    return engine
+
+
+def _set_sqlite_modes(connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode = WAL")
+    cursor.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the last batches, each whole with its position
+    cursor.close()
+
+
+def _migrate(url: URL, connect_timeout_s: float) -> None:
+    """Runs in a thread with its own loop: Alembic is synchronous and reads files."""
+    asyncio.run(_migrate_here(url, connect_timeout_s))
+
+
+async def _migrate_here(url: URL, connect_timeout_s: float) -> None:
+    engine = _engine(url, connect_timeout_s, MIGRATION_TIMEOUT_S, poolclass=NullPool)
+    try:
+        with database_errors(f"{shown(url)} cannot be migrated"):
+            async with engine.begin() as connection:
+                await connection.run_sync(_upgrade, url)
+    finally:
+        await engine.dispose()
+
+
+def _upgrade(connection: Connection, url: URL) -> None:
+    if is_sqlite(url):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver begins none before a CREATE TABLE
+    else:
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    scripts = ScriptDirectory.from_config(config)
+    known = {script.revision for script in scripts.walk_revisions()}
+    head = scripts.get_current_head()
+    current = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
+    if current is not None and current not in known:
+        raise CatalogError(
+            f"{shown(url)} has schema {current}, which is newer than {head}, the newest this kvbm knows; upgrade kvbm"
+        )
+    if current != head:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

@@ -1,0 +1,459 @@
+"""Stream → index and SQL rows. A state machine: no thread, clock or socket.
+
+A reader's place in an instance's stream is (epoch, next offset). What arrives is one of these:
+
+    epoch below the known one        stale    ignored
+    before the next offset           repeat   ignored: a publisher that lost an acknowledgement sends again
+    the next offset                  applied
+    beyond the next offset           a hole   kept aside; a publisher that goes back sends what is missing, 0 1 3 4 2 3 4
+    epoch above, from offset 0       applied  the epoch before is over
+    epoch above, from later          applied  blind: its start is no longer, or not yet, on the stream
+
+A hole is a *gap* once the instance's heartbeat has said that what is missing was published, and the reader has been at the
+stream's end since. Then the reader goes on behind the hole, and the instance is doubtful until a round has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.store import (
+    ClaimRun,
+    EpochRow,
+    InstancePosition,
+    InstanceRow,
+    InstanceState,
+    NamespaceRow,
+    StoreBatch,
+)
+from kvbm.core.codec import Frame
+from kvbm.core.errors import FrameError
+from kvbm.core.events import Event, InstanceStarted, InstanceStopped, RoundEnded
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset
+from kvbm.core.kernels import DecodeFrame
+from kvbm.core.residency import Change, Delta
+from kvbm.streams.base import Heartbeat, Position, StreamMessage, subject_names
+
+log = structlog.get_logger()
+
+ORIGIN = Position(Epoch(0), Offset(0))
+GAP_WAIT_S = 1.0  # what a heartbeat calls published must be here by then when the reader is at the stream's end
+ASIDE_BYTES = 16 << 20  # frames kept behind one instance's hole; more are left to be sent again, or to the next round
+
+
+class Gap(NamedTuple):
+    """Events of an instance that will not come any more.
+
+    Attributes:
+        expected: the first of them.
+        resumed: where reading goes on; None when nothing behind the hole is known yet.
+    """
+
+    instance: InstanceId
+    expected: Position
+    resumed: Position | None
+
+
+class Step(NamedTuple):
+    """What a step changed.
+
+    Attributes:
+        advanced: instances whose position moved, and where to.
+        gaps: found in this step.
+        renumbered: sequences began anew: the stream's store was replaced.
+    """
+
+    advanced: dict[InstanceId, Position]
+    gaps: list[Gap]
+    renumbered: bool
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """What was seen since the start. `blocks` counts a block once for each event that names it."""
+
+    messages: int = 0
+    frames: int = 0
+    events: int = 0
+    blocks: int = 0
+    repeats: int = 0
+    stale: int = 0
+    holes: int = 0
+    gaps: int = 0
+    blind_starts: int = 0
+    poison: int = 0
+    digest_mismatches: int = 0
+
+
+class _Aside(NamedTuple):
+    frame: Frame
+    size: int
+
+
+class _Followed:
+    """One instance, as far as it was read."""
+
+    def __init__(self, row: InstanceRow) -> None:
+        self.row = row
+        self.position = ORIGIN
+        self.epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
+        self.declared: frozenset[NamespaceId] = frozenset()  # namespaces its start named
+        self.is_blind = False
+        self.is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
+        self.aside: dict[Offset, _Aside] = {}
+        self.aside_bytes = 0
+        self.evidence: tuple[Position, float] | None = None  # said to be passed by a heartbeat, since when
+
+
+class Projector:
+    """Applies a stream to an index, and gathers the SQL rows that follow from it.
+
+    Args:
+        stream: name of the stream in SQL.
+        stored: sequence up to which SQL has everything; rows are gathered from there on.
+        known, namespaces: as SQL has them; where a start is no longer on the stream, they tell what it said.
+    """
+
+    def __init__(
+        self,
+        index: ClusterIndex,
+        decode_frame: DecodeFrame,
+        stream: str,
+        stored: int = 0,
+        known: Iterable[InstanceRow] = (),
+        namespaces: Iterable[Namespace] = (),
+        gap_wait_s: float = GAP_WAIT_S,
+    ) -> None:
+        self.index = index
+        self.counters = Counters()
+        self.sequence = 0
+        self.newest_wall_ns = 0
+        self._decode_frame = decode_frame
+        self._stream, self._stored = stream, stored
+        self._known = {row.id: row for row in known}
+        self._gap_wait_s = gap_wait_s
+        self._followed: dict[InstanceId, _Followed] = {}
+        self._namespaces = {namespace.id: namespace for namespace in namespaces}
+        self._is_gathering = False
+        self._dirty: set[InstanceId] = set()
+        self._epochs: list[EpochRow] = []
+        self._new_namespaces: list[NamespaceRow] = []
+        self._claims: list[ClaimRun] = []
+
+    # -- input --------------------------------------------------------------------------------------------------------
+
+    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Step:
+        """Apply messages in stream order.
+
+        Args:
+            now_s: on the clock that `hear` is told too.
+            at_end: the reader had fetched everything when it returned these.
+        """
+        step = Step({}, [], any(message.sequence <= self.sequence for message in messages[:1]))
+        for message in messages:
+            self.sequence = message.sequence
+            self._is_gathering = step.renumbered or message.sequence > self._stored
+            self._receive(message, step)
+        self._is_gathering = True
+        if at_end:
+            for instance, followed in self._followed.items():
+                self._judge(now_s, instance, followed, step)
+        return step
+
+    def hear(self, now_s: float, heartbeat: Heartbeat) -> None:
+        """Take note of what an instance says it has published."""
+        if not heartbeat.published:
+            return
+        said = Position(heartbeat.epoch, heartbeat.published)
+        followed = self._follow(heartbeat.instance, heartbeat.cluster)
+        known = followed.evidence
+        if said > followed.position and (known is None or known[0] <= followed.position):
+            followed.evidence = (said, now_s)
+
+    def renumber(self, stream: str, stored: int) -> None:
+        """Go on in a stream whose sequences began anew, under another name in SQL."""
+        self._stream, self._stored = stream, stored
+
+    # -- output -------------------------------------------------------------------------------------------------------
+
+    def take_batch(self) -> StoreBatch | None:
+        """What was gathered since the last call, up to here; None when the stream has not moved on.
+
+        The caller stores it, and until it has, keeps it: the next batch begins where this one ends.
+        """
+        if self.sequence <= self._stored:
+            return None
+        changed = [self._followed[instance] for instance in sorted(self._dirty)]
+        batch = StoreBatch(
+            stream=self._stream,
+            previous=self._stored,
+            stream_sequence=self.sequence,
+            instances=tuple(followed.row for followed in changed),
+            epochs=(*self._epochs, *(followed.epoch_row for followed in changed)),
+            namespaces=tuple(self._new_namespaces),
+            claims=tuple(self._claims),
+            positions=tuple(
+                InstancePosition(
+                    instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset
+                )
+                for followed in changed
+            ),
+        )
+        self._stored = self.sequence
+        self._dirty, self._epochs, self._new_namespaces, self._claims = set(), [], [], []
+        return batch
+
+    def position(self, instance: InstanceId) -> Position:
+        """How far an instance was read; (0, 0) when nothing of it was."""
+        followed = self._followed.get(instance)
+        return ORIGIN if followed is None else followed.position
+
+    def instance_row(self, instance: InstanceId) -> InstanceRow | None:
+        """What an instance's newest start said of it; None when nothing of it was read."""
+        followed = self._followed.get(instance)
+        return None if followed is None else followed.row
+
+    def instances(self) -> list[InstanceId]:
+        """The instances read from, by name."""
+        return sorted(instance for instance, followed in self._followed.items() if followed.position.epoch)
+
+    def namespaces(self) -> dict[NamespaceId, Namespace]:
+        """The namespaces whose fields an instance has told. Read only."""
+        return self._namespaces
+
+    def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
+        """The namespaces an instance's newest start named; empty when none are known."""
+        followed = self._followed.get(instance)
+        return frozenset() if followed is None else followed.declared
+
+    def waiting(self) -> int:
+        """How many instances have a hole that may still be filled."""
+        return sum(bool(followed.aside) for followed in self._followed.values())
+
+    # -- messages → frames --------------------------------------------------------------------------------------------
+
+    def _receive(self, message: StreamMessage, step: Step) -> None:
+        self.counters.messages += 1
+        cluster, instance = subject_names(message.subject)
+        at = 0
+        try:
+            while at < len(message.data):
+                frame, end = self._decode_frame(message.data, at)
+                if why := _flaw(frame, instance):
+                    self._poison(message, f"byte {at}: {why}")
+                    return
+                self._place(self._follow(instance, cluster), frame, end - at, step)
+                at = end
+        except FrameError as error:
+            self._poison(message, str(error))
+
+    def _poison(self, message: StreamMessage, why: str) -> None:
+        self.counters.poison += 1
+        log.warning("message.refused", sequence=message.sequence, subject=message.subject, why=why)
+
+    def _follow(self, instance: InstanceId, cluster: str) -> _Followed:
+        followed = self._followed.get(instance)
+        if followed is None:
+            row = InstanceRow(id=instance, cluster=cluster, epoch=Epoch(0), first_seen_ns=0, last_frame_ns=0)
+            followed = self._followed[instance] = _Followed(row)
+        return followed
+
+    def _place(self, followed: _Followed, frame: Frame, size: int, step: Step) -> None:
+        epoch, offset = followed.position
+        if frame.epoch < epoch:
+            self.counters.stale += 1
+        elif frame.epoch > epoch:
+            self._enter(followed, frame)
+            self._apply(followed, frame, step)
+        elif frame.next_offset <= offset:
+            if followed.is_blind and frame.first_offset == 0:  # its publisher went back to the epoch's start
+                self._enter(followed, frame)
+                self._apply(followed, frame, step)
+            else:
+                self.counters.repeats += 1
+        elif frame.first_offset <= offset:
+            self._apply(followed, frame, step)
+        elif followed.is_lost:
+            self._jump(followed, frame.first_offset)
+            self._apply(followed, frame, step)
+        else:
+            self._put_aside(followed, frame, size)
+
+    def _put_aside(self, followed: _Followed, frame: Frame, size: int) -> None:
+        if not followed.aside:
+            self.counters.holes += 1
+            self.index.wait(followed.row.id, True)
+        if frame.first_offset not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
+            followed.aside[frame.first_offset] = _Aside(frame, size)
+            followed.aside_bytes += size
+
+    def _forget_aside(self, followed: _Followed) -> None:
+        if followed.aside:
+            followed.aside.clear()
+            followed.aside_bytes = 0
+            self.index.wait(followed.row.id, False)
+
+    def _resume(self, followed: _Followed, step: Step) -> None:
+        """Apply what was kept aside as far as it follows on now."""
+        for first in sorted(followed.aside):
+            if first > followed.position.offset:
+                return
+            kept = followed.aside.pop(first)
+            followed.aside_bytes -= kept.size
+            if kept.frame.next_offset > followed.position.offset:
+                self._apply_events(followed, kept.frame, step)
+        self.index.wait(followed.row.id, False)
+
+    # -- gaps ---------------------------------------------------------------------------------------------------------
+
+    def _judge(self, now_s: float, instance: InstanceId, followed: _Followed, step: Step) -> None:
+        if followed.evidence is None or followed.evidence[0] <= followed.position:
+            followed.evidence = None
+            return
+        said, since_s = followed.evidence
+        if followed.is_lost or now_s - since_s < self._gap_wait_s:
+            return
+        expected = followed.position
+        self.counters.gaps += 1
+        if said.epoch > expected.epoch:  # not even the start of its epoch came
+            self._forget_aside(followed)
+            self._begin_blind(followed, said.epoch, 0)
+            followed.position = Position(said.epoch, Offset(0))
+        resumed = min(followed.aside, default=None)
+        self.index.miss(instance)
+        if resumed is None:
+            followed.is_lost = True
+        else:
+            self._jump(followed, resumed)
+            self._resume(followed, step)
+        step.gaps.append(Gap(instance, expected, None if resumed is None else Position(said.epoch, resumed)))
+        log.warning(
+            "stream.gap_found", instance=instance, epoch=expected.epoch, expected=expected.offset,
+            published=said.offset, resumed=resumed,
+        )  # fmt: skip
+
+    def _jump(self, followed: _Followed, offset: Offset) -> None:
+        followed.position = Position(followed.position.epoch, offset)
+        followed.is_lost = False
+
+    # -- frames → index and rows --------------------------------------------------------------------------------------
+
+    def _enter(self, followed: _Followed, frame: Frame) -> None:
+        """Begin the frame's epoch where the frame begins."""
+        row, old = followed.row, followed.epoch_row
+        if followed.aside:
+            self.counters.gaps += 1  # the epoch went on behind the hole, and is over
+            self._forget_aside(followed)
+        if old.epoch and old.epoch < frame.epoch and old.ended_ns is None and self._is_gathering:
+            self._epochs.append(msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced"))
+        followed.is_lost = followed.is_blind = False
+        followed.position = Position(frame.epoch, frame.first_offset)
+        followed.row = msgspec.structs.replace(
+            row, epoch=frame.epoch, first_seen_ns=row.first_seen_ns or frame.wall_time_ns, state=InstanceState.LIVE
+        )
+        followed.epoch_row = EpochRow(instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns)
+        if frame.first_offset:
+            self._begin_blind(followed, frame.epoch, frame.wall_time_ns)
+
+    def _begin_blind(self, followed: _Followed, epoch: Epoch, wall_time_ns: int) -> None:
+        instance = followed.row.id
+        self.counters.blind_starts += 1
+        followed.is_blind = True
+        known = self._known.get(instance)
+        if known is not None and known.epoch == epoch and known.pools:
+            followed.row = msgspec.structs.replace(known, state=InstanceState.LIVE)
+            self.index.begin_blind(instance, epoch, known.pools)
+        else:
+            followed.row = msgspec.structs.replace(followed.row, epoch=epoch, pools=())
+            self.index.begin_blind(instance, epoch)
+        followed.epoch_row = EpochRow(instance=instance, epoch=epoch, started_ns=wall_time_ns)
+        log.info("instance.joined_midway", instance=instance, epoch=epoch, offset=followed.position.offset)
+
+    def _apply(self, followed: _Followed, frame: Frame, step: Step) -> None:
+        self._apply_events(followed, frame, step)
+        if followed.aside:
+            self._resume(followed, step)
+
+    def _apply_events(self, followed: _Followed, frame: Frame, step: Step) -> None:
+        """Apply those events of a frame that are not applied yet; the first of them is the next."""
+        instance = followed.row.id
+        for event in frame.events[followed.position.offset - frame.first_offset :]:
+            delta = self.index.apply(instance, event)
+            self.counters.events += 1
+            if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
+                self.counters.blocks += len(event.hashes) // HASH_BYTES
+            self._note(followed, frame, event, delta)
+        self.counters.frames += 1
+        followed.is_lost = False
+        followed.position = Position(frame.epoch, frame.next_offset)
+        followed.row = msgspec.structs.replace(
+            followed.row, last_frame_ns=max(followed.row.last_frame_ns, frame.wall_time_ns)
+        )
+        followed.epoch_row = msgspec.structs.replace(
+            followed.epoch_row, next_offset=frame.next_offset, digest=frame.digest
+        )
+        self.newest_wall_ns = max(self.newest_wall_ns, frame.wall_time_ns)
+        step.advanced[instance] = followed.position
+        if self._is_gathering:
+            self._dirty.add(instance)
+        if not self.index.agrees(instance, frame.digest):
+            self.counters.digest_mismatches += 1
+            self.index.miss(instance)
+            log.warning("digest.diverged", instance=instance, epoch=frame.epoch, offset=frame.next_offset)
+
+    def _note(self, followed: _Followed, frame: Frame, event: Event, delta: Delta) -> None:
+        """Follow what SQL keeps of an event."""
+        if isinstance(event, InstanceStarted):
+            followed.is_blind = False
+            followed.declared = frozenset(namespace.id for namespace in event.namespaces)
+            followed.row = msgspec.structs.replace(
+                followed.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
+                pools=event.pools, state=InstanceState.LIVE,
+            )  # fmt: skip
+            for namespace in event.namespaces:
+                self._namespaces.setdefault(namespace.id, namespace)
+                if self._is_gathering:
+                    self._new_namespaces.append(
+                        NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns)
+                    )
+        elif isinstance(event, InstanceStopped):
+            followed.row = msgspec.structs.replace(followed.row, state=InstanceState.STOPPED)
+            followed.epoch_row = msgspec.structs.replace(
+                followed.epoch_row, ended_ns=frame.wall_time_ns, end_reason=event.reason.name.lower()
+            )
+        if self._is_gathering and (delta.claimed or delta.unclaimed):
+            self._gather_claims(followed.row.id, frame.wall_time_ns, delta.claimed, withdrawn=False)
+            self._gather_claims(followed.row.id, frame.wall_time_ns, delta.unclaimed, withdrawn=True)
+
+    def _gather_claims(self, instance: InstanceId, at_ns: int, changes: Sequence[Change], withdrawn: bool) -> None:
+        runs: dict[tuple[str, NamespaceId], list[bytes]] = {}
+        for change in changes:
+            pool = self.index.pool_name(instance, change.tier)
+            if pool is not None:
+                runs.setdefault((pool, change.namespace), []).append(change.hash)
+        self._claims.extend(
+            ClaimRun(
+                pool=pool, namespace=namespace, hashes=b"".join(blocks), instance=instance, at_ns=at_ns,
+                withdrawn=withdrawn,
+            )
+            for (pool, namespace), blocks in runs.items()
+        )  # fmt: skip
+
+
+def _flaw(frame: Frame, instance: InstanceId) -> str:
+    """Why a frame that decodes cannot be part of this instance's stream; "" when it can."""
+    if frame.instance != instance:
+        return f"a frame of instance {frame.instance!r} in the stream of {instance!r}"
+    if not frame.epoch:
+        return "epoch 0 does not exist"
+    for at, event in enumerate(frame.events):
+        is_first = frame.first_offset == 0 and at == 0
+        if isinstance(event, InstanceStarted) != is_first:
+            return f"offset {frame.first_offset + at} is {type(event).__name__}; InstanceStarted is at offset 0 alone"
+        if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
+            return f"the frame is of epoch {frame.epoch}, its InstanceStarted of epoch {event.epoch}"
+    return ""

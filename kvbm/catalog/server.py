@@ -1,0 +1,213 @@
+"""Running the catalog: `run` in the main thread of a process, `CatalogThread` beside other work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from importlib.metadata import PackageNotFoundError, version
+
+import structlog
+
+from kvbm.core.errors import CatalogError, ConfigError, MissingExtraError
+from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.streams.base import EventStream
+
+try:
+    import uvicorn
+except ImportError:
+    raise MissingExtraError("the catalog's web server (uvicorn)", "catalog") from None
+
+from kvbm.catalog.api import create_app
+from kvbm.catalog.service import CatalogService, ServiceSettings
+
+log = structlog.get_logger()
+
+STOP_WAIT_S = 15.0
+_GRACE_S = 3
+_BACKLOG = 2048
+
+
+def run(
+    settings: ServiceSettings, kernels: Kernels = REFERENCE, on_started: Callable[[str], None] = lambda url: None
+) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Args:
+        on_started: told the URL once it answers.
+    Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
+    """
+    asyncio.run(_serve(settings, kernels, on_started, lambda server, loop: _stop_on_signals(server, loop)))
+
+
+class CatalogThread:
+    """A catalog in a thread of its own. Use as a context manager, or `start` and `stop`.
+
+    Attributes:
+        url: http://host:port, once started.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        kernels: Kernels = REFERENCE,
+        make_stream: Callable[[], EventStream] | None = None,
+    ) -> None:
+        """
+        Args:
+            make_stream: called in the thread's loop for the stream, instead of the NATS of the settings.
+        """
+        self.url = ""
+        self._settings, self._kernels, self._make_stream = settings, kernels, make_stream
+        self._started: Future[str] = Future()
+        self._ending: Callable[[], None] | None = None
+        self._stop_wanted = False
+        self._thread = threading.Thread(target=self._run, name="kvbm-catalog", daemon=True)
+
+    def start(self, timeout_s: float = 30.0) -> CatalogThread:
+        """Start, and wait until it answers; it may not be ready yet.
+
+        Raises: StreamError, CatalogError, ConfigError: it could not start, or not in time.
+        """
+        self._thread.start()
+        try:
+            self.url = self._started.result(timeout_s)
+        except FutureTimeoutError:
+            self.stop()
+            raise CatalogError(f"the catalog did not start within {timeout_s:g} s") from None
+        return self
+
+    def stop(self, timeout_s: float = STOP_WAIT_S) -> None:
+        """End it and wait. Idempotent. Raises CatalogError: it did not end in time."""
+        self._stop_wanted = True
+        if self._ending is not None:
+            self._ending()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise CatalogError(f"the catalog did not end within {timeout_s:g} s")
+
+    def __enter__(self) -> CatalogThread:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        def began(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
+            def end() -> None:
+                server.should_exit = True
+
+            self._ending = end
+            if self._stop_wanted:
+                end()
+
+        try:
+            asyncio.run(_serve(self._settings, self._kernels, self._started.set_result, began, self._make_stream))
+        except Exception as error:  # noqa: BLE001 - the caller of `start` gets it, or the log does
+            if self._started.done():
+                log.error("catalog.ended", why=str(error))
+            else:
+                self._started.set_exception(error)
+        else:
+            if not self._started.done():
+                self._started.set_exception(CatalogError("the catalog was stopped before it answered"))
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    settings: ServiceSettings,
+    kernels: Kernels,
+    on_started: Callable[[str], None],
+    on_began: Callable[[uvicorn.Server, asyncio.AbstractEventLoop], None],
+    make_stream: Callable[[], EventStream] | None = None,
+) -> None:
+    host, port = _host_and_port(settings.listen)
+    with _bind(host, port) as listener:
+        service = await CatalogService.start(settings, kernels, make_stream() if make_stream is not None else None)
+        try:
+            config = uvicorn.Config(
+                create_app(service, _own_version()),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=_GRACE_S,
+                ws="none",
+            )
+            server = _Server(config)
+            on_began(server, asyncio.get_running_loop())
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            watching = asyncio.create_task(_end_on_failure(service, server))
+            announcing = asyncio.create_task(_announce(server, _url(listener), on_started))
+            try:
+                await serving
+            finally:
+                for task in (watching, announcing):
+                    task.cancel()
+        finally:
+            await service.close()
+        if service.failure is not None:
+            raise CatalogError(f"the catalog cannot go on: {service.failure}") from service.failure
+
+
+async def _announce(server: uvicorn.Server, url: str, on_started: Callable[[str], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.005)
+    on_started(url)
+
+
+async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> None:
+    await service.failed.wait()
+    server.should_exit = True
+
+
+def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"the catalog cannot listen on {listen!r}; write host:port, such as 127.0.0.1:7700")
+    return host, int(port)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise CatalogError(
+            f"the catalog cannot listen on {host}:{port} ({error.strerror}); choose another port, 0 takes a free one"
+        ) from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _own_version() -> str:
+    try:
+        return version("kvbm")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,242 @@
+"""Settings: one frozen tree, parsed and checked once at the edge: TOML file, then environment, then flags.
+
+A key is written `pools.host.slots` in messages and flags, as tables in TOML, and `KVBM_POOLS__HOST__SLOTS` in the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from kvbm.core.errors import ConfigError
+from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+
+ENVIRONMENT_PREFIX = "KVBM_"
+
+
+class _Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings."""
+
+
+class InstanceSettings(_Group):
+    """Who this is.
+
+    Attributes:
+        id: name of the instance, unique in its cluster; letters, digits, "-" and "_".
+        cluster: name of the cluster.
+        data_dir: folder for journal, NVMe pool and embedded servers.
+        topology: where the instance stands, outermost first.
+    """
+
+    id: str = "instance-0"
+    cluster: str = "local"
+    data_dir: str = "kvbm-data"
+    topology: tuple[str, ...] = ()
+
+
+class HbmSettings(_Group):
+    """The HBM pool. `device`: "auto", "cpu", "cuda", or "memory" for a pool without torch."""
+
+    slots: int = 0
+    capacity_bytes: int = 0
+    device: str = "auto"
+
+
+class HostSettings(_Group):
+    """The HOST pool; both 0: there is none."""
+
+    slots: int = 0
+    capacity_bytes: int = 0
+
+
+class NvmeSettings(_Group):
+    """The NVME pool; both 0: there is none. `path`: its file, by default in the data folder."""
+
+    slots: int = 0
+    capacity_bytes: int = 0
+    path: str = ""
+
+
+class ObjectSettings(_Group):
+    """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call."""
+
+    url: str = ""
+    endpoint: str = ""
+    region: str = ""
+    timeout_s: float = 10.0
+
+
+class PoolsSettings(_Group):
+    """The pools, and how blocks leave them. `eviction`: "lru"."""
+
+    hbm: HbmSettings = HbmSettings()
+    host: HostSettings = HostSettings()
+    nvme: NvmeSettings = NvmeSettings()
+    object: ObjectSettings = ObjectSettings()
+    eviction: str = "lru"
+
+
+class OffloadSettings(_Group):
+    """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier."""
+
+    host: str = "write_through"
+    nvme: str = "write_through"
+    object: str = "write_through"
+    queue_blocks: int = 8192
+
+
+class OnboardSettings(_Group):
+    """How long a request waits for bytes (`wait_s`) and for the catalog's answer (`locate_s`)."""
+
+    wait_s: float = 2.0
+    locate_s: float = 0.25
+    threads: int = 2
+
+
+class JournalSettings(_Group):
+    """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between."""
+
+    fsync: str = "off"
+    segment_bytes: int = 64 << 20
+    in_memory: bool = False
+
+
+class NatsSettings(_Group):
+    """The stream. `url`: "" starts (or finds) an embedded nats-server in the data folder. `enabled`: false keeps events local."""
+
+    url: str = ""
+    enabled: bool = True
+    timeout_s: float = 5.0
+    heartbeat_s: float = 1.0
+
+
+class CatalogSettings(_Group):
+    """The catalog service and how to reach it.
+
+    Attributes:
+        url: where managers and routers ask; "" asks nobody.
+        listen: host:port the service binds; port 0 takes a free one.
+        database: SQLAlchemy URL; "" is SQLite in the data folder.
+        prefill_tokens_per_s: what routing assumes an instance computes.
+        tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
+    """
+
+    url: str = ""
+    listen: str = "127.0.0.1:7700"
+    database: str = ""
+    prefill_tokens_per_s: float = 10_000.0
+    tenant_secrets: dict[str, str] = {}
+
+
+class Settings(_Group):
+    """Everything that can be set."""
+
+    instance: InstanceSettings = InstanceSettings()
+    pools: PoolsSettings = PoolsSettings()
+    offload: OffloadSettings = OffloadSettings()
+    onboard: OnboardSettings = OnboardSettings()
+    journal: JournalSettings = JournalSettings()
+    nats: NatsSettings = NatsSettings()
+    catalog: CatalogSettings = CatalogSettings()
+
+
+def load_settings(
+    path: Path | None = None, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+) -> Settings:
+    """Settings from a TOML file, overridden by the environment, overridden by flags.
+
+    Args:
+        environment: variables that begin with KVBM_ count; none when omitted.
+        flags: dotted key → value.
+    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        for key, value in _leaves(_read_toml(path)):
+            _put(tree, key, value, str(path))
+    for name, value in sorted((environment or {}).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
+    for key, value in (flags or {}).items():
+        _put(tree, key, value, "flags")
+    try:
+        settings = msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"a setting has the wrong kind of value: {error}") from None
+    _check(settings)
+    return settings
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"settings file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings file {path} is not TOML: {error}") from None
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name not in _OPEN_KEYS:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _known_keys(group: type[_Group] = Settings, prefix: str = "") -> Iterator[str]:
+    for name, kind in get_type_hints(group).items():
+        if isinstance(kind, type) and issubclass(kind, _Group):
+            yield from _known_keys(kind, f"{prefix}{name}.")
+        elif not name.startswith("_"):
+            yield f"{prefix}{name}"
+
+
+_OPEN_KEYS = ("catalog.tenant_secrets",)
+KNOWN_KEYS = tuple(_known_keys())
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    if key not in KNOWN_KEYS and not key.startswith(tuple(f"{open_key}." for open_key in _OPEN_KEYS)):
+        near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.0)
+        raise ConfigError(f"{where}: there is no setting {key!r}; the nearest is {near[0]!r}")
+    *groups, name = key.split(".")
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[name] = value
+
+
+def _check(settings: Settings) -> None:
+    _one_of("pools.eviction", settings.pools.eviction, tuple(EVICTION_POLICIES))
+    _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
+    _one_of("pools.hbm.device", settings.pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
+    for tier in ("host", "nvme", "object"):
+        _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
+    for tier in ("hbm", "host", "nvme"):
+        pool = getattr(settings.pools, tier)
+        for name in ("slots", "capacity_bytes"):
+            if getattr(pool, name) < 0:
+                raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
+        if pool.slots and pool.capacity_bytes:
+            raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    for key, value in (
+        ("onboard.wait_s", settings.onboard.wait_s),
+        ("onboard.locate_s", settings.onboard.locate_s),
+        ("nats.timeout_s", settings.nats.timeout_s),
+        ("nats.heartbeat_s", settings.nats.heartbeat_s),
+        ("pools.object.timeout_s", settings.pools.object.timeout_s),
+        ("catalog.prefill_tokens_per_s", settings.catalog.prefill_tokens_per_s),
+    ):
+        if not value > 0:
+            raise ConfigError(f"{key} is {value}; it must be above 0")
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key} is {value!r}; use one of {', '.join(allowed)}")

@@ -1,0 +1,230 @@
+"""What is asked of the catalog, and what it answers: JSON over HTTP, the same structs at both ends.
+
+Hashes and namespace ids are lower-case hex, 32 digits each; a run of hashes may be one long hex string.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvbm.core.ids import Namespace
+
+MAX_HASHES = 65_536
+MAX_TOKENS = 1 << 20
+MAX_WAIT_S = 5.0
+
+HashHex = Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{32}$", description="16 bytes as 32 hex digits")]
+
+
+class PositionWanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in an instance's stream that the answer must have seen: everything before `offset` of `epoch`."""
+
+    instance: str
+    epoch: int
+    offset: int
+
+
+class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who has how much of this prefix? Give `hashes`, or `tokens` when the catalog knows the tenant's secret.
+
+    Attributes:
+        namespace: its id, or its fields.
+        hashes: of the prompt's full blocks in order: a list, or one string of 32 digits each.
+        tokens: token ids of the prompt.
+        at_least: what the answer must have seen; it waits for that up to `timeout_s` seconds.
+    """
+
+    namespace: HashHex | Namespace
+    hashes: str | list[str] | None = None
+    tokens: list[int] | None = None
+    at_least: list[PositionWanted] = []
+    timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 1.0
+
+
+class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which instance should serve this prompt? As a lookup, and the routed prompt is remembered.
+
+    Attributes:
+        input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are given.
+    """
+
+    input_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prefix one instance has.
+
+    Attributes:
+        depth: blocks from the first on that it holds in any tier, without a hole.
+        tiers: blocks of that run, by the hottest tier that holds each.
+        reach: where the run ends when the instance's cluster pools go on where its own tiers end.
+        doubtful: events of it were missed and it has not restated what it holds since.
+    """
+
+    instance: str
+    depth: int
+    tiers: dict[str, int]
+    reach: int
+    doubtful: bool
+
+
+class PoolHolding(msgspec.Struct, frozen=True, kw_only=True):
+    """How many blocks of a prefix, from the first on, a pool of cluster reach is claimed to hold."""
+
+    pool: str
+    depth: int
+
+
+class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Who has how much of a prefix, deepest first.
+
+    Attributes:
+        blocks: full blocks asked for.
+        deepest: the largest depth of all instances and pools.
+        withheld: instances left out because they have stopped or fallen silent.
+    """
+
+    namespace: str
+    blocks: int
+    deepest: int
+    instances: list[InstanceHolding]
+    pools: list[PoolHolding]
+    withheld: list[str]
+
+
+class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance and what serving the prompt there would cost, in seconds by parts.
+
+    Attributes:
+        depth: blocks the instance need not compute: held, fetched, or soon to hold.
+        missing_tokens: tokens it must compute.
+        fetch_blocks: blocks of `depth` that must be brought to HBM.
+        cost_s: the sum of the parts.
+    """
+
+    instance: str
+    cost_s: float
+    queueing_s: float
+    recompute_s: float
+    balance_s: float
+    fetch_s: float
+    depth: int
+    missing_tokens: int
+    fetch_blocks: int
+    doubtful: bool
+
+
+class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The instance to send the prompt to, and all considered, best first."""
+
+    instance: str
+    namespace: str
+    blocks: int
+    ranked: list[RankedInstance]
+
+
+class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """One holder of a block: an instance, or a pool of cluster reach."""
+
+    name: str
+    kind: str
+    tier: str
+    doubtful: bool
+
+
+class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a block."""
+
+    namespace: str
+    hash: str
+    holders: list[BlockHolder]
+
+
+class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool as its instance declared it, and how many blocks it is known to hold; of a cluster pool, all its claims."""
+
+    tier: str
+    slots: int
+    block_bytes: int
+    reach: str
+    name: str
+    held_blocks: int
+
+
+class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance.
+
+    Attributes:
+        state: "live", "silent" (no heartbeat lately), "stopping", "stopped", or "unheard" (never a heartbeat).
+        offset: everything before it is in the index.
+        published: as the last heartbeat says; None without one.
+        digest: 16 hex digits.
+        heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
+    """
+
+    instance: str
+    cluster: str
+    state: str
+    epoch: int
+    offset: int
+    published: int | None
+    digest: str
+    doubtful: bool
+    engine: str
+    version: str
+    topology: list[str]
+    pools: list[PoolSummary]
+    held_blocks: dict[str, int]
+    heartbeat_age_s: float | None
+    queued_tokens: int | None
+    running_requests: int | None
+    free_slots: dict[str, int] | None
+
+
+class InstancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """All instances, by name."""
+
+    instances: list[InstanceSummary]
+
+
+class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A namespace whose fields an instance has told."""
+
+    id: str
+    fields: Namespace
+
+
+class NamespacesAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """All namespaces whose fields are known, by id."""
+
+    namespaces: list[NamespaceSummary]
+
+
+class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the catalog has read the stream up to where it ended when it was started.
+
+    Attributes:
+        degraded: what does not work though answers are good, "" when all does.
+    """
+
+    ready: bool
+    reason: str
+    degraded: str
+    stream_sequence: int
+    lag_messages: int
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request failed: a constant for programs, a sentence, and what to do."""
+
+    code: str
+    message: str
+    what_to_do: str
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail

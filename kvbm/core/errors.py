@@ -1,0 +1,153 @@
+"""The error tree. An expected outcome (a miss, a short pool) is a return value; these are the rest.
+
+KvbmError
+├── ConfigError            a setting that cannot be used; fix it and start again
+├── LayoutError            dimensions that make no sense together
+├── LedgerError            a command that contradicts what the ledger holds; a bug in the caller
+├── IllegalEventError      an event that contradicts what a fold holds
+├── FrameError             bytes that are not a good frame
+│   ├── NotAFrameError     no frame begins here
+│   ├── NewerFrameError    written by a newer kvbm
+│   ├── TornFrameError     the frame ends before its bytes do
+│   ├── CorruptFrameError  the checksum does not match
+│   └── MalformedFrameError  the checksum matches, the contents make no sense
+├── JournalError           a journal folder that cannot be used
+├── PoolError              a pool that cannot be opened or used
+│   ├── PoolMismatchError  the pool file belongs to another namespace or shape
+│   └── PoolFullError      the device has no room for the pool
+├── StreamError            NATS does not answer or refuses
+├── CatalogError           the catalog or its database does not answer or refuses
+├── MissingExtraError      an optional part of kvbm is not installed
+└── TraceError             a workload trace that cannot be read
+"""
+
+from __future__ import annotations
+
+
+class KvbmError(Exception):
+    """Any error of kvbm. The message says what happened, where, and what to do."""
+
+
+class ConfigError(KvbmError):
+    """A setting that cannot be used. A retry does not help; the message names the key and the remedy."""
+
+
+class LayoutError(KvbmError):
+    """Dimensions that make no sense together, with the numbers in the message. A retry does not help."""
+
+
+class LedgerError(KvbmError):
+    """A command that contradicts what the ledger holds: a bug in the caller. A retry does not help."""
+
+
+class IllegalEventError(KvbmError):
+    """An event contradicts what the fold holds.
+
+    Attributes:
+        rule: short name of the rule that was broken, such as "created-twice".
+    """
+
+    def __init__(self, rule: str, detail: str) -> None:
+        super().__init__(f"{rule}: {detail}")
+        self.rule = rule
+
+
+class FrameError(KvbmError):
+    """Bytes at `at` are not a good frame. A retry does not help.
+
+    Attributes:
+        at: position in the buffer that was read, in bytes.
+    """
+
+    def __init__(self, at: int, detail: str) -> None:
+        super().__init__(f"byte {at}: {detail}")
+        self.at = at
+        self.detail = detail
+
+
+class NotAFrameError(FrameError):
+    """No frame begins here: the magic is absent."""
+
+
+class NewerFrameError(FrameError):
+    """The frame was written by a newer kvbm; upgrade this one to read it.
+
+    Attributes:
+        version: the frame's version.
+    """
+
+    def __init__(self, at: int, version: int, supported: int) -> None:
+        super().__init__(
+            at, f"frame version {version} is newer than {supported}, the newest this kvbm reads; upgrade kvbm"
+        )
+        self.version = version
+
+
+class TornFrameError(FrameError):
+    """The buffer ends before the frame does: a write was cut short, or more bytes are still to come."""
+
+
+class CorruptFrameError(FrameError):
+    """The checksum does not match the bytes: they changed after they were written."""
+
+
+class MalformedFrameError(FrameError):
+    """The checksum matches but the contents make no sense: the writer was not kvbm, or has a bug."""
+
+
+class JournalError(KvbmError):
+    """A journal folder that cannot be used; the message says why and what to do."""
+
+
+class PoolError(KvbmError):
+    """A pool that cannot be opened or used; the message names the pool and the remedy."""
+
+
+class PoolMismatchError(PoolError):
+    """The pool file was made for another model, dtype or block shape; it is left as it is."""
+
+
+class PoolFullError(PoolError):
+    """The device has no room for the pool.
+
+    Attributes:
+        wanted_bytes, free_bytes: what the pool needs, what the device has.
+    """
+
+    def __init__(self, message: str, wanted_bytes: int, free_bytes: int) -> None:
+        super().__init__(message)
+        self.wanted_bytes = wanted_bytes
+        self.free_bytes = free_bytes
+
+
+class StreamError(KvbmError):
+    """NATS does not answer or refuses. A retry helps once the server is reachable again."""
+
+
+class CatalogError(KvbmError):
+    """The catalog or its database does not answer or refuses. A retry may help; the message says what was seen."""
+
+
+class MissingExtraError(KvbmError):
+    """An optional part is not installed.
+
+    Attributes:
+        extra: the extra to install, as in pip install 'kvbm[extra]'.
+    """
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} is not installed; install it with: pip install 'kvbm[{extra}]'")
+        self.extra = extra
+
+
+class TraceError(KvbmError):
+    """A workload trace that cannot be read; the message names file, line, and what the line needs.
+
+    Attributes:
+        path, line_number: where; lines count from 1.
+    """
+
+    def __init__(self, path: str, line_number: int, why: str) -> None:
+        super().__init__(f"{path} line {line_number}: {why}")
+        self.path = path
+        self.line_number = line_number

@@ -1,0 +1,158 @@
+"""The facts: what happened to blocks, one small struct each, in the past tense.
+
+A run event covers consecutive blocks of one namespace: `hashes` is packed (16 bytes a block), `slots` is packed (4 bytes a
+block) or empty where kvbm does not own the tier's slots. Hashes of a run are never repeated within it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+
+
+class EvictReason(IntEnum):
+    """Why residencies were withdrawn."""
+
+    CAPACITY = 0
+    TTL = 1
+    QUOTA = 2
+    CLEARED = 3
+    CORRUPT = 4
+    MISSING = 5
+    SHUTDOWN = 6
+
+
+class MigrateCause(IntEnum):
+    """Why bytes moved."""
+
+    OFFLOAD = 0
+    ONBOARD = 1
+    FETCH = 2
+
+
+class StopReason(IntEnum):
+    """Why an instance ended its stream."""
+
+    SHUTDOWN = 0
+    OVERFLOW = 1
+    FENCED = 2
+
+
+class PoolStated(msgspec.Struct, frozen=True, array_like=True):
+    """One pool of an instance, as its start declares it.
+
+    Attributes:
+        tier: class of medium.
+        slots: how many blocks fit; 0 for a pool without slots (OBJECT).
+        block_bytes: bytes of one block.
+        reach: who can read it without the owner.
+        name: of a pool of cluster reach, the name all its users share; else "".
+    """
+
+    tier: Tier
+    slots: int
+    block_bytes: int
+    reach: Reach = Reach.INSTANCE
+    name: str = ""
+
+
+class InstanceStarted(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A new epoch begins and nothing is held in any tier. Always at offset 0.
+
+    Attributes:
+        epoch: the new epoch.
+        pools: the pools, hottest first.
+        namespaces: the namespaces known at the start.
+        topology: where the instance stands, outermost first, such as ("zone-a", "rack-3", "host-17").
+        engine, version: who embeds the manager; kvbm's version.
+    """
+
+    epoch: Epoch
+    pools: tuple[PoolStated, ...] = ()
+    namespaces: tuple[Namespace, ...] = ()
+    topology: tuple[str, ...] = ()
+    engine: str = ""
+    version: str = ""
+
+
+class BlocksCreated(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks are full, immutable and addressable.
+
+    Attributes:
+        parent: hash of the block before the run, NO_PARENT when the run begins its chain.
+        start: position of the run's first block in its chain, in blocks.
+    """
+
+    namespace: NamespaceId
+    tier: Tier
+    hashes: bytes
+    slots: bytes = b""
+    parent: SequenceHash = NO_PARENT
+    start: int = 0
+
+
+class BlocksMigrated(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes have arrived in another tier, or from another instance.
+
+    Attributes:
+        source: the tier, or the instance, the bytes came from.
+        target: the tier they are in now.
+        kept: whether the source tier still holds them; if not, it is withdrawn by this same event.
+        slots: where they are in the target tier.
+    """
+
+    namespace: NamespaceId
+    source: Tier | InstanceId
+    target: Tier
+    kept: bool
+    cause: MigrateCause
+    hashes: bytes
+    slots: bytes = b""
+
+
+class BlocksEvicted(msgspec.Struct, frozen=True, kw_only=True):
+    """Residencies are withdrawn; their slots may be reused once this event counts."""
+
+    namespace: NamespaceId
+    tier: Tier
+    reason: EvictReason
+    hashes: bytes
+
+
+class ResidenciesStated(msgspec.Struct, frozen=True, kw_only=True):
+    """Held at this very offset, as part of a round."""
+
+    namespace: NamespaceId
+    tier: Tier
+    round: int
+    hashes: bytes
+    slots: bytes = b""
+
+
+class RoundEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """What this tier neither stated nor gained since the round began is not held.
+
+    A round begins with its first ResidenciesStated; one without any begins here, so it says that nothing is held.
+
+    Attributes:
+        count: blocks the round stated in this tier.
+    """
+
+    tier: Tier
+    round: int
+    count: int
+
+
+class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
+    """The instance ended cleanly."""
+
+    reason: StopReason
+
+
+RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated
+Event = InstanceStarted | RunEvent | RoundEnded | InstanceStopped
+
+MAX_RUN_BLOCKS = 1024  # a run is decided under the ledger's lock and must fit a frame, so it stays short

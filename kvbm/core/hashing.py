@@ -1,0 +1,71 @@
+"""Token ids → sequence hashes. The native twin is what production runs; this is what it must equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvbm.core.errors import LayoutError
+from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
+
+
+def sequence_hashes(
+    tokens: Sequence[int] | np.ndarray, block_tokens: int, root: bytes, extra_keys: Sequence[bytes] = ()
+) -> bytes:
+    """Chain-hash the full blocks of a token sequence.
+
+    Equal hashes mean equal prefixes, because a hash covers everything before it. A partial last block has no hash.
+
+    Args:
+        tokens: T token ids in prompt order, each in [0, 2**32).
+        block_tokens: B, tokens per block, at least 1.
+        root: hash the chain starts from, 16 bytes: the namespace's root, or the last hash of the blocks before.
+        extra_keys: for each full block what else its KV depends on (an image's digest, say); empty for none at all.
+    Returns: T // B hashes, packed, 16 bytes each, in prompt order.
+    Raises: LayoutError: B is below 1, the root is not 16 bytes, a token does not fit, or extra keys are miscounted.
+    Source: README "Sequence hashes"; checked against tests/golden/sequence_hashes.json.
+    """
+    columns = token_column(tokens)
+    if block_tokens < 1:
+        raise LayoutError(f"block_tokens is {block_tokens}; a block holds at least 1 token")
+    if len(root) != HASH_BYTES:
+        raise LayoutError(f"the root has {len(root)} bytes, not {HASH_BYTES}")
+    count = len(columns) // block_tokens
+    if extra_keys and len(extra_keys) != count:
+        raise LayoutError(f"{len(extra_keys)} extra keys for {count} full blocks; give one a block, or none")
+    packed = columns.tobytes()
+    width = 4 * block_tokens
+    parent = bytes(root)
+    hashes = bytearray()
+    for index in range(count):
+        block = packed[index * width : (index + 1) * width]
+        extra = extra_keys[index] if extra_keys else b""
+        parent = hashlib.sha256(parent + block + extra).digest()[:HASH_BYTES]
+        hashes += parent
+    return bytes(hashes)
+
+
+def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Tokens as a contiguous little-endian u32 array. Raises LayoutError when one is below 0 or above 2**32 - 1."""
+    try:
+        as_given = isinstance(tokens, np.ndarray) and tokens.dtype in (np.uint32, np.uint64)
+        column = np.asarray(tokens) if as_given else np.asarray(tokens, dtype=np.int64)
+    except OverflowError:
+        raise LayoutError("a token id does not fit in 64 bits; each must fit in 32 unsigned bits") from None
+    if column.ndim != 1:
+        raise LayoutError(f"tokens have {column.ndim} dimensions; give one sequence")
+    if column.dtype != np.uint32 and len(column) and (int(column.min()) < 0 or int(column.max()) > 0xFFFFFFFF):
+        raise LayoutError(f"token ids span {column.min()}..{column.max()}; each must fit in 32 unsigned bits")
+    return np.ascontiguousarray(column, dtype="<u4")
+
+
+def adopt_hashes(digests: Sequence[bytes], root: bytes) -> bytes:
+    """Another engine's own block digests as sequence hashes: the first 16 bytes of SHA-256(root, digest), packed."""
+    return b"".join(hashlib.sha256(root + digest).digest()[:HASH_BYTES] for digest in digests)
+
+
+def last_hash(hashes: bytes) -> SequenceHash:
+    """The last hash of a packed run that is not empty."""
+    return split_hashes(hashes[-HASH_BYTES:])[0]

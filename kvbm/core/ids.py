@@ -1,0 +1,122 @@
+"""Names of things: sequence hashes, namespaces, instances, epochs, offsets, slots, tiers.
+
+A run of hashes or slots is packed, never a list: 16 bytes a hash and 4 little-endian bytes a slot, in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NewType
+
+import msgspec
+import numpy as np
+
+from kvbm.core.errors import LayoutError
+
+SequenceHash = NewType("SequenceHash", bytes)  # 16 bytes
+NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, public
+InstanceId = NewType("InstanceId", str)
+Epoch = NewType("Epoch", int)
+Offset = NewType("Offset", int)
+Slot = NewType("Slot", int)
+
+HASH_BYTES = 16
+SLOT_BYTES = 4
+NO_PARENT = SequenceHash(bytes(HASH_BYTES))  # the parent of a chain's first block; the root itself stays secret
+
+
+class Tier(IntEnum):
+    """Class of medium. A smaller number is *hotter*, a larger one *colder*."""
+
+    HBM = 0
+    HOST = 1
+    NVME = 2
+    OBJECT = 3
+
+
+class Reach(IntEnum):
+    """Who can read a pool without its owner."""
+
+    INSTANCE = 0
+    POD = 1
+    CLUSTER = 2
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """What may share blocks. Two blocks are the same only in one namespace.
+
+    Attributes:
+        model, revision: name and version of the weights.
+        kv_dtype: element type of the cache, such as "float32" or "bfloat16".
+        block_tokens: tokens a block holds.
+        layout: order and sizes of a block's dimensions, as `core.layout` writes them.
+        kv_group: which group of layers, in models with several.
+        ranks: parallel layout, such as "tp1".
+        lora: adapter, "" for none.
+        tenant: whose blocks; tenants never share.
+        scheme, scheme_seed: how tokens become hashes.
+    """
+
+    model: str
+    block_tokens: int
+    revision: str = ""
+    kv_dtype: str = "float32"
+    layout: str = ""
+    kv_group: int = 0
+    ranks: str = "tp1"
+    lora: str = ""
+    tenant: str = ""
+    scheme: str = "sha256"
+    scheme_seed: int = 0
+
+    def canonical(self) -> bytes:
+        """The fields as sorted JSON: what both digests are made from."""
+        return msgspec.json.encode(self, order="sorted")
+
+    @property
+    def id(self) -> NamespaceId:
+        """The public name, 16 bytes: events, SQL and the API use it."""
+        return NamespaceId(hashlib.sha256(b"kvbm.namespace.v1\0" + self.canonical()).digest()[:HASH_BYTES])
+
+    def root(self, secret: bytes = b"") -> SequenceHash:
+        """The hash the namespace's chains start from, 16 bytes. It never leaves engine and client.
+
+        Args:
+            secret: the tenant's secret; whoever has it can test whether a prompt is cached.
+        """
+        digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
+        return SequenceHash(digest[:HASH_BYTES])
+
+
+def hash_count(hashes: bytes) -> int:
+    """How many hashes a packed run has. Raises LayoutError when its length is no multiple of 16 bytes."""
+    count, rest = divmod(len(hashes), HASH_BYTES)
+    if rest:
+        raise LayoutError(f"a run of hashes has {len(hashes)} bytes, which is no multiple of {HASH_BYTES}")
+    return count
+
+
+def split_hashes(hashes: bytes) -> list[SequenceHash]:
+    """A packed run as single hashes, in order. Raises LayoutError as `hash_count`."""
+    hash_count(hashes)
+    return [SequenceHash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)]
+
+
+def pack_slots(slots: Iterable[int]) -> bytes:
+    """Slots as packed little-endian u32."""
+    return np.fromiter(slots, dtype="<u4").tobytes()
+
+
+def split_slots(slots: bytes) -> list[int]:
+    """A packed run of slots as integers, in order. Raises LayoutError when its length is no multiple of 4 bytes."""
+    if len(slots) % SLOT_BYTES:
+        raise LayoutError(f"a run of slots has {len(slots)} bytes, which is no multiple of {SLOT_BYTES}")
+    return [int(slot) for slot in np.frombuffer(slots, dtype="<u4")]
+
+
+def short(hash_or_id: bytes) -> str:
+    """The first 8 hex digits, for messages."""
+    return hash_or_id[:4].hex()

@@ -1,0 +1,56 @@
+"""Model shape → bytes of a block; capacities → slots. The one place that multiplies dimensions."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from kvbm.core.errors import LayoutError
+
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+}
+
+
+class KvShape(NamedTuple):
+    """One block of KV cache: [layers, 2 (keys, values), block_tokens, kv_heads, head_dim] of `dtype`, contiguous."""
+
+    layers: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+
+    @property
+    def dims(self) -> tuple[int, int, int, int, int]:
+        """The dimensions of one block, slowest first."""
+        return (self.layers, 2, self.block_tokens, self.kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block. Raises LayoutError: a dimension below 1 or an unknown dtype."""
+        if min(self[:4]) < 1:
+            raise LayoutError(f"every dimension of a KV block must be at least 1; got {self}")
+        if self.dtype not in DTYPE_BYTES:
+            raise LayoutError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
+        return math.prod(self.dims) * DTYPE_BYTES[self.dtype]
+
+    def describe(self) -> str:
+        """The layout as a namespace's `layout` field states it."""
+        return f"layers={self.layers} kv=2 tokens={self.block_tokens} heads={self.kv_heads} dim={self.head_dim}"
+
+
+def slots_in(capacity_bytes: int, block_bytes: int, pool: str) -> int:
+    """How many blocks fit a pool. Raises LayoutError when not even one does."""
+    slots = capacity_bytes // block_bytes
+    if slots < 1:
+        raise LayoutError(
+            f"{pool} pool: {capacity_bytes} bytes hold no block of {block_bytes} bytes; raise its capacity"
+        )
+    return slots

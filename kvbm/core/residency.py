@@ -1,0 +1,379 @@
+"""The fold: an instance's events → what it holds, and the digest that says so in 64 bits.
+
+One fold, three listeners: the manager's free lists and prefix index, the catalog's index and rows, the replay tool's checks all
+follow the `Delta` that `evolve` returns. Pools of cluster reach have no owner: a claim on one passes through the delta and is
+neither held here nor part of the digest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+from kvbm.core.errors import IllegalEventError
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    Event,
+    InstanceStarted,
+    InstanceStopped,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+)
+from kvbm.core.ids import Epoch, NamespaceId, Reach, SequenceHash, Tier, short, split_hashes, split_slots
+
+_MASK = (1 << 64) - 1
+
+
+class Held(NamedTuple):
+    """One residency.
+
+    Attributes:
+        namespace: whose block it is.
+        slot: where, or None in a tier whose slots kvbm does not own.
+        round: the round of its tier that was current when it was last gained or stated.
+    """
+
+    namespace: NamespaceId
+    slot: int | None
+    round: int
+
+
+class Change(NamedTuple):
+    """One residency gained or lost."""
+
+    tier: Tier
+    hash: SequenceHash
+    namespace: NamespaceId
+    slot: int | None
+
+
+class Delta(NamedTuple):
+    """What one event changed. Lists are in event order; a block that moved is in both `added` and `withdrawn`.
+
+    Attributes:
+        added, withdrawn: residencies of this instance.
+        claimed, unclaimed: blocks of pools of cluster reach this instance spoke of.
+        anomalies: rules the event broke, as (rule, detail), empty for a legal event.
+    """
+
+    added: list[Change]
+    withdrawn: list[Change]
+    claimed: list[Change]
+    unclaimed: list[Change]
+    anomalies: list[tuple[str, str]]
+
+
+def residency_mix(tier: int, block_hash: bytes) -> int:
+    """64 well-mixed bits of one residency; a digest is the sum of them modulo 2**64.
+
+    Source: the finaliser of SplitMix64, applied to both halves of the hash; checked against tests/golden/digests.json.
+    """
+    low = int.from_bytes(block_hash[:8], "little")
+    high = int.from_bytes(block_hash[8:], "little")
+    return _finalise((_finalise((low + 0x9E3779B97F4A7C15 * (tier + 1)) & _MASK) + high) & _MASK)
+
+
+def _finalise(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class Residencies:
+    """What one instance holds, by tier.
+
+    `strict` refuses an event that contradicts what is held and changes nothing then: the ledger and `verify` use it. Lenient, it
+    applies what makes sense, lists the rest as anomalies and stays usable: a reader that has missed events uses it until a
+    round has made it whole.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.epoch: Epoch = Epoch(0)
+        self.pools: dict[Tier, PoolStated] = {}
+        self.held: dict[Tier, dict[SequenceHash, Held]] = {tier: {} for tier in Tier}
+        self.digest = 0
+        self.stopped = False
+        self._rounds: dict[Tier, int] = {tier: 0 for tier in Tier}  # the round last begun in a tier
+        self._stated: dict[Tier, int] = {tier: 0 for tier in Tier}  # blocks it has stated so far
+        self._open: dict[Tier, bool] = {tier: False for tier in Tier}  # it has begun and not ended
+        self._whole: dict[Tier, bool] = {tier: False for tier in Tier}  # nothing was missed since a round ended
+        self._occupied: dict[Tier, dict[int, SequenceHash]] = {tier: {} for tier in Tier}
+
+    def evolve(self, event: Event) -> Delta:
+        """Apply one event.
+
+        Raises: IllegalEventError: strict, and the event contradicts what is held; nothing has changed then.
+        """
+        delta = Delta([], [], [], [], [])
+        if self.strict:
+            self._check(event)
+        match event:
+            case InstanceStarted():
+                self._begin(event, delta)
+            case BlocksCreated():
+                self._add(event.namespace, event.tier, event.hashes, event.slots, delta)
+            case BlocksMigrated():
+                self._move(event, delta)
+            case BlocksEvicted():
+                self._withdraw(event.namespace, event.tier, event.hashes, delta)
+            case ResidenciesStated():
+                self._state(event, delta)
+            case RoundEnded():
+                self._end_round(event, delta)
+            case InstanceStopped():
+                self._end(delta)
+            case _:
+                assert_never(event)
+        return delta
+
+    def recomputed_digest(self) -> int:
+        """The digest computed anew from what is held; it equals `digest` unless memory or code is broken."""
+        return sum(residency_mix(tier, block) for tier, held in self.held.items() for block in held) & _MASK
+
+    def count(self) -> int:
+        """How many residencies are held, all tiers together."""
+        return sum(len(held) for held in self.held.values())
+
+    def slot_owner(self, tier: Tier, slot: int) -> SequenceHash | None:
+        """The block a slot holds, if any."""
+        return self._occupied[tier].get(slot)
+
+    def is_cluster(self, tier: Tier) -> bool:
+        """Whether the tier's pool belongs to the cluster, so that its blocks are claims and not residencies."""
+        pool = self.pools.get(tier)
+        return pool.reach == Reach.CLUSTER if pool else tier == Tier.OBJECT
+
+    def is_whole(self, tier: Tier) -> bool:
+        """Whether this reader is in step in a tier: a round has ended here and no event was missed since."""
+        return self._whole[tier]
+
+    def miss_events(self) -> None:
+        """Say that events were missed: every tier is doubtful until a whole round begins and ends from here on."""
+        for tier in Tier:
+            self._open[tier] = self._whole[tier] = False
+
+    def begin_blind(self, epoch: Epoch) -> Delta:
+        """Enter an epoch whose start was missed: nothing is held, every tier is doubtful."""
+        delta = Delta([], [], [], [], [])
+        self._begin(InstanceStarted(epoch=epoch), delta)
+        return delta
+
+    # -- the work of each event -------------------------------------------------------------------------------------
+
+    def _begin(self, event: InstanceStarted, delta: Delta) -> None:
+        self._drop_all(delta)
+        self.epoch = event.epoch
+        self.pools = {pool.tier: pool for pool in event.pools}
+        self.stopped = False
+        for tier in Tier:
+            self._rounds[tier] = self._stated[tier] = 0
+            self._open[tier] = self._whole[tier] = False
+
+    def _end(self, delta: Delta) -> None:
+        self.stopped = True
+
+    def _drop_all(self, delta: Delta) -> None:
+        for tier in Tier:
+            for block in list(self.held[tier]):
+                self._lose(tier, block, delta)
+
+    def _add(self, namespace: NamespaceId, tier: Tier, hashes: bytes, slots: bytes, delta: Delta) -> None:
+        for block, slot in zip(split_hashes(hashes), _slots(hashes, slots), strict=True):
+            if self.is_cluster(tier):
+                delta.claimed.append(Change(tier, block, namespace, None))
+            elif block in self.held[tier]:
+                self._restate(tier, block, namespace, slot, delta, "created-twice")
+            else:
+                self._gain(tier, block, namespace, slot, delta)
+
+    def _move(self, event: BlocksMigrated, delta: Delta) -> None:
+        self._add(event.namespace, event.target, event.hashes, event.slots, delta)
+        if isinstance(event.source, Tier) and not event.kept:
+            self._withdraw(event.namespace, event.source, event.hashes, delta)
+
+    def _withdraw(self, namespace: NamespaceId, tier: Tier, hashes: bytes, delta: Delta) -> None:
+        for block in split_hashes(hashes):
+            if self.is_cluster(tier):
+                delta.unclaimed.append(Change(tier, block, namespace, None))
+            elif block in self.held[tier]:
+                self._lose(tier, block, delta)
+            else:
+                delta.anomalies.append(("evicted-unheld", f"{tier.name} does not hold {short(block)}"))
+
+    def _state(self, event: ResidenciesStated, delta: Delta) -> None:
+        tier = event.tier
+        if event.round != self._rounds[tier]:
+            self._rounds[tier], self._stated[tier], self._open[tier] = event.round, 0, True
+        for block, slot in zip(split_hashes(event.hashes), _slots(event.hashes, event.slots), strict=True):
+            self._stated[tier] += 1
+            if block in self.held[tier]:
+                self._restate(tier, block, event.namespace, slot, delta, None)
+            else:
+                if self._whole[tier]:
+                    delta.anomalies.append(("round-added", f"{tier.name} had not held {short(block)}"))
+                self._gain(tier, block, event.namespace, slot, delta)
+
+    def _end_round(self, event: RoundEnded, delta: Delta) -> None:
+        tier = event.tier
+        if event.round != self._rounds[tier]:
+            self._rounds[tier], self._stated[tier], self._open[tier] = event.round, 0, True
+        if not self._open[tier] or self._stated[tier] != event.count:
+            detail = (
+                f"{tier.name} round {event.round} stated {self._stated[tier]} blocks here, {event.count} at its source"
+            )
+            delta.anomalies.append(("round-incomplete", detail))
+            return
+        for block in [block for block, held in self.held[tier].items() if held.round != event.round]:
+            if self._whole[tier] and event.count:
+                detail = f"{tier.name} round {event.round} had not stated {short(block)}"
+                delta.anomalies.append(("round-withdrew", detail))
+            self._lose(tier, block, delta)
+        self._open[tier], self._whole[tier] = False, True
+
+    def _gain(self, tier: Tier, block: SequenceHash, namespace: NamespaceId, slot: int | None, delta: Delta) -> None:
+        if slot is not None:
+            self._vacate(tier, slot, delta)
+            self._occupied[tier][slot] = block
+        self.held[tier][block] = Held(namespace, slot, self._rounds[tier])
+        self.digest = (self.digest + residency_mix(tier, block)) & _MASK
+        delta.added.append(Change(tier, block, namespace, slot))
+
+    def _lose(self, tier: Tier, block: SequenceHash, delta: Delta) -> None:
+        held = self.held[tier].pop(block)
+        if held.slot is not None:
+            del self._occupied[tier][held.slot]
+        self.digest = (self.digest - residency_mix(tier, block)) & _MASK
+        delta.withdrawn.append(Change(tier, block, held.namespace, held.slot))
+
+    def _restate(
+        self, tier: Tier, block: SequenceHash, namespace: NamespaceId, slot: int | None, delta: Delta, rule: str | None
+    ) -> None:
+        held = self.held[tier][block]
+        if rule is not None:
+            delta.anomalies.append((rule, f"{tier.name} already holds {short(block)}"))
+        if slot != held.slot or namespace != held.namespace:
+            delta.anomalies.append(
+                ("moved-silently", f"{tier.name} held {short(block)} in slot {held.slot}, not {slot}")
+            )
+            if held.slot is not None:
+                del self._occupied[tier][held.slot]
+            if slot is not None:
+                self._vacate(tier, slot, delta)
+                self._occupied[tier][slot] = block
+        self.held[tier][block] = Held(namespace, slot, self._rounds[tier])
+
+    def _vacate(self, tier: Tier, slot: int, delta: Delta) -> None:
+        other = self._occupied[tier].get(slot)
+        if other is not None:
+            delta.anomalies.append(("slot-reused", f"{tier.name} slot {slot} still held {short(other)}"))
+            self._lose(tier, other, delta)
+
+    # -- what strict refuses, before anything changes -----------------------------------------------------------------
+
+    def _check(self, event: Event) -> None:
+        if isinstance(event, InstanceStarted):
+            if event.epoch <= self.epoch:
+                raise IllegalEventError("epoch-not-newer", f"epoch {event.epoch} begins after epoch {self.epoch}")
+            return
+        if not self.epoch:
+            raise IllegalEventError("not-started", f"{type(event).__name__} before InstanceStarted")
+        if self.stopped:
+            raise IllegalEventError("already-stopped", f"{type(event).__name__} after InstanceStopped")
+        match event:
+            case BlocksCreated():
+                self._check_gain("created-twice", event.tier, event.hashes, event.slots)
+            case BlocksMigrated():
+                self._check_move(event)
+            case BlocksEvicted():
+                self._check_held("evicted-unheld", event.tier, event.hashes, event.namespace)
+            case ResidenciesStated():
+                self._check_state(event)
+            case RoundEnded():
+                self._check_round(event)
+
+    def _check_move(self, event: BlocksMigrated) -> None:
+        if event.source == event.target:
+            raise IllegalEventError("moved-nowhere", f"source and target are both {event.target.name}")
+        if isinstance(event.source, Tier):
+            self._check_held("migrated-unheld", event.source, event.hashes, event.namespace)
+        self._check_gain("migrated-twice", event.target, event.hashes, event.slots)
+
+    def _check_held(self, rule: str, tier: Tier, hashes: bytes, namespace: NamespaceId) -> None:
+        blocks = split_hashes(hashes)
+        if len(set(blocks)) != len(blocks):
+            raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
+        if self.is_cluster(tier):
+            return
+        for block in blocks:
+            held = self.held[tier].get(block)
+            if held is None:
+                raise IllegalEventError(rule, f"{tier.name} does not hold {short(block)}")
+            if held.namespace != namespace:
+                detail = f"{short(block)} belongs to namespace {short(held.namespace)}, not {short(namespace)}"
+                raise IllegalEventError("foreign-namespace", detail)
+
+    def _check_gain(self, rule: str, tier: Tier, hashes: bytes, slots: bytes) -> None:
+        blocks = split_hashes(hashes)
+        if len(set(blocks)) != len(blocks):
+            raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
+        if self.is_cluster(tier):
+            return
+        for block in blocks:
+            if block in self.held[tier]:
+                raise IllegalEventError(rule, f"{tier.name} already holds {short(block)}")
+        self._check_slots(tier, blocks, slots)
+
+    def _check_slots(self, tier: Tier, blocks: list[SequenceHash], slots: bytes) -> None:
+        numbers = split_slots(slots)
+        if len(set(numbers)) != len(numbers):
+            raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a slot twice")
+        pool = self.pools.get(tier)
+        for block, slot in zip(blocks, numbers, strict=False):
+            if pool is not None and slot >= pool.slots:
+                raise IllegalEventError("slot-outside", f"{tier.name} has {pool.slots} slots, not slot {slot}")
+            other = self._occupied[tier].get(slot)
+            if other is not None and other != block:
+                raise IllegalEventError("slot-reused", f"{tier.name} slot {slot} still holds {short(other)}")
+
+    def _check_state(self, event: ResidenciesStated) -> None:
+        tier = event.tier
+        blocks = split_hashes(event.hashes)
+        if len(set(blocks)) != len(blocks):
+            raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
+        self._check_round_number(tier, event.round)
+        for block, slot in zip(blocks, _slots(event.hashes, event.slots), strict=True):
+            held = self.held[tier].get(block)
+            if held is None and self._whole[tier]:
+                raise IllegalEventError(
+                    "round-added", f"{tier.name} round states {short(block)}, which it does not hold"
+                )
+            if held is not None and (held.slot != slot or held.namespace != event.namespace):
+                detail = f"{tier.name} round states {short(block)} in slot {slot}; it is in slot {held.slot}"
+                raise IllegalEventError("moved-silently", detail)
+        self._check_slots(tier, blocks, event.slots)
+
+    def _check_round_number(self, tier: Tier, number: int) -> None:
+        current = self._rounds[tier]
+        if number < current or (number == current and not self._open[tier]):
+            raise IllegalEventError("round-went-back", f"{tier.name} round {number} after round {current}")
+
+    def _check_round(self, event: RoundEnded) -> None:
+        tier, current = event.tier, self._rounds[event.tier]
+        self._check_round_number(tier, event.round)
+        stated = self._stated[tier] if event.round == current else 0
+        if stated != event.count:
+            detail = f"{tier.name} round {event.round} stated {stated} blocks, its end says {event.count}"
+            raise IllegalEventError("round-incomplete", detail)
+        unstated = [block for block, held in self.held[tier].items() if held.round != event.round]
+        if unstated and not (event.count == 0 and event.round > current):
+            detail = (
+                f"{tier.name} round {event.round} skipped {len(unstated)} held blocks, the first {short(unstated[0])}"
+            )
+            raise IllegalEventError("round-withdrew", detail)
+
+
+def _slots(hashes: bytes, slots: bytes) -> list[int] | list[None]:
+    return split_slots(slots) if slots else [None] * (len(hashes) // 16)

@@ -1,0 +1,1 @@
+"""Where is a block? How a manager or a router asks the catalog."""

@@ -1,0 +1,1 @@
+"""The block manager embedded in an engine."""

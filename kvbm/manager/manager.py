@@ -1,0 +1,518 @@
+"""The block manager an engine embeds: one ledger behind one lock, its journal, and the threads that move bytes.
+
+Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one warning; the
+engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: it is a bug in the caller.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+
+from kvbm.core.errors import LedgerError
+from kvbm.core.events import EvictReason, MigrateCause
+from kvbm.core.hashing import token_column
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier, split_hashes
+from kvbm.core.kernels import Kernels
+from kvbm.core.ledger import Copy, Ledger, Match, Pending, TierCounts
+from kvbm.locate.base import Locator
+from kvbm.manager.copies import Moved, Pools, move
+from kvbm.manager.frames import FrameSink, FrameWriter
+from kvbm.manager.offload import Offloader
+from kvbm.manager.offsets import Offsets
+from kvbm.pools.base import ReadOutcome
+from kvbm.pools.hbm import HbmPool
+from kvbm.streams.base import Heartbeat, Load, Position
+
+log = structlog.get_logger()
+
+
+class Prefix(NamedTuple):
+    """What `acquire` brought to HBM.
+
+    Attributes:
+        depth: blocks of the prompt, from the first on, that are in HBM now and pinned.
+        slots: the HBM slot of each, `depth` entries.
+        hits: how many of them were found in each tier.
+    """
+
+    depth: int
+    slots: list[int]
+    hits: dict[Tier, int]
+
+
+class ManagerStats(NamedTuple):
+    """Counters since the start, and what is in use now."""
+
+    created_blocks: int
+    hit_blocks: dict[Tier, int]
+    missed_blocks: int
+    offloaded_blocks: dict[Tier, int]
+    corrupt_blocks: int
+    verified_reads: int
+    failed_copies: int
+    late_copies: int
+    skipped_offloads: int
+    copies_in_flight: int
+    pools: dict[Tier, TierCounts]
+
+
+class _Arrivals:
+    """What a waiting request has got so far; read and written under the manager's lock."""
+
+    def __init__(self) -> None:
+        self.waiting = True  # a copy that ends later pins nothing
+        self.brought: dict[SequenceHash, tuple[int, Tier]] = {}  # block → its HBM slot, pinned once, and where it was
+
+
+class Publishing(NamedTuple):
+    """How a manager reaches the stream: what the publisher thread offers it.
+
+    Attributes:
+        notify: the journal has more.
+        published: how far the stream has come.
+        stop: publish the rest within a timeout; whether all of it is published.
+    """
+
+    notify: Callable[[], None]
+    published: Callable[[], Position]
+    stop: Callable[[float], bool]
+
+
+class Manager:
+    """See the module. `kvbm.assembly.open_manager` makes one from settings.
+
+    Args:
+        ledger: started in `epoch`, its first events not taken yet.
+        sink: the journal.
+        pools: the bytes of the ledger's pools.
+        wait_s: the longest a request waits for bytes.
+    """
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        cluster: str,
+        epoch: Epoch,
+        ledger: Ledger,
+        pools: Pools,
+        sink: FrameSink,
+        kernels: Kernels,
+        offloader: Offloader,
+        locator: Locator,
+        wait_s: float = 2.0,
+        locate_s: float = 0.25,
+        copy_threads: int = 2,
+        wall_clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.instance, self.cluster, self.epoch = instance, cluster, epoch
+        self.pools = pools
+        self._ledger, self._kernels, self._offloader, self._locator = ledger, kernels, offloader, locator
+        self._wait_s, self._locate_s, self._wall_clock_ns = wait_s, locate_s, wall_clock_ns
+        self._lock = threading.Lock()
+        self._offsets = Offsets()
+        self._load = Load()
+        self._namespaces: dict[NamespaceId, None] = {}
+        self._publishing: Publishing | None = None
+        self._stopped = False  # closing has begun
+        self._ended = False  # InstanceStopped is recorded; nothing may follow
+        self._running_copies = 0
+        self._closers: list[Callable[[], None]] = []
+        self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
+        self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
+        self._offloaded: dict[Tier, int] = {tier: 0 for tier in Tier}
+        self._frames = FrameWriter(
+            instance,
+            epoch,
+            sink,
+            kernels,
+            self._take_events,
+            self._offsets,
+            self._on_written,
+            wall_clock_ns=wall_clock_ns,
+        )
+        self._onboarders = ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
+        self._offload_wanted = threading.Event()
+        self._offload_thread = threading.Thread(target=self._run_offloads, name=f"kvbm-offload-{instance}", daemon=True)
+
+    def start(self, publishing: Publishing | None = None, closers: Sequence[Callable[[], None]] = ()) -> None:
+        """Start the threads.
+
+        Args:
+            publishing: how events reach the stream; None keeps them in the journal.
+            closers: called last when the manager closes.
+        """
+        self._publishing = publishing
+        self._closers = list(closers)
+        self._frames.start()
+        self._offload_thread.start()
+        self._frames.notify()
+
+    # -- what an engine calls -----------------------------------------------------------------------------------------
+
+    @property
+    def hbm(self) -> HbmPool:
+        """The HBM pool; its `tensor` is what the engine computes in. Raises LedgerError: the pool has no tensor."""
+        pool = self.pools.slots[Tier.HBM]
+        if not isinstance(pool, HbmPool):
+            raise LedgerError('the HBM pool has no tensor: pools.hbm.device is "memory"; use "auto", "cpu" or "cuda"')
+        return pool
+
+    def hash_tokens(self, tokens: Sequence[int] | np.ndarray, root: bytes, block_tokens: int) -> bytes:
+        """The sequence hashes of a prompt's full blocks, packed. Raises LayoutError as `core.hashing.sequence_hashes`."""
+        return self._kernels.sequence_hashes(token_column(tokens), block_tokens, root)
+
+    def match(self, hashes: bytes) -> Match:
+        """The longest run this instance holds, and where; pins nothing."""
+        with self._lock:
+            return self._ledger.match(hashes)
+
+    def acquire(self, namespace: NamespaceId, hashes: bytes) -> Prefix:
+        """Bring the longest run of held blocks to HBM and pin it there for the caller.
+
+        Blocks come from this instance's tiers and, beyond those, from the object pool where the catalog knows of them. What does
+        not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
+        serves the next request.
+        Args:
+            hashes: n packed hashes of the prompt's blocks, from its first on.
+        Returns: slots stay pinned until `unpin`.
+        """
+        arrivals = _Arrivals()
+        with self._lock:
+            self._namespaces.setdefault(namespace)
+            found = self._ledger.match(hashes)
+            local = [slot for tier, slot in zip(found.tiers, found.slots, strict=True) if tier == Tier.HBM]
+            self._ledger.pin(Tier.HBM, local)
+            begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
+        if reachable == found.depth:
+            begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
+        for ended in wait(begun, timeout=self._wait_s).done if begun else ():
+            ended.result()  # a copy that broke is a bug of ours and must not look like a miss
+        with self._lock:
+            arrivals.waiting = False
+            prefix = self._collect(hashes, found, arrivals)
+            self._missed += len(hashes) // HASH_BYTES - prefix.depth
+            self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], uses=2)
+        self._frames.notify()
+        return prefix
+
+    def allocate(self, count: int) -> list[int] | None:
+        """HBM slots to write, evicting unpinned blocks if need be; None when there are too few."""
+        with self._lock:
+            allocation = self._ledger.allocate(Tier.HBM, count)
+        self._frames.notify()
+        return None if allocation is None else allocation.slots
+
+    def create(
+        self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, slots: Sequence[int]
+    ) -> list[int]:
+        """Declare allocated HBM slots full. They stay pinned for the caller.
+
+        Args:
+            parent: hash of the block before `start`, or NO_PARENT.
+            start: position of the first block in its chain, in blocks.
+        Returns: the slot that holds each block; not the given one where the block was held already.
+        Raises: LedgerError: a slot is not allocated, or counts differ.
+        """
+        with self._lock:
+            self._namespaces.setdefault(namespace)
+            holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, slots)
+            self._created += len(holders)
+            self._offer(namespace, Tier.HBM, hashes, uses=1)
+        self._frames.notify()
+        return holders
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """The caller no longer uses these blocks of HBM; slots in prompt order. Raises LedgerError: one is not pinned."""
+        with self._lock:
+            self._ledger.unpin(Tier.HBM, slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Give back allocated HBM slots in which no block was created. Raises LedgerError: one is not allocated."""
+        with self._lock:
+            self._ledger.release(Tier.HBM, slots)
+
+    def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
+        """Withdraw blocks from a tier; returns how many it held."""
+        with self._lock:
+            count = self._ledger.evict(tier, hashes, reason)
+        self._frames.notify()
+        return count
+
+    def restate(self) -> None:
+        """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it."""
+        with self._lock:
+            self._ledger.begin_round()
+        going_on = True
+        while going_on:
+            with self._lock:
+                going_on = self._ledger.step_round()
+            self._frames.notify()
+
+    def report_load(self, queued_tokens: int, running_requests: int) -> None:
+        """Tell routers how busy the engine is; goes out with the next heartbeat."""
+        self._load = Load(queued_tokens, running_requests)
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def applied(self) -> Offset:
+        """The offset after the last event decided."""
+        with self._lock:
+            return self._ledger.applied
+
+    def durable(self) -> Offset:
+        """The offset after the last event in the journal."""
+        return self._offsets.durable
+
+    def published(self) -> Position:
+        """How far the stream has come; (0, 0) without one."""
+        return self._publishing.published() if self._publishing else Position(Epoch(0), Offset(0))
+
+    def digest(self) -> tuple[Offset, int]:
+        """The digest of what is held, and the offset it is true at."""
+        with self._lock:
+            return self._ledger.applied, self._ledger.residencies.digest
+
+    def held(self, tier: Tier) -> list[SequenceHash]:
+        """The blocks a tier holds now."""
+        with self._lock:
+            return list(self._ledger.residencies.held[tier])
+
+    def stats(self) -> ManagerStats:
+        """Counters since the start, and what is in use now."""
+        with self._lock:
+            return ManagerStats(
+                self._created, dict(self._hits), self._missed, dict(self._offloaded), self._corrupt, self._verified,
+                self._failed, self._late, self._offloader.skipped_blocks, self._ledger.copies_in_flight(),
+                {tier: self._ledger.counts(tier) for tier in self.pools.slots},
+            )  # fmt: skip
+
+    def heartbeat(self, published: Position) -> Heartbeat:
+        """The sign of life the publisher sends."""
+        with self._lock:
+            free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
+            namespaces = tuple(self._namespaces)
+        offset = published.offset if published.epoch == self.epoch else Offset(0)
+        return Heartbeat(
+            instance=self.instance, cluster=self.cluster, epoch=self.epoch, published=offset, wall_time_ns=self._wall_clock_ns(),
+            queued_tokens=self._load.queued_tokens, running_requests=self._load.running_requests, free_slots=free,
+            namespaces=namespaces, stopping=self._stopped,
+        )  # fmt: skip
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no offload waits or runs; False when some still do."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not self._offloader.waiting_blocks and not self._ledger.copies_in_flight():
+                    return True
+            self._offload_wanted.set()
+            time.sleep(0.01)
+        return False
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._offload_wanted.set()
+        self._offload_thread.join(timeout_s)
+        self._onboarders.shutdown(wait=False, cancel_futures=True)
+        still = self._wait_copies(timeout_s)
+        with self._lock:
+            self._ended = True
+            self._ledger.stop()
+        self._frames.notify()
+        if not self._frames.stop(timeout_s):
+            log.warning(
+                "manager.closed_unwritten", instance=self.instance, remedy="the journal's device refuses writes"
+            )
+        if self._publishing is not None and not self._publishing.stop(timeout_s):
+            log.warning(
+                "manager.closed_unpublished", instance=self.instance, remedy="the next start publishes the rest"
+            )
+        self._locator.close()
+        if still:
+            log.warning(
+                "manager.closed_in_copy", instance=self.instance, copies=still, remedy="their device does not answer"
+            )
+        else:
+            self.pools.close()
+        for close in self._closers:
+            close()
+
+    def _wait_copies(self, timeout_s: float) -> int:
+        """Wait for copies that run; returns how many still hold slots. Those that never began hold none that matter."""
+        deadline = time.monotonic() + timeout_s
+        while self._running_copies and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self._running_copies
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take_events(self) -> tuple[Offset, list[Pending]]:
+        with self._lock:
+            return self._ledger.take_events()
+
+    def _on_written(self) -> None:
+        if self._publishing is not None:
+            self._publishing.notify()
+
+    def _begin_onboards(
+        self, namespace: NamespaceId, hashes: bytes, found: Match, arrivals: _Arrivals
+    ) -> tuple[list[Future[None]], int]:
+        """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
+        begun: list[Future[None]] = []
+        at = 0
+        for tier, group in groupby(found.tiers):
+            end = at + len(list(group))
+            if tier != Tier.HBM:
+                wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
+                copy = self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
+                if copy is not None:
+                    begun.append(self._onboarders.submit(self._onboard, copy, tier, arrivals))
+                if copy is None or copy.hashes != wanted:
+                    return begun, at
+            at = end
+        return begun, at
+
+    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes, arrivals: _Arrivals) -> list[Future[None]]:
+        """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
+        pool = self.pools.object
+        if pool is None or not hashes:
+            return []
+        depth = self._locator.claimed_depth(pool.name, namespace, hashes, self._locate_s)
+        if not depth:
+            return []
+        with self._lock:
+            copy = self._ledger.begin_copy(namespace, Tier.OBJECT, Tier.HBM, hashes[: depth * HASH_BYTES])
+            return [] if copy is None else [self._onboarders.submit(self._onboard, copy, Tier.OBJECT, arrivals)]
+
+    def _move(self, copy: Copy) -> Moved:
+        with self._lock:
+            self._running_copies += 1
+        try:
+            return move(copy, self.pools, self.epoch, self._offsets, self._wait_s)
+        finally:
+            with self._lock:
+                self._running_copies -= 1
+
+    def _onboard(self, copy: Copy, source: Tier, arrivals: _Arrivals) -> None:
+        moved = self._move(copy)
+        with self._lock:
+            if self._ended:
+                return
+            holders = self._ledger.end_copy(copy, moved.arrived, MigrateCause.ONBOARD, pinned=arrivals.waiting)
+            if arrivals.waiting:
+                for block, slot in zip(split_hashes(copy.hashes), holders, strict=True):
+                    if slot is not None:
+                        arrivals.brought[block] = (slot, source)
+            else:
+                self._late += 1
+            self._settle_trouble(copy, moved)
+        self._frames.notify()
+
+    def _collect(self, hashes: bytes, found: Match, arrivals: _Arrivals) -> Prefix:
+        """What is pinned in HBM now, from the first block on; what lies behind a hole is unpinned again."""
+        slots: list[int] = []
+        behind: list[int] = []
+        hits: dict[Tier, int] = {}
+        whole = True
+        for index, block in enumerate(split_hashes(hashes)):
+            if index < found.depth and found.tiers[index] == Tier.HBM:
+                slot, tier = found.slots[index], Tier.HBM
+            elif block in arrivals.brought:
+                slot, tier = arrivals.brought[block]
+            else:
+                whole = False
+                continue
+            if whole:
+                slots.append(slot)
+                hits[tier] = hits.get(tier, 0) + 1
+            else:
+                behind.append(slot)
+        self._ledger.unpin(Tier.HBM, behind)
+        for tier, count in hits.items():
+            self._hits[tier] += count
+        return Prefix(len(slots), slots, hits)
+
+    def _offer(self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int) -> None:
+        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.holds):
+            self._offload_wanted.set()
+
+    def _settle_trouble(self, copy: Copy, moved: Moved) -> None:
+        """Withdraw what proved corrupt or missing, count, and warn once. Under the lock, after the copy has ended."""
+        if copy.source in (Tier.NVME, Tier.OBJECT):
+            self._verified += moved.outcomes.count(ReadOutcome.GOOD)
+        blocks = split_hashes(copy.hashes)
+        for outcome, reason in ((ReadOutcome.CORRUPT, EvictReason.CORRUPT), (ReadOutcome.MISSING, EvictReason.MISSING)):
+            bad = b"".join(block for block, o in zip(blocks, moved.outcomes, strict=True) if o == outcome)
+            if not bad or not isinstance(copy.source, Tier):
+                continue
+            count = len(bad) // HASH_BYTES
+            self._corrupt += count if outcome == ReadOutcome.CORRUPT else 0
+            if copy.source == Tier.OBJECT:
+                self._offloader.unclaim(bad)
+                self._ledger.forget(Tier.OBJECT, copy.namespace, bad, reason)
+            else:
+                self._ledger.evict(copy.source, bad, reason)
+            log.warning(
+                "block.withdrawn", tier=copy.source.name, reason=reason.name.lower(), blocks=count, first=bad[:4].hex()
+            )
+        failed = moved.outcomes.count(ReadOutcome.FAILED)
+        if failed or moved.unwritten:
+            self._failed += 1
+            source = copy.source.name if isinstance(copy.source, Tier) else copy.source
+            log.warning(
+                "copy.failed",
+                source=source,
+                target=copy.target.name,
+                unread_blocks=failed,
+                why=moved.unwritten or "read failed",
+            )
+
+    def _run_offloads(self) -> None:
+        while not self._stopped:
+            self._offload_wanted.wait(0.5)
+            self._offload_wanted.clear()
+            while not self._stopped and self._offload_one():
+                pass
+
+    def _offload_one(self) -> bool:
+        """Carry out the next wish; False when there is none."""
+        with self._lock:
+            wish = self._offloader.next()
+            if wish is None:
+                return False
+            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
+        if copy is None:
+            return True
+        moved = self._move(copy)
+        with self._lock:
+            if self._ended:
+                return False
+            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
+            self._settle_trouble(copy, moved)
+            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
+            self._offloaded[copy.target] += len(arrived) // HASH_BYTES
+            if copy.target == Tier.OBJECT:
+                self._offloader.claimed(arrived)
+            else:
+                self._offer(copy.namespace, copy.target, arrived, uses=1)
+        self._frames.notify()
+        return True

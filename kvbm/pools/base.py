@@ -1,0 +1,89 @@
+"""What a pool promises. A pool keeps bytes and their proofs; which slot holds what, and when it may be written, is the ledger's.
+
+Rows are C-contiguous uint8 arrays of shape (n, block_bytes): block i of a run is row i. Calls block and release the GIL where
+bytes move; the manager makes them outside its lock, for slots that are pinned or its own (a slot in copy belongs to the copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvbm.core.ids import Epoch, NamespaceId, Reach, Tier
+
+
+class ReadOutcome(IntEnum):
+    """What became of one block's read. Only GOOD bytes may be used; everything else is a miss."""
+
+    GOOD = 0
+    MISSING = 1  # nothing there
+    CORRUPT = 2  # bytes or header are not those of the block
+    FAILED = 3  # the device or store did not answer or refused
+
+
+class Proof(NamedTuple):
+    """What proves a run of blocks: kept beside its bytes, checked when they are read.
+
+    Attributes:
+        hashes: n packed sequence hashes.
+        checksums: n CRC-32C of the rows, u32.
+    """
+
+    namespace: NamespaceId
+    epoch: Epoch
+    hashes: bytes
+    checksums: np.ndarray
+
+
+class ReadResult(NamedTuple):
+    """Outcome of each row, and the checksums that travel on with the good ones.
+
+    Attributes:
+        outcomes: n entries.
+        checksums: n CRC-32C, u32; those of rows that are not GOOD mean nothing.
+    """
+
+    outcomes: list[ReadOutcome]
+    checksums: np.ndarray
+
+
+class SlotPool(Protocol):
+    """A pool with a fixed number of slots, one writer, sized when it is made."""
+
+    tier: Tier
+    slots: int
+    block_bytes: int
+    reach: Reach
+
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+        """Put rows into slots, durable as far as the tier is. Raises PoolError: the device refused; the slots then hold nothing."""
+
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        """Fill rows from slots that should hold these blocks. Trouble is an outcome, never an exception."""
+
+    def close(self) -> None:
+        """Give back memory, files and locks. Idempotent."""
+
+
+class ObjectPool(Protocol):
+    """A pool of cluster reach: no slots, no owner, blocks are found by namespace and hash.
+
+    `put` is conditional and content-named: putting a block that is there already is a success once it proves to be the same.
+    """
+
+    tier: Tier
+    block_bytes: int
+    reach: Reach
+    name: str
+
+    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+        """For each row whether the store now holds it. Trouble is False, never an exception."""
+
+    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        """Fill rows with these blocks, verified. Trouble is an outcome, never an exception."""
+
+    def close(self) -> None:
+        """Give back connections. Idempotent."""

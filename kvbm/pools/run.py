@@ -1,0 +1,56 @@
+"""What a pool's calls are given: one run of blocks, checked before a byte moves. A failure is a bug in the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvbm.core.errors import LayoutError
+from kvbm.core.ids import hash_count
+from kvbm.pools.base import Proof, ReadOutcome, ReadResult
+
+
+def check_size(pool: str, slots: int, block_bytes: int) -> None:
+    """Refuse a pool without room. Raises LayoutError: not even one slot, or a slot without a byte."""
+    if slots < 1 or block_bytes < 1:
+        raise LayoutError(f"{pool} pool: {slots} slots of {block_bytes} bytes; both must be at least 1")
+
+
+def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int) -> int:
+    """The number n of blocks in a call. Raises LayoutError: rows are not n C-contiguous uint8 rows of `block_bytes`."""
+    count = hash_count(hashes)
+    if rows.dtype != np.uint8 or rows.shape != (count, block_bytes) or not rows.flags.c_contiguous:
+        raise LayoutError(
+            f"{pool} pool: rows must be C-contiguous uint8 of shape ({count}, {block_bytes}) for {count} hashes;"
+            f" got {rows.dtype} {rows.shape}"
+        )
+    return count
+
+
+def check_proof(pool: str, rows: np.ndarray, proof: Proof, block_bytes: int) -> int:
+    """The number n of blocks in a write. Raises LayoutError: rows, hashes and checksums disagree."""
+    count = check_rows(pool, rows, proof.hashes, block_bytes)
+    if len(proof.checksums) != count:
+        raise LayoutError(f"{pool} pool: {count} hashes come with {len(proof.checksums)} checksums")
+    return count
+
+
+def check_slots(pool: str, slots: Sequence[int], count: int, slot_count: int) -> np.ndarray:
+    """Slots as an array of indexes. Raises LayoutError: not one for each block, or outside the pool."""
+    indexes = np.asarray(slots, dtype=np.intp)
+    if indexes.shape != (count,):
+        raise LayoutError(f"{pool} pool: {count} blocks come with {len(indexes)} slots")
+    if count and (int(indexes.min()) < 0 or int(indexes.max()) >= slot_count):
+        raise LayoutError(f"{pool} pool: slots {indexes.min()} to {indexes.max()} wanted, it has 0 to {slot_count - 1}")
+    return indexes
+
+
+def all_failed(count: int) -> ReadResult:
+    """The answer of a pool that could read nothing."""
+    return ReadResult([ReadOutcome.FAILED] * count, np.zeros(count, dtype=np.uint32))
+
+
+def judged(good: np.ndarray, checksums: np.ndarray) -> ReadResult:
+    """GOOD where a row was proved, CORRUPT elsewhere."""
+    return ReadResult([ReadOutcome.GOOD if ok else ReadOutcome.CORRUPT for ok in good.tolist()], checksums)

@@ -1,0 +1,1 @@
+"""Events of instances, wherever they are kept: journal, NATS, memory."""

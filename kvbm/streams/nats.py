@@ -1,0 +1,741 @@
+"""Events and heartbeats on NATS JetStream.
+
+    KVBM        kvbm.v1.events.<cluster>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
+    KVBM_PULSE  kvbm.v1.pulse.<cluster>.<instance>    in memory, the last of each subject
+
+nats-py carries bytes here and nothing more. Its own reconnection is off, because it sends again, in another order, what it had
+buffered: a lost connection fails the calls in flight at once, and readers make a new one. Its JetStream layer is not used
+either: acks are awaited by a reply inbox of ours, and readers pull by requests of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import ssl
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import MaxPayloadError, NoServersError
+
+from kvbm.core.errors import ConfigError, StreamError
+from kvbm.core.ids import InstanceId
+from kvbm.streams.base import (
+    EVENTS_PREFIX,
+    PULSE_PREFIX,
+    Heartbeat,
+    Position,
+    StreamMessage,
+    cluster_filter,
+    end_of_message,
+    events_subject,
+    pulse_subject,
+)
+
+log = structlog.get_logger()
+
+STREAM = "KVBM"
+PULSE = "KVBM_PULSE"
+MAX_AGE_S = 24 * 3600
+PULL_MESSAGES = 2000
+PULL_BYTES = 16 << 20
+PULL_EXPIRES_S = 30
+PULL_HEARTBEAT_S = 5
+SILENCE_S = 3 * PULL_HEARTBEAT_S
+READER_IDLE_S = 60  # after this long without a request the server forgets a reader; the next fetch makes a new one
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MOST_S = 2.0
+
+_NS = 1_000_000_000
+_CLOSE_WAIT_S = 1.0
+_QUOTED = re.compile(r'"([^"]+)"')
+T = TypeVar("T")
+
+
+class _ApiError(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _StreamConfig(msgspec.Struct):
+    subjects: list[str] = []
+    max_msgs_per_subject: int = -1
+
+
+class _StreamState(msgspec.Struct):
+    first_seq: int = 0
+    last_seq: int = 0
+
+
+class _StreamInfo(msgspec.Struct):
+    config: _StreamConfig = msgspec.field(default_factory=_StreamConfig)
+    state: _StreamState = msgspec.field(default_factory=_StreamState)
+    created: str = ""
+    error: _ApiError | None = None
+
+
+class _StoredMessage(msgspec.Struct):
+    data: bytes = b""  # base64 on the wire
+    seq: int = 0
+
+
+class _MessageReply(msgspec.Struct):
+    message: _StoredMessage | None = None
+    error: _ApiError | None = None
+
+
+class _ConsumerReply(msgspec.Struct):
+    name: str = ""
+    num_pending: int = 0
+    error: _ApiError | None = None
+
+
+class _PublishAck(msgspec.Struct):
+    stream: str = ""
+    seq: int = 0
+    error: _ApiError | None = None
+
+
+_STREAMS: dict[str, dict[str, Any]] = {
+    STREAM: {
+        "name": STREAM,
+        "subjects": [f"{EVENTS_PREFIX}.>"],
+        "retention": "limits",
+        "discard": "old",
+        "storage": "file",
+        "max_age": MAX_AGE_S * _NS,
+        "deny_delete": True,
+        "deny_purge": True,
+    },
+    PULSE: {
+        "name": PULSE,
+        "subjects": [f"{PULSE_PREFIX}.>"],
+        "retention": "limits",
+        "discard": "old",
+        "storage": "memory",
+        "max_age": MAX_AGE_S * _NS,
+        "max_msgs_per_subject": 1,
+    },
+}
+
+
+def shown(url: str) -> str:
+    """A URL, or several with commas between, without users and passwords. Raises ConfigError: it is none of NATS."""
+    found = []
+    for one in url.split(","):
+        try:
+            parts = urlsplit(one if "://" in one else f"nats://{one}")
+            host, port = parts.hostname, parts.port or 4222
+        except ValueError:
+            host, port = None, 0
+        if not host or parts.scheme not in ("nats", "tls"):
+            raise ConfigError("the URL of NATS cannot be used; write nats://host:port or tls://host:port")
+        found.append(f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    return ",".join(found)
+
+
+class _RefusedError(StreamError):
+    """The server forbids it: trying again soon is of no use."""
+
+
+class _Link:
+    """One connection, from its making to its loss; it never comes back."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.shown = shown(url)
+        self.client = Client()
+        self.wakes: set[asyncio.Event] = set()  # set when the connection is lost
+        self._is_open = False
+        self._why_lost = ""
+        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # reply inbox → subject asked, answer
+        self._complaints: dict[str, str] = {}  # subject, "" for all → what the server said of it
+        self._inbox = ""
+        self._counter = itertools.count()
+
+    @classmethod
+    async def open(cls, url: str, timeout_s: float) -> _Link:
+        link = cls(url)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await link.client.connect(
+                    url.split(","),
+                    name="kvbm",
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
+                    reconnect_time_wait=0.02,  # type: ignore[arg-type]
+                    connect_timeout=timeout_s,  # type: ignore[arg-type]
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    pending_size=0,  # buffer nothing while disconnected
+                    error_cb=link._on_error,
+                    closed_cb=link._on_closed,
+                )
+                link._inbox = link.client.new_inbox()
+                link._is_open = True
+                await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
+        except TimeoutError:
+            await link.close()
+            raise StreamError(f"no answer from NATS at {link.shown} within {timeout_s:g} s; {_REMEDY}") from None
+        except (OSError, ssl.SSLError, NatsError, ValueError) as error:
+            await link.close()
+            why = link._why_lost or _words(error)
+            # a refused user may show as a reset, because the server closes before nats-py has read its reason
+            remedy = _REMEDY if isinstance(error, NoServersError) else _TURNED_AWAY
+            raise StreamError(f"no connection to NATS at {link.shown} ({why}); {remedy}") from None
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open and self.client.is_connected
+
+    def new_inbox(self) -> str:
+        return self.client.new_inbox()
+
+    async def ask(self, subject: str, data: bytes, timeout_s: float) -> Msg:
+        """Send a request and wait for its answer. Raises StreamError: lost, refused, or late."""
+        self.check(subject)
+        inbox = f"{self._inbox}.{next(self._counter)}"
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[inbox] = (subject, answer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.client.publish(subject, data, reply=inbox)
+                message = await answer
+        except TimeoutError:
+            raise StreamError(f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s") from None
+        except MaxPayloadError:
+            raise StreamError(
+                f"a message of {len(data)} bytes for {subject}; NATS at {self.shown} takes {self.client.max_payload}: "
+                "raise max_payload there"
+            ) from None
+        except NatsError as error:
+            raise self._lost(_words(error)) from None
+        finally:
+            self._waiting.pop(inbox, None)
+        if message.headers and message.headers.get("Status") == "503":
+            raise StreamError(
+                f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
+            )
+        return message
+
+    async def tell(self, subject: str, data: bytes, reply: str = "") -> None:
+        """Send without waiting for an answer. Raises StreamError: lost, or refused before."""
+        self.check(subject)
+        try:
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await self.client.publish(subject, data, reply=reply)
+        except TimeoutError:
+            raise StreamError(f"NATS at {self.shown} takes no more bytes") from None
+        except NatsError as error:
+            raise self._lost(_words(error)) from None
+
+    def check(self, subject: str) -> None:
+        """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
+        if not self.is_open:
+            raise self._lost(self._why_lost or "closed")
+        complaint = self._complaints.pop(subject.lower(), "") or self._complaints.pop("", "")
+        if complaint:
+            raise _RefusedError(f"NATS at {self.shown} refuses: {complaint}")
+
+    async def close(self) -> None:
+        self._is_open = False
+        self._fail_waiting(self._lost("closed"))
+        try:
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await self.client.close()
+        except (TimeoutError, OSError, NatsError):
+            pass  # nothing is left to lose
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        for wake in self.wakes:
+            wake.set()
+
+    def _lost(self, why: str) -> StreamError:
+        return StreamError(f"the connection to NATS at {self.shown} is lost ({why})")
+
+    def _fail_waiting(self, error: StreamError, subject: str | None = None) -> bool:
+        found = False
+        for asked, answer in self._waiting.values():
+            if not answer.done() and (subject is None or asked.lower() == subject):
+                answer.set_exception(error)
+                found = True
+        return found
+
+    async def _on_answer(self, message: Msg) -> None:
+        _, answer = self._waiting.get(message.subject, ("", None))
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
+    async def _on_error(self, error: Exception) -> None:
+        """nats-py reports here what happens outside of a call: violations of permissions, a lost connection."""
+        words = _words(error)
+        if not self._is_open:
+            self._why_lost = words
+        elif "permissions violation" in words:
+            log.warning("stream.permission_refused", server=self.shown, why=words)
+            quoted = _QUOTED.search(words)
+            subject = quoted.group(1) if quoted and " publish " in words else ""
+            refusal = _RefusedError(f"NATS at {self.shown} refuses: {words}")
+            if not self._fail_waiting(refusal, subject or None):
+                self._complaints[subject] = words
+            self._wake_readers()
+        else:
+            self._why_lost = words
+            log.debug("stream.error_reported", server=self.shown, why=words)
+
+    async def _on_closed(self) -> None:
+        self._is_open = False
+        self._fail_waiting(self._lost(self._why_lost or "closed"))
+        self._wake_readers()
+
+
+_REMEDY = "start a nats-server there, or correct the URL"
+_TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants"
+
+
+def _words(error: Exception) -> str:
+    text = str(error).removeprefix("nats: ").rstrip(".")
+    return text or type(error).__name__
+
+
+class NatsStream:
+    """An `EventStream` on NATS. One asyncio loop; it owns its connection.
+
+    A lost connection fails the calls in flight, and later ones at once; readers and watchers make a new one for all.
+    """
+
+    def __init__(self, url: str, link: _Link, max_bytes: int) -> None:
+        self.url = url
+        self._link = link
+        self._max_bytes = max_bytes
+        self._relinking = asyncio.Lock()
+        self._is_closed = False
+        self._readers: set[NatsReader] = set()
+
+    @classmethod
+    async def connect(cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1) -> NatsStream:
+        """Connect and make sure that both streams exist.
+
+        Args:
+            max_bytes: what the events may take on the server's disk, if the stream is made here; -1 for no limit.
+        Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
+        """
+        return cls(url, await _open_ready(url, timeout_s, max_bytes), max_bytes)
+
+    @property
+    def is_connected(self) -> bool:
+        """See `EventStream.is_connected`."""
+        return self._link.is_open
+
+    async def close(self) -> None:
+        """See `EventStream.close`."""
+        self._is_closed = True
+        for reader in tuple(self._readers):
+            await reader.close()
+        await self._link.close()
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    async def publish(self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0) -> int:
+        """See `EventStream.publish`."""
+        subject = events_subject(cluster, instance)
+        ack = _decode(await self._link.ask(subject, data, timeout_s), _PublishAck, subject)
+        if ack.error is not None:
+            raise StreamError(f"NATS at {shown(self.url)} refuses a message for {subject}: {ack.error.description}")
+        if ack.stream != STREAM:
+            raise StreamError(f"{subject} at {shown(self.url)} is stored by stream {ack.stream!r}, not {STREAM!r}")
+        return ack.seq
+
+    async def last_position(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Position | None:
+        """See `EventStream.last_position`."""
+        subject = events_subject(cluster, instance)
+        request = json.dumps({"last_by_subj": subject}).encode()
+        asked = f"$JS.API.STREAM.MSG.GET.{STREAM}"
+        reply = _decode(await self._link.ask(asked, request, timeout_s), _MessageReply, asked)
+        if reply.error is not None:
+            if reply.error.code == 404:
+                return None
+            raise StreamError(
+                f"NATS at {shown(self.url)} refuses the last message of {subject}: {reply.error.description}"
+            )
+        if reply.message is None:
+            raise StreamError(f"NATS at {shown(self.url)} answered to {asked} with neither a message nor an error")
+        return end_of_message(reply.message.data, f"message {reply.message.seq} of {subject}")
+
+    async def first_sequence(self, timeout_s: float = 5.0) -> int:
+        """See `EventStream.first_sequence`."""
+        state = (await _stream_info(self._link, STREAM, timeout_s)).state
+        return max(1, state.first_seq)
+
+    async def last_sequence(self, timeout_s: float = 5.0) -> int:
+        """See `EventStream.last_sequence`."""
+        return (await _stream_info(self._link, STREAM, timeout_s)).state.last_seq
+
+    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> NatsReader:
+        """See `EventStream.pull`."""
+        reader = NatsReader(self, STREAM, cluster_filter(EVENTS_PREFIX, cluster), after_sequence)
+        await reader.begin(timeout_s)
+        return reader
+
+    # -- pulses -------------------------------------------------------------------------------------------------------
+
+    async def send_pulse(self, heartbeat: Heartbeat) -> None:
+        """See `EventStream.send_pulse`."""
+        subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
+        await self._link.tell(subject, msgspec.msgpack.encode(heartbeat))
+
+    async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
+        """See `EventStream.watch_pulses`."""
+        reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
+        try:
+            while not self._is_closed:
+                try:
+                    messages = await reader.fetch(PULL_EXPIRES_S)
+                except StreamError as error:
+                    log.debug("stream.pulses_unreachable", why=str(error))
+                    await asyncio.sleep(RECONNECT_FIRST_S)
+                    continue
+                for message in messages:
+                    heartbeat = _heartbeat_in(message)
+                    if heartbeat is not None:
+                        yield heartbeat
+        finally:
+            await reader.close()
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    async def link(self, timeout_s: float) -> _Link:
+        """The connection, made anew if it was lost. For readers. Raises StreamError."""
+        async with asyncio.timeout(timeout_s):
+            async with self._relinking:
+                if self._is_closed:
+                    raise StreamError(f"the stream at {shown(self.url)} is closed")
+                if not self._link.is_open:
+                    await self._link.close()
+                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes)
+                    log.info("stream.reconnected", server=self._link.shown)
+                return self._link
+
+    def add_reader(self, reader: NatsReader) -> None:
+        """Have it closed with the stream."""
+        self._readers.add(reader)
+
+    def remove_reader(self, reader: NatsReader) -> None:
+        """Forget it."""
+        self._readers.discard(reader)
+
+
+class _Pull:
+    """One consumer on the server, and what it has sent: from its making until the first thing that goes wrong."""
+
+    def __init__(self, link: _Link, wake: asyncio.Event) -> None:
+        self.link = link
+        self.wake = wake
+        self.inbox = link.new_inbox()
+        self.path = ""  # <stream>.<consumer>, once it exists
+        self.subscription: Subscription | None = None
+        self.ready: deque[StreamMessage] = deque()
+        self.asked = 0  # messages that requests in flight may still bring
+        self.pending = 0  # messages the server had left, as of its last word
+        self.heard_s = time.monotonic()
+        self.why_broken = ""
+        self._delivered = 0  # by the consumer's own count, which has no holes
+
+    async def on_message(self, message: Msg) -> None:
+        """Take a message, or the server's word on a request."""
+        self.heard_s = time.monotonic()
+        if message.headers and "Status" in message.headers and not message.reply:
+            self._on_status(message.headers)
+        else:
+            self._on_data(message)
+        self.wake.set()
+
+    def _on_data(self, message: Msg) -> None:
+        # $JS.ACK.<stream>.<consumer>.<times>.<stream sequence>.<consumer sequence>.<time>.<pending>; a longer form has domain
+        # and account before the stream, and one more part at its end
+        parts = message.reply.split(".")
+        at = 5 if len(parts) == 9 else 7
+        try:
+            sequence, count, pending = int(parts[at]), int(parts[at + 1]), int(parts[at + 3])
+        except (IndexError, ValueError):
+            self._break(f"a message with the reply subject {message.reply!r}")
+            return
+        if self.why_broken or count != self._delivered + 1:
+            self._break(f"delivery {count} came after {self._delivered}")
+            return
+        self._delivered = count
+        self.asked -= 1
+        self.pending = pending
+        self.ready.append(StreamMessage(sequence, message.subject, message.data))
+
+    def _on_status(self, headers: dict[str, str]) -> None:
+        status, words = headers["Status"], headers.get("Description", "")
+        if status == "100":
+            return
+        unserved = headers.get("Nats-Pending-Messages", "")
+        if status in ("404", "408", "409") and unserved.isdigit():
+            self.asked -= int(unserved)  # a request ended before it was used up
+        else:
+            self._break(f"{status} {words}".strip())
+
+    def _break(self, why: str) -> None:
+        self.why_broken = self.why_broken or why
+
+    def is_usable(self) -> bool:
+        if not self.link.is_open:
+            self._break("the connection is lost")
+        elif self.asked > 0 and time.monotonic() - self.heard_s > SILENCE_S:
+            self._break(f"silent for {SILENCE_S:g} s")
+        return not self.why_broken
+
+    async def ask_more(self) -> None:
+        """Keep two requests in flight. Their sizes bound what arrives unread. Raises StreamError."""
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.path}"
+        self.link.check(subject)
+        while self.asked + len(self.ready) <= PULL_MESSAGES:
+            if self.asked <= 0:
+                self.heard_s = time.monotonic()
+            self.asked += PULL_MESSAGES
+            request = {
+                "batch": PULL_MESSAGES,
+                "max_bytes": max(PULL_BYTES, 2 * self.link.client.max_payload),
+                "expires": PULL_EXPIRES_S * _NS,
+                "idle_heartbeat": PULL_HEARTBEAT_S * _NS,
+            }
+            await self.link.tell(subject, json.dumps(request).encode(), reply=self.inbox)
+
+    async def end(self) -> None:
+        """Tell the server, if it still listens."""
+        self.link.wakes.discard(self.wake)
+        if not self.link.is_open:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                if self.subscription is not None:
+                    await self.subscription.unsubscribe()
+                if self.path:
+                    await self.link.client.publish(f"$JS.API.CONSUMER.DELETE.{self.path}", b"")
+        except (TimeoutError, NatsError):
+            pass  # the server forgets it by itself
+
+
+class NatsReader:
+    """An `EventReader` by pull requests, without acks. It outlives connections: each new one starts after what was fetched.
+
+    Args:
+        after_sequence: where to begin; None for the last message of each subject, after a lost connection again.
+    """
+
+    def __init__(self, stream: NatsStream, name: str, subjects: str, after_sequence: int | None) -> None:
+        self._stream = stream
+        self._name = name
+        self._subjects = subjects
+        self._after = after_sequence
+        self._created = ""  # when the stream that `_after` counts in was made
+        self._wake = asyncio.Event()
+        self._pull: _Pull | None = None
+        self._is_closed = False
+
+    @property
+    def at_end(self) -> bool:
+        """See `EventReader.at_end`."""
+        pull = self._pull
+        return pull is not None and not pull.why_broken and not pull.ready and pull.pending == 0
+
+    async def fetch(self, timeout_s: float) -> list[StreamMessage]:
+        """See `EventReader.fetch`."""
+        deadline_s = time.monotonic() + timeout_s
+        wait_s = RECONNECT_FIRST_S
+        while True:
+            if self._is_closed:
+                raise StreamError("the reader is closed")
+            left_s = max(0.0, deadline_s - time.monotonic())
+            self._wake.clear()
+            pull = self._pull
+            if pull is not None and pull.ready:
+                return await self._take(pull)
+            try:
+                if pull is None or not pull.is_usable():
+                    await self.begin(max(left_s, RECONNECT_FIRST_S))
+                    continue
+                await pull.ask_more()
+            except _RefusedError:
+                raise
+            except StreamError:
+                if left_s <= wait_s:
+                    raise
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
+                continue
+            try:
+                async with asyncio.timeout(min(left_s, PULL_HEARTBEAT_S)):
+                    await self._wake.wait()
+            except TimeoutError:
+                if time.monotonic() >= deadline_s:
+                    return []
+
+    async def _take(self, pull: _Pull) -> list[StreamMessage]:
+        messages = list(pull.ready)
+        pull.ready.clear()
+        if self._after is not None:
+            self._after = messages[-1].sequence
+        if pull.is_usable():
+            try:
+                await pull.ask_more()
+            except StreamError as error:
+                pull.why_broken = str(error)  # what was read is good; the next fetch begins anew
+        return messages
+
+    async def begin(self, timeout_s: float) -> None:
+        """Make a new consumer after what was fetched. Raises StreamError."""
+        if self._is_closed:
+            raise StreamError("the reader is closed")
+        if self._pull is not None:
+            log.info("stream.reader_restarted", stream=self._name, after=self._after, why=self._pull.why_broken)
+            await self._pull.end()
+            self._pull = None
+        self._stream.add_reader(self)
+        try:
+            async with asyncio.timeout(timeout_s):
+                link = await self._stream.link(timeout_s)
+                await self._check_store(link, timeout_s)
+                self._pull = await self._make_pull(link, timeout_s)
+        except TimeoutError:
+            raise StreamError(f"no answer from NATS at {shown(self._stream.url)} within {timeout_s:g} s") from None
+
+    async def _check_store(self, link: _Link, timeout_s: float) -> None:
+        """Begin anew when the store was replaced or has lost its end, because its sequences then name other messages."""
+        if self._after is None:
+            return
+        info = await _stream_info(link, self._name, timeout_s)
+        is_replaced = bool(self._created) and info.created != self._created
+        if is_replaced or info.state.last_seq < self._after:
+            log.warning("stream.store_replaced", stream=self._name, last=info.state.last_seq, after=self._after)
+            self._after = 0
+        self._created = info.created
+
+    async def _make_pull(self, link: _Link, timeout_s: float) -> _Pull:
+        pull = _Pull(link, self._wake)
+        link.wakes.add(self._wake)
+        try:
+            pull.subscription = await link.client.subscribe(
+                pull.inbox, cb=pull.on_message, pending_msgs_limit=0, pending_bytes_limit=0
+            )  # without limits, because beyond them nats-py drops messages; what was asked for bounds them
+            start: dict[str, Any] = {"deliver_policy": "all"}
+            if self._after is None:
+                start = {"deliver_policy": "last_per_subject"}
+            elif self._after:
+                start = {"deliver_policy": "by_start_sequence", "opt_start_seq": self._after + 1}
+            config = start | {
+                "ack_policy": "none",
+                "replay_policy": "instant",
+                "filter_subject": self._subjects,
+                "inactive_threshold": READER_IDLE_S * _NS,
+                "mem_storage": True,
+                "num_replicas": 1,
+            }
+            subject = f"$JS.API.CONSUMER.CREATE.{self._name}"
+            request = json.dumps({"stream_name": self._name, "config": config}).encode()
+            reply = _decode(await link.ask(subject, request, timeout_s), _ConsumerReply, subject)
+            if reply.error is not None:
+                raise StreamError(f"NATS at {link.shown} refuses a reader of {self._name}: {reply.error.description}")
+            pull.path = f"{self._name}.{reply.name}"
+            pull.pending = reply.num_pending
+            await pull.ask_more()
+        except NatsError as error:
+            link.wakes.discard(self._wake)
+            raise StreamError(f"the connection to NATS at {link.shown} is lost ({_words(error)})") from None
+        except BaseException:
+            await pull.end()
+            raise
+        return pull
+
+    async def close(self) -> None:
+        """See `EventReader.close`."""
+        self._is_closed = True
+        self._stream.remove_reader(self)
+        self._wake.set()
+        if self._pull is not None:
+            await self._pull.end()
+
+
+# -- requests of the JetStream API --------------------------------------------------------------------------------------
+
+
+async def _open_ready(url: str, timeout_s: float, max_bytes: int) -> _Link:
+    deadline_s = time.monotonic() + timeout_s
+    link = await _Link.open(url, timeout_s)
+    try:
+        async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+            for config in _STREAMS.values():
+                limits = {"max_bytes": max_bytes} if config["name"] == STREAM else {}
+                await _ensure_stream(link, config | limits, timeout_s)
+    except TimeoutError:
+        await link.close()
+        raise StreamError(f"JetStream at {link.shown} did not answer within {timeout_s:g} s") from None
+    except BaseException:
+        await link.close()
+        raise
+    return link
+
+
+async def _ensure_stream(link: _Link, config: dict[str, Any], timeout_s: float) -> None:
+    """Make the stream, unless it is there; one that is there keeps its limits, which are its operator's."""
+    name = config["name"]
+    info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
+    if info.error is not None and info.error.code == 404:
+        info = await _request(link, f"$JS.API.STREAM.CREATE.{name}", config, _StreamInfo, timeout_s)
+        if info.error is not None and info.error.err_code == 10058:  # another made it meanwhile, with other limits
+            info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
+    if info.error is not None:
+        raise StreamError(f"stream {name} cannot be had at {link.shown}: {info.error.description}")
+    wanted, most = config["subjects"][0], config.get("max_msgs_per_subject", -1)
+    if wanted not in info.config.subjects or info.config.max_msgs_per_subject != most:
+        raise StreamError(
+            f"stream {name} at {link.shown} has subjects {info.config.subjects} and keeps "
+            f"{info.config.max_msgs_per_subject} messages a subject; it needs {wanted} and {most}: rename the other stream"
+        )
+
+
+async def _stream_info(link: _Link, name: str, timeout_s: float) -> _StreamInfo:
+    info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
+    if info.error is not None:
+        raise StreamError(f"stream {name} at {link.shown}: {info.error.description}")
+    return info
+
+
+async def _request(link: _Link, subject: str, body: dict[str, Any], kind: type[T], timeout_s: float) -> T:
+    return _decode(await link.ask(subject, json.dumps(body).encode(), timeout_s), kind, subject)
+
+
+def _decode(message: Msg, kind: type[T], subject: str) -> T:
+    try:
+        return msgspec.json.decode(message.data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise StreamError(f"NATS answered to {subject} with something else ({error})") from None
+
+
+def _heartbeat_in(message: StreamMessage) -> Heartbeat | None:
+    try:
+        return msgspec.msgpack.decode(message.data, type=Heartbeat)
+    except msgspec.MsgspecError as error:
+        log.warning("pulse.refused", subject=message.subject, why=str(error))
+        return None

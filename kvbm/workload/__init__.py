@@ -1,0 +1,1 @@
+"""What we run the system with: traces, generators, simulation, demo."""

@@ -1,0 +1,479 @@
+"""The whole line once, on embedded defaults: real KV from a running model through tiers, events, catalog and replay.
+
+Two reference engines in processes of their own, a nats-server, the catalog on SQLite and a local object store. Dialogues with
+shared system prompts are routed by the catalog; one engine is killed in the middle and comes back. At the end everything is
+recomputed without reuse, and every event, digest and token is compared.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from kvbm.locate.http import CatalogClient
+from kvbm.replay.verify import Verdict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvbm.assembly import NATIVE
+from kvbm.core.errors import CatalogError
+from kvbm.core.ids import Tier
+from kvbm.engines.reference.worker import WorkerSettings
+from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.generator import Dialogue, generate_dialogues
+from kvbm.workload.processes import EngineProcess, ProcessError, free_port, machine, start_http, start_object_store
+
+BUCKET = "kvbm-demo"
+ENGINES = ("engine-a", "engine-b")
+DIALOGUES, TURNS, NEW_TOKENS, AT_ONCE = 12, 4, 12, 4
+SYSTEM_TOKENS, USER_TOKENS = 256, 100
+POOL_SLOTS = {"pools.hbm.slots": 176, "pools.host.slots": 96, "pools.nvme.slots": 224}
+PREFIX_TOKENS, PREFIX_REPEATS = 1024, 5
+ANSWER_WAIT_S = 60.0
+
+
+class Answer(NamedTuple):
+    """One request of the workload and what came of it."""
+
+    id: str
+    engine: str
+    tokens: list[int]
+    new_tokens: list[int]
+    ttft_s: float
+    hits: dict[str, int]
+    prompt_blocks: int
+    smallest_margin: float
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What `kvbm demo --json` writes. Times in seconds, hits in blocks."""
+
+    requests: int = 0
+    tokens_identical: bool = False
+    tokens_compared: int = 0
+    smallest_logit_margin: float = 0.0
+    prompt_blocks: int = 0
+    hits_by_tier: dict[str, int] = {}
+    ttft_recompute_s: float = 0.0
+    ttft_reuse_s: float = 0.0
+    ttft_ratio: float = 0.0
+    events_published: int = 0
+    events_applied: int = 0
+    gaps: int = -1
+    digests: dict[str, str] = {}
+    digests_equal: bool = False
+    killed_and_recovered: bool = False
+    recovered_blocks: int = 0
+    resubmitted_requests: int = 0
+    verified_reads: int = 0
+    corrupt_blocks: int = 0
+    failed_copies: int = 0
+    replay_verified: bool = False
+    replay_verdicts: list[str] = []
+    machine: str = ""
+    elapsed_s: float = 0.0
+
+    def failures(self) -> list[str]:
+        """The checks that failed, in words."""
+        checks = {
+            "not every request was answered": self.requests == DIALOGUES * TURNS,
+            "tokens differ from those of a recomputation": self.tokens_identical,
+            "a tier served no hit": all(self.hits_by_tier.get(tier.name, 0) for tier in Tier),
+            "reuse was not faster than recomputing": self.ttft_ratio > 1,
+            "events applied differ from events published": self.events_applied == self.events_published > 0,
+            "there were gaps": self.gaps == 0,
+            "digests of instances and catalog differ": self.digests_equal,
+            "the killed engine did not recover": self.killed_and_recovered,
+            "a block was corrupt or a copy failed": not self.corrupt_blocks and not self.failed_copies,
+            "replay found faults": self.replay_verified,
+        }
+        return [what for what, good in checks.items() if not good]
+
+
+class Demo:
+    """One run. `folder` gets every store and log."""
+
+    def __init__(self, folder: Path, console: Console) -> None:
+        self.folder, self.console = folder, console
+        self.report = Report(machine=machine())
+        self._worker = WorkerSettings()
+        self._namespace = self._worker.namespace()
+        self._opened = ExitStack()
+        self._engines: dict[str, EngineProcess] = {}
+        self._down: set[str] = set()
+        self._answers: list[Answer] = []
+        self._guard = threading.Lock()
+        self._killed = threading.Event()
+        self._stream_url = ""
+        self._object_url = ""
+        self._catalog: CatalogClient | None = None
+
+    def run(self, step: Callable[[str], None], advance: Callable[[int, int], None]) -> Report:
+        """Everything, in order.
+
+        Args:
+            step: told what begins.
+            advance: told (done, of) within a step.
+        Raises: KvbmError: a part did not start or did not answer.
+        """
+        began = time.monotonic()
+        with self._opened:
+            step("starting nats-server, object store, catalog and two engines")
+            self._start_parts()
+            step("dialogues, routed by the catalog; one engine is killed on the way")
+            self._run_dialogues(advance)
+            step("time to first token, recomputed and from HOST")
+            self._measure_ttft(advance)
+            step("recomputing every answer without reuse")
+            self._compare_tokens(advance)
+            step("comparing engines, stream, catalog and replay")
+            self._verify()
+        self.report.elapsed_s = round(time.monotonic() - began, 1)
+        return self.report
+
+    # -- parts --------------------------------------------------------------------------------------------------------
+
+    def _start_parts(self) -> None:
+        logs = self.folder / "logs"
+        server = EmbeddedServer.start(self.folder / "nats")
+        self._opened.callback(server.stop)
+        self._stream_url = server.url
+        store, self._object_url = start_object_store(logs)
+        self._opened.callback(store.stop)
+        self._make_bucket()
+        url = f"http://127.0.0.1:{self._start_catalog(logs)}"
+        self._catalog = CatalogClient(url)
+        self._opened.callback(self._catalog.close)
+        self._catalog.wait_ready(30.0)
+        for name in ENGINES:
+            self._start_engine(name)
+        for name in ENGINES:
+            self._engines[name].expect(60.0, "did not start")
+
+    def _start_catalog(self, logs: Path) -> int:
+        port = free_port()
+        command = [
+            sys.executable, "-m", "kvbm", "catalog", "serve", f"--set=nats.url={self._stream_url}",
+            f"--set=catalog.listen=127.0.0.1:{port}", f"--set=instance.data_dir={self.folder}",
+        ]  # fmt: skip
+        catalog = start_http("catalog", command, f"http://127.0.0.1:{port}/healthz", logs)
+        self._opened.callback(catalog.stop)
+        return port
+
+    def _make_bucket(self) -> None:
+        import boto3
+
+        client = boto3.client(
+            "s3",
+            endpoint_url=self._object_url,
+            region_name="us-east-1",
+            aws_access_key_id="demo",
+            aws_secret_access_key="demo",
+        )
+        client.create_bucket(Bucket=BUCKET)
+        client.close()
+
+    def _start_engine(self, name: str) -> None:
+        assert self._catalog is not None
+        flags: dict[str, object] = {
+            "instance.id": name, "instance.data_dir": self.folder, "nats.url": self._stream_url,
+            "catalog.url": self._catalog.url, "pools.object.url": f"s3://{BUCKET}/blocks",
+            "pools.object.endpoint": self._object_url, "pools.object.region": "us-east-1", **POOL_SLOTS,
+        }  # fmt: skip
+        credentials = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}
+        engine = EngineProcess(name, flags, self.folder / "logs", credentials)
+        self._engines[name] = engine
+        self._opened.callback(engine.stop)
+
+    # -- workload -----------------------------------------------------------------------------------------------------
+
+    def _run_dialogues(self, advance: Callable[[int, int], None]) -> None:
+        dialogues = generate_dialogues(
+            7, DIALOGUES, TURNS, self._worker.shape.vocab, system_prompts=3, system_prompt_tokens=SYSTEM_TOKENS,
+            user_tokens=USER_TOKENS,
+        )  # fmt: skip
+        waiting: queue.SimpleQueue[tuple[int, Dialogue]] = queue.SimpleQueue()
+        for numbered in enumerate(dialogues):
+            waiting.put(numbered)
+        errors: list[BaseException] = []
+        threads = [threading.Thread(target=self._serve, args=(waiting, errors), daemon=True) for _ in range(AT_ONCE)]
+        for thread in threads:
+            thread.start()
+        total = DIALOGUES * TURNS
+        recovery: threading.Thread | None = None
+        while any(thread.is_alive() for thread in threads):
+            if errors:
+                raise errors[0]
+            advance(len(self._answers), total)
+            if len(self._answers) >= total // 2 and not self._killed.is_set():
+                recovery = self._kill_and_restart(ENGINES[0], errors)
+            time.sleep(0.05)
+        if recovery is not None:
+            recovery.join(90.0)
+        if errors:
+            raise errors[0]
+        self.report.requests = len(self._answers)
+        self.report.prompt_blocks = sum(answer.prompt_blocks for answer in self._answers)
+        self.report.hits_by_tier = {
+            tier.name: sum(answer.hits.get(tier.name, 0) for answer in self._answers) for tier in Tier
+        }
+
+    def _serve(self, waiting: queue.SimpleQueue[tuple[int, Dialogue]], errors: list[BaseException]) -> None:
+        """Hold dialogues, one after the other, until none waits."""
+        try:
+            while True:
+                try:
+                    number, dialogue = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                history = list(dialogue.system_tokens)
+                for turn, question in enumerate(dialogue.user_turns):
+                    history += question
+                    answer = self._answer(f"d{number}t{turn}", list(history))
+                    history += answer.new_tokens
+                    with self._guard:
+                        self._answers.append(answer)
+        except (ProcessError, CatalogError) as error:
+            errors.append(error)
+
+    def _answer(self, request_id: str, tokens: list[int]) -> Answer:
+        """Route one request and wait for its tokens; sent again when its engine dies."""
+        deadline = time.monotonic() + ANSWER_WAIT_S
+        while time.monotonic() < deadline:
+            name = self._route(tokens)
+            event = self._submit(name, request_id, tokens, NEW_TOKENS, reuse=True)
+            if not event["failed"]:
+                return Answer(
+                    request_id, name, tokens, event["tokens"], event["ttft_s"], event["hits"], event["prompt_blocks"],
+                    event["smallest_margin"],
+                )  # fmt: skip
+            with self._guard:
+                self.report.resubmitted_requests += 1
+            time.sleep(0.05)
+        raise ProcessError(
+            f"request {request_id} got no answer within {ANSWER_WAIT_S:g} s; logs: {self.folder / 'logs'}"
+        )
+
+    def _route(self, tokens: list[int]) -> str:
+        assert self._catalog is not None
+        hashes = NATIVE.sequence_hashes(tokens, self._worker.block_tokens, self._namespace.root())
+        ranked = self._catalog.route(self._namespace.id, hashes, input_tokens=len(tokens)).ranked
+        up = [cost.instance for cost in ranked if cost.instance not in self._down]
+        return up[0] if up else next(name for name in ENGINES if name not in self._down)
+
+    def _submit(self, name: str, request_id: str, tokens: list[int], new_tokens: int, reuse: bool) -> dict[str, Any]:
+        done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._engines[name].submit(request_id, tokens, new_tokens, reuse, done.put)
+        try:
+            return done.get(timeout=ANSWER_WAIT_S)
+        except queue.Empty:
+            raise self._engines[name].failure(f"did not answer request {request_id}") from None
+
+    def _kill_and_restart(self, name: str, errors: list[BaseException]) -> threading.Thread:
+        """kill -9, a moment in which the other engine serves alone, then a new process on the same folder."""
+        self._killed.set()
+        self._down.add(name)
+        self._engines[name].kill()
+
+        def restart() -> None:
+            try:
+                time.sleep(1.0)
+                self._start_engine(name)
+                ready = self._engines[name].expect(60.0, "did not come back")
+                self.report.recovered_blocks = ready["recovered"]["NVME"]
+                self.report.killed_and_recovered = ready["epoch"] == 2 and self.report.recovered_blocks > 0
+                self._down.discard(name)
+            except ProcessError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=restart, daemon=True)
+        thread.start()
+        return thread
+
+    # -- measurement --------------------------------------------------------------------------------------------------
+
+    def _measure_ttft(self, advance: Callable[[int, int], None]) -> None:
+        """The same prompts on the same engine: computed whole, and with their prefix in HOST. Medians of pairs."""
+        rng = np.random.default_rng(11)
+        engine = ENGINES[1]
+        recompute: list[float] = []
+        reuse: list[float] = []
+        for index in range(PREFIX_REPEATS):
+            prompt = [int(token) for token in rng.integers(0, self._worker.shape.vocab, PREFIX_TOKENS + 1)]
+            recompute.append(self._submit(engine, f"cold{index}", prompt, 1, reuse=False)["ttft_s"])
+            self._submit(engine, f"warm{index}", prompt, 1, reuse=True)
+            self._engines[engine].ask(op="settle")
+            self._engines[engine].ask(op="clear")
+            event = self._submit(engine, f"host{index}", prompt, 1, reuse=True)
+            if event["hits"].get("HOST", 0) != PREFIX_TOKENS // self._worker.block_tokens:
+                raise ProcessError(f"{engine} should have found the whole prefix in HOST; it found {event['hits']}")
+            reuse.append(event["ttft_s"])
+            advance(index + 1, PREFIX_REPEATS)
+        self.report.ttft_recompute_s = round(statistics.median(recompute), 5)
+        self.report.ttft_reuse_s = round(statistics.median(reuse), 5)
+        ratios = [cold / warm for cold, warm in zip(recompute, reuse, strict=True)]
+        self.report.ttft_ratio = round(statistics.median(ratios), 2)
+
+    def _compare_tokens(self, advance: Callable[[int, int], None]) -> None:
+        """Every prompt again on engines that neither acquire nor create."""
+        done: queue.SimpleQueue[tuple[Answer, dict[str, Any]]] = queue.SimpleQueue()
+        for index, answer in enumerate(self._answers):
+            self._engines[ENGINES[index % len(ENGINES)]].submit(
+                f"again-{answer.id}",
+                answer.tokens,
+                NEW_TOKENS,
+                False,
+                lambda event, answer=answer: done.put((answer, event)),
+            )
+        same = True
+        for index in range(len(self._answers)):
+            answer, event = done.get(timeout=ANSWER_WAIT_S)
+            same &= event["tokens"] == answer.new_tokens
+            self.report.tokens_compared += len(answer.new_tokens)
+            advance(index + 1, len(self._answers))
+        self.report.tokens_identical = same and bool(self._answers)
+        self.report.smallest_logit_margin = min(answer.smallest_margin for answer in self._answers)
+
+    # -- proof --------------------------------------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        assert self._catalog is not None
+        report = self.report
+        report.digests_equal = True
+        for name, engine in self._engines.items():
+            engine.ask(op="settle")
+            engine.ask(op="restate")
+            status = self._published_status(engine)
+            self._catalog.wait_applied(name, status["epoch"], status["applied"], 20.0)
+            seen = next(entry for entry in self._catalog.instances() if entry.instance == name)
+            report.digests[name] = f"{status['digest']} (engine) {seen.digest} (catalog)"
+            report.digests_equal &= seen.digest == status["digest"] and (seen.epoch, seen.next_offset) == (
+                status["epoch"],
+                status["applied"],
+            )
+            report.verified_reads += status["verified_reads"]
+            report.corrupt_blocks += status["corrupt_blocks"]
+            report.failed_copies += status["failed_copies"]
+        counters = self._catalog.counters()
+        report.events_applied = counters.events_applied
+        report.gaps = counters.gaps
+        verdicts = self._replay()
+        report.events_published = verdicts["stream"].events
+        report.replay_verified = all(verdict.good for verdict in verdicts.values())
+        report.replay_verdicts = [f"{source}: {verdict.line()}" for source, verdict in verdicts.items()]
+
+    def _published_status(self, engine: EngineProcess) -> dict[str, Any]:
+        """The engine's status once everything it has decided is on the stream. Raises ProcessError: not within 20 s."""
+        deadline = time.monotonic() + 20.0
+        while time.monotonic() < deadline:
+            status = engine.ask(op="status")
+            if status["published"] == {"epoch": status["epoch"], "offset": status["applied"]}:
+                return status
+            time.sleep(0.05)
+        raise engine.failure("did not publish its events within 20 s")
+
+    def _replay(self) -> dict[str, Verdict]:
+        from kvbm.replay.source import open_source
+        from kvbm.replay.verify import verify
+
+        sources = {"stream": self._stream_url} | {
+            f"journal of {name}": str(self.folder / "instances" / name / "journal") for name in ENGINES
+        }
+        return {label: verify(open_source(source, NATIVE)) for label, source in sources.items()}
+
+
+def table(report: Report) -> Table:
+    """The report as a table for people."""
+    result = Table(title="kvbm demo", show_header=False, title_justify="left")
+    result.add_column(style="bold")
+    result.add_column()
+    hits = sum(report.hits_by_tier.values())
+    share = f"{hits / report.prompt_blocks:.0%}" if report.prompt_blocks else "-"
+    faster = (
+        f"{report.ttft_recompute_s * 1e3:.1f} ms recomputed, {report.ttft_reuse_s * 1e3:.1f} ms from HOST: "
+        f"{report.ttft_ratio:.1f} times faster"
+    )
+    same = (
+        f"{_yes(report.tokens_identical)} ({report.tokens_compared} tokens, smallest logit margin "
+        f"{report.smallest_logit_margin:.1e})"
+    )
+    rows = [
+        ("requests", f"{report.requests}, {report.resubmitted_requests} sent again after the kill"),
+        ("prefix hits", f"{hits} of {report.prompt_blocks} blocks ({share})"),
+        *((f"  from {tier}", str(count)) for tier, count in report.hits_by_tier.items()),
+        (f"time to first token, {PREFIX_TOKENS}-token prefix", faster),
+        ("tokens identical to recomputation", same),
+        ("reads verified, corrupt", f"{report.verified_reads}, {report.corrupt_blocks}"),
+        ("events published, applied", f"{report.events_published}, {report.events_applied}"),
+        ("gaps", str(report.gaps)),
+        (
+            "killed with kill -9, recovered",
+            f"{_yes(report.killed_and_recovered)} ({report.recovered_blocks} blocks on NVME)",
+        ),
+        *((f"digest of {name}", digests) for name, digests in report.digests.items()),
+        *(("replay", line) for line in report.replay_verdicts),
+        ("elapsed", f"{report.elapsed_s} s on {report.machine}"),
+    ]
+    for name, value in rows:
+        result.add_row(name, value)
+    return result
+
+
+def _yes(good: bool) -> str:
+    return "yes" if good else "NO"
+
+
+@contextmanager
+def demo_folder(keep: Path | None) -> Iterator[Path]:
+    """A fresh folder that goes away at the end, or the one to keep."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix="kvbm-demo-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+def main(json_path: Path | None, keep: Path | None) -> int:
+    """Run the demo with live progress. Returns 0, or 1 when a check failed."""
+    console = Console()
+    progress = Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console,
+    )  # fmt: skip
+    with demo_folder(keep) as folder, progress:
+        current = None
+
+        def step(what: str) -> None:
+            nonlocal current
+            if current is not None:
+                progress.update(current, total=1, completed=1)
+            current = progress.add_task(what, total=None)
+
+        def advance(done: int, of: int) -> None:
+            assert current is not None
+            progress.update(current, total=of, completed=done)
+
+        report = Demo(folder, console).run(step, advance)
+        assert current is not None
+        progress.update(current, total=1, completed=1)
+    if json_path is not None:
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    console.print(table(report))
+    failures = report.failures()
+    for failure in failures:
+        console.print(f"[red]FAILED[/red]: {failure}")
+    if not failures:
+        console.print("[green]every check passed[/green]" + (f"; report: {json_path}" if json_path else ""))
+    return 1 if failures else 0

@@ -1,0 +1,190 @@
+"""Child processes of a demo or a test: started on free ports with fresh stores, watched, and ended with their parent."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbm.core.errors import KvbmError, MissingExtraError
+
+
+class ProcessError(KvbmError):
+    """A child process did not start, died, or did not answer in time; the message ends with its last words."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Child:
+    """One child process; its output goes to a file, whose end is told when it fails."""
+
+    def __init__(
+        self, name: str, command: list[str], folder: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.output = folder / f"{name}.log"
+        with open(self.output, "ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
+                env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once, as `kill -9` does."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ask it to end, and end it when it does not. Idempotent."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    pass  # it was gone before it read what we had written
+        if self.alive():
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def failure(self, what: str) -> ProcessError:
+        """An error with the process's last words."""
+        code = self.process.poll()
+        state = "is still running" if code is None else f"ended with {code}"
+        words = self.output.read_text(errors="replace").strip().splitlines()[-3:] if self.output.exists() else []
+        return ProcessError(
+            f"{self.name} {what} ({state}); {' / '.join(words) or 'it said nothing'}; log: {self.output}"
+        )
+
+
+def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s: float = 30.0) -> Child:
+    """Start a process and wait until its URL answers anything. Raises ProcessError: it died, or not within the time."""
+    child = Child(name, command, folder)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not child.alive():
+            raise child.failure("did not start")
+        try:
+            with urllib.request.urlopen(url, timeout=1.0):
+                return child
+        except urllib.error.HTTPError:
+            return child
+        except OSError:
+            time.sleep(0.05)
+    error = child.failure(f"did not answer at {url} within {timeout_s:g} s")
+    child.kill()
+    raise error
+
+
+def start_object_store(folder: Path) -> tuple[Child, str]:
+    """A local S3 server (moto) with nothing in it, and its URL. Raises MissingExtraError, ProcessError."""
+    if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
+        raise MissingExtraError("the local object store (moto)", "demo")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    return start_http("object-store", command, url, folder), url
+
+
+class EngineProcess(Child):
+    """A reference engine in a process of its own, spoken to in JSON lines."""
+
+    def __init__(
+        self, name: str, flags: Mapping[str, object], folder: Path, environment: Mapping[str, str], threads: int = 1
+    ) -> None:
+        sets = [f"--set={key}={value}" for key, value in flags.items()]
+        command = [sys.executable, "-m", "kvbm", "engine", f"--threads={threads}", *sets]
+        super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment})
+        self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._guard = threading.Lock()
+        threading.Thread(target=self._listen, name=f"listen-{name}", daemon=True).start()
+
+    def submit(
+        self,
+        request_id: str,
+        tokens: list[int],
+        max_new_tokens: int,
+        reuse: bool,
+        done: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Ask for tokens; `done` is called from another thread with the answer, or with failed="engine died"."""
+        with self._guard:
+            self._handlers[request_id] = done
+        self.send(op="submit", id=request_id, tokens=tokens, max_new_tokens=max_new_tokens, reuse=reuse)
+
+    def send(self, **command: object) -> None:
+        """Send one command; a dead engine takes it without a word, its listener tells."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(msgspec.json.encode(command) + b"\n")
+            self.process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            return
+
+    def ask(self, timeout_s: float = 30.0, **command: object) -> dict[str, Any]:
+        """Send a command and wait for its answer. Raises ProcessError: none within the time."""
+        self.send(**command)
+        return self.expect(timeout_s, f"did not answer {command.get('op')!r}")
+
+    def expect(self, timeout_s: float, what: str) -> dict[str, Any]:
+        """The next event that is not a finished request. Raises ProcessError."""
+        try:
+            event = self.events.get(timeout=timeout_s)
+        except queue.Empty:
+            raise self.failure(f"{what} within {timeout_s:g} s") from None
+        if event["event"] in ("died", "error"):
+            raise self.failure(f"{what}: {event.get('message', 'it died')}")
+        return event
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        try:
+            for line in self.process.stdout:
+                self._take(msgspec.json.decode(line, type=dict[str, Any]))
+        except ValueError:
+            pass  # the pipe was closed by stop(), or a line was cut by kill -9
+        with self._guard:
+            waiting, self._handlers = self._handlers, {}
+        for done in waiting.values():
+            done({"event": "finished", "failed": "engine died", "tokens": []})
+        self.events.put({"event": "died"})
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["event"] != "finished":
+            self.events.put(event)
+            return
+        with self._guard:
+            done = self._handlers.pop(event["id"], None)
+        if done is not None:
+            done(event)
+
+
+def machine() -> str:
+    """The machine in words, for reports."""
+    return f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"

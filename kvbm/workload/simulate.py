@@ -1,0 +1,532 @@
+"""Drive N managers with a trace, without a model: virtual time, synthetic bytes, real events on NATS, a real catalog that routes.
+
+An instance is one first-come-first-served prefill queue; decoding takes time but no turn. A request's blocks are acquired when its
+prefill begins, created when it ends, and pinned until its last token. The same trace runs again on managers that are routed to at
+random and on one manager with all the slots, and once through an unbounded set: the bounds between which routing can do something.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from kvbm.locate.http import CatalogClient
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvbm.assembly import NATIVE, open_manager
+from kvbm.config import Settings, load_settings
+from kvbm.core.errors import ConfigError, TraceError
+from kvbm.core.hashing import adopt_hashes
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, Tier
+from kvbm.manager.manager import Manager, Prefix
+from kvbm.pools.base import Proof
+from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.generator import generate
+from kvbm.workload.processes import free_port, machine, start_http
+from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
+
+BLOCK_BYTES = 64  # synthetic: the block's hash, four times
+PREFILL_TOKENS_PER_S = 10_000.0
+DECODE_TOKEN_S = 0.03
+UNBOUNDED_SLOTS = 1 << 22
+LAG_SAMPLE_EVERY = 100  # requests
+NAMESPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS, kv_dtype="uint8", layout="synthetic")
+POOL_TIERS = ("hbm", "host", "nvme")
+
+Route = Callable[["Arrival"], int]
+
+
+class Arrival(NamedTuple):
+    """One request with its identity."""
+
+    number: int
+    at_s: float
+    input_tokens: int
+    output_tokens: int
+    hashes: bytes
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What one way of routing gave.
+
+    Attributes:
+        hit_ratio: hit blocks over full blocks.
+        hit_ratio_of_all_ids: hit blocks over all ids of the trace, partial last blocks included, as some papers count.
+        load_max_over_mean: prompt blocks on the busiest instance over the mean; `_requests`: the same for requests.
+    """
+
+    requests: int = 0
+    blocks: int = 0
+    hit_ratio: float = 0.0
+    hit_ratio_of_all_ids: float = 0.0
+    hits_by_tier: dict[str, int] = {}
+    load_max_over_mean: float = 1.0
+    load_max_over_mean_requests: float = 1.0
+    mean_ttft_s: float = 0.0
+    wrong_bytes: int = 0
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What `kvbm simulate --json` writes. `hit_ratio` and the like are those of the catalog's routing."""
+
+    trace: str = ""
+    instances: int = 0
+    pools: str = ""
+    requests: int = 0
+    blocks: int = 0
+    hit_ratio: float = 0.0
+    hits_by_tier: dict[str, int] = {}
+    load_max_over_mean: float = 1.0
+    ideal_hit_ratio: float = 0.0
+    routing: dict[str, Outcome] = {}
+    events: int = 0
+    events_per_s: float = 0.0
+    block_events_per_s: float = 0.0
+    catalog_lag_ms_p50: float = 0.0
+    catalog_lag_ms_p99: float = 0.0
+    digests_equal: bool = False
+    machine: str = ""
+    elapsed_s: float = 0.0
+
+
+class Instance:
+    """A manager and the queue before it, in virtual time."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.manager = manager
+        self.queue: deque[Arrival] = deque()
+        self.busy = False
+        self.queued_tokens = 0
+        self.running = 0
+        self.prompt_blocks = 0
+        self.requests = 0
+        self.wrong_bytes = 0
+        self._hbm = manager.pools.slots[Tier.HBM]
+
+    def report_load(self) -> None:
+        self.manager.report_load(self.queued_tokens, self.running)
+
+    def acquire(self, request: Arrival) -> tuple[Prefix, list[int]] | None:
+        """The held prefix, its bytes checked, and slots for the rest; None when pins leave too few."""
+        prefix = self.manager.acquire(NAMESPACE.id, request.hashes)
+        fresh = self.manager.allocate(len(request.hashes) // HASH_BYTES - prefix.depth)
+        if fresh is None:
+            self.manager.unpin(prefix.slots)
+            return None
+        if prefix.depth:
+            hashes = request.hashes[: prefix.depth * HASH_BYTES]
+            rows = np.empty((prefix.depth, BLOCK_BYTES), dtype=np.uint8)
+            self._hbm.read(prefix.slots, NAMESPACE.id, hashes, rows)
+            self.wrong_bytes += int(np.any(rows != synthetic_rows(hashes), axis=1).sum())
+        return prefix, fresh
+
+    def create(self, request: Arrival, prefix: Prefix, fresh: list[int]) -> list[int]:
+        """Write the bytes of what was missing, then say that it is there. Returns all slots of the prompt."""
+        if not fresh:
+            return prefix.slots
+        at = prefix.depth * HASH_BYTES
+        hashes = request.hashes[at:]
+        rows = synthetic_rows(hashes)
+        self._hbm.write(fresh, rows, Proof(NAMESPACE.id, self.manager.epoch, hashes, NATIVE.checksums(rows)))
+        parent = request.hashes[at - HASH_BYTES : at] if at else NO_PARENT
+        return prefix.slots + self.manager.create(NAMESPACE.id, parent, prefix.depth, hashes, fresh)
+
+
+def synthetic_rows(hashes: bytes) -> np.ndarray:
+    """Bytes that only these blocks have: (n, BLOCK_BYTES) uint8, each row its hash repeated."""
+    return np.tile(np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), BLOCK_BYTES // HASH_BYTES)
+
+
+class Simulation:
+    """The trace on some instances in virtual time.
+
+    Args:
+        route: chooses the instance of an arrival.
+        clock: told the virtual time before anything happens at it.
+    """
+
+    def __init__(self, instances: Sequence[Instance], route: Route, clock: Callable[[float], None]) -> None:
+        self.instances = instances
+        self._route, self._clock = route, clock
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._now_s = 0.0
+        self._ttft_s = 0.0
+        self._hits = {tier: 0 for tier in Tier}
+
+    def run(self, arrivals: Sequence[Arrival], all_ids: int, advance: Callable[[int], None]) -> Outcome:
+        """Everything until the last token."""
+        for arrival in arrivals:
+            self._until(arrival.at_s)
+            self._arrive(arrival)
+            advance(arrival.number + 1)
+        self._until(float("inf"))
+        blocks = sum(instance.prompt_blocks for instance in self.instances)
+        hits = sum(self._hits.values())
+        return Outcome(
+            requests=len(arrivals), blocks=blocks, hit_ratio=round(hits / max(1, blocks), 4),
+            hit_ratio_of_all_ids=round(hits / max(1, all_ids), 4),
+            hits_by_tier={tier.name: count for tier, count in self._hits.items() if count},
+            load_max_over_mean=_max_over_mean([instance.prompt_blocks for instance in self.instances]),
+            load_max_over_mean_requests=_max_over_mean([instance.requests for instance in self.instances]),
+            mean_ttft_s=round(self._ttft_s / max(1, len(arrivals)), 3),
+            wrong_bytes=sum(instance.wrong_bytes for instance in self.instances),
+        )  # fmt: skip
+
+    def _until(self, at_s: float) -> None:
+        while self._events and self._events[0][0] <= at_s:
+            self._now_s, _, happen = heapq.heappop(self._events)
+            self._clock(self._now_s)
+            happen()
+        if at_s != float("inf"):
+            self._now_s = at_s
+            self._clock(at_s)
+
+    def _later(self, delay_s: float, happen: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (self._now_s + delay_s, self._count, happen))
+
+    def _arrive(self, arrival: Arrival) -> None:
+        instance = self.instances[self._route(arrival)]
+        instance.queue.append(arrival)
+        instance.queued_tokens += arrival.input_tokens
+        instance.prompt_blocks += len(arrival.hashes) // HASH_BYTES
+        instance.requests += 1
+        self._start(instance)
+        instance.report_load()
+
+    def _start(self, instance: Instance) -> None:
+        if instance.busy or not instance.queue:
+            return
+        request = instance.queue[0]
+        taken = instance.acquire(request)
+        if taken is None:
+            if not instance.running:
+                blocks = len(request.hashes) // HASH_BYTES
+                raise ConfigError(f"a request of {blocks} blocks does not fit an idle HBM pool; raise --pools hbm=")
+            return  # a request that ends will start it
+        prefix, fresh = taken
+        instance.queue.popleft()
+        instance.busy = True
+        for tier, count in prefix.hits.items():
+            self._hits[tier] += count
+        missing = request.input_tokens - prefix.depth * TRACE_BLOCK_TOKENS
+        self._later(missing / PREFILL_TOKENS_PER_S, lambda: self._prefilled(instance, request, prefix, fresh))
+
+    def _prefilled(self, instance: Instance, request: Arrival, prefix: Prefix, fresh: list[int]) -> None:
+        slots = instance.create(request, prefix, fresh)
+        instance.busy = False
+        instance.queued_tokens -= request.input_tokens
+        instance.running += 1
+        self._ttft_s += self._now_s - request.at_s
+        self._later(request.output_tokens * DECODE_TOKEN_S, lambda: self._ended(instance, slots))
+        self._start(instance)
+        instance.report_load()
+
+    def _ended(self, instance: Instance, slots: list[int]) -> None:
+        instance.manager.unpin(slots)
+        instance.running -= 1
+        self._start(instance)
+        instance.report_load()
+
+
+def _max_over_mean(values: Sequence[int]) -> float:
+    mean = sum(values) / len(values)
+    return round(max(values) / mean, 4) if mean else 1.0
+
+
+class Cluster:
+    """N managers in this process; with `live` also nats-server and a catalog process they publish to."""
+
+    def __init__(self, count: int, pools: dict[str, int], folder: Path, live: bool) -> None:
+        self._opened = ExitStack()
+        self._now_s = 0.0
+        self._began_s = time.time()
+        self.client: CatalogClient | None = None
+        self.instances: list[Instance] = []
+        flags: dict[str, object] = {
+            "instance.data_dir": str(folder), "pools.hbm.device": "memory", "nats.enabled": live,
+            "journal.in_memory": not live,
+            **{f"pools.{tier}.slots": slots for tier, slots in pools.items()},
+        }  # fmt: skip
+        try:
+            if live:
+                flags |= self._start_servers(folder)
+            for number in range(count):
+                settings = load_settings(flags={**flags, "instance.id": f"sim-{number}"})
+                self.instances.append(Instance(self._open(settings)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_servers(self, folder: Path) -> dict[str, object]:
+        server = EmbeddedServer.start(folder / "nats")
+        self._opened.callback(server.stop)
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        command = [
+            sys.executable, "-m", "kvbm", "catalog", "serve", f"--set=nats.url={server.url}",
+            f"--set=catalog.listen=127.0.0.1:{port}", f"--set=instance.data_dir={folder}",
+            f"--set=catalog.prefill_tokens_per_s={PREFILL_TOKENS_PER_S}",
+        ]  # fmt: skip
+        catalog = start_http("catalog", command, f"{url}/healthz", folder / "logs")
+        self._opened.callback(catalog.stop)
+        self.client = CatalogClient(url)
+        self._opened.callback(self.client.close)
+        self.client.wait_ready(30.0)
+        return {"nats.url": server.url, "nats.heartbeat_s": 0.02}
+
+    def _open(self, settings: Settings) -> Manager:
+        manager = open_manager(
+            settings, [NAMESPACE], BLOCK_BYTES, engine="simulate", wall_clock_ns=lambda: int(self.at_s() * 1e9)
+        )
+        self._opened.callback(manager.close)
+        return manager
+
+    def set_time(self, now_s: float) -> None:
+        """The virtual time, in seconds since the trace began."""
+        self._now_s = now_s
+
+    def at_s(self) -> float:
+        """The virtual time on the scale of the wall clock, which heartbeats and routes speak."""
+        return self._began_s + self._now_s
+
+    def wait_all_applied(self) -> float:
+        """Wait until the catalog has applied every event decided so far. Returns how long that took, in seconds."""
+        assert self.client is not None
+        began = time.monotonic()
+        for instance in self.instances:
+            manager = instance.manager
+            self.client.wait_applied(manager.instance, manager.epoch, manager.applied(), 60.0)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        """End managers and servers."""
+        self._opened.close()
+
+
+class CatalogRoute:
+    """Asks the catalog, as a router would, and measures how far it lags."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._names = {instance.manager.instance: number for number, instance in enumerate(cluster.instances)}
+        self.lags_s: list[float] = []
+
+    def __call__(self, arrival: Arrival) -> int:
+        client = self._cluster.client
+        assert client is not None
+        if arrival.number % LAG_SAMPLE_EVERY == LAG_SAMPLE_EVERY - 1:
+            self.lags_s.append(self._cluster.wait_all_applied())
+        answer = client.route(
+            NAMESPACE.id, arrival.hashes, input_tokens=arrival.input_tokens, at_s=self._cluster.at_s()
+        )
+        return self._names[answer.ranked[0].instance]
+
+
+def arrivals_of(requests: Sequence[TraceRequest], root: bytes) -> list[Arrival]:
+    """The trace with sequence hashes: each id is another engine's digest, adopted under the namespace's root."""
+    known: dict[int, bytes] = {}
+
+    def adopted(hash_id: int) -> bytes:
+        found = known.get(hash_id)
+        if found is None:
+            found = known[hash_id] = adopt_hashes([hash_id.to_bytes(8, "little")], root)
+        return found
+
+    return [
+        Arrival(
+            number, request.timestamp_ms / 1e3, request.input_tokens, request.output_tokens,
+            b"".join(adopted(hash_id) for hash_id in full_blocks(request)),
+        )
+        for number, request in enumerate(requests)
+    ]  # fmt: skip
+
+
+def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
+    """What one pool without bounds would hit: the share of full blocks whose whole prefix came before."""
+    seen: set[bytes] = set()
+    hits = blocks = 0
+    for arrival in arrivals:
+        hashes = [arrival.hashes[at : at + HASH_BYTES] for at in range(0, len(arrival.hashes), HASH_BYTES)]
+        blocks += len(hashes)
+        for block in hashes:
+            if block not in seen:
+                break
+            hits += 1
+        seen.update(hashes)
+    return round(hits / max(1, blocks), 4)
+
+
+def parse_pools(text: str) -> dict[str, int]:
+    """ "hbm=4000,host=8500" or "unbounded" → slots by tier. Raises ConfigError: what is wrong, and how to write it."""
+    if text == "unbounded":
+        return {"hbm": UNBOUNDED_SLOTS}
+    pools: dict[str, int] = {}
+    for part in text.split(","):
+        tier, _, slots = part.partition("=")
+        if tier not in POOL_TIERS or not slots.isdigit() or not int(slots):
+            raise ConfigError(
+                f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(POOL_TIERS)}; or say "unbounded"'
+            )
+        pools[tier] = int(slots)
+    if "hbm" not in pools:
+        raise ConfigError(f"--pools {text!r} has no hbm; an instance needs an HBM pool")
+    return pools
+
+
+def simulate(
+    requests: Sequence[TraceRequest],
+    name: str,
+    count: int,
+    pools_text: str,
+    seed: int,
+    step: Callable[[str, int], Callable[[int], None]],
+) -> Report:
+    """All ways of routing, the catalog's first.
+
+    Args:
+        step: told the name of a part and its length, gives the function to tell its progress to.
+    """
+    began = time.monotonic()
+    pools = parse_pools(pools_text)
+    arrivals = arrivals_of(requests, NAMESPACE.root())
+    all_ids = sum(len(request.hash_ids) for request in requests)
+    report = Report(
+        trace=name, instances=count, pools=pools_text, requests=len(arrivals), machine=machine(),
+        ideal_hit_ratio=ideal_hit_ratio(arrivals),
+    )  # fmt: skip
+    with TemporaryDirectory(prefix="kvbm-simulate-", ignore_cleanup_errors=True) as folder:
+        _run_catalog(
+            report, count, pools, Path(folder), arrivals, all_ids, step("routed by the catalog", len(arrivals))
+        )
+        if count > 1:
+            rng = random.Random(seed)
+            pooled = {tier: slots * count for tier, slots in pools.items()}
+            others: list[tuple[str, int, dict[str, int], Route]] = [
+                ("random", count, pools, lambda arrival: rng.randrange(count)),
+                ("pooled", 1, pooled, lambda arrival: 0),
+            ]
+            for label, size, slots, route in others:
+                cluster = Cluster(size, slots, Path(folder) / label, live=False)
+                try:
+                    advance = step(
+                        f"routed: {label}" if label == "random" else "one pooled LRU of the same size", len(arrivals)
+                    )
+                    report.routing[label] = Simulation(cluster.instances, route, cluster.set_time).run(
+                        arrivals, all_ids, advance
+                    )
+                finally:
+                    cluster.close()
+    report.elapsed_s = round(time.monotonic() - began, 1)
+    return report
+
+
+def _run_catalog(
+    report: Report,
+    count: int,
+    pools: dict[str, int],
+    folder: Path,
+    arrivals: list[Arrival],
+    all_ids: int,
+    advance: Callable[[int], None],
+) -> None:
+    cluster = Cluster(count, pools, folder / "live", live=True)
+    try:
+        route = CatalogRoute(cluster)
+        began = time.monotonic()
+        outcome = Simulation(cluster.instances, route, cluster.set_time).run(arrivals, all_ids, advance)
+        route.lags_s.append(cluster.wait_all_applied())
+        elapsed_s = time.monotonic() - began
+        assert cluster.client is not None
+        seen = {entry.instance: entry.digest for entry in cluster.client.instances()}
+        managers = [instance.manager for instance in cluster.instances]
+        report.digests_equal = all(seen[m.instance] == f"{m.digest()[1]:016x}" for m in managers)
+        report.events = sum(manager.applied() for manager in managers)
+        report.events_per_s = round(report.events / elapsed_s, 1)
+        blocks = cluster.client.counters().blocks_applied
+        report.block_events_per_s = round(blocks / elapsed_s, 1)
+    finally:
+        cluster.close()
+    report.routing["catalog"] = outcome
+    report.requests, report.blocks = outcome.requests, outcome.blocks
+    report.hit_ratio, report.hits_by_tier = outcome.hit_ratio, outcome.hits_by_tier
+    report.load_max_over_mean = outcome.load_max_over_mean
+    lags_ms = sorted(lag * 1e3 for lag in route.lags_s)
+    report.catalog_lag_ms_p50 = round(statistics.median(lags_ms), 2)
+    report.catalog_lag_ms_p99 = round(lags_ms[min(len(lags_ms) - 1, int(0.99 * len(lags_ms)))], 2)
+
+
+def table(report: Report) -> Table:
+    """The report for people."""
+    result = Table(
+        title=f"{report.requests} requests, {report.blocks} full blocks on {report.instances} x {report.pools}",
+        title_justify="left",
+    )
+    for column in ("routing", "hit ratio", "of all ids", "load max/mean", "by requests", "mean ttft", "hits by tier"):
+        result.add_column(column, justify="left" if column in ("routing", "hits by tier") else "right")
+    for name in ("random", "catalog", "pooled"):
+        if (outcome := report.routing.get(name)) is None:
+            continue
+        tiers = ", ".join(f"{tier} {count}" for tier, count in outcome.hits_by_tier.items())
+        label = {"random": "random", "catalog": "the catalog", "pooled": "one pooled LRU of the same size"}[name]
+        result.add_row(
+            label, f"{outcome.hit_ratio:.3f}", f"{outcome.hit_ratio_of_all_ids:.3f}", f"{outcome.load_max_over_mean:.3f}",
+            f"{outcome.load_max_over_mean_requests:.3f}", f"{outcome.mean_ttft_s:.2f} s", tiers,
+        )  # fmt: skip
+    result.add_row("ideal: nothing ever evicted", f"{report.ideal_hit_ratio:.3f}", "", "", "", "", "")
+    return result
+
+
+def main(trace: Path | None, requests: int, seed: int, instances: int, pools: str, json_path: Path | None) -> int:
+    """Simulate with a progress bar. Returns 0, or 1 when the catalog's view differed or bytes were wrong."""
+    if instances < 1:
+        raise ConfigError(f"--instances {instances}: at least 1 is needed")
+    parse_pools(pools)
+    workload = _read(trace) if trace is not None else generate(seed, requests)
+    console = Console()
+    columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+
+        def step(what: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(what, total=total)
+            return lambda done: progress.update(task, completed=done)
+
+        report = simulate(workload, str(trace) if trace else f"generated, seed {seed}", instances, pools, seed, step)
+    if json_path is not None:
+        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    console.print(table(report))
+    console.print(
+        f"{report.events} events ({report.events_per_s:.0f}/s, {report.block_events_per_s:.0f} block events/s), catalog lag "
+        f"p50 {report.catalog_lag_ms_p50} ms, p99 {report.catalog_lag_ms_p99} ms, digests equal: "
+        f"{'yes' if report.digests_equal else 'NO'}, {report.elapsed_s} s on {report.machine}"
+    )
+    wrong = sum(outcome.wrong_bytes for outcome in report.routing.values())
+    if wrong:
+        console.print(f"[red]FAILED[/red]: {wrong} blocks came back with wrong bytes")
+    return 0 if report.digests_equal and not wrong else 1
+
+
+def _read(path: Path) -> list[TraceRequest]:
+    try:
+        requests = list(read_trace(path))
+    except OSError as error:
+        raise ConfigError(
+            f"trace {path} cannot be read: {error.strerror}; give a JSONL file, or leave --trace out"
+        ) from None
+    if not requests:
+        raise TraceError(str(path), 1, "there is no request in it; each line is one")
+    return requests

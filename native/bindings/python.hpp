@@ -1,0 +1,109 @@
+// What every binding needs: errors across the border, and views of Python's buffers.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "kvbm/error.hpp"
+#include "kvbm/event.hpp"
+
+namespace kvbm::bindings {
+
+namespace nb = nanobind;
+
+// Work on more bytes than this releases the GIL; below it, giving the GIL away costs more than the work.
+inline constexpr std::size_t kReleaseGilBytes = 32 * 1024;
+
+// The classes of kvbm.core.errors. Made once when the module is imported and shared by its functions; immutable, GIL held.
+class ErrorClasses {
+ public:
+  ErrorClasses();
+
+  // Raises the Python error an Error stands for.
+  [[noreturn]] void raise(const Error& error) const;
+
+ private:
+  nb::object layout_;           // LayoutError
+  nb::object not_a_frame_;      // NotAFrameError
+  nb::object newer_frame_;      // NewerFrameError
+  nb::object torn_frame_;       // TornFrameError
+  nb::object corrupt_frame_;    // CorruptFrameError
+  nb::object malformed_frame_;  // MalformedFrameError
+};
+
+using SharedErrors = std::shared_ptr<const ErrorClasses>;
+
+// Calls a function and turns a thrown Error into its Python error.
+template <class Function>
+auto translated(const SharedErrors& errors, Function&& function) -> std::invoke_result_t<Function> {
+  try {
+    return function();
+  } catch (const Error& error) {
+    errors->raise(error);
+  }
+}
+
+// A contiguous view of a Python buffer, held for this object's life; it may be read without the GIL, not made or dropped.
+class BufferView {
+ public:
+  explicit BufferView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) {
+      throw nb::python_error();
+    }
+  }
+  BufferView(const BufferView&) = delete;
+  BufferView& operator=(const BufferView&) = delete;
+  ~BufferView() { PyBuffer_Release(&view_); }
+
+  Bytes bytes() const noexcept {
+    return {static_cast<const std::uint8_t*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  }
+
+ private:
+  Py_buffer view_;  // Python's own record of the view
+};
+
+// New bytes of a size, to be filled before anything else sees them.
+inline nb::bytes new_bytes(std::size_t size) {
+  PyObject* const object = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+  if (object == nullptr) {
+    throw nb::python_error();
+  }
+  return nb::steal<nb::bytes>(object);
+}
+
+inline std::span<std::uint8_t> writable(const nb::bytes& bytes) noexcept {
+  return {reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())), bytes.size()};
+}
+
+inline nb::bytes copy_bytes(Bytes data) { return nb::bytes(data.data(), data.size()); }
+
+// Python objects that spans point into, kept alive while those are read.
+using Keepers = std::vector<nb::object>;
+
+// The bytes of an object; a bytearray or memoryview is copied first, for it may change.
+inline Bytes kept_bytes(nb::object value, Keepers& keepers) {
+  if (!PyBytes_Check(value.ptr())) {
+    PyObject* const copy = PyBytes_FromObject(value.ptr());
+    if (copy == nullptr) {
+      throw nb::python_error();
+    }
+    value = nb::steal(copy);
+  }
+  const Bytes view(reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(value.ptr())),
+                   static_cast<std::size_t>(PyBytes_GET_SIZE(value.ptr())));
+  keepers.push_back(std::move(value));
+  return view;
+}
+
+void bind_checksum(nb::module_& module);
+void bind_event(nb::module_& module);
+void bind_hashing(nb::module_& module, const SharedErrors& errors);
+void bind_codec(nb::module_& module, const SharedErrors& errors);
+
+}  // namespace kvbm::bindings

@@ -1,0 +1,23 @@
+// CRC-32C (Castagnoli): the checksum of frames and of blocks that leave HBM. Twin of kvbm/core/checksum.py.
+// Pure functions; any thread. The fastest variant the CPU has is chosen at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvbm {
+
+// The CRC-32C of a buffer; `initial` is the CRC of what came before, to continue it.
+std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t initial = 0) noexcept;
+
+// The CRC-32C of each of out.size() rows of row_bytes bytes that lie one after another in `rows`.
+void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std::uint32_t> out) noexcept;
+
+// The variants themselves, so that tests can hold each to the others.
+std::uint32_t crc32c_portable(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept;
+bool crc32c_has_hardware() noexcept;
+// Only when crc32c_has_hardware().
+std::uint32_t crc32c_hardware(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept;
+
+}  // namespace kvbm

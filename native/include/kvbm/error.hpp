@@ -1,0 +1,49 @@
+// Error: what the C++ core throws off the hot path. Immutable after construction; any thread.
+// Each code is one class of kvbm/core/errors.py; the bindings build that class from the fields here.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace kvbm {
+
+// Which class of kvbm.core.errors an Error becomes.
+enum class ErrorCode : std::uint8_t {
+  kLayout,          // LayoutError(detail)
+  kNotAFrame,       // NotAFrameError(at, detail)
+  kNewerFrame,      // NewerFrameError(at, version, supported)
+  kTornFrame,       // TornFrameError(at, detail)
+  kCorruptFrame,    // CorruptFrameError(at, detail)
+  kMalformedFrame,  // MalformedFrameError(at, detail)
+};
+
+class Error : public std::exception {
+ public:
+  Error(ErrorCode code, std::string detail, std::uint64_t at = 0) : code_(code), at_(at), detail_(std::move(detail)) {}
+
+  // A frame that a newer kvbm wrote.
+  static Error newer_frame(std::uint64_t at, std::uint32_t version, std::uint32_t supported) {
+    Error error(ErrorCode::kNewerFrame, "frame version " + std::to_string(version) + " is too new", at);
+    error.version_ = version;
+    error.supported_ = supported;
+    return error;
+  }
+
+  ErrorCode code() const noexcept { return code_; }
+  std::uint64_t at() const noexcept { return at_; }
+  std::uint32_t version() const noexcept { return version_; }
+  std::uint32_t supported() const noexcept { return supported_; }
+  const std::string& detail() const noexcept { return detail_; }
+  const char* what() const noexcept override { return detail_.c_str(); }
+
+ private:
+  ErrorCode code_;               // which class
+  std::uint64_t at_;             // frame errors: position of the frame in the buffer, in bytes
+  std::uint32_t version_ = 0;    // kNewerFrame: the frame's version
+  std::uint32_t supported_ = 0;  // kNewerFrame: the newest version this build reads
+  std::string detail_;           // what happened, in numbers
+};
+
+}  // namespace kvbm

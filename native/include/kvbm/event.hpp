@@ -1,0 +1,108 @@
+// Events as columns: the C++ twin of kvbm/core/events.py.
+// An event is a view: its spans point into the frame it was read from, or into the caller's buffers, and are valid only as
+// long as those bytes are. Values without identity; any thread that may read the bytes may read the event.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <variant>
+
+namespace kvbm {
+
+static_assert(std::endian::native == std::endian::little, "hashes, slots and frames are little-endian in memory");
+
+inline constexpr std::size_t kHashBytes = 16;
+inline constexpr std::size_t kSlotBytes = 4;
+
+using Bytes = std::span<const std::uint8_t>;
+using SequenceHash = std::array<std::uint8_t, kHashBytes>;
+using NamespaceId = std::array<std::uint8_t, kHashBytes>;
+
+inline constexpr SequenceHash kNoParent{};  // the parent of a chain's first block
+
+enum class Tier : std::uint8_t { kHbm = 0, kHost = 1, kNvme = 2, kObject = 3 };
+inline constexpr std::uint8_t kTierCount = 4;
+
+enum class EvictReason : std::uint8_t {
+  kCapacity = 0,
+  kTtl = 1,
+  kQuota = 2,
+  kCleared = 3,
+  kCorrupt = 4,
+  kMissing = 5,
+  kShutdown = 6
+};
+inline constexpr std::uint8_t kEvictReasonCount = 7;
+
+enum class MigrateCause : std::uint8_t { kOffload = 0, kOnboard = 1, kFetch = 2 };
+inline constexpr std::uint8_t kMigrateCauseCount = 3;
+
+enum class StopReason : std::uint8_t { kShutdown = 0, kOverflow = 1, kFenced = 2 };
+inline constexpr std::uint8_t kStopReasonCount = 3;
+
+// A new epoch begins and nothing is held in any tier.
+struct InstanceStarted {
+  Bytes blob;  // MessagePack of the struct, opaque to C++
+};
+
+// Blocks are full, immutable and addressable.
+struct BlocksCreated {
+  NamespaceId namespace_id;          // whose blocks
+  Tier tier;                         // where they are
+  std::uint32_t start = 0;           // position of the run's first block in its chain, in blocks
+  SequenceHash parent = kNoParent;   // hash of the block before the run, or kNoParent
+  Bytes hashes;                      // packed, 16 bytes a block, never empty
+  Bytes slots;                       // packed little-endian u32, one a block, or empty
+};
+
+// Bytes have arrived in another tier, or from another instance.
+struct BlocksMigrated {
+  NamespaceId namespace_id;            // whose blocks
+  std::variant<Tier, std::string_view> source;  // the tier, or the instance (UTF-8, 1 to 255 bytes), they came from
+  Tier target;                         // where they are now
+  bool kept;                           // whether the source tier still holds them
+  MigrateCause cause;                  // why they moved
+  Bytes hashes;                        // packed, never empty
+  Bytes slots;                         // in the target tier, or empty
+};
+
+// Residencies are withdrawn.
+struct BlocksEvicted {
+  NamespaceId namespace_id;  // whose blocks
+  Tier tier;                 // where they were
+  EvictReason reason;        // why
+  Bytes hashes;              // packed, never empty
+};
+
+// Held at this very offset, as part of a round.
+struct ResidenciesStated {
+  NamespaceId namespace_id;  // whose blocks
+  Tier tier;                 // where they are
+  std::uint32_t round;       // the round
+  Bytes hashes;              // packed, never empty
+  Bytes slots;               // packed, or empty
+};
+
+// What this tier neither stated nor gained since the round began is not held.
+struct RoundEnded {
+  Tier tier;            // the tier
+  std::uint32_t round;  // the round
+  std::uint32_t count;  // blocks the round stated in this tier
+};
+
+// The instance ended cleanly.
+struct InstanceStopped {
+  StopReason reason;  // why
+};
+
+using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesStated, RoundEnded,
+                           InstanceStopped>;
+
+// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Twin of residency_mix in residency.py.
+std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept;
+
+}  // namespace kvbm

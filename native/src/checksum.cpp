@@ -1,0 +1,154 @@
+#include "kvbm/checksum.hpp"
+
+#include <array>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvbm {
+namespace {
+
+constexpr std::uint32_t kPolynomial = 0x82F63B78;  // reflected
+
+// kTables[k][b]: the CRC register after byte b and k zero bytes.
+using Tables = std::array<std::array<std::uint32_t, 256>, 8>;
+
+constexpr Tables make_tables() {
+  Tables tables{};
+  for (std::uint32_t byte = 0; byte < 256; ++byte) {
+    std::uint32_t value = byte;
+    for (int bit = 0; bit < 8; ++bit) {
+      value = (value >> 1) ^ ((value & 1) != 0 ? kPolynomial : 0);
+    }
+    tables[0][byte] = value;
+  }
+  for (std::size_t k = 1; k < tables.size(); ++k) {
+    for (std::uint32_t byte = 0; byte < 256; ++byte) {
+      const std::uint32_t before = tables[k - 1][byte];
+      tables[k][byte] = tables[0][before & 0xFF] ^ (before >> 8);
+    }
+  }
+  return tables;
+}
+
+constexpr Tables kTables = make_tables();
+
+std::uint64_t load_u64(const std::uint8_t* at) noexcept {
+  std::uint64_t value = 0;
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+}  // namespace
+
+std::uint32_t crc32c_portable(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept {
+  std::uint32_t crc = ~initial;
+  const std::uint8_t* at = data.data();
+  std::size_t left = data.size();
+  for (; left >= 8; at += 8, left -= 8) {
+    const std::uint64_t word = load_u64(at) ^ crc;
+    crc = 0;
+    for (std::size_t byte = 0; byte < 8; ++byte) {
+      crc ^= kTables[7 - byte][(word >> (8 * byte)) & 0xFF];
+    }
+  }
+  for (; left > 0; ++at, --left) {
+    crc = kTables[0][(crc ^ *at) & 0xFF] ^ (crc >> 8);
+  }
+  return ~crc;
+}
+
+#if defined(__x86_64__)
+
+namespace {
+
+// x**n modulo the polynomial, reflected: bit 31 is x**0.
+constexpr std::uint32_t power_of_x(std::size_t n) {
+  std::uint32_t value = 0x80000000;
+  for (; n > 0; --n) {
+    value = (value >> 1) ^ ((value & 1) != 0 ? kPolynomial : 0);
+  }
+  return value;
+}
+
+// Three lanes of kLong bytes run at once, for the crc32 instruction starts one a cycle and answers after three; then
+// lanes of kShort for what is left. A lane's CRC is carried over the bytes behind it by one carry-less product.
+constexpr std::size_t kLong = 4096;
+constexpr std::size_t kShort = 256;
+
+// Factor that carries a CRC over `bytes` zero bytes: crc32(0, register * factor) == the register after them.
+constexpr std::uint32_t carry_factor(std::size_t bytes) { return power_of_x(bytes * 8 - 33); }
+
+constexpr std::uint32_t kCarryLong = carry_factor(kLong);
+constexpr std::uint32_t kCarryLongTwice = carry_factor(2 * kLong);
+constexpr std::uint32_t kCarryShort = carry_factor(kShort);
+constexpr std::uint32_t kCarryShortTwice = carry_factor(2 * kShort);
+
+__attribute__((target("sse4.2,pclmul"))) inline std::uint64_t carry(std::uint32_t crc, std::uint32_t factor) noexcept {
+  const __m128i product =
+      _mm_clmulepi64_si128(_mm_cvtsi32_si128(static_cast<int>(crc)), _mm_cvtsi32_si128(static_cast<int>(factor)), 0);
+  return static_cast<std::uint64_t>(_mm_cvtsi128_si64(product));
+}
+
+template <std::size_t kLane, std::uint32_t kOnce, std::uint32_t kTwice>
+__attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(const std::uint8_t* at,
+                                                                          std::uint32_t crc) noexcept {
+  std::uint64_t first = crc;
+  std::uint64_t second = 0;
+  std::uint64_t third = 0;
+  for (const std::uint8_t* const end = at + kLane; at != end; at += 8) {
+    first = _mm_crc32_u64(first, load_u64(at));
+    second = _mm_crc32_u64(second, load_u64(at + kLane));
+    third = _mm_crc32_u64(third, load_u64(at + 2 * kLane));
+  }
+  const std::uint64_t carried = carry(static_cast<std::uint32_t>(first), kTwice) ^ carry(static_cast<std::uint32_t>(second), kOnce);
+  return static_cast<std::uint32_t>(_mm_crc32_u64(0, carried) ^ third);
+}
+
+}  // namespace
+
+__attribute__((target("sse4.2,pclmul"))) std::uint32_t crc32c_hardware(std::span<const std::uint8_t> data,
+                                                                       std::uint32_t initial) noexcept {
+  std::uint32_t crc = ~initial;
+  const std::uint8_t* at = data.data();
+  std::size_t left = data.size();
+  for (; left >= 3 * kLong; at += 3 * kLong, left -= 3 * kLong) {
+    crc = three_lanes<kLong, kCarryLong, kCarryLongTwice>(at, crc);
+  }
+  for (; left >= 3 * kShort; at += 3 * kShort, left -= 3 * kShort) {
+    crc = three_lanes<kShort, kCarryShort, kCarryShortTwice>(at, crc);
+  }
+  for (; left >= 8; at += 8, left -= 8) {
+    crc = static_cast<std::uint32_t>(_mm_crc32_u64(crc, load_u64(at)));
+  }
+  for (; left > 0; ++at, --left) {
+    crc = _mm_crc32_u8(crc, *at);
+  }
+  return ~crc;
+}
+
+bool crc32c_has_hardware() noexcept { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
+
+#else
+
+std::uint32_t crc32c_hardware(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept {
+  return crc32c_portable(data, initial);
+}
+
+bool crc32c_has_hardware() noexcept { return false; }
+
+#endif
+
+std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept {
+  return crc32c_has_hardware() ? crc32c_hardware(data, initial) : crc32c_portable(data, initial);
+}
+
+void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std::uint32_t> out) noexcept {
+  for (std::size_t index = 0; index < out.size(); ++index) {
+    out[index] = crc32c({rows + index * row_bytes, row_bytes});
+  }
+}
+
+}  // namespace kvbm

@@ -1,0 +1,567 @@
+#include "kvbm/codec.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#include "kvbm/checksum.hpp"
+#include "kvbm/error.hpp"
+
+namespace kvbm {
+namespace {
+
+constexpr std::uint8_t kMagic[4] = {'K', 'V', 'B', 'M'};
+
+constexpr std::uint8_t kFlagSlots = 1;
+constexpr std::uint8_t kFlagParent = 2;
+constexpr std::uint8_t kFlagKept = 4;
+constexpr std::uint8_t kFromInstance = 255;
+
+// Encoded bytes of each kind of event, its kind included, before its variable part.
+constexpr std::size_t kStartedBytes = 5;
+constexpr std::size_t kCreatedBytes = 12;
+constexpr std::size_t kMigratedBytes = 10;
+constexpr std::size_t kEvictedBytes = 8;
+constexpr std::size_t kStatedBytes = 12;
+constexpr std::size_t kRoundEndedBytes = 10;
+constexpr std::size_t kStoppedBytes = 2;
+
+enum class Kind : std::uint8_t {
+  kStarted = 1,
+  kCreated = 2,
+  kMigrated = 3,
+  kEvicted = 4,
+  kStated = 5,
+  kRoundEnded = 6,
+  kStopped = 7,
+};
+
+template <class Integer>
+Integer load(const std::uint8_t* at) noexcept {
+  Integer value{};
+  std::memcpy(&value, at, sizeof value);
+  return value;
+}
+
+std::string hex(std::uint32_t value, const char* format) {
+  char text[16];
+  std::snprintf(text, sizeof text, format, value);
+  return text;
+}
+
+Error malformed(std::size_t at, const std::string& why) { return {ErrorCode::kMalformedFrame, why, at}; }
+
+template <class Member>
+Member member(std::uint8_t value, std::uint8_t count, const char* name, std::size_t at) {
+  if (value >= count) {
+    throw malformed(at, std::string(name) + " " + std::to_string(value) + " does not exist");
+  }
+  return static_cast<Member>(value);
+}
+
+Tier tier_of(std::uint8_t value, std::size_t at) { return member<Tier>(value, kTierCount, "Tier", at); }
+
+void check_flags(std::uint8_t flags, std::uint8_t known, std::size_t at) {
+  if ((flags & ~known) != 0) {
+    throw malformed(at, "unknown flags " + hex(flags, "%#x"));
+  }
+}
+
+// Appends fields to a buffer that was sized for them.
+class Pen {
+ public:
+  explicit Pen(std::uint8_t* at) noexcept : at_(at) {}
+
+  template <class Integer>
+  void number(Integer value) noexcept {
+    static_assert(std::is_unsigned_v<Integer>);
+    std::memcpy(at_, &value, sizeof value);
+    at_ += sizeof value;
+  }
+
+  template <class Enum>
+  void code(Enum value) noexcept {
+    number(static_cast<std::uint8_t>(value));
+  }
+
+  void bytes(Bytes data) noexcept {
+    if (!data.empty()) {
+      std::memcpy(at_, data.data(), data.size());
+      at_ += data.size();
+    }
+  }
+
+  void text(std::string_view data) noexcept { bytes({reinterpret_cast<const std::uint8_t*>(data.data()), data.size()}); }
+
+  std::uint8_t* at() const noexcept { return at_; }
+
+ private:
+  std::uint8_t* at_;  // where the next field goes
+};
+
+std::uint32_t block_count(Bytes hashes) noexcept { return static_cast<std::uint32_t>(hashes.size() / kHashBytes); }
+
+void check_run(Bytes hashes, Bytes slots) {
+  if (hashes.empty() || hashes.size() % kHashBytes != 0) {
+    throw Error(ErrorCode::kLayout, "a run of " + std::to_string(hashes.size()) +
+                                        " bytes of hashes; it needs a positive multiple of " + std::to_string(kHashBytes));
+  }
+  const std::size_t count = hashes.size() / kHashBytes;
+  if (!slots.empty() && slots.size() != count * kSlotBytes) {
+    throw Error(ErrorCode::kLayout, std::to_string(slots.size()) + " bytes of slots for " + std::to_string(count) +
+                                        " blocks; give " + std::to_string(kSlotBytes) + " a block, or none");
+  }
+}
+
+void check_name(std::string_view name, const char* whose) {
+  if (name.empty() || name.size() > kMaxNameBytes) {
+    throw Error(ErrorCode::kLayout, std::string(whose) + " has " + std::to_string(name.size()) +
+                                        " bytes; it needs 1 to " + std::to_string(kMaxNameBytes));
+  }
+}
+
+template <class... Functions>
+struct Overloaded : Functions... {
+  using Functions::operator()...;
+};
+
+}  // namespace
+
+bool is_utf8(Bytes data) noexcept {
+  std::size_t at = 0;
+  while (at < data.size()) {
+    const std::uint8_t lead = data[at];
+    if (lead < 0x80) {
+      ++at;
+      continue;
+    }
+    // How many bytes follow, and the range the first of them must lie in; the others lie in 80..BF.
+    std::size_t more = 0;
+    std::uint8_t low = 0x80;
+    std::uint8_t high = 0xBF;
+    if (lead >= 0xC2 && lead <= 0xDF) {
+      more = 1;
+    } else if (lead >= 0xE0 && lead <= 0xEF) {
+      more = 2;
+      low = lead == 0xE0 ? 0xA0 : 0x80;
+      high = lead == 0xED ? 0x9F : 0xBF;
+    } else if (lead >= 0xF0 && lead <= 0xF4) {
+      more = 3;
+      low = lead == 0xF0 ? 0x90 : 0x80;
+      high = lead == 0xF4 ? 0x8F : 0xBF;
+    } else {
+      return false;
+    }
+    if (data.size() - at <= more || data[at + 1] < low || data[at + 1] > high) {
+      return false;
+    }
+    for (std::size_t index = 2; index <= more; ++index) {
+      if ((data[at + index] & 0xC0) != 0x80) {
+        return false;
+      }
+    }
+    at += more + 1;
+  }
+  return true;
+}
+
+FrameHeader decode_header(Bytes data, std::size_t at) {
+  const std::size_t left = at < data.size() ? data.size() - at : 0;
+  const std::uint8_t* const frame = data.data() + std::min(at, data.size());
+  if (const std::size_t known = std::min(left, sizeof kMagic); known > 0 && std::memcmp(frame, kMagic, known) != 0) {
+    throw Error(ErrorCode::kNotAFrame, "no frame begins here", at);
+  }
+  if (left < kFrameHeaderBytes) {
+    throw Error(ErrorCode::kTornFrame,
+                std::to_string(left) + " bytes are left, a header has " + std::to_string(kFrameHeaderBytes), at);
+  }
+  const auto version = load<std::uint16_t>(frame + 4);
+  if (version > kFrameVersion) {
+    throw Error::newer_frame(at, version, kFrameVersion);
+  }
+  if (version == 0) {
+    throw malformed(at, "frame version 0 does not exist");
+  }
+  const std::size_t name_bytes = frame[6];
+  const std::size_t least = kFrameHeaderBytes + name_bytes + kFrameChecksumBytes;
+  FrameHeader header;
+  header.namespace_count = frame[7];
+  header.frame_bytes = load<std::uint32_t>(frame + 8);
+  header.event_count = load<std::uint32_t>(frame + 12);
+  header.epoch = load<std::uint64_t>(frame + 16);
+  header.first_offset = load<std::uint64_t>(frame + 24);
+  header.wall_time_ns = load<std::uint64_t>(frame + 32);
+  header.digest = load<std::uint64_t>(frame + 40);
+  if (header.frame_bytes < least || header.frame_bytes > kMaxFrameBytes) {
+    throw malformed(at, "a frame of " + std::to_string(header.frame_bytes) + " bytes; " + std::to_string(least) + " to " +
+                            std::to_string(kMaxFrameBytes) + " are possible");
+  }
+  if (left < kFrameHeaderBytes + name_bytes) {
+    throw Error(ErrorCode::kTornFrame,
+                std::to_string(left) + " of " + std::to_string(header.frame_bytes) + " bytes are there", at);
+  }
+  const Bytes name(frame + kFrameHeaderBytes, name_bytes);
+  if (!is_utf8(name)) {
+    throw malformed(at, "the instance's name is not UTF-8");
+  }
+  header.instance = {reinterpret_cast<const char*>(name.data()), name.size()};
+  return header;
+}
+
+// -- reading -----------------------------------------------------------------------------------------------------------
+
+FrameReader::FrameReader(Bytes data, std::size_t at) : data_(data), at_(at), header_(decode_header(data, at)) {
+  if (data_.size() - at_ < header_.frame_bytes) {
+    throw Error(ErrorCode::kTornFrame,
+                std::to_string(data_.size() - at_) + " of " + std::to_string(header_.frame_bytes) + " bytes are there", at_);
+  }
+  end_ = at_ + header_.frame_bytes - kFrameChecksumBytes;
+  const auto stored = load<std::uint32_t>(data_.data() + end_);
+  const std::uint32_t computed = crc32c(data_.subspan(at_, end_ - at_));
+  if (stored != computed) {
+    throw Error(ErrorCode::kCorruptFrame,
+                "checksum " + hex(computed, "%08x") + " of the bytes, " + hex(stored, "%08x") + " in the frame", at_);
+  }
+  if (header_.instance.empty() || header_.event_count == 0) {
+    throw malformed(at_, "a frame needs an instance and at least one event");
+  }
+  position_ = at_ + kFrameHeaderBytes + header_.instance.size();
+  table_ = take(header_.namespace_count * kHashBytes);
+}
+
+Bytes FrameReader::take(std::size_t count) {
+  if (count > end_ - position_) {
+    throw malformed(at_, "an event is longer than its frame");
+  }
+  const Bytes piece = data_.subspan(position_, count);
+  position_ += count;
+  return piece;
+}
+
+Bytes FrameReader::take_hashes(std::uint32_t count) {
+  if (count == 0) {
+    throw malformed(at_, "a run without blocks");
+  }
+  return take(std::size_t{count} * kHashBytes);
+}
+
+Bytes FrameReader::take_slots(std::uint32_t count, std::uint8_t flags) {
+  return (flags & kFlagSlots) != 0 ? take(std::size_t{count} * kSlotBytes) : Bytes{};
+}
+
+NamespaceId FrameReader::namespace_at(std::uint8_t index) {
+  if (index >= header_.namespace_count) {
+    throw malformed(at_, "namespace " + std::to_string(index) + " of " + std::to_string(header_.namespace_count));
+  }
+  if (index == namespaces_seen_) {
+    ++namespaces_seen_;
+  } else if (index > namespaces_seen_) {
+    in_order_ = false;
+  }
+  NamespaceId id;
+  std::memcpy(id.data(), table_.data() + index * kHashBytes, kHashBytes);
+  return id;
+}
+
+std::optional<Event> FrameReader::next() {
+  if (events_read_ == header_.event_count) {
+    finish();
+    return std::nullopt;
+  }
+  if (position_ >= end_) {
+    throw malformed(at_, "fewer events than the header says");
+  }
+  ++events_read_;
+  const std::uint8_t kind = data_[position_];
+  switch (static_cast<Kind>(kind)) {
+    case Kind::kStarted:
+      return started();
+    case Kind::kCreated:
+      return created();
+    case Kind::kMigrated:
+      return migrated();
+    case Kind::kEvicted:
+      return evicted();
+    case Kind::kStated:
+      return stated();
+    case Kind::kRoundEnded:
+      return round_ended();
+    case Kind::kStopped:
+      return stopped();
+  }
+  throw malformed(at_, "event kind " + std::to_string(kind) + " does not exist");
+}
+
+Event FrameReader::started() {
+  const Bytes fields = take(kStartedBytes);
+  return InstanceStarted{.blob = take(load<std::uint32_t>(fields.data() + 1))};
+}
+
+Event FrameReader::created() {
+  // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) start, [8, 12) count
+  const Bytes fields = take(kCreatedBytes);
+  const std::uint8_t flags = fields[3];
+  check_flags(flags, kFlagSlots | kFlagParent, at_);
+  BlocksCreated event{};
+  if ((flags & kFlagParent) != 0) {
+    std::memcpy(event.parent.data(), take(kHashBytes).data(), kHashBytes);
+    if (event.parent == kNoParent) {
+      throw malformed(at_, "a parent that is no parent");
+    }
+  }
+  const auto count = load<std::uint32_t>(fields.data() + 8);
+  event.hashes = take_hashes(count);
+  event.slots = take_slots(count, flags);
+  event.namespace_id = namespace_at(fields[1]);
+  event.tier = tier_of(fields[2], at_);
+  event.start = load<std::uint32_t>(fields.data() + 4);
+  return event;
+}
+
+Event FrameReader::migrated() {
+  // fields: [0] kind, [1] namespace, [2] source, [3] target, [4] flags, [5] cause, [6, 10) count
+  const Bytes fields = take(kMigratedBytes);
+  const std::uint8_t flags = fields[4];
+  check_flags(flags, kFlagSlots | kFlagKept, at_);
+  BlocksMigrated event{};
+  if (fields[2] == kFromInstance) {
+    event.source = take_source_instance();
+  } else {
+    event.source = tier_of(fields[2], at_);
+  }
+  const auto count = load<std::uint32_t>(fields.data() + 6);
+  event.hashes = take_hashes(count);
+  event.slots = take_slots(count, flags);
+  event.namespace_id = namespace_at(fields[1]);
+  event.target = tier_of(fields[3], at_);
+  event.kept = (flags & kFlagKept) != 0;
+  event.cause = member<MigrateCause>(fields[5], kMigrateCauseCount, "MigrateCause", at_);
+  return event;
+}
+
+std::string_view FrameReader::take_source_instance() {
+  const std::size_t length = take(1)[0];
+  const Bytes name = take(length);
+  if (!is_utf8(name)) {
+    throw malformed(at_, "the source instance's name is not UTF-8");
+  }
+  if (name.empty()) {
+    throw malformed(at_, "the source instance has no name");
+  }
+  return {reinterpret_cast<const char*>(name.data()), name.size()};
+}
+
+Event FrameReader::evicted() {
+  // fields: [0] kind, [1] namespace, [2] tier, [3] reason, [4, 8) count
+  const Bytes fields = take(kEvictedBytes);
+  BlocksEvicted event{};
+  event.hashes = take_hashes(load<std::uint32_t>(fields.data() + 4));
+  event.namespace_id = namespace_at(fields[1]);
+  event.tier = tier_of(fields[2], at_);
+  event.reason = member<EvictReason>(fields[3], kEvictReasonCount, "EvictReason", at_);
+  return event;
+}
+
+Event FrameReader::stated() {
+  // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) round, [8, 12) count
+  const Bytes fields = take(kStatedBytes);
+  const std::uint8_t flags = fields[3];
+  check_flags(flags, kFlagSlots, at_);
+  const auto count = load<std::uint32_t>(fields.data() + 8);
+  ResidenciesStated event{};
+  event.hashes = take_hashes(count);
+  event.slots = take_slots(count, flags);
+  event.namespace_id = namespace_at(fields[1]);
+  event.tier = tier_of(fields[2], at_);
+  event.round = load<std::uint32_t>(fields.data() + 4);
+  return event;
+}
+
+Event FrameReader::round_ended() {
+  // fields: [0] kind, [1] tier, [2, 6) round, [6, 10) count
+  const Bytes fields = take(kRoundEndedBytes);
+  return RoundEnded{.tier = tier_of(fields[1], at_),
+                    .round = load<std::uint32_t>(fields.data() + 2),
+                    .count = load<std::uint32_t>(fields.data() + 6)};
+}
+
+Event FrameReader::stopped() {
+  const Bytes fields = take(kStoppedBytes);
+  return InstanceStopped{.reason = member<StopReason>(fields[1], kStopReasonCount, "StopReason", at_)};
+}
+
+void FrameReader::finish() {
+  if (position_ != end_) {
+    throw malformed(at_, std::to_string(end_ - position_) + " bytes after the last event");
+  }
+  bool distinct = true;
+  for (std::size_t one = 0; one < table_.size(); one += kHashBytes) {
+    for (std::size_t other = 0; other < one; other += kHashBytes) {
+      distinct = distinct && std::memcmp(table_.data() + one, table_.data() + other, kHashBytes) != 0;
+    }
+  }
+  if (!in_order_ || !distinct || namespaces_seen_ != header_.namespace_count) {
+    throw malformed(at_, "the namespace table is not in the order the events use it");
+  }
+}
+
+// -- writing -----------------------------------------------------------------------------------------------------------
+
+FrameWriter::FrameWriter(const FrameHeader& header) : header_(header) {
+  check_name(header.instance, "the instance's name");
+}
+
+void FrameWriter::register_namespace(const NamespaceId& id) {
+  if (std::find(namespaces_.begin(), namespaces_.end(), id) != namespaces_.end()) {
+    return;
+  }
+  if (namespaces_.size() == kMaxFrameNamespaces) {
+    throw Error(ErrorCode::kLayout,
+                "more than " + std::to_string(kMaxFrameNamespaces) + " namespaces in one frame: cut it");
+  }
+  namespaces_.push_back(id);
+}
+
+std::uint8_t FrameWriter::namespace_index(const NamespaceId& id) const noexcept {
+  return static_cast<std::uint8_t>(std::find(namespaces_.begin(), namespaces_.end(), id) - namespaces_.begin());
+}
+
+void FrameWriter::add(const Event& event) {
+  body_bytes_ += std::visit(
+      Overloaded{
+          [](const InstanceStarted& started) { return kStartedBytes + started.blob.size(); },
+          [this](const BlocksCreated& created) {
+            check_run(created.hashes, created.slots);
+            register_namespace(created.namespace_id);
+            const std::size_t parent_bytes = created.parent == kNoParent ? 0 : kHashBytes;
+            return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
+          },
+          [this](const BlocksMigrated& migrated) {
+            check_run(migrated.hashes, migrated.slots);
+            register_namespace(migrated.namespace_id);
+            std::size_t name_bytes = 0;
+            if (const auto* const instance = std::get_if<std::string_view>(&migrated.source)) {
+              check_name(*instance, "a source instance's name");
+              name_bytes = 1 + instance->size();
+            }
+            return kMigratedBytes + name_bytes + migrated.hashes.size() + migrated.slots.size();
+          },
+          [this](const BlocksEvicted& evicted) {
+            check_run(evicted.hashes, {});
+            register_namespace(evicted.namespace_id);
+            return kEvictedBytes + evicted.hashes.size();
+          },
+          [this](const ResidenciesStated& stated) {
+            check_run(stated.hashes, stated.slots);
+            register_namespace(stated.namespace_id);
+            return kStatedBytes + stated.hashes.size() + stated.slots.size();
+          },
+          [](const RoundEnded&) { return kRoundEndedBytes; },
+          [](const InstanceStopped&) { return kStoppedBytes; },
+      },
+      event);
+  events_.push_back(event);
+}
+
+std::size_t FrameWriter::frame_bytes() const {
+  if (events_.empty()) {
+    throw Error(ErrorCode::kLayout, "a frame needs at least one event");
+  }
+  const std::size_t bytes = kFrameHeaderBytes + header_.instance.size() + namespaces_.size() * kHashBytes + body_bytes_ +
+                            kFrameChecksumBytes;
+  if (bytes > kMaxFrameBytes) {
+    throw Error(ErrorCode::kLayout, "the frame has " + std::to_string(bytes) + " bytes; at most " +
+                                        std::to_string(kMaxFrameBytes) + " fit: cut it");
+  }
+  return bytes;
+}
+
+void FrameWriter::write(std::span<std::uint8_t> out) const {
+  Pen pen(out.data());
+  pen.bytes(kMagic);
+  pen.number(kFrameVersion);
+  pen.number(static_cast<std::uint8_t>(header_.instance.size()));
+  pen.number(static_cast<std::uint8_t>(namespaces_.size()));
+  pen.number(static_cast<std::uint32_t>(out.size()));
+  pen.number(static_cast<std::uint32_t>(events_.size()));
+  pen.number(header_.epoch);
+  pen.number(header_.first_offset);
+  pen.number(header_.wall_time_ns);
+  pen.number(header_.digest);
+  pen.text(header_.instance);
+  for (const NamespaceId& id : namespaces_) {
+    pen.bytes(id);
+  }
+  const auto slots_flag = [](Bytes slots) { return slots.empty() ? std::uint8_t{0} : kFlagSlots; };
+  for (const Event& event : events_) {
+    std::visit(Overloaded{
+                   [&](const InstanceStarted& started) {
+                     pen.code(Kind::kStarted);
+                     pen.number(static_cast<std::uint32_t>(started.blob.size()));
+                     pen.bytes(started.blob);
+                   },
+                   [&](const BlocksCreated& created) {
+                     const bool has_parent = created.parent != kNoParent;
+                     pen.code(Kind::kCreated);
+                     pen.number(namespace_index(created.namespace_id));
+                     pen.code(created.tier);
+                     pen.code(slots_flag(created.slots) | (has_parent ? kFlagParent : 0));
+                     pen.number(created.start);
+                     pen.number(block_count(created.hashes));
+                     pen.bytes(has_parent ? Bytes(created.parent) : Bytes{});
+                     pen.bytes(created.hashes);
+                     pen.bytes(created.slots);
+                   },
+                   [&](const BlocksMigrated& migrated) {
+                     const auto* const instance = std::get_if<std::string_view>(&migrated.source);
+                     pen.code(Kind::kMigrated);
+                     pen.number(namespace_index(migrated.namespace_id));
+                     pen.number(instance != nullptr ? kFromInstance : static_cast<std::uint8_t>(std::get<Tier>(migrated.source)));
+                     pen.code(migrated.target);
+                     pen.code(slots_flag(migrated.slots) | (migrated.kept ? kFlagKept : 0));
+                     pen.code(migrated.cause);
+                     pen.number(block_count(migrated.hashes));
+                     if (instance != nullptr) {
+                       pen.number(static_cast<std::uint8_t>(instance->size()));
+                       pen.text(*instance);
+                     }
+                     pen.bytes(migrated.hashes);
+                     pen.bytes(migrated.slots);
+                   },
+                   [&](const BlocksEvicted& evicted) {
+                     pen.code(Kind::kEvicted);
+                     pen.number(namespace_index(evicted.namespace_id));
+                     pen.code(evicted.tier);
+                     pen.code(evicted.reason);
+                     pen.number(block_count(evicted.hashes));
+                     pen.bytes(evicted.hashes);
+                   },
+                   [&](const ResidenciesStated& stated) {
+                     pen.code(Kind::kStated);
+                     pen.number(namespace_index(stated.namespace_id));
+                     pen.code(stated.tier);
+                     pen.code(slots_flag(stated.slots));
+                     pen.number(stated.round);
+                     pen.number(block_count(stated.hashes));
+                     pen.bytes(stated.hashes);
+                     pen.bytes(stated.slots);
+                   },
+                   [&](const RoundEnded& ended) {
+                     pen.code(Kind::kRoundEnded);
+                     pen.code(ended.tier);
+                     pen.number(ended.round);
+                     pen.number(ended.count);
+                   },
+                   [&](const InstanceStopped& stopped) {
+                     pen.code(Kind::kStopped);
+                     pen.code(stopped.reason);
+                   },
+               },
+               event);
+  }
+  pen.number(crc32c({out.data(), static_cast<std::size_t>(pen.at() - out.data())}));
+}
+
+}  // namespace kvbm

@@ -1,0 +1,287 @@
+"""What every pool promises, asked of each one."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbm._native import checksums
+from kvbm.core.errors import LayoutError, PoolError
+from kvbm.core.ids import InstanceId, Namespace, Tier
+from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
+from kvbm.pools.hbm import HbmPool
+from kvbm.pools.host import HostPool
+from kvbm.pools.memory import MemoryObjectPool, MemoryPool
+from kvbm.pools.nvme import NvmePool
+from kvbm.pools.object import S3Pool
+from tests.pool_runs import SHAPE, part, random_run
+from tests.servers import S3_CREDENTIALS, s3_server
+
+SLOTS = 64
+BLOCK_BYTES = 4000  # no multiple of any page
+OTHER_NAMESPACE = Namespace(model="tiny", block_tokens=16, tenant="somebody else")
+VERIFYING = {"memory", "nvme"}
+
+
+def _hbm(device: str) -> HbmPool:
+    torch = pytest.importorskip("torch")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device here")
+        return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cuda")
+    return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cpu")
+
+
+SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
+    "memory": lambda folder: MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums),
+    "memory-hbm": lambda folder: MemoryPool(Tier.HBM, SLOTS, BLOCK_BYTES, checksums),
+    "hbm-cpu": lambda folder: _hbm("cpu"),
+    "hbm-cuda": lambda folder: _hbm("cuda"),
+    "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES),
+    "nvme": lambda folder: NvmePool(folder / "pool", SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums),
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.gpu if "cuda" in name else ()) for name in SLOT_POOLS])
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SlotPool]:
+    made = SLOT_POOLS[request.param](tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=sorted(VERIFYING))
+def verifying_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SlotPool]:
+    made = SLOT_POOLS[request.param](tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+def _s3(endpoint: str) -> S3Pool:
+    import boto3
+
+    bucket = f"kvbm-{uuid.uuid4().hex}"
+    client = boto3.client(
+        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="test", aws_secret_access_key="test"
+    )
+    client.create_bucket(Bucket=bucket)
+    return S3Pool(f"s3://{bucket}/blocks", BLOCK_BYTES, checksums, endpoint_url=endpoint, **S3_CREDENTIALS)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
+    made: ObjectPool = (
+        MemoryObjectPool(BLOCK_BYTES, checksums)
+        if request.param == "memory"
+        else _s3(request.getfixturevalue("s3_endpoint"))
+    )
+    yield made
+    made.close()
+
+
+# -- slot pools -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_come_back_from_their_slots_in_any_order(pool: SlotPool) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    slots = np.random.default_rng(1).permutation(SLOTS).tolist()
+    pool.write(slots, run.rows, run.proof)
+    order = np.random.default_rng(2).permutation(SLOTS).tolist()
+    asked = part(run, order)
+    rows = asked.room()
+    result = pool.read([slots[at] for at in order], asked.namespace, asked.hashes, rows)
+    assert result.outcomes == [ReadOutcome.GOOD] * SLOTS
+    assert (rows == asked.rows).all()
+    assert (result.checksums == asked.proof.checksums).all()
+
+
+def test_an_empty_run_is_no_trouble(pool: SlotPool) -> None:
+    run = random_run(0, BLOCK_BYTES)
+    pool.write([], run.rows, run.proof)
+    assert pool.read([], run.namespace, b"", run.room()).outcomes == []
+
+
+def test_rows_that_nobody_may_write_to_can_be_written_to_a_pool(pool: SlotPool) -> None:
+    run = random_run(3, BLOCK_BYTES)
+    run.rows.flags.writeable = False
+    pool.write([5, 4, 9], run.rows, run.proof)
+    rows = np.zeros_like(run.rows)
+    pool.read([5, 4, 9], run.namespace, run.hashes, rows)
+    assert (rows == run.rows).all()
+
+
+def test_a_block_can_be_read_again_and_again(pool: SlotPool) -> None:
+    run = random_run(4, BLOCK_BYTES)
+    pool.write([0, 1, 62, 63], run.rows, run.proof)
+    for _ in range(3):
+        rows = run.room()
+        assert pool.read([0, 1, 62, 63], run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 4
+        assert (rows == run.rows).all()
+
+
+def test_a_slot_holds_what_was_written_last(pool: SlotPool) -> None:
+    first, second = random_run(8, BLOCK_BYTES, seed=1), random_run(8, BLOCK_BYTES, seed=2)
+    pool.write(range(8), first.rows, first.proof)
+    pool.write(range(4, 8), second.rows[:4], part(second, [0, 1, 2, 3]).proof)
+    rows = first.room()
+    kept = pool.read(range(4), first.namespace, part(first, [0, 1, 2, 3]).hashes, rows[:4])
+    fresh = pool.read(range(4, 8), second.namespace, part(second, [0, 1, 2, 3]).hashes, rows[4:])
+    assert kept.outcomes + fresh.outcomes == [ReadOutcome.GOOD] * 8
+    assert (rows[:4] == first.rows[:4]).all()
+    assert (rows[4:] == second.rows[:4]).all()
+
+
+def test_threads_do_not_disturb_each_other_in_other_slots(pool: SlotPool) -> None:
+    wrong: list[str] = []
+
+    def work(worker: int) -> None:
+        slots = list(range(worker, SLOTS, 4))
+        for turn in range(20):
+            run = random_run(len(slots), BLOCK_BYTES, seed=100 * worker + turn)
+            pool.write(slots, run.rows, run.proof)
+            rows = run.room()
+            result = pool.read(slots, run.namespace, run.hashes, rows)
+            if set(result.outcomes) != {ReadOutcome.GOOD} or not (rows == run.rows).all():
+                wrong.append(f"worker {worker}, turn {turn}")
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_contradictory_call_is_refused_before_a_byte_moves(pool: SlotPool) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    pool.write([0, 1], run.rows, run.proof)
+    with pytest.raises(LayoutError, match=f"0 to {SLOTS - 1}"):
+        pool.write([0, SLOTS], run.rows[::-1].copy(), run.proof)
+    with pytest.raises(LayoutError, match="2 blocks come with 1 slots"):
+        pool.read([0], run.namespace, run.hashes, run.room())
+    with pytest.raises(LayoutError, match="shape"):
+        pool.read([0, 1], run.namespace, run.hashes, np.zeros((2, BLOCK_BYTES - 1), dtype=np.uint8))
+    rows = run.room()
+    pool.read([0, 1], run.namespace, run.hashes, rows)
+    assert (rows == run.rows).all()
+
+
+def test_a_closed_pool_refuses_writes_and_fails_reads(pool: SlotPool) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    pool.close()
+    pool.close()
+    with pytest.raises(PoolError, match="closed"):
+        pool.write([0, 1], run.rows, run.proof)
+    result = pool.read([0, 1], run.namespace, run.hashes, run.room())
+    assert result.outcomes == [ReadOutcome.FAILED] * 2
+
+
+def test_another_hash_or_namespace_than_the_slots_is_corrupt(verifying_pool: SlotPool) -> None:
+    run, other = random_run(3, BLOCK_BYTES), random_run(3, BLOCK_BYTES, seed=9)
+    verifying_pool.write([0, 1, 2], run.rows, run.proof)
+    asked = part(run, [0, 1, 2]).hashes[:16] + other.hashes[16:32] + run.hashes[32:]
+    outcomes = verifying_pool.read([0, 1, 2], run.namespace, asked, run.room()).outcomes
+    assert outcomes == [ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.GOOD]
+    elsewhere = verifying_pool.read([0, 1, 2], OTHER_NAMESPACE.id, run.hashes, run.room()).outcomes
+    assert elsewhere == [ReadOutcome.CORRUPT] * 3
+
+
+def test_a_slot_that_was_never_written_is_corrupt(verifying_pool: SlotPool) -> None:
+    run = random_run(1, BLOCK_BYTES)
+    assert verifying_pool.read([7], run.namespace, run.hashes, run.room()).outcomes == [ReadOutcome.CORRUPT]
+
+
+def test_a_checksum_that_never_fitted_is_corrupt(verifying_pool: SlotPool) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    verifying_pool.write([0, 1], run.rows, run.proof._replace(checksums=run.proof.checksums ^ np.uint32(1)))
+    outcomes = verifying_pool.read([0, 1], run.namespace, run.hashes, run.room()).outcomes
+    assert outcomes == [ReadOutcome.CORRUPT] * 2
+
+
+def test_millions_of_memory_slots_cost_nothing_until_used() -> None:
+    pool = MemoryPool(Tier.OBJECT, 1 << 22, 65536, checksums)
+    run = random_run(2, 65536)
+    pool.write([0, (1 << 22) - 1], run.rows, run.proof)
+    rows = run.room()
+    assert pool.read([0, (1 << 22) - 1], run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 2
+    assert (rows == run.rows).all()
+    pool.close()
+
+
+# -- object pools -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_put_can_be_got_in_any_order(object_pool: ObjectPool) -> None:
+    run = random_run(20, BLOCK_BYTES)
+    assert object_pool.put(run.rows, run.proof) == [True] * 20
+    asked = part(run, list(reversed(range(20))))
+    rows = asked.room()
+    result = object_pool.get(asked.namespace, asked.hashes, rows)
+    assert result.outcomes == [ReadOutcome.GOOD] * 20
+    assert (rows == asked.rows).all()
+    assert (result.checksums == asked.proof.checksums).all()
+
+
+def test_an_empty_run_of_objects_is_no_trouble(object_pool: ObjectPool) -> None:
+    run = random_run(0, BLOCK_BYTES)
+    assert object_pool.put(run.rows, run.proof) == []
+    assert object_pool.get(run.namespace, b"", run.room()).outcomes == []
+
+
+def test_putting_twice_is_a_success_and_keeps_the_first(object_pool: ObjectPool) -> None:
+    run = random_run(3, BLOCK_BYTES)
+    computed_again = random_run(3, BLOCK_BYTES, seed=5).rows  # the same tokens, other last bits
+    assert object_pool.put(run.rows, run.proof) == [True] * 3
+    assert object_pool.put(computed_again, run.proof._replace(checksums=checksums(computed_again))) == [True] * 3
+    rows = run.room()
+    assert object_pool.get(run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 3
+    assert (rows == run.rows).all()
+
+
+def test_what_was_never_put_or_lies_in_another_namespace_is_missing(object_pool: ObjectPool) -> None:
+    run, other = random_run(2, BLOCK_BYTES), random_run(1, BLOCK_BYTES, seed=3)
+    object_pool.put(run.rows, run.proof)
+    asked = run.hashes[:16] + other.hashes
+    outcomes = object_pool.get(run.namespace, asked, run.room()).outcomes
+    assert outcomes == [ReadOutcome.GOOD, ReadOutcome.MISSING]
+    assert object_pool.get(OTHER_NAMESPACE.id, run.hashes, run.room()).outcomes == [ReadOutcome.MISSING] * 2
+
+
+def test_an_object_whose_checksum_never_fitted_is_corrupt(object_pool: ObjectPool) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    object_pool.put(run.rows, run.proof._replace(checksums=run.proof.checksums ^ np.uint32(1)))
+    assert object_pool.get(run.namespace, run.hashes, run.room()).outcomes == [ReadOutcome.CORRUPT] * 2
+
+
+def test_threads_put_and_get_side_by_side(object_pool: ObjectPool) -> None:
+    wrong: list[int] = []
+
+    def work(worker: int) -> None:
+        run = random_run(6, BLOCK_BYTES, seed=worker % 2)  # two of the threads put the same blocks
+        rows = run.room()
+        held = object_pool.put(run.rows, run.proof)
+        outcomes = object_pool.get(run.namespace, run.hashes, rows).outcomes
+        if not all(held) or set(outcomes) != {ReadOutcome.GOOD} or not (rows == run.rows).all():
+            wrong.append(worker)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_an_object_pool_can_be_closed_twice(object_pool: ObjectPool) -> None:
+    object_pool.close()
+    object_pool.close()

@@ -1,0 +1,698 @@
+"""The catalog's store, on every database it supports."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, func, inspect, select, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from kvbm.catalog import database, tables
+from kvbm.catalog.database import migrations_folder, parse_url
+from kvbm.catalog.store import (
+    Applied,
+    ClaimRun,
+    EpochRow,
+    InstancePosition,
+    InstanceRow,
+    InstanceState,
+    NamespaceRow,
+    Outcome,
+    Store,
+    StoreBatch,
+)
+from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
+
+T = TypeVar("T")
+
+STREAM = "KVBM"
+POOL = "s3-main"
+FIRST, SECOND = InstanceId("engine-1"), InstanceId("engine-2")
+CHAT = Namespace(model="chat-8b", block_tokens=16, tenant="acme", scheme_seed=(1 << 64) - 1)
+
+
+def hashes(count: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(count * HASH_BYTES)
+
+
+def claim(run: bytes, by: InstanceId = FIRST, at_ns: int = 10, **fields: Any) -> ClaimRun:
+    values: dict[str, Any] = {"pool": POOL, "namespace": CHAT.id, "hashes": run, "instance": by, "at_ns": at_ns}
+    return ClaimRun(**(values | fields))
+
+
+def batch(previous: int, stream_sequence: int, **fields: Any) -> StoreBatch:
+    return StoreBatch(stream=STREAM, previous=previous, stream_sequence=stream_sequence, **fields)
+
+
+def full_batch() -> StoreBatch:
+    """One with a row of every kind."""
+    pools = (PoolStated(Tier.HBM, 1000, 4096), PoolStated(Tier.OBJECT, 0, 4096, Reach.CLUSTER, POOL))
+    return batch(
+        0,
+        7,
+        instances=(
+            InstanceRow(
+                id=FIRST, cluster="west", epoch=Epoch(3), first_seen_ns=5, last_frame_ns=9, engine="vllm",
+                version="1.0", topology=("zone-a", "rack-3", "host-17"), pools=pools, state=InstanceState.STOPPED,
+            ),
+        ),
+        epochs=(
+            EpochRow(
+                instance=FIRST, epoch=Epoch(3), started_ns=5, ended_ns=9, end_reason="shutdown", next_offset=Offset(40),
+                digest=(1 << 64) - 1,
+            ),
+        ),
+        namespaces=(NamespaceRow(id=CHAT.id, fields=CHAT, first_seen_ns=5),),
+        claims=(claim(hashes(3)),),
+        positions=(InstancePosition(instance=FIRST, epoch=Epoch(3), next_offset=Offset(40)),),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass
+class Contents:
+    """All a store holds."""
+
+    position: int
+    instances: list[InstanceRow]
+    epochs: list[EpochRow]
+    namespaces: list[NamespaceRow]
+    positions: dict[InstanceId, InstancePosition]
+    claims: list[tuple[Any, ...]]  # whole rows
+
+
+async def contents(store: Store) -> Contents:
+    claims = await store._read(select(tables.object_claims).order_by(*tables.object_claims.primary_key))
+    return Contents(
+        await store.position(STREAM), await store.instances(), await store.epochs(FIRST), await store.namespaces(),
+        await store.instance_positions(), [tuple(row.values()) for row in claims],
+    )  # fmt: skip
+
+
+async def claimed(store: Store, pool: str | None = None, chunk_rows: int = 1 << 16) -> set[tuple[str, bytes, bytes]]:
+    found = set()
+    async for chunk in store.claims(pool, chunk_rows):
+        for block in split_hashes(chunk.hashes):
+            assert (chunk.pool, chunk.namespace, block) not in found
+            found.add((chunk.pool, bytes(chunk.namespace), bytes(block)))
+    return found
+
+
+def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
+    async def run() -> T:
+        store = await Store.open(url)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def refusal(url: str, connect_timeout_s: float = 5.0) -> str:
+    with pytest.raises(CatalogError) as caught:
+        asyncio.run(Store.open(url, connect_timeout_s))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def on_connection(url: str, work: Callable[[Connection], T]) -> T:
+    async def run() -> T:
+        engine = create_async_engine(parse_url(url))
+        try:
+            async with engine.begin() as connection:
+                return await connection.run_sync(work)
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(run())
+
+
+# -- the schema -------------------------------------------------------------------------------------------------------
+
+
+async def nothing(store: Store) -> None:
+    return None
+
+
+def test_an_empty_database_gets_every_table(database_url: str) -> None:
+    with_store(database_url, nothing)
+    made = on_connection(database_url, lambda connection: set(inspect(connection).get_table_names()))
+    assert made == {*tables.metadata.tables, tables.VERSION_TABLE}
+
+
+def test_the_migrated_schema_is_the_models(database_url: str) -> None:
+    with_store(database_url, nothing)
+    options = {"version_table": tables.VERSION_TABLE, "compare_type": True}
+
+    def difference(connection: Connection) -> object:
+        return compare_metadata(MigrationContext.configure(connection, opts=options), tables.metadata)
+
+    assert difference_is_seen_when_a_column_is_missing(database_url, options)
+    assert on_connection(database_url, difference) == []
+
+
+def difference_is_seen_when_a_column_is_missing(url: str, options: dict[str, Any]) -> bool:
+    def compare(connection: Connection) -> bool:
+        connection.execute(text("ALTER TABLE tenants DROP COLUMN quota_bytes"))
+        found = compare_metadata(MigrationContext.configure(connection, opts=options), tables.metadata)
+        connection.execute(text("ALTER TABLE tenants ADD COLUMN quota_bytes BIGINT"))
+        return bool(found)
+
+    return on_connection(url, compare)
+
+
+def test_opening_again_keeps_what_is_there(database_url: str) -> None:
+    with_store(database_url, lambda store: store.apply(full_batch()))
+    assert with_store(database_url, lambda store: store.position(STREAM)) == 7
+
+
+def test_catalogs_that_start_at_once_do_not_collide(database_url: str) -> None:
+    async def run() -> None:
+        stores = await asyncio.gather(*(Store.open(database_url, 20.0) for _ in range(6)))
+        for store in stores:
+            assert await store.position(STREAM) == 0
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_newer_schema_is_refused_and_left_alone(database_url: str) -> None:
+    with_store(database_url, nothing)
+
+    def move_on(connection: Connection) -> None:
+        connection.execute(text(f"UPDATE {tables.VERSION_TABLE} SET version_num = '9999'"))
+
+    on_connection(database_url, move_on)
+    message = refusal(database_url)
+    assert "schema 9999" in message and "upgrade kvbm" in message
+    version = text(f"SELECT version_num FROM {tables.VERSION_TABLE}")
+    assert on_connection(database_url, lambda connection: connection.execute(version).scalar_one()) == "9999"
+
+
+def test_a_migration_that_fails_leaves_nothing(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "migrations"
+    shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    broken = folder / "versions" / "0002_broken.py"
+    broken.write_text(
+        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        "def upgrade():\n    op.execute('CREATE TABLE half (a INTEGER)')\n    op.execute('nonsense')\n"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "migrations_folder", lambda: folder)
+        assert "cannot be migrated" in refusal(database_url)
+    assert on_connection(database_url, lambda connection: inspect(connection).get_table_names()) == []
+    assert with_store(database_url, lambda store: store.position(STREAM)) == 0
+
+
+def test_migrations_are_numbered_and_only_go_forward(database_url: str) -> None:
+    names = sorted(path.name for path in (migrations_folder() / "versions").glob("*.py"))
+    assert [name[:4] for name in names] == [f"{number:04}" for number in range(1, len(names) + 1)]
+    with_store(database_url, nothing)
+
+    def downgrade(connection: Connection) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(migrations_folder()))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+
+    with pytest.raises(CatalogError, match="only go forward"):
+        on_connection(database_url, downgrade)
+
+
+# -- one batch, one transaction ---------------------------------------------------------------------------------------
+
+
+def test_what_is_applied_is_read_back(database_url: str) -> None:
+    async def work(store: Store) -> Contents:
+        assert await store.apply(full_batch()) == Applied(Outcome.APPLIED, 7)
+        assert await claimed(store) == {(POOL, CHAT.id, block) for block in split_hashes(hashes(3))}
+        return await contents(store)
+
+    sent, held = full_batch(), with_store(database_url, work)
+    assert held.position == 7
+    assert held.instances == list(sent.instances)
+    assert held.epochs == list(sent.epochs)
+    assert held.namespaces == list(sent.namespaces)
+    assert held.namespaces[0].fields.id == CHAT.id
+    assert held.positions == {FIRST: sent.positions[0]}
+
+
+def test_applying_twice_is_applying_once(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        assert await store.apply(full_batch())
+        once = await contents(store)
+        again = await store.apply(full_batch())
+        assert not again
+        assert again == Applied(Outcome.REPEATED, 7)
+        assert await contents(store) == once
+
+    with_store(database_url, work)
+
+
+def test_a_position_never_moves_back(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        assert await store.apply(batch(0, 10))
+        assert await store.apply(batch(10, 20))
+        before = await contents(store)
+        for previous, end, outcome in (
+            (0, 10, Outcome.REPEATED),
+            (10, 20, Outcome.REPEATED),
+            (0, 19, Outcome.REPEATED),
+            (0, 30, Outcome.OVERTAKEN),
+            (19, 30, Outcome.OVERTAKEN),
+            (21, 30, Outcome.MISSING),
+        ):
+            assert await store.apply(batch(previous, end, claims=(claim(hashes(1)),))) == Applied(outcome, 20)
+        assert await contents(store) == before
+        assert await store.apply(batch(20, 21)) == Applied(Outcome.APPLIED, 21)
+
+    with_store(database_url, work)
+
+
+def test_a_replaced_database_is_told_from_a_new_one(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        assert await store.apply(batch(500, 501)) == Applied(Outcome.MISSING, 0)
+        assert await store.position(STREAM) == 0
+
+    with_store(database_url, work)
+
+
+def test_streams_have_positions_of_their_own(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        assert await store.apply(batch(0, 10))
+        assert await store.apply(StoreBatch(stream="other", previous=0, stream_sequence=3))
+        assert (await store.position(STREAM), await store.position("other"), await store.position("none")) == (10, 3, 0)
+
+    with_store(database_url, work)
+
+
+def test_a_batch_that_stands_still_is_a_bug_of_the_caller(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        with pytest.raises(LayoutError, match="forward"):
+            await store.apply(batch(5, 5))
+        with pytest.raises(LayoutError, match="multiple of 16"):
+            await store.apply(batch(0, 1, claims=(claim(b"short"),)))
+
+    with_store(database_url, work)
+
+
+def test_a_batch_that_fails_midway_leaves_nothing(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        before = await contents(store)
+        good = full_batch()
+        bad = claim(hashes(1), namespace=NamespaceId(b"five!"))  # its CHECK fails, after all other rows are written
+        with pytest.raises(CatalogError, match="does not take the batch up to 7"):
+            await store.apply(batch(0, 7, instances=good.instances, epochs=good.epochs, namespaces=good.namespaces,
+                                    positions=good.positions, claims=(*good.claims, bad)))  # fmt: skip
+        assert await contents(store) == before
+        assert await store.apply(good)
+
+    with_store(database_url, work)
+
+
+def test_wild_words_and_numbers_of_one_instance_stop_no_batch(database_url: str) -> None:
+    wild = InstanceId("a\0b")
+    largest = (1 << 64) - 1
+
+    async def work(store: Store) -> None:
+        row = InstanceRow(
+            id=wild, cluster="\0", epoch=Epoch(largest), first_seen_ns=largest, last_frame_ns=largest, topology=("\0",),
+            pools=(PoolStated(Tier.HBM, largest, largest, Reach.POD, "\0"),),
+        )  # fmt: skip
+        epoch = EpochRow(instance=wild, epoch=Epoch(largest), started_ns=largest, next_offset=Offset(largest))
+        position = InstancePosition(instance=wild, epoch=Epoch(largest), next_offset=Offset(largest))
+        claims = (claim(hashes(1), by=wild, at_ns=largest, pool="\0"),)
+        assert await store.apply(batch(0, 1, instances=(row,), epochs=(epoch,), positions=(position,), claims=claims))
+        assert [row.id for row in await store.instances()] == ["a\ufffdb"]
+
+    with_store(database_url, work)
+
+
+# -- instances and epochs ---------------------------------------------------------------------------------------------
+
+
+def test_an_older_epoch_changes_no_newer_row(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        await store.apply(full_batch())
+        stale = InstanceRow(id=FIRST, cluster="east", epoch=Epoch(2), first_seen_ns=1, last_frame_ns=99)
+        moved = InstancePosition(instance=FIRST, epoch=Epoch(2), next_offset=Offset(1000))
+        shorter = EpochRow(instance=FIRST, epoch=Epoch(3), started_ns=5, next_offset=Offset(39))
+        await store.apply(batch(7, 8, instances=(stale,), positions=(moved,), epochs=(shorter,)))
+        sent = full_batch()
+        assert await store.instances() == list(sent.instances)
+        assert (await store.instance_positions())[FIRST] == sent.positions[0]
+        assert await store.epochs(FIRST) == list(sent.epochs)
+
+    with_store(database_url, work)
+
+
+def test_a_newer_epoch_begins_at_offset_zero(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        await store.apply(full_batch())
+        row = InstanceRow(id=FIRST, cluster="west", epoch=Epoch(4), first_seen_ns=50, last_frame_ns=50)
+        moved = InstancePosition(instance=FIRST, epoch=Epoch(4), next_offset=Offset(1))
+        begun = EpochRow(instance=FIRST, epoch=Epoch(4), started_ns=50, next_offset=Offset(1))
+        await store.apply(batch(7, 8, instances=(row,), positions=(moved,), epochs=(begun,)))
+        assert [(held.epoch, held.first_seen_ns) for held in await store.instances()] == [(4, 5)]
+        assert (await store.instance_positions())[FIRST] == moved
+        assert [held.epoch for held in await store.epochs(FIRST)] == [3, 4]
+
+    with_store(database_url, work)
+
+
+# -- claims -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_is_a_set_add_by_any_instance(database_url: str) -> None:
+    first, later = hashes(4), hashes(4) + hashes(2, seed=1)
+
+    async def work(store: Store) -> None:
+        await store.apply(batch(0, 1, claims=(claim(first, FIRST, 10), claim(first, SECOND, 8))))
+        await store.apply(batch(1, 2, claims=(claim(later, SECOND, 30),)))
+        await store.apply(batch(2, 3, claims=(claim(first, FIRST, 20),)))  # an older word moves no time back
+        assert await store.claim_count() == 6
+        rows = {row[2]: row[3:] for row in (await contents(store)).claims}
+        for block in split_hashes(first):
+            assert rows[block] == (FIRST, 10, 30)
+        for block in split_hashes(hashes(2, seed=1)):
+            assert rows[block] == (SECOND, 30, 30)
+
+    with_store(database_url, work)
+
+
+def test_no_end_of_an_epoch_withdraws_a_claim(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        await store.apply(full_batch())
+        before = await claimed(store)
+        ended = EpochRow(
+            instance=FIRST, epoch=Epoch(3), started_ns=5, ended_ns=99, end_reason="fenced", next_offset=Offset(41)
+        )
+        begun = EpochRow(instance=FIRST, epoch=Epoch(4), started_ns=100)
+        row = InstanceRow(id=FIRST, cluster="west", epoch=Epoch(4), first_seen_ns=100, last_frame_ns=100)
+        await store.apply(batch(7, 8, epochs=(ended, begun), instances=(row,)))
+        assert await claimed(store) == before
+        assert len(before) == 3
+
+    with_store(database_url, work)
+
+
+def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url: str) -> None:
+    kept, gone, back = (hashes(1, seed=seed) for seed in (1, 2, 3))
+
+    async def work(store: Store) -> None:
+        await store.apply(batch(0, 1, claims=(claim(kept + gone + back, FIRST, 10),)))
+        await store.apply(
+            batch(
+                1, 2,
+                claims=(
+                    claim(gone, SECOND, 20),
+                    claim(gone + back, SECOND, 30, withdrawn=True),
+                    claim(back, SECOND, 40),
+                    claim(hashes(1, seed=4), SECOND, 50, withdrawn=True),  # never claimed: harmless
+                ),
+            )
+        )  # fmt: skip
+        rows = {row[2]: row[3:] for row in (await contents(store)).claims}
+        assert rows == {kept: (FIRST, 10, 10), back: (SECOND, 40, 40)}
+
+    with_store(database_url, work)
+
+
+def test_random_claims_leave_what_a_set_would_hold(database_url: str) -> None:
+    chance = random.Random(20)
+    blocks = split_hashes(hashes(12))
+    namespaces = (CHAT.id, Namespace(model="other", block_tokens=16).id)
+
+    async def work(store: Store) -> None:
+        model: set[tuple[str, bytes, bytes]] = set()
+        for sequence in range(25):
+            runs = []
+            for _ in range(chance.randrange(6)):
+                chosen = chance.sample(blocks, chance.randrange(1, 5))
+                pool, namespace = chance.choice(("a", "b")), chance.choice(namespaces)
+                runs.append(
+                    claim(b"".join(chosen), pool=pool, namespace=namespace, withdrawn=chance.random() < 0.5)
+                )  # fmt: skip
+                keys = {(pool, bytes(namespace), bytes(block)) for block in chosen}
+                model = model - keys if runs[-1].withdrawn else model | keys
+            assert await store.apply(batch(sequence, sequence + 1, claims=tuple(runs)))
+            assert await claimed(store, chunk_rows=chance.randrange(1, 9)) == model
+            assert await claimed(store, "a") == {key for key in model if key[0] == "a"}
+        assert await store.claim_count() == len(model) > 0
+        assert await store.claim_count("b") == sum(key[0] == "b" for key in model)
+
+    with_store(database_url, work)
+
+
+def test_one_batch_takes_twenty_thousand_claims(database_url: str) -> None:
+    run = hashes(20_000)
+
+    async def work(store: Store) -> None:
+        assert await store.apply(batch(0, 1, claims=(claim(run),)))
+        assert await store.claim_count() == 20_000
+        assert await claimed(store, chunk_rows=7000) == {(POOL, CHAT.id, block) for block in split_hashes(run)}
+        assert await store.apply(batch(1, 2, claims=(claim(run, withdrawn=True),)))
+        assert await store.claim_count() == 0
+
+    with_store(database_url, work)
+
+
+# -- several writers --------------------------------------------------------------------------------------------------
+
+
+def test_of_two_stores_with_the_same_batch_one_wins(database_url: str) -> None:
+    async def run() -> None:
+        stores = [await Store.open(database_url) for _ in range(2)]
+        for sequence in range(20):  # the first round inserts the position's row, the others update it
+            once = batch(sequence, sequence + 1, claims=(claim(hashes(50, seed=sequence), at_ns=sequence),))
+            results = await asyncio.gather(*(store.apply(once) for store in stores))
+            assert sorted(result.outcome.value for result in results) == ["applied", "repeated"]
+            assert {result.position for result in results} == {sequence + 1}
+        assert await stores[0].claim_count() == 1000
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_a_writer_that_was_overtaken_catches_up_from_the_stored_position(database_url: str) -> None:
+    end = 40
+
+    async def project(store: Store, seed: int) -> int:
+        chance, at, written = random.Random(seed), 0, 0
+        while at < end:
+            until = min(end, at + chance.randrange(1, 5))
+            claims = tuple(claim(hashes(1, seed=sequence)) for sequence in range(at, until))
+            result = await store.apply(batch(at, until, claims=claims))
+            written += (until - at) * bool(result)
+            at = result.position
+        return written
+
+    async def run() -> None:
+        stores = [await Store.open(database_url) for _ in range(3)]
+        written = await asyncio.gather(*(project(store, seed) for seed, store in enumerate(stores)))
+        assert sum(written) == end
+        assert await stores[0].claim_count() == end
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_streams_that_write_the_same_rows_do_not_deadlock(database_url: str) -> None:
+    run_of_blocks = split_hashes(hashes(300))
+
+    async def project(store: Store, stream: str) -> None:
+        chance = random.Random(stream)
+        for sequence in range(10):
+            shuffled = b"".join(chance.sample(run_of_blocks, len(run_of_blocks)))
+            once = StoreBatch(stream=stream, previous=sequence, stream_sequence=sequence + 1, claims=(claim(shuffled),))
+            assert await store.apply(once)
+
+    async def run() -> None:
+        stores = [await Store.open(database_url) for _ in range(3)]
+        await asyncio.gather(*(project(store, f"stream-{at}") for at, store in enumerate(stores)))
+        assert await stores[0].claim_count() == 300
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+# -- databases that do not answer -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port that accepts connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        yield listener.getsockname()[1]
+
+
+def closed_port() -> int:
+    with deaf_port() as port:
+        return port
+
+
+def test_a_closed_port_is_one_sentence_at_once() -> None:
+    begun = time.monotonic()
+    message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{closed_port()}/catalog", 3.0)
+    assert time.monotonic() - begun < 3.5
+    assert "hunter2" not in message and "127.0.0.1" in message
+
+
+def test_a_port_that_never_answers_is_given_up_in_time() -> None:
+    with deaf_port() as port:
+        begun = time.monotonic()
+        message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{port}/catalog", 0.5)
+        assert 0.4 < time.monotonic() - begun < 2.5
+    assert message == f"postgresql://kvbm:***@127.0.0.1:{port}/catalog does not answer within 0.5 s"
+
+
+def test_a_server_that_is_no_postgres_is_one_sentence() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(64)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(CatalogError):
+            await Store.open(f"postgresql://127.0.0.1:{port}/catalog", 3.0)
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_a_database_that_does_not_exist_is_named(postgres_url: str) -> None:
+    assert '"absent" does not exist' in refusal(postgres_url.rpartition("/")[0] + "/absent")
+
+
+def test_a_server_that_goes_away_is_a_catalog_error_and_its_return_is_enough(postgres_url: str) -> None:
+    async def run() -> None:
+        store, other = await Store.open(postgres_url), await Store.open(postgres_url)
+        assert await store.apply(batch(0, 1))
+        async with other._engine.begin() as connection:
+            end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
+            await connection.execute(text(f"{end} AND datname = current_database()"))
+        with pytest.raises(CatalogError):
+            await store.apply(batch(1, 2))
+        assert await store.apply(batch(1, 2))
+        await store.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "word"),
+    [
+        ("", "cannot be read"),
+        ("catalog.db", "cannot be read"),
+        ("postgresql://u:hunter2@host:port/catalog", "cannot be read"),
+        ("mysql://u:hunter2@host/catalog", "'mysql'"),
+        ("postgresql+psycopg://u:hunter2@host/catalog", "'postgresql+psycopg'"),
+        ("postgresql://u:hunter2@host", "names no database"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:////dev/null/catalog.db", "cannot be made"),
+    ],
+)
+def test_a_malformed_url_is_refused_without_its_password(url: str, word: str) -> None:
+    message = refusal(url)
+    assert word in message
+    assert "hunter2" not in message
+
+
+def test_an_unknown_option_of_a_url_is_named(postgres_url: str) -> None:
+    assert "'colour'" in refusal(postgres_url + "?colour=red")
+
+
+def test_libpq_sslmode_is_understood(postgres_url: str) -> None:
+    assert with_store(postgres_url + "?sslmode=disable", lambda store: store.position(STREAM)) == 0
+    assert "SSL" in refusal(postgres_url + "?sslmode=require")
+
+
+def test_plain_urls_get_their_driver(sqlite_url: str, postgres_url: str) -> None:
+    for url in (sqlite_url.replace("+aiosqlite", ""), postgres_url.replace("+asyncpg", "")):
+        assert with_store(url, lambda store: store.apply(full_batch()))
+
+
+def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "letter.txt"
+    path.write_text("Dear reader, this is no database at all.\n" * 10)
+    before = path.read_bytes()
+    assert "not a database" in refusal(f"sqlite:///{path}")
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("driver", "url"), [("aiosqlite", "sqlite:///{}"), ("asyncpg", "postgresql://host/catalog")])
+def test_a_missing_driver_names_the_extra(
+    driver: str, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, driver, None)
+    with pytest.raises(MissingExtraError, match=driver) as caught:
+        asyncio.run(Store.open(url.format(tmp_path / "catalog.db")))
+    assert caught.value.extra == "catalog"
+
+
+def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "LOCK_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        store, other = await Store.open(sqlite_url), await Store.open(sqlite_url)
+        async with other._engine.connect() as connection:
+            await connection.exec_driver_sql("BEGIN IMMEDIATE")
+            with pytest.raises(KvbmError, match="database is locked"):
+                await store.apply(batch(0, 1))
+            assert await store.position(STREAM) == 0  # readers are never in the way of a writer
+            await connection.rollback()
+        assert await store.apply(batch(0, 1))
+        await store.close()
+        await other.close()
+
+    asyncio.run(run())
+
+
+def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
+    async def run() -> None:
+        store, other = await Store.open(postgres_url), await Store.open(postgres_url)
+        assert await store.apply(batch(0, 1))
+        async with other._engine.connect() as connection:
+            held = select(func.count()).select_from(
+                select(tables.positions).where(tables.positions.c.stream == STREAM).with_for_update().subquery()
+            )
+            await connection.execute(held)
+            waiting = asyncio.create_task(store.apply(batch(1, 2)))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            await connection.rollback()
+        assert await waiting
+        await store.close()
+        await other.close()
+
+    asyncio.run(run())

@@ -1,0 +1,217 @@
+"""What every `EventStream` promises."""
+
+# ruff: noqa: F811 - fixtures are imported
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvbm.core.codec import decode_header
+from kvbm.core.errors import ConfigError, StreamError
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, subject_names
+from kvbm.streams.memory import MemoryStream
+from kvbm.streams.nats import NatsStream
+from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
+
+Work = Callable[[EventStream], Awaitable[None]]
+Run = Callable[[Work], None]
+ONE = InstanceId("one")
+TWO = InstanceId("two")
+WAIT_S = 5.0
+
+
+@pytest.fixture(params=["memory", "nats"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Runs a coroutine function over a stream of each kind."""
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[EventStream]:
+        stream: EventStream
+        if request.param == "memory":
+            stream = MemoryStream()
+        else:
+            stream = await NatsStream.connect(request.getfixturevalue("nats_url"), WAIT_S)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    async def whole(work: Work) -> None:
+        async with asyncio.timeout(60), opened() as stream:
+            await work(stream)
+
+    if request.param == "nats":
+        request.getfixturevalue("nats_url")  # before any loop runs
+    return lambda work: asyncio.run(whole(work))
+
+
+async def read_until_end(reader: EventReader) -> list[StreamMessage]:
+    found: list[StreamMessage] = []
+    while not reader.at_end:
+        found += await reader.fetch(WAIT_S)
+    return found
+
+
+def test_messages_come_in_the_order_they_were_published_as_the_bytes_they_were(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        sent = [make_frame(3 * at, 3).data for at in range(50)]
+        sequences = [await stream.publish(cluster, ONE, data) for data in sent]
+        messages = await read_until_end(await stream.pull(0, cluster))
+        assert [message.data for message in messages] == sent
+        assert [message.sequence for message in messages] == sequences
+        assert sequences == sorted(set(sequences))
+        assert {subject_names(message.subject) for message in messages} == {(cluster, ONE)}
+
+    run(work)
+
+
+def test_a_repeat_is_a_message_like_any_other(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        for first in (0, 1, 1, 0):
+            await stream.publish(cluster, ONE, make_frame(first).data)
+        messages = await read_until_end(await stream.pull(0, cluster))
+        assert [decode_header(message.data).first_offset for message in messages] == [0, 1, 1, 0]
+
+    run(work)
+
+
+def test_a_reader_goes_on_after_a_sequence(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        sequences = [await stream.publish(cluster, ONE, make_frame(at).data) for at in range(10)]
+        first = await stream.pull(0, cluster)
+        assert len(await read_until_end(first)) == 10
+        await first.close()
+        second = await stream.pull(sequences[6], cluster)
+        assert [message.sequence for message in await read_until_end(second)] == sequences[7:]
+
+    run(work)
+
+
+def test_a_reader_knows_when_it_has_all_and_waits_for_more(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        reader = await stream.pull(0, cluster)
+        assert reader.at_end
+        assert await reader.fetch(0.05) == []
+        await stream.publish(cluster, ONE, make_frame(0).data)
+        assert len(await reader.fetch(WAIT_S)) == 1
+        assert reader.at_end
+        waiting = asyncio.create_task(reader.fetch(WAIT_S))
+        await asyncio.sleep(0.05)
+        await stream.publish(cluster, ONE, make_frame(1).data)
+        assert [decode_header(message.data).first_offset for message in await waiting] == [1]
+        assert reader.at_end
+
+    run(work)
+
+
+def test_a_reader_takes_more_than_one_request_holds(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        for start in range(0, 5000, 250):
+            await asyncio.gather(*(stream.publish(cluster, ONE, make_frame(start + at).data) for at in range(250)))
+        messages = await read_until_end(await stream.pull(0, cluster))
+        assert len(messages) == 5000
+        assert [message.sequence for message in messages] == sorted({message.sequence for message in messages})
+        assert await stream.last_sequence() >= messages[-1].sequence >= await stream.first_sequence()
+
+    run(work)
+
+
+def test_clusters_are_read_apart_and_together(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        before = await stream.last_sequence()
+        await stream.publish(cluster, ONE, make_frame(0).data)
+        await stream.publish(f"{cluster}-b", TWO, make_frame(0, instance="two").data)
+        alone = await read_until_end(await stream.pull(before, cluster))
+        assert [subject_names(message.subject) for message in alone] == [(cluster, ONE)]
+        together = await read_until_end(await stream.pull(before))
+        assert {(cluster, ONE), (f"{cluster}-b", TWO)} <= {subject_names(message.subject) for message in together}
+
+    run(work)
+
+
+def test_a_reader_from_beyond_the_end_reads_from_the_beginning(run: Run, cluster: str) -> None:
+    """Its sequence is of a store that is gone; what it has seen before, it ignores."""
+
+    async def work(stream: EventStream) -> None:
+        await stream.publish(cluster, ONE, make_frame(0).data)
+        reader = await stream.pull(await stream.last_sequence() + 1000, cluster)
+        assert len(await read_until_end(reader)) == 1
+
+    run(work)
+
+
+def test_the_last_position_is_the_end_of_the_last_frame_of_the_last_message(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        assert await stream.last_position(cluster, ONE) is None
+        await stream.publish(cluster, ONE, make_frame(0, 5, epoch=4).data + make_frame(5, 2, epoch=4).data)
+        await stream.publish(cluster, TWO, make_frame(0, 1, epoch=9, instance="two").data)
+        assert await stream.last_position(cluster, ONE) == Position(Epoch(4), Offset(7))
+        assert await stream.last_position(cluster, TWO) == Position(Epoch(9), Offset(1))
+
+    run(work)
+
+
+def test_what_is_not_made_of_frames_has_no_position(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        await stream.publish(cluster, ONE, b"hello")
+        with pytest.raises(StreamError, match="not made of frames"):
+            await stream.last_position(cluster, ONE)
+        await stream.publish(cluster, ONE, make_frame(0).data[:-1])
+        with pytest.raises(StreamError, match="1 bytes before its last frame"):
+            await stream.last_position(cluster, ONE)
+
+    run(work)
+
+
+def heartbeat(cluster: str, instance: InstanceId, published: int) -> Heartbeat:
+    return Heartbeat(
+        instance=instance, cluster=cluster, epoch=Epoch(3), published=Offset(published), wall_time_ns=published,
+        free_slots={Tier.HOST: 7}, namespaces=(NamespaceId(b"n" * 16),),
+    )  # fmt: skip
+
+
+def test_a_watcher_gets_the_last_pulse_of_each_instance_and_then_each_new_one(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        for published in (1, 2, 3):
+            await stream.send_pulse(heartbeat(cluster, ONE, published))
+        await stream.send_pulse(heartbeat(cluster, TWO, 8))
+        await stream.last_sequence()  # an answer, so the pulses before it have arrived
+        watch = stream.watch_pulses(cluster)
+        seen = [await anext(watch), await anext(watch)]
+        assert seen == [heartbeat(cluster, ONE, 3), heartbeat(cluster, TWO, 8)]
+        await stream.send_pulse(heartbeat(cluster, ONE, 4))
+        assert await anext(watch) == heartbeat(cluster, ONE, 4)
+
+    run(work)
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a>", "tab\t", "line\n", "x" * 256])
+def test_names_that_cannot_be_part_of_a_subject_are_refused_by_name(run: Run, cluster: str, name: str) -> None:
+    async def work(stream: EventStream) -> None:
+        with pytest.raises(ConfigError, match="instance"):
+            await stream.publish(cluster, InstanceId(name), make_frame(0).data)
+        with pytest.raises(ConfigError, match="cluster"):
+            await stream.pull(0, name)
+
+    run(work)
+
+
+def test_a_closed_stream_and_a_closed_reader_say_so(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        reader = await stream.pull(0, cluster)
+        await reader.close()
+        await reader.close()
+        with pytest.raises(StreamError, match="closed"):
+            await reader.fetch(1.0)
+        await stream.close()
+        await stream.close()
+        assert not stream.is_connected
+        with pytest.raises(StreamError, match="closed"):
+            await stream.publish(cluster, ONE, make_frame(0).data)
+
+    run(work)

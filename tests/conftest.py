@@ -1,0 +1,51 @@
+"""Fixtures over real servers. A server lasts a session (with xdist: one a worker); what a test gets in it is fresh."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import ServerMissingError, postgres
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of one Postgres server's maintenance database; tests take `postgres_url`."""
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> str:
+    """The URL of an empty Postgres database of the test's own."""
+    name = f"test_{uuid.uuid4().hex}"
+    asyncio.run(_create_database(postgres_server, name))
+    return f"{postgres_server.rpartition('/')[0]}/{name}"
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """The URL of an SQLite file that does not exist yet."""
+    return f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}"
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """An empty database of each kind the catalog supports."""
+    return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+async def _create_database(server: str, name: str) -> None:
+    try:
+        import asyncpg
+    except ModuleNotFoundError:
+        raise ServerMissingError("the Postgres driver", "asyncpg") from None
+    connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=10)
+    try:
+        await connection.execute(f'CREATE DATABASE "{name}"')
+    finally:
+        await connection.close()

@@ -1,0 +1,260 @@
+"""The manager with its threads, on memory pools: tiers, safety rules, trouble."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvbm.core.codec import decode_frame
+from kvbm.core.errors import LedgerError, PoolError
+from kvbm.core.events import BlocksEvicted, BlocksMigrated, Event, EvictReason
+from kvbm.core.ids import NamespaceId, Tier, split_hashes
+from kvbm.core.residency import Residencies
+from kvbm.pools.base import Proof, ReadResult, SlotPool
+from kvbm.pools.memory import MemoryObjectPool
+from kvbm.streams.base import FrameBytes, Position
+from kvbm.streams.memory import MemoryLog
+from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, KnowsAll, hashes_of, make_manager, serve
+
+SLOTS = {Tier.HBM: 12, Tier.HOST: 12, Tier.NVME: 24}
+
+
+def events_in(log: MemoryLog) -> list[Event]:
+    frames = log.read_after(Position(0, 0), 1 << 30)  # type: ignore[arg-type]
+    return [event for frame in frames for event in decode_frame(frame.data)[0].events]
+
+
+class Wrapped:
+    """A pool with something in its way."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self.pool = pool
+        self.tier, self.slots, self.block_bytes, self.reach = pool.tier, pool.slots, pool.block_bytes, pool.reach
+
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+        self.pool.write(slots, rows, proof)
+
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        return self.pool.read(slots, namespace, hashes, rows)
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
+    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    with make_manager(SLOTS, objects=objects, locator=KnowsAll()) as manager:
+        serve(manager, 1, 6)
+        assert manager.settle(5)
+        assert serve(manager, 1, 6).prefix.hits == {Tier.HBM: 6}
+        manager.evict(Tier.HBM, hashes_of(1, 6))
+        assert serve(manager, 1, 6).prefix.hits == {Tier.HOST: 6}
+        assert manager.settle(5)
+        for tier in (Tier.HBM, Tier.HOST):
+            manager.evict(tier, hashes_of(1, 6))
+        assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 6}
+        assert manager.settle(5)
+        for tier in (Tier.HBM, Tier.HOST, Tier.NVME):
+            manager.evict(tier, hashes_of(1, 6))
+        assert serve(manager, 1, 6).prefix.hits == {Tier.OBJECT: 6}
+        assert manager.settle(5)
+        manager.evict(Tier.HBM, hashes_of(1, 6, start=3))
+        manager.evict(Tier.HOST, hashes_of(1, 6, start=5))
+        assert serve(manager, 1, 6).prefix.hits == {Tier.HBM: 3, Tier.HOST: 2, Tier.NVME: 1}
+
+
+def test_the_journal_folds_to_the_live_state_and_digest() -> None:
+    log = MemoryLog()
+    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    manager = make_manager(SLOTS, sink=log, objects=objects, locator=KnowsAll())
+    for round_ in range(4):
+        for prompt in range(9):
+            serve(manager, prompt, 2 + (prompt + round_) % 6)
+        manager.restate()
+    assert manager.settle(5)
+    digest = manager.digest()[1]
+    held = {tier: set(manager.held(tier)) for tier in Tier}
+    manager.close()
+    fold = Residencies(strict=True)
+    for event in events_in(log):
+        fold.evolve(event)
+    assert fold.digest == digest
+    assert {tier: set(fold.held[tier]) for tier in Tier} == held
+
+
+def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
+    log = MemoryLog()
+    with make_manager(SLOTS, sink=log) as manager:
+        serve(manager, 1, 6)
+        assert manager.settle(5)
+        for tier in (Tier.HBM, Tier.HOST):
+            manager.evict(tier, hashes_of(1, 6))
+        with manager._lock:
+            slot = manager._ledger.residencies.held[Tier.NVME][split_hashes(hashes_of(1, 6))[2]].slot
+        manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
+        assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
+        assert manager.stats().corrupt_blocks == 1
+        assert manager.settle(5)
+    corrupt = [e for e in events_in(log) if isinstance(e, BlocksEvicted) and e.reason == EvictReason.CORRUPT]
+    assert [(e.tier, e.hashes) for e in corrupt] == [(Tier.NVME, hashes_of(1, 3, start=2))]
+
+
+def test_a_missing_object_is_a_miss_and_said() -> None:
+    log = MemoryLog()
+    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    with make_manager({Tier.HBM: 8}, sink=log, objects=objects, locator=KnowsAll()) as manager:
+        assert serve(manager, 1, 4).prefix.depth == 0
+    said = [e for e in events_in(log) if isinstance(e, BlocksEvicted)]
+    assert [(e.tier, e.reason) for e in said] == [(Tier.OBJECT, EvictReason.MISSING)]
+
+
+def test_a_request_waits_no_longer_than_told_and_the_late_copy_keeps_its_slots() -> None:
+    release = threading.Event()
+
+    class SlowNvme(Wrapped):
+        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+            if self.tier == Tier.NVME:
+                release.wait(10)
+            return super().read(slots, namespace, hashes, rows)
+
+    with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=SlowNvme, wait_s=0.2, offload=(Tier.NVME,)) as manager:
+        serve(manager, 1, 4)
+        assert manager.settle(5)
+        manager.evict(Tier.HBM, hashes_of(1, 4))
+        began = time.monotonic()
+        prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4))
+        assert prefix.depth == 0
+        assert time.monotonic() - began < 2
+        assert manager.stats().copies_in_flight == 1
+        rest = manager.allocate(4)  # the other four slots; those of the copy cannot be had
+        assert rest is not None
+        assert manager.allocate(1) is None
+        manager.evict(Tier.NVME, hashes_of(1, 4, start=3))  # even then its source slot is not free
+        assert manager.stats().pools[Tier.NVME].free == 4
+        release.set()
+        assert manager.settle(5)
+        assert manager.stats().late_copies == 1
+        assert manager.stats().pools[Tier.NVME].free == 5
+        manager.release(rest)
+        assert serve(manager, 1, 3).prefix.hits == {Tier.HBM: 3}
+
+
+def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() -> None:
+    gate = threading.Event()
+    gate.set()
+    written: list[tuple[int, int]] = []  # (slots, durable offset) at each NVME write
+
+    class Journal(MemoryLog):
+        def append(self, frame: FrameBytes) -> None:
+            if not gate.is_set():
+                raise OSError(28, "No space left on device")
+            super().append(frame)
+
+    class Watched(Wrapped):
+        def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+            if self.tier == Tier.NVME:
+                written.append((len(slots), manager.durable()))
+            super().write(slots, rows, proof)
+
+    log = Journal()
+    manager = make_manager({Tier.HBM: 8, Tier.NVME: 4}, sink=log, wrap=Watched, wait_s=0.3, offload=(Tier.NVME,))
+    serve(manager, 1, 4)
+    assert manager.settle(5)
+    assert len(written) == 1
+    gate.clear()  # the journal's device is full: nothing becomes durable, so nothing may be overwritten
+    serve(manager, 2, 4)
+    time.sleep(0.6)
+    assert len(written) == 1
+    assert manager.stats().failed_copies >= 1
+    gate.set()
+    time.sleep(1.2)
+    manager._offload_wanted.set()
+    serve(manager, 3, 4)
+    assert manager.settle(5)
+    assert len(written) > 1
+    manager.close()
+    events = events_in(log)
+    evicted = next(i for i, e in enumerate(events) if isinstance(e, BlocksEvicted) and e.tier == Tier.NVME)
+    assert written[1][1] > evicted
+
+
+def test_a_claim_is_recorded_only_after_its_bytes() -> None:
+    class Full(Wrapped):
+        def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+            if self.tier == Tier.NVME:
+                raise PoolError("NVME pool: the device refused")
+            super().write(slots, rows, proof)
+
+    log = MemoryLog()
+    with make_manager({Tier.HBM: 8, Tier.NVME: 8}, sink=log, wrap=Full, offload=(Tier.NVME,)) as manager:
+        serve(manager, 1, 4)
+        assert manager.settle(5)
+        assert manager.stats().failed_copies == 1
+        assert manager.held(Tier.NVME) == []
+        assert manager.stats().pools[Tier.NVME].free == 8
+    assert not [e for e in events_in(log) if isinstance(e, BlocksMigrated)]
+
+
+def test_many_threads_share_one_manager_without_losing_a_slot() -> None:
+    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    slots = {Tier.HBM: 40, Tier.HOST: 20, Tier.NVME: 30}
+    with make_manager(slots, objects=objects, locator=KnowsAll()) as manager:
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            try:
+                for _ in range(60):
+                    serve(manager, int(rng.integers(0, 12)), int(rng.integers(1, 8)))
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert not errors
+        assert manager.settle(10)
+        for counts in manager.stats().pools.values():
+            assert counts.allocated == 0
+            assert counts.free + counts.held == counts.slots
+            assert counts.evictable == counts.held
+
+
+def test_a_full_pool_of_pinned_blocks_says_so_and_recovers() -> None:
+    with make_manager({Tier.HBM: 4}) as manager:
+        served = serve(manager, 1, 4, keep=True)
+        assert manager.allocate(1) is None
+        manager.unpin(served.slots)
+        assert manager.allocate(4) is not None
+
+
+def test_a_callers_bug_is_named() -> None:
+    with make_manager({Tier.HBM: 4}) as manager:
+        with pytest.raises(LedgerError, match="slot 3 is not allocated"):
+            manager.create(NAMESPACE.id, bytes(16), 0, hashes_of(1, 1), [3])
+        with pytest.raises(LedgerError, match="slot 2 is not pinned"):
+            manager.unpin([2])
+        with pytest.raises(LedgerError, match="no tensor"):
+            _ = manager.hbm
+
+
+def test_closing_twice_is_closing_once() -> None:
+    log = MemoryLog()
+    manager = make_manager({Tier.HBM: 4}, sink=log)
+    manager.close()
+    manager.close()
+    assert type(events_in(log)[-1]).__name__ == "InstanceStopped"
+
+
+def test_unpinned_prompts_are_evicted_from_their_tail() -> None:
+    with make_manager({Tier.HBM: 6}) as manager:
+        serve(manager, 1, 4)
+        serve(manager, 2, 4)
+        assert [len(manager.match(hashes_of(p, 4)).slots) for p in (1, 2)] == [2, 4]

@@ -1,0 +1,112 @@
+"""A manager on memory pools, driven as an engine would drive it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvbm.assembly import NATIVE
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+from kvbm.core.ledger import Ledger
+from kvbm.core.policy import WriteThrough
+from kvbm.locate.base import Locator, Nowhere
+from kvbm.manager.copies import Pools
+from kvbm.manager.frames import FrameSink
+from kvbm.manager.manager import Manager, Prefix
+from kvbm.manager.offload import Offloader
+from kvbm.pools.base import ObjectPool, Proof, SlotPool
+from kvbm.pools.memory import MemoryPool
+from kvbm.streams.memory import MemoryLog
+
+BLOCK_BYTES = 64
+NAMESPACE = Namespace(model="test", block_tokens=16)
+
+
+def hashes_of(prompt: int, depth: int, start: int = 0) -> bytes:
+    """Packed hashes of blocks start … depth - 1 of a prompt."""
+    return b"".join(hashlib.sha256(f"{prompt}/{i}".encode()).digest()[:HASH_BYTES] for i in range(start, depth))
+
+
+def rows_of(hashes: bytes) -> np.ndarray:
+    """The bytes a block must have: its hash, repeated."""
+    return np.tile(np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), BLOCK_BYTES // HASH_BYTES)
+
+
+class KnowsAll(Locator):
+    """Claims that the object pool has everything; what it does not have is `missing`."""
+
+    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+        return len(hashes) // HASH_BYTES
+
+    def close(self) -> None:
+        return
+
+
+def make_manager(
+    slots: dict[Tier, int],
+    *,
+    sink: FrameSink | None = None,
+    objects: ObjectPool | None = None,
+    locator: Locator | None = None,
+    wait_s: float = 2.0,
+    wrap: Callable[[SlotPool], SlotPool] = lambda pool: pool,
+    offload: tuple[Tier, ...] = (Tier.HOST, Tier.NVME, Tier.OBJECT),
+) -> Manager:
+    """A started manager with memory pools of the given sizes."""
+    pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects)
+    stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
+    if objects is not None:
+        stated.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
+    ledger = Ledger(stated)
+    ledger.start(Epoch(1), [NAMESPACE])
+    there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
+    manager = Manager(
+        InstanceId("test"), "tests", Epoch(1), ledger, pools, sink or MemoryLog(), NATIVE,
+        Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s,
+    )  # fmt: skip
+    manager.start()
+    return manager
+
+
+class Served:
+    """One prompt that was served: which blocks came from where, and its pinned slots."""
+
+    def __init__(self, prefix: Prefix, slots: list[int]) -> None:
+        self.prefix, self.slots = prefix, slots
+
+
+def serve(manager: Manager, prompt: int, depth: int, keep: bool = False) -> Served:
+    """Acquire, check every byte, compute the rest, create, unpin, as an engine does for one prompt."""
+    hashes = hashes_of(prompt, depth)
+    prefix = manager.acquire(NAMESPACE.id, hashes)
+    check_bytes(manager, hashes[: prefix.depth * HASH_BYTES], prefix.slots)
+    fresh = None
+    deadline = time.monotonic() + 5
+    while fresh is None and time.monotonic() < deadline:  # offloads may pin slots for a moment
+        fresh = manager.allocate(depth - prefix.depth)
+    assert fresh is not None, "HBM stayed short for 5 s"
+    slots = prefix.slots
+    if fresh:
+        rest = hashes[prefix.depth * HASH_BYTES :]
+        rows = rows_of(rest)
+        proof = Proof(NAMESPACE.id, Epoch(1), rest, NATIVE.checksums(rows))
+        manager.pools.slots[Tier.HBM].write(fresh, rows, proof)
+        at = prefix.depth * HASH_BYTES
+        parent = SequenceHash(hashes[at - HASH_BYTES : at]) if at else NO_PARENT
+        slots = slots + manager.create(NAMESPACE.id, parent, prefix.depth, rest, fresh)
+    check_bytes(manager, hashes, slots)
+    if not keep:
+        manager.unpin(slots)
+    return Served(prefix, slots)
+
+
+def check_bytes(manager: Manager, hashes: bytes, slots: list[int]) -> None:
+    """The HBM slots hold exactly these blocks' bytes."""
+    if slots:
+        rows = np.empty((len(slots), BLOCK_BYTES), dtype=np.uint8)
+        manager.pools.slots[Tier.HBM].read(slots, NAMESPACE.id, hashes, rows)
+        assert np.array_equal(rows, rows_of(hashes)), "wrong bytes in HBM"

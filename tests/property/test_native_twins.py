@@ -1,0 +1,308 @@
+"""Each native function equals its specification: on what is good, and in how it refuses what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvbm import _native
+from kvbm.core import checksum, codec, hashing, residency
+from kvbm.core.codec import Frame
+from kvbm.core.errors import CorruptFrameError, FrameError, KvbmError, LayoutError, MalformedFrameError
+from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, InstanceStopped, StopReason
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.kernels import reference_checksums
+from tests.strategies import frames, hashes
+
+ROOT = bytes(range(16))
+INTEGER_DTYPES = ["u1", "u2", "<u4", ">u4", "u8", "i1", "i2", "i4", "<i8", ">i8"]
+
+
+def outcome(function: Callable[..., object], *arguments: object) -> object:
+    """What a call gives, or the class, place and words of its refusal."""
+    try:
+        return function(*arguments)
+    except FrameError as error:
+        return type(error), error.at, str(error)
+    except KvbmError as error:
+        return type(error)
+
+
+def with_checksum(data: bytes) -> bytes:
+    """The same bytes as a frame whose length and checksum fit them."""
+    body = bytearray(data[:-4])
+    body[8:12] = len(data).to_bytes(4, "little")
+    return bytes(body) + _native.crc32c(body).to_bytes(4, "little")
+
+
+def agree_on(data: bytes, at: int = 0) -> object:
+    native, reference = outcome(_native.decode_frame, data, at), outcome(codec.decode_frame, data, at)
+    assert native == reference
+    return native
+
+
+# -- frames ------------------------------------------------------------------------------------------------------------
+
+
+@given(frames(), st.binary(max_size=20), st.binary(max_size=20))
+def test_both_write_the_same_bytes_and_read_them_back_anywhere_in_a_buffer(frame: Frame, before: bytes, after: bytes):
+    data = codec.encode_frame(frame)
+    assert _native.encode_frame(frame) == data
+    buffer = before + data + after
+    for decode in (_native.decode_frame, codec.decode_frame):
+        again, end = decode(buffer, len(before))
+        assert (again, end) == (frame, len(before) + len(data))
+        assert _native.decode_frame(bytearray(buffer), len(before))[0] == frame
+        assert _native.encode_frame(again) == data
+
+
+@given(frames())
+def test_decoded_fields_have_the_types_of_the_specification(frame: Frame):
+    decoded, _ = _native.decode_frame(codec.encode_frame(frame))
+    for ours, theirs in zip(decoded.events, frame.events, strict=True):
+        assert type(ours) is type(theirs)
+        for field in ours.__struct_fields__:
+            assert type(getattr(ours, field)) is type(getattr(theirs, field))
+
+
+@given(frames(), st.data())
+def test_a_changed_byte_is_refused_as_the_specification_refuses_it(frame: Frame, draw: st.DataObject):
+    data = bytearray(codec.encode_frame(frame))
+    position = draw.draw(st.integers(0, len(data) - 1))
+    data[position] ^= draw.draw(st.integers(1, 255))
+    refusal = agree_on(bytes(data))
+    assert isinstance(refusal, tuple) and isinstance(refusal[0], type) and issubclass(refusal[0], FrameError)
+
+
+@given(frames(), st.data())
+def test_a_truncated_frame_is_refused_as_the_specification_refuses_it(frame: Frame, draw: st.DataObject):
+    data = codec.encode_frame(frame)
+    agree_on(data[: draw.draw(st.integers(0, len(data) - 1))])
+    agree_on(data, draw.draw(st.integers(1, 2 * len(data))))
+
+
+@settings(max_examples=600)
+@given(frames(max_events=4), st.data())
+def test_hostile_contents_under_a_good_checksum_have_one_outcome(frame: Frame, draw: st.DataObject):
+    data = bytearray(codec.encode_frame(frame))
+    for _ in range(draw.draw(st.integers(1, 3))):
+        position = draw.draw(st.integers(6, len(data) - 5))
+        match draw.draw(st.integers(0, 3)):
+            case 0:
+                data[position] = draw.draw(st.integers(0, 255))
+            case 1:
+                data[position : position + 4] = draw.draw(st.binary(max_size=8))
+            case 2:
+                data[position] ^= 1 << draw.draw(st.integers(0, 7))
+            case _:
+                piece = draw.draw(st.integers(0, len(data) - 5))
+                data[position:position] = data[piece : piece + draw.draw(st.integers(1, 40))]
+    result = agree_on(with_checksum(bytes(data)))
+    assert isinstance(result, tuple)
+    if isinstance(result[0], Frame):
+        assert _native.encode_frame(result[0]) == codec.encode_frame(result[0]) == with_checksum(bytes(data))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_any_body_has_one_outcome(body: bytes, namespace_count: int, event_count: int):
+    header = b"KVBM\x01\x00\x01" + bytes([namespace_count]) + bytes(4) + event_count.to_bytes(4, "little") + bytes(32)
+    agree_on(with_checksum(header + b"i" + body + bytes(4)))
+    agree_on(body)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_start_that_is_not_canonical_is_refused(draw: st.DataObject):
+    blob = bytearray(msgspec.msgpack.encode(InstanceStarted(epoch=Epoch(3), topology=("zone", "rack"), engine="e")))
+    position = draw.draw(st.integers(0, len(blob) - 1))
+    blob[position : position + draw.draw(st.integers(0, 2))] = draw.draw(st.binary(max_size=4))
+    event = b"\x01" + len(blob).to_bytes(4, "little") + bytes(blob)
+    header = b"KVBM\x01\x00\x01\x00" + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
+    agree_on(with_checksum(header + b"i" + event + bytes(4)))
+
+
+def test_a_start_whose_text_is_not_utf8_is_malformed():
+    blob = msgspec.msgpack.encode(InstanceStarted(epoch=Epoch(3), engine="engine")).replace(b"engine", b"engin\xff")
+    event = b"\x01" + len(blob).to_bytes(4, "little") + blob
+    header = b"KVBM\x01\x00\x01\x00" + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
+    refusal = agree_on(with_checksum(header + b"i" + event + bytes(4)))
+    assert isinstance(refusal, tuple) and refusal[0] is MalformedFrameError
+
+
+@given(st.binary(min_size=1, max_size=12))
+@example(b"\xed\xa0\x80")
+@example(b"\xf4\x90\x80\x80")
+@example(b"\xc0\x80")
+@example(b"\xe0\x80\x80")
+@example(b"\xf0\x8f\xbf\xbf")
+def test_both_take_the_same_names_for_utf8(name: bytes):
+    header = b"KVBM\x01\x00" + bytes([len(name), 0]) + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
+    agree_on(with_checksum(header + name + b"\x07\x00" + bytes(4)))
+
+
+def test_a_namespace_listed_twice_is_malformed():
+    one, two = NamespaceId(b"a" * 16), NamespaceId(b"b" * 16)
+    evicted = [BlocksEvicted(namespace=n, tier=Tier.HBM, reason=EvictReason.TTL, hashes=b"h" * 16) for n in (one, two)]
+    data = codec.encode_frame(frame_of(*evicted))
+    refusal = agree_on(with_checksum(data.replace(two, one)))
+    assert isinstance(refusal, tuple) and refusal[0] is MalformedFrameError
+
+
+def test_a_corrupt_frame_says_both_checksums():
+    data = bytearray(codec.encode_frame(frame_of(InstanceStopped(reason=StopReason.FENCED))))
+    data[50] ^= 1
+    with pytest.raises(CorruptFrameError, match=r"byte 0: checksum [0-9a-f]{8} of the bytes, [0-9a-f]{8} in the frame"):
+        _native.decode_frame(bytes(data))
+
+
+def frame_of(*events: object, instance: str = "i", epoch: int = 1, first_offset: int = 0) -> Frame:
+    return Frame(
+        instance=InstanceId(instance), epoch=Epoch(epoch), first_offset=Offset(first_offset), wall_time_ns=0, digest=0,
+        events=events,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def created(**changes: object) -> BlocksCreated:
+    fields: dict[str, object] = {"namespace": b"n" * 16, "tier": Tier.HBM, "hashes": b"h" * 32}
+    return BlocksCreated(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        frame_of(),
+        frame_of(created(), instance=""),
+        frame_of(created(), instance="é" * 128),
+        frame_of(created(), instance="\ud800"),
+        frame_of(created(), epoch=-1),
+        frame_of(created(), epoch=2**64),
+        frame_of(created(), first_offset=2**64),
+        frame_of(created(hashes=b"")),
+        frame_of(created(hashes=b"h" * 17)),
+        frame_of(created(slots=b"s" * 4)),
+        frame_of(created(start=2**32)),
+        frame_of(created(start=-1)),
+        frame_of(created(start="1")),
+        frame_of(created(parent=SequenceHash(b"p"))),
+        frame_of(created(namespace=b"n")),
+        frame_of(InstanceStarted(epoch=Epoch(2**64))),
+        frame_of(InstanceStarted(epoch=Epoch(1), engine="\ud800")),
+        frame_of(created(hashes=bytes(1 << 26))),
+        frame_of(*(created(namespace=index.to_bytes(16, "big")) for index in range(256))),
+    ],
+    ids=range(19),
+)
+def test_what_does_not_fit_a_frame_is_refused_by_both(frame: Frame):
+    assert outcome(codec.encode_frame, frame) is LayoutError
+    assert outcome(_native.encode_frame, frame) is LayoutError
+
+
+def test_as_many_namespaces_as_fit_are_written_and_read():
+    frame = frame_of(*(created(namespace=index.to_bytes(16, "big")) for index in range(255)))
+    data = codec.encode_frame(frame)
+    assert _native.encode_frame(frame) == data
+    assert _native.decode_frame(data) == (frame, len(data))
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=3000), st.integers(0, 3000), st.integers(0, 2**32 - 1))
+def test_checksums_agree_and_continue(data: bytes, cut: int, initial: int):
+    whole = checksum.crc32c(data, initial)
+    assert _native.crc32c(data, initial) == whole
+    assert _native.crc32c(memoryview(data)[cut:], _native.crc32c(bytearray(data[:cut]), initial)) == whole
+
+
+@pytest.mark.parametrize("size", [767, 768, 12_287, 12_288, 12_289, 40_000, 100_003])
+def test_checksums_of_long_buffers_agree_at_every_alignment(size: int):
+    data = np.random.default_rng(size).integers(0, 256, size + 8, dtype=np.uint8)
+    for start in range(8):
+        piece = data[start : start + size]
+        assert _native.crc32c(piece) == checksum.crc32c(piece.tobytes())
+
+
+@given(st.integers(0, 5), st.integers(0, 900), st.integers(0, 2**32))
+def test_checksums_of_rows_agree(count: int, width: int, seed: int):
+    rows = np.random.default_rng(seed).integers(0, 256, (count, width), dtype=np.uint8)
+    result = _native.checksums(rows)
+    assert result.dtype == np.uint32
+    assert result.tolist() == reference_checksums(rows).tolist()
+
+
+def test_rows_that_do_not_lie_together_are_refused():
+    rows = np.zeros((4, 8), dtype=np.uint8)
+    for wrong in (rows[:, ::2], rows.T, rows.astype(np.int8), rows[0]):
+        with pytest.raises(TypeError):
+            _native.checksums(wrong)
+
+
+# -- hashes ------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=200),
+    block_tokens=st.integers(1, 40),
+    root=hashes,
+    keys=st.none() | st.binary(max_size=150),
+)
+def test_sequence_hashes_agree(tokens: list[int], block_tokens: int, root: bytes, keys: bytes | None):
+    extra = [] if keys is None else [keys + bytes([index]) for index in range(len(tokens) // block_tokens)]
+    expected = hashing.sequence_hashes(tokens, block_tokens, root, extra)
+    assert _native.sequence_hashes(tokens, block_tokens, root, extra) == expected
+    assert _native.sequence_hashes(tuple(tokens), block_tokens, root, tuple(extra)) == expected
+    assert _native.sequence_hashes(np.array(tokens, dtype=np.uint32), block_tokens, root, extra) == expected
+
+
+@pytest.mark.parametrize("dtype", INTEGER_DTYPES)
+def test_any_integer_array_hashes_as_its_list(dtype: str):
+    tokens = np.arange(100).astype(dtype)
+    expected = hashing.sequence_hashes(tokens.tolist(), 7, ROOT)
+    for array in (tokens, np.repeat(tokens, 2)[::2]):
+        assert _native.sequence_hashes(array, 7, ROOT) == expected
+        assert hashing.sequence_hashes(array, 7, ROOT) == expected
+
+
+@pytest.mark.parametrize("block_tokens", [1, 11, 12, 13, 14, 16, 27, 28, 64, 256])
+def test_blocks_of_every_padding_hash_alike(block_tokens: int):
+    tokens = np.arange(block_tokens * 5 + 3, dtype=np.uint32) * 65_537
+    assert _native.sequence_hashes(tokens, block_tokens, ROOT) == hashing.sequence_hashes(tokens, block_tokens, ROOT)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([1, 2], 0, ROOT),
+        ([1, 2], -3, ROOT),
+        ([1, 2], 2, b"short"),
+        ([1, -1], 2, ROOT),
+        ([1, 2**32], 2, ROOT),
+        ([1, 2**70], 2, ROOT),
+        (np.array([1, 2**32]), 2, ROOT),
+        (np.array([1, 2**63], dtype=np.uint64), 2, ROOT),
+        (np.zeros((2, 2), dtype=np.uint32), 2, ROOT),
+        ([1, 2, 3], 2, ROOT, [b"a", b"b"]),
+    ],
+    ids=range(10),
+)
+def test_tokens_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
+    words = []
+    for function in (hashing.sequence_hashes, _native.sequence_hashes):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)  # type: ignore[operator, arg-type]
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
+# -- the digest --------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(Tier), hashes)
+def test_residency_mixes_agree(tier: Tier, block: bytes):
+    assert _native.residency_mix(tier, block) == residency.residency_mix(tier, block)

