@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 import structlog
-from kvbm.locate.http import HttpLocator
+from kvbm.locate.http import CatalogClient, HttpLocator
 
 from kvbm import _native
 from kvbm.config import Settings
@@ -34,6 +36,7 @@ from kvbm.pools.object import S3Pool
 from kvbm.streams.base import Heartbeat, Position, events_subject
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
+from kvbm.streams.nats import shown
 from kvbm.streams.publisher import PublisherThread
 from kvbm.streams.server import shared_server
 
@@ -108,6 +111,39 @@ def open_manager(
             publishing = _publishing(settings, manager, frames, url)
         manager.start(publishing, closers=[opened.pop_all().close])
         return manager
+
+
+def run_catalog(settings: Settings) -> int:
+    """Serve the catalog until SIGINT or SIGTERM.
+
+    Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
+    """
+    from kvbm.catalog.routing import RoutingSettings
+    from kvbm.catalog.server import run
+    from kvbm.catalog.service import ServiceSettings
+
+    data_dir = Path(settings.instance.data_dir)
+    with ExitStack() as opened:
+        url = settings.nats.url or _embedded_nats(settings, opened)
+        if not settings.catalog.database:
+            data_dir.mkdir(parents=True, exist_ok=True)
+        service = ServiceSettings(
+            nats_url=url,
+            database_url=settings.catalog.database or f"sqlite+aiosqlite:///{data_dir / 'catalog.db'}",
+            cluster=settings.instance.cluster,
+            listen=settings.catalog.listen,
+            connect_s=settings.nats.timeout_s,
+            liveness_s=settings.catalog.liveness_s,
+            tenant_secrets=settings.catalog.tenant_secrets,
+            routing=RoutingSettings(**msgspec.structs.asdict(settings.catalog.routing)),
+        )
+        run(service, NATIVE, lambda at: print(f"kvbm-catalog: {at} follows {shown(url)}", file=sys.stderr, flush=True))
+    return 0
+
+
+def catalog_client(url: str) -> CatalogClient:
+    """A client of the catalog that hashes tokens natively. Raises CatalogError: the URL cannot be used."""
+    return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
 
 
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:

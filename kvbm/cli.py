@@ -101,7 +101,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
-    _configure_logs()
+    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate") else logging.INFO)
     try:
         return work(arguments)
     except KvbmError as error:
@@ -156,7 +156,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return load_settings(arguments.config, os.environ, flags)
 
 
-def _configure_logs() -> None:
+def _configure_logs(level: int = logging.INFO) -> None:
     """Remarks for people go to standard error; standard output carries answers only."""
     structlog.configure(
         processors=[
@@ -164,7 +164,7 @@ def _configure_logs() -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )

@@ -115,6 +115,24 @@ class NatsSettings(_Group):
     heartbeat_s: float = 1.0
 
 
+class RoutingSettings(_Group):
+    """What routing's cost is made of; the defaults won a sweep over a recorded trace.
+
+    Attributes:
+        prefill_tokens_per_s: what routing assumes an instance computes.
+        work_weight: how much a second of recomputing weighs against a second of waiting.
+        half_life_s: after this long a routed token counts half for balance.
+        prior_s: seconds of prefill added to the mean, so that a quiet cluster is not balanced over trifles.
+        hold_s: for this long after a route its blocks count as soon to be held.
+    """
+
+    prefill_tokens_per_s: float = 10_000.0
+    work_weight: float = 8.0
+    half_life_s: float = 300.0
+    prior_s: float = 10.0
+    hold_s: float = 30.0
+
+
 class CatalogSettings(_Group):
     """The catalog service and how to reach it.
 
@@ -122,14 +140,15 @@ class CatalogSettings(_Group):
         url: where managers and routers ask; "" asks nobody.
         listen: host:port the service binds; port 0 takes a free one.
         database: SQLAlchemy URL; "" is SQLite in the data folder.
-        prefill_tokens_per_s: what routing assumes an instance computes.
+        liveness_s: an instance not heard for this long is left out of answers.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
     """
 
     url: str = ""
     listen: str = "127.0.0.1:7700"
     database: str = ""
-    prefill_tokens_per_s: float = 10_000.0
+    liveness_s: float = 4.0
+    routing: RoutingSettings = RoutingSettings()
     tenant_secrets: dict[str, str] = {}
 
 
@@ -231,7 +250,8 @@ def _check(settings: Settings) -> None:
         ("nats.timeout_s", settings.nats.timeout_s),
         ("nats.heartbeat_s", settings.nats.heartbeat_s),
         ("pools.object.timeout_s", settings.pools.object.timeout_s),
-        ("catalog.prefill_tokens_per_s", settings.catalog.prefill_tokens_per_s),
+        ("catalog.liveness_s", settings.catalog.liveness_s),
+        *((f"catalog.routing.{key}", value) for key, value in msgspec.structs.asdict(settings.catalog.routing).items()),
     ):
         if not value > 0:
             raise ConfigError(f"{key} is {value}; it must be above 0")

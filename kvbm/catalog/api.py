@@ -83,7 +83,7 @@ class _Api:
         self._openapi = msgspec.json.encode(openapi(version))
 
     async def lookup(self, request: Request) -> Response:
-        asked, namespace, hashes = await self._prompt(request, LookupRequest)
+        _, namespace, hashes = await self._prompt(request, LookupRequest)
         begin_s = time.perf_counter()
         answer = self._service.lookup(namespace, hashes)
         response = _json(answer)
@@ -106,7 +106,7 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        ranked = self._service.route(Ask(namespace, hashes, input_tokens, max(1, block_tokens)))
+        ranked = self._service.route(Ask(namespace, hashes, input_tokens, max(1, block_tokens)), fields)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 
-from kvbm.core.errors import CatalogError, ConfigError, MissingExtraError
+from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import EventStream
 
@@ -42,7 +42,7 @@ def run(
         on_started: told the URL once it answers.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
-    asyncio.run(_serve(settings, kernels, on_started, lambda server, loop: _stop_on_signals(server, loop)))
+    asyncio.run(_serve(settings, kernels, on_started, _stop_on_signals))
 
 
 class CatalogThread:
@@ -109,18 +109,28 @@ class CatalogThread:
 
         try:
             asyncio.run(_serve(self._settings, self._kernels, self._started.set_result, began, self._make_stream))
-        except Exception as error:  # noqa: BLE001 - the caller of `start` gets it, or the log does
+        except (KvbmError, OSError) as error:
             if self._started.done():
-                log.error("catalog.ended", why=str(error))
+                log.exception("catalog.ended", why=str(error))
             else:
                 self._started.set_exception(error)
-        else:
+        finally:
             if not self._started.done():
-                self._started.set_exception(CatalogError("the catalog was stopped before it answered"))
+                self._started.set_exception(CatalogError("the catalog ended before it answered; see its log"))
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; then says so."""
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -148,26 +158,18 @@ async def _serve(
                 timeout_graceful_shutdown=_GRACE_S,
                 ws="none",
             )
-            server = _Server(config)
+            url = _url(listener)
+            server = _Server(config, lambda: on_started(url))
             on_began(server, asyncio.get_running_loop())
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
             watching = asyncio.create_task(_end_on_failure(service, server))
-            announcing = asyncio.create_task(_announce(server, _url(listener), on_started))
             try:
-                await serving
+                await server.serve(sockets=[listener])
             finally:
-                for task in (watching, announcing):
-                    task.cancel()
+                watching.cancel()
         finally:
             await service.close()
         if service.failure is not None:
             raise CatalogError(f"the catalog cannot go on: {service.failure}") from service.failure
-
-
-async def _announce(server: uvicorn.Server, url: str, on_started: Callable[[str], None]) -> None:
-    while not server.started:
-        await asyncio.sleep(0.005)
-    on_started(url)
 
 
 async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> None:
@@ -192,10 +194,18 @@ def _host_and_port(listen: str) -> tuple[str, int]:
 
 
 def _bind(host: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle off only where the protocol says TCP
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        return listener
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise CatalogError(
             f"the catalog cannot listen on {host}:{port} ({error.strerror}); choose another port, 0 takes a free one"
         ) from None

@@ -28,7 +28,7 @@ from kvbm.core.answers import (
     ReadyAnswer,
 )
 from kvbm.core.errors import CatalogError, KvbmError, StreamError
-from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import EventReader, EventStream, Position, StreamMessage
 from kvbm.streams.nats import STREAM, NatsStream
@@ -42,6 +42,9 @@ ASK_END_S = 1.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 CLOSE_WAIT_S = 5.0
+KEPT_PULSE_S = (
+    60.0  # the first heartbeat of an instance may be one the stream has kept; clocks differ by less than this
+)
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,7 +123,7 @@ class CatalogService:
             claimed = 0
             async for chunk in store.claims():
                 index.claim(chunk.pool, chunk.namespace, chunk.hashes)
-                claimed += len(chunk.hashes)
+                claimed += len(chunk.hashes) // HASH_BYTES
             projector = Projector(
                 index,
                 kernels.decode_frame,
@@ -136,7 +139,7 @@ class CatalogService:
             await stream.close()
             await store.close()
             raise
-        log.info("catalog.started", stream=numbering, stored=stored, stream_end=end, claim_bytes=claimed)
+        log.info("catalog.started", stream=numbering, stored=stored, stream_end=end, claims=claimed)
         return service
 
     async def close(self) -> None:
@@ -200,10 +203,16 @@ class CatalogService:
         """Who has how much of a prefix."""
         return lookup(self._index, namespace, hashes, self._pulses.withheld(time.monotonic()))
 
-    def route(self, ask: Ask) -> list[RankedInstance]:
-        """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none."""
+    def route(self, ask: Ask, fields: Namespace | None) -> list[RankedInstance]:
+        """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
+
+        Args:
+            fields: of the prompt's namespace, when they are known.
+        """
         now_s = time.monotonic()
-        candidates = [instance for instance in self._pulses.candidates(now_s) if self._serves(instance, ask.namespace)]
+        candidates = [
+            instance for instance in self._pulses.candidates(now_s) if self._serves(instance, ask.namespace, fields)
+        ]
         if not candidates:
             return []
         pulses = {instance: self._pulses.last(instance) for instance in candidates}
@@ -256,9 +265,8 @@ class CatalogService:
             claims=self._index.claim_counts(),
         )
 
-    def _serves(self, instance: InstanceId, wanted: NamespaceId) -> bool:
+    def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
         """Whether an instance runs the model of a namespace; whoever has not said what it runs, may."""
-        fields = self.namespace(wanted)
         pulse = self._pulses.last(instance)
         told = self._projector.declared(instance)
         if fields is None or not told or wanted in told or (pulse and wanted in pulse.heartbeat.namespaces):
@@ -378,7 +386,9 @@ class CatalogService:
     async def _hear(self) -> None:
         async for heartbeat in self._stream.watch_pulses(self.settings.cluster):
             now_s = time.monotonic()
-            self._pulses.hear(now_s, heartbeat)
+            age_s = time.time() - heartbeat.wall_time_ns / 1e9
+            is_kept = self._pulses.last(heartbeat.instance) is None and age_s > KEPT_PULSE_S
+            self._pulses.hear(now_s - age_s if is_kept else now_s, heartbeat)
             self._projector.hear(now_s, heartbeat)
 
     async def _watch_end(self) -> None:

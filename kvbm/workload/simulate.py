@@ -26,20 +26,22 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.assembly import NATIVE, open_manager
-from kvbm.config import Settings, load_settings
+from kvbm.assembly import NATIVE, catalog_client, open_manager
+from kvbm.config import RoutingSettings, Settings, load_settings
 from kvbm.core.errors import ConfigError, TraceError
 from kvbm.core.hashing import adopt_hashes
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, Tier
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
 from kvbm.manager.manager import Manager, Prefix
 from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.generator import generate
+from kvbm.workload.catalog_view import counter, wait_applied
 from kvbm.workload.processes import free_port, machine, start_http
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
 BLOCK_BYTES = 64  # synthetic: the block's hash, four times
 PREFILL_TOKENS_PER_S = 10_000.0
+REQUESTS_PER_S = 230.0  # how fast virtual time is paced, on the wall clock, while a catalog follows
 DECODE_TOKEN_S = 0.03
 UNBOUNDED_SLOTS = 1 << 22
 LAG_SAMPLE_EVERY = 100  # requests
@@ -107,7 +109,7 @@ class Instance:
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
-        self.queue: deque[Arrival] = deque()
+        self.queue: deque[tuple[Arrival, int]] = deque()  # with the tokens that were missing when it came
         self.busy = False
         self.queued_tokens = 0
         self.running = 0
@@ -201,8 +203,9 @@ class Simulation:
 
     def _arrive(self, arrival: Arrival) -> None:
         instance = self.instances[self._route(arrival)]
-        instance.queue.append(arrival)
-        instance.queued_tokens += arrival.input_tokens
+        missing = arrival.input_tokens - instance.manager.match(arrival.hashes).depth * TRACE_BLOCK_TOKENS
+        instance.queue.append((arrival, missing))
+        instance.queued_tokens += missing
         instance.prompt_blocks += len(arrival.hashes) // HASH_BYTES
         instance.requests += 1
         self._start(instance)
@@ -211,7 +214,7 @@ class Simulation:
     def _start(self, instance: Instance) -> None:
         if instance.busy or not instance.queue:
             return
-        request = instance.queue[0]
+        request, expected = instance.queue[0]
         taken = instance.acquire(request)
         if taken is None:
             if not instance.running:
@@ -224,12 +227,13 @@ class Simulation:
         for tier, count in prefix.hits.items():
             self._hits[tier] += count
         missing = request.input_tokens - prefix.depth * TRACE_BLOCK_TOKENS
-        self._later(missing / PREFILL_TOKENS_PER_S, lambda: self._prefilled(instance, request, prefix, fresh))
+        instance.queued_tokens += missing - expected
+        self._later(missing / PREFILL_TOKENS_PER_S, lambda: self._prefilled(instance, request, prefix, fresh, missing))
 
-    def _prefilled(self, instance: Instance, request: Arrival, prefix: Prefix, fresh: list[int]) -> None:
+    def _prefilled(self, instance: Instance, request: Arrival, prefix: Prefix, fresh: list[int], missing: int) -> None:
         slots = instance.create(request, prefix, fresh)
         instance.busy = False
-        instance.queued_tokens -= request.input_tokens
+        instance.queued_tokens -= missing
         instance.running += 1
         self._ttft_s += self._now_s - request.at_s
         self._later(request.output_tokens * DECODE_TOKEN_S, lambda: self._ended(instance, slots))
@@ -251,10 +255,14 @@ def _max_over_mean(values: Sequence[int]) -> float:
 class Cluster:
     """N managers in this process; with `live` also nats-server and a catalog process they publish to."""
 
-    def __init__(self, count: int, pools: dict[str, int], folder: Path, live: bool) -> None:
+    def __init__(self, count: int, pools: dict[str, int], folder: Path, live: bool, pace: float = 1.0) -> None:
+        """
+        Args:
+            pace: virtual seconds in one of the wall clock's, which is the catalog's: its settings are scaled by it.
+        """
+        self._pace = pace
         self._opened = ExitStack()
-        self._now_s = 0.0
-        self._began_s = time.time()
+        self._began_s = time.monotonic()
         self.client: CatalogClient | None = None
         self.instances: list[Instance] = []
         flags: dict[str, object] = {
@@ -280,37 +288,36 @@ class Cluster:
         command = [
             sys.executable, "-m", "kvbm", "catalog", "serve", f"--set=nats.url={server.url}",
             f"--set=catalog.listen=127.0.0.1:{port}", f"--set=instance.data_dir={folder}",
-            f"--set=catalog.prefill_tokens_per_s={PREFILL_TOKENS_PER_S}",
+            f"--set=catalog.routing.prefill_tokens_per_s={PREFILL_TOKENS_PER_S * self._pace}",
+            f"--set=catalog.routing.half_life_s={RoutingSettings().half_life_s / self._pace}",
+            f"--set=catalog.routing.prior_s={RoutingSettings().prior_s / self._pace}",
+            f"--set=catalog.routing.hold_s={RoutingSettings().hold_s / self._pace}",
         ]  # fmt: skip
         catalog = start_http("catalog", command, f"{url}/healthz", folder / "logs")
         self._opened.callback(catalog.stop)
-        self.client = CatalogClient(url)
+        self.client = catalog_client(url)
         self._opened.callback(self.client.close)
         self.client.wait_ready(30.0)
         return {"nats.url": server.url, "nats.heartbeat_s": 0.02}
 
     def _open(self, settings: Settings) -> Manager:
-        manager = open_manager(
-            settings, [NAMESPACE], BLOCK_BYTES, engine="simulate", wall_clock_ns=lambda: int(self.at_s() * 1e9)
-        )
+        manager = open_manager(settings, [NAMESPACE], BLOCK_BYTES, engine="simulate")
         self._opened.callback(manager.close)
         return manager
 
-    def set_time(self, now_s: float) -> None:
-        """The virtual time, in seconds since the trace began."""
-        self._now_s = now_s
-
-    def at_s(self) -> float:
-        """The virtual time on the scale of the wall clock, which heartbeats and routes speak."""
-        return self._began_s + self._now_s
+    def pace(self, now_s: float) -> None:
+        """Wait while virtual time (seconds since the trace began) runs ahead of the wall clock, as the catalog sees it."""
+        if self.client is not None:
+            ahead_s = now_s / self._pace - (time.monotonic() - self._began_s)
+            if ahead_s > 0.001:
+                time.sleep(ahead_s)
 
     def wait_all_applied(self) -> float:
         """Wait until the catalog has applied every event decided so far. Returns how long that took, in seconds."""
         assert self.client is not None
         began = time.monotonic()
-        for instance in self.instances:
-            manager = instance.manager
-            self.client.wait_applied(manager.instance, manager.epoch, manager.applied(), 60.0)
+        managers = [instance.manager for instance in self.instances]
+        wait_applied(self.client, [(m.instance, m.epoch, m.applied()) for m in managers], 60.0)
         return time.monotonic() - began
 
     def close(self) -> None:
@@ -331,10 +338,7 @@ class CatalogRoute:
         assert client is not None
         if arrival.number % LAG_SAMPLE_EVERY == LAG_SAMPLE_EVERY - 1:
             self.lags_s.append(self._cluster.wait_all_applied())
-        answer = client.route(
-            NAMESPACE.id, arrival.hashes, input_tokens=arrival.input_tokens, at_s=self._cluster.at_s()
-        )
-        return self._names[answer.ranked[0].instance]
+        return self._names[InstanceId(client.route(NAMESPACE.id, arrival.hashes, arrival.input_tokens).instance)]
 
 
 def arrivals_of(requests: Sequence[TraceRequest], root: bytes) -> list[Arrival]:
@@ -426,7 +430,7 @@ def simulate(
                     advance = step(
                         f"routed: {label}" if label == "random" else "one pooled LRU of the same size", len(arrivals)
                     )
-                    report.routing[label] = Simulation(cluster.instances, route, cluster.set_time).run(
+                    report.routing[label] = Simulation(cluster.instances, route, cluster.pace).run(
                         arrivals, all_ids, advance
                     )
                 finally:
@@ -444,11 +448,12 @@ def _run_catalog(
     all_ids: int,
     advance: Callable[[int], None],
 ) -> None:
-    cluster = Cluster(count, pools, folder / "live", live=True)
+    span_s = arrivals[-1].at_s - arrivals[0].at_s
+    cluster = Cluster(count, pools, folder / "live", live=True, pace=max(1.0, span_s * REQUESTS_PER_S / len(arrivals)))
     try:
         route = CatalogRoute(cluster)
         began = time.monotonic()
-        outcome = Simulation(cluster.instances, route, cluster.set_time).run(arrivals, all_ids, advance)
+        outcome = Simulation(cluster.instances, route, cluster.pace).run(arrivals, all_ids, advance)
         route.lags_s.append(cluster.wait_all_applied())
         elapsed_s = time.monotonic() - began
         assert cluster.client is not None
@@ -457,7 +462,7 @@ def _run_catalog(
         report.digests_equal = all(seen[m.instance] == f"{m.digest()[1]:016x}" for m in managers)
         report.events = sum(manager.applied() for manager in managers)
         report.events_per_s = round(report.events / elapsed_s, 1)
-        blocks = cluster.client.counters().blocks_applied
+        blocks = counter(cluster.client, "blocks")
         report.block_events_per_s = round(blocks / elapsed_s, 1)
     finally:
         cluster.close()
@@ -472,22 +477,19 @@ def _run_catalog(
 
 def table(report: Report) -> Table:
     """The report for people."""
-    result = Table(
-        title=f"{report.requests} requests, {report.blocks} full blocks on {report.instances} x {report.pools}",
-        title_justify="left",
-    )
-    for column in ("routing", "hit ratio", "of all ids", "load max/mean", "by requests", "mean ttft", "hits by tier"):
-        result.add_column(column, justify="left" if column in ("routing", "hits by tier") else "right")
-    for name in ("random", "catalog", "pooled"):
-        if (outcome := report.routing.get(name)) is None:
-            continue
-        tiers = ", ".join(f"{tier} {count}" for tier, count in outcome.hits_by_tier.items())
-        label = {"random": "random", "catalog": "the catalog", "pooled": "one pooled LRU of the same size"}[name]
-        result.add_row(
-            label, f"{outcome.hit_ratio:.3f}", f"{outcome.hit_ratio_of_all_ids:.3f}", f"{outcome.load_max_over_mean:.3f}",
-            f"{outcome.load_max_over_mean_requests:.3f}", f"{outcome.mean_ttft_s:.2f} s", tiers,
-        )  # fmt: skip
-    result.add_row("ideal: nothing ever evicted", f"{report.ideal_hit_ratio:.3f}", "", "", "", "", "")
+    title = f"{report.requests} requests, {report.blocks} full blocks, {report.instances} x {report.pools}"
+    result = Table(title=title, title_justify="left")
+    result.add_column("routing")
+    for column in ("hit ratio", "of all ids", "load max/mean", "by requests"):
+        result.add_column(column, justify="right")
+    labels = {"random": "random", "catalog": "the catalog", "pooled": "one pooled LRU of that size"}
+    for name, label in labels.items():
+        if (outcome := report.routing.get(name)) is not None:
+            result.add_row(
+                label, f"{outcome.hit_ratio:.3f}", f"{outcome.hit_ratio_of_all_ids:.3f}",
+                f"{outcome.load_max_over_mean:.3f}", f"{outcome.load_max_over_mean_requests:.3f}",
+            )  # fmt: skip
+    result.add_row("ideal: nothing is evicted", f"{report.ideal_hit_ratio:.3f}", "", "", "")
     return result
 
 
@@ -509,6 +511,8 @@ def main(trace: Path | None, requests: int, seed: int, instances: int, pools: st
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     console.print(table(report))
+    tiers = ", ".join(f"{count} from {tier}" for tier, count in report.hits_by_tier.items())
+    console.print(f"hit blocks routed by the catalog: {tiers or 'none'}")
     console.print(
         f"{report.events} events ({report.events_per_s:.0f}/s, {report.block_events_per_s:.0f} block events/s), catalog lag "
         f"p50 {report.catalog_lag_ms_p50} ms, p99 {report.catalog_lag_ms_p99} ms, digests equal: "

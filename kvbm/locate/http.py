@@ -1,0 +1,294 @@
+"""Asking the catalog over HTTP: `CatalogClient` for routers and tools, `HttpLocator` for managers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import structlog
+import urllib3
+
+from kvbm.core.answers import (
+    MAX_HASHES,
+    BlockAnswer,
+    ErrorAnswer,
+    InstancesAnswer,
+    InstanceSummary,
+    LookupAnswer,
+    LookupRequest,
+    NamespacesAnswer,
+    NamespaceSummary,
+    PositionWanted,
+    ReadyAnswer,
+    RouteAnswer,
+    RouteRequest,
+)
+from kvbm.core.errors import CatalogError
+from kvbm.core.hashing import sequence_hashes
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.kernels import SequenceHashes
+
+log = structlog.get_logger()
+
+TIMEOUT_S = 5.0
+CONNECTIONS = 16
+BACK_OFF_FIRST_S = 0.5
+BACK_OFF_MOST_S = 5.0
+_POLL_S = 0.05
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class CatalogRefusedError(CatalogError):
+    """The catalog answered with an error.
+
+    Attributes:
+        status: of HTTP.
+        code: constant that names the error, such as "not_ready".
+    """
+
+    def __init__(self, message: str, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class CatalogClient:
+    """Asks one catalog. Any thread may call it; connections are kept.
+
+    Every method raises CatalogError, in one sentence, when the catalog does not answer in time, and CatalogRefusedError
+    when it answers with an error.
+
+    Args:
+        url: http://host:port
+        hash_tokens: `sequence_hashes` or its native twin.
+    """
+
+    def __init__(self, url: str, timeout_s: float = TIMEOUT_S, hash_tokens: SequenceHashes = sequence_hashes) -> None:
+        self.url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._hash_tokens = hash_tokens
+        try:
+            self._pool = urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False)
+        except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
+            raise CatalogError(f"the catalog's URL {url!r} cannot be used ({error}); write http://host:port") from None
+
+    def close(self) -> None:
+        """Give the connections back. Idempotent."""
+        self._pool.close()
+
+    def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
+        """Packed hashes of a prompt's full blocks, made here: the root stays on this side. Raises LayoutError."""
+        return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
+
+    def lookup(
+        self,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        at_least: Sequence[PositionWanted] = (),
+        wait_s: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> LookupAnswer:
+        """Who has how much of a prefix.
+
+        Args:
+            hashes: packed, in prompt order; `hashes()` makes them from tokens.
+            at_least: positions the answer must have seen.
+            wait_s: how long the catalog may wait for these.
+            timeout_s: of this call, the wait not counted.
+        """
+        request = LookupRequest(
+            namespace=_named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s
+        )
+        return self._post("/v1/lookup", request, LookupAnswer, self._limit(timeout_s, at_least, wait_s))
+
+    def route(
+        self,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        input_tokens: int,
+        at_least: Sequence[PositionWanted] = (),
+        wait_s: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> RouteAnswer:
+        """Where to send a prompt. The catalog remembers it as sent. Arguments as `lookup`.
+
+        Args:
+            input_tokens: tokens of the whole prompt.
+        """
+        request = RouteRequest(
+            namespace=_named(namespace), hashes=hashes.hex(), input_tokens=input_tokens, at_least=list(at_least),
+            timeout_s=wait_s,
+        )  # fmt: skip
+        return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
+
+    def lookup_tokens(
+        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+    ) -> LookupAnswer:
+        """`lookup` of a prompt's tokens, hashed here."""
+        return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s)
+
+    def route_tokens(
+        self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
+    ) -> RouteAnswer:
+        """`route` of a prompt's tokens, hashed here."""
+        return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s)
+
+    def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
+        """Who holds one block."""
+        public = namespace.id if isinstance(namespace, Namespace) else namespace
+        return self._get(f"/v1/blocks/{public.hex()}/{block.hex()}", BlockAnswer)
+
+    def instances(self) -> list[InstanceSummary]:
+        """All instances, by name."""
+        return self._get("/v1/instances", InstancesAnswer).instances
+
+    def instance(self, instance: InstanceId | str) -> InstanceSummary | None:
+        """One instance; None when the catalog does not know it."""
+        return next((found for found in self.instances() if found.instance == instance), None)
+
+    def namespaces(self) -> list[NamespaceSummary]:
+        """All namespaces whose fields are known, by id."""
+        return self._get("/v1/namespaces", NamespacesAnswer).namespaces
+
+    def ready(self) -> ReadyAnswer:
+        """Whether the catalog's answers are complete, and what does not work."""
+        status, body = self._send("GET", "/readyz", None, self._timeout_s)
+        return self._decode("/readyz", status, body, ReadyAnswer, good=(200, 503))
+
+    def wait_ready(self, timeout_s: float = 30.0) -> None:
+        """Wait until the catalog answers and is ready. Raises CatalogError: it is not in time; says why."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                answer = self.ready()
+                why = answer.reason
+            except CatalogError as error:
+                why = str(error)
+            else:
+                if answer.ready:
+                    return
+            if time.monotonic() >= deadline_s:
+                raise CatalogError(f"the catalog at {self.url} is not ready after {timeout_s:g} s: {why}")
+            time.sleep(_POLL_S)
+
+    def metrics(self) -> str:
+        """The catalog's metrics in Prometheus' text format."""
+        status, body = self._send("GET", "/metrics", None, self._timeout_s)
+        if status != 200:
+            raise self._refusal("/metrics", status, body)
+        return body.decode()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _limit(self, timeout_s: float | None, at_least: Sequence[PositionWanted], wait_s: float) -> float:
+        return (self._timeout_s if timeout_s is None else timeout_s) + (wait_s if at_least else 0.0)
+
+    def _get(self, path: str, kind: type[A]) -> A:
+        status, body = self._send("GET", path, None, self._timeout_s)
+        return self._decode(path, status, body, kind)
+
+    def _post(self, path: str, request: msgspec.Struct, kind: type[A], timeout_s: float) -> A:
+        status, body = self._send("POST", path, msgspec.json.encode(request), timeout_s)
+        return self._decode(path, status, body, kind)
+
+    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json"} if body is not None else None
+        timeout = urllib3.Timeout(total=timeout_s)
+        for is_last in (False, True):
+            try:
+                answer = self._pool.request(method, path, body=body, headers=headers, timeout=timeout, retries=False)
+                return answer.status, answer.data
+            except urllib3.exceptions.ProtocolError as error:
+                if is_last:  # the first may be a kept connection that the other side has closed meanwhile
+                    raise self._away(_words(error)) from None
+            except urllib3.exceptions.TimeoutError:
+                raise self._away(f"no answer to {path} within {timeout_s:g} s") from None
+            except urllib3.exceptions.HTTPError as error:
+                raise self._away(_words(error)) from None
+        raise self._away("no connection")
+
+    def _away(self, why: str) -> CatalogError:
+        return CatalogError(
+            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url"
+        )
+
+    def _decode(self, path: str, status: int, body: bytes, kind: type[A], good: tuple[int, ...] = (200,)) -> A:
+        if status not in good:
+            raise self._refusal(path, status, body)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise CatalogError(
+                f"{self.url}{path} answers with something else than a catalog's answer ({error})"
+            ) from None
+
+    def _refusal(self, path: str, status: int, body: bytes) -> CatalogError:
+        try:
+            error = msgspec.json.decode(body, type=ErrorAnswer).error
+        except msgspec.MsgspecError:
+            return CatalogError(f"{self.url}{path} answers with status {status}; is that the catalog?")
+        return CatalogRefusedError(
+            f"the catalog at {self.url} refuses: {error.message}; {error.what_to_do}", status, error.code
+        )
+
+
+class HttpLocator:
+    """A `Locator` that asks a catalog over HTTP. Any thread may call it.
+
+    While the catalog is away nobody waits for it: after a failure it is not asked for a while that doubles up to 5 s.
+
+    Args:
+        clock: seconds, for the back-off.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._client = CatalogClient(url)
+        self._clock = clock
+        self._guard = threading.Lock()
+        self._back_off_s = 0.0  # 0 while the catalog answers
+        self._ask_again_s = 0.0
+
+    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+        """See `Locator.claimed_depth`."""
+        if not hashes or (self._back_off_s and self._clock() < self._ask_again_s):
+            return 0
+        try:
+            answer = self._client.lookup(namespace, hashes[: MAX_HASHES * HASH_BYTES], timeout_s=timeout_s)
+        except CatalogError as error:
+            self._fail(error)
+            return 0
+        self._succeed()
+        return next((found.depth for found in answer.pools if found.pool == pool), 0)
+
+    def close(self) -> None:
+        """See `Locator.close`."""
+        self._client.close()
+
+    def _fail(self, error: CatalogError) -> None:
+        with self._guard:
+            is_new = not self._back_off_s
+            self._back_off_s = BACK_OFF_FIRST_S if is_new else min(2 * self._back_off_s, BACK_OFF_MOST_S)
+            self._ask_again_s = self._clock() + self._back_off_s
+        if is_new:
+            log.warning("catalog.lost", url=self._client.url, why=str(error))
+
+    def _succeed(self) -> None:
+        if not self._back_off_s:
+            return
+        with self._guard:
+            was_away, self._back_off_s = bool(self._back_off_s), 0.0
+        if was_away:
+            log.info("catalog.found", url=self._client.url)
+
+
+def _named(namespace: Namespace | NamespaceId) -> str | Namespace:
+    return namespace if isinstance(namespace, Namespace) else namespace.hex()
+
+
+def _words(error: urllib3.exceptions.HTTPError) -> str:
+    text = str(error)
+    return text.rpartition(": ")[2] or type(error).__name__

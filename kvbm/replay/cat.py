@@ -1,0 +1,55 @@
+"""Events as they lie, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+import msgspec
+
+from kvbm.replay.order import Damaged
+from kvbm.replay.scan import TORN, Damage
+from kvbm.replay.source import Located
+from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.words import event_fields, event_text, time_text
+
+
+def cat(
+    located: Iterable[Located], out: TextIO, as_json: bool, instance: str | None = None, limit: int | None = None
+) -> tuple[list[Finding], list[str]]:
+    """Write every event, in the order of the source: repeats appear again, holes are visible in the offsets.
+
+    Args:
+        instance: only this one's.
+        limit: stop after so many events.
+    Returns: the damage that was met, and remarks.
+    """
+    findings: list[Finding] = []
+    notes: list[str] = []
+    left = -1 if limit is None else limit
+    for one in only(located, instance):
+        if not left:
+            break
+        frame = one.found
+        if isinstance(frame, Damage):
+            damaged = Damaged(one, frame)
+            if frame.kind == TORN:
+                notes.append(damage_words(damaged))
+            else:
+                findings.append(damage_finding(damaged))
+            continue
+        when = time_text(frame.wall_time_ns)
+        for offset, event in enumerate(frame.events, frame.first_offset):
+            if as_json:
+                fields = {
+                    "instance": frame.instance, "epoch": frame.epoch, "offset": offset,
+                    "wall_time_ns": frame.wall_time_ns, "place": str(one.place),
+                }  # fmt: skip
+                line = msgspec.json.encode(fields | event_fields(event)).decode()
+            else:
+                line = f"{frame.instance} {frame.epoch}:{offset} {when} {event_text(event)}"
+            out.write(line + "\n")
+            left -= 1
+            if not left:
+                break
+    return findings, notes

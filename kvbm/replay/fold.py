@@ -1,0 +1,122 @@
+"""One instance's events, folded with as much strictness as is deserved: a tier in doubt is folded leniently until a round ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kvbm.core.codec import Frame
+from kvbm.core.errors import IllegalEventError
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    Event,
+    InstanceStarted,
+    ResidenciesStated,
+    RoundEnded,
+)
+from kvbm.core.ids import Epoch, Offset, Tier
+from kvbm.core.residency import Residencies
+
+NewFold = Callable[[], Residencies]
+
+
+class StreamFold:
+    """What one instance holds, and in which tiers that is doubtful because of something missed or illegal.
+
+    Args:
+        new_fold: makes the fold; the specification, or its native twin.
+    """
+
+    def __init__(self, new_fold: NewFold) -> None:
+        self.residencies = new_fold()
+        self.epoch = Epoch(0)
+        self.next_offset = Offset(0)
+        self.doubtful: set[Tier] = set()
+
+    def miss(self, epoch: Epoch, next_offset: Offset) -> None:
+        """Events were missed; the next one is `next_offset` of `epoch`."""
+        if epoch != self.epoch:
+            self._begin_blind(epoch)
+        else:
+            self._doubt()
+        self.next_offset = next_offset
+
+    def evolve(self, frame: Frame, event: Event) -> IllegalEventError | None:
+        """Fold the frame's next event; an illegal one is told, folded as far as it makes sense, and leaves all tiers in doubt."""
+        illegal = self._check_beginning(frame, event)
+        if illegal is not None and isinstance(event, InstanceStarted):
+            event = msgspec.structs.replace(event, epoch=frame.epoch)
+        residencies = self.residencies
+        residencies.strict = illegal is None and self.doubtful.isdisjoint(_tiers(event))
+        if isinstance(event, InstanceStarted) and illegal is None:
+            residencies.strict = True
+        try:
+            residencies.evolve(event)
+        except IllegalEventError as error:
+            illegal = error
+            residencies.strict = False
+            residencies.evolve(event)
+        if illegal is not None:
+            self._doubt()
+        elif isinstance(event, InstanceStarted):
+            self.doubtful.clear()
+        elif isinstance(event, RoundEnded) and residencies.is_whole(event.tier):
+            self.doubtful.discard(event.tier)
+        self.next_offset = Offset(self.next_offset + 1)
+        return illegal
+
+    def agrees(self, digest: int) -> bool:
+        """Whether a frame's digest is that of what is held. Where anything is in doubt, it always is."""
+        is_same = self.residencies.digest == digest
+        if is_same and not any(self.residencies.held[tier] for tier in self.doubtful):
+            self.doubtful.clear()  # the digest covers every tier, so these are empty indeed
+        return is_same or bool(self.doubtful)
+
+    def diverge(self) -> None:
+        """What is held was found wrong; every tier is in doubt."""
+        self._doubt()
+
+    def _check_beginning(self, frame: Frame, event: Event) -> IllegalEventError | None:
+        """Enter the frame's epoch, which must begin with the event that says so."""
+        is_new = frame.epoch != self.epoch
+        if is_new:
+            self.next_offset = frame.first_offset
+        if isinstance(event, InstanceStarted):
+            self.epoch = frame.epoch
+            if event.epoch == frame.epoch:
+                return None
+            return IllegalEventError(
+                "epoch-differs", f"InstanceStarted of epoch {event.epoch} in a frame of epoch {frame.epoch}"
+            )
+        if not is_new:
+            return None
+        self._begin_blind(frame.epoch)
+        return IllegalEventError(
+            "not-started", f"epoch {frame.epoch} begins with {type(event).__name__}, not InstanceStarted"
+        )
+
+    def _begin_blind(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.residencies.begin_blind(epoch)
+        self._doubt()
+
+    def _doubt(self) -> None:
+        residencies = self.residencies
+        residencies.miss_events()
+        known = set(residencies.pools) or set(Tier)  # without a beginning, any tier may hold something
+        self.doubtful = {t for t in Tier if (t in known or residencies.held[t]) and not residencies.is_cluster(t)}
+
+
+def _tiers(event: Event) -> tuple[Tier, ...]:
+    match event:
+        case BlocksCreated(tier=tier) | BlocksEvicted(tier=tier) | ResidenciesStated(tier=tier) | RoundEnded(tier=tier):
+            return (tier,)
+        case BlocksMigrated(source=Tier() as source, target=target):
+            return (source, target)
+        case BlocksMigrated(target=target):
+            return (target,)
+        case _:
+            return ()

@@ -1,0 +1,75 @@
+"""The stream on NATS as a source, up to where it ended when reading began."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from kvbm.core.errors import StreamError
+from kvbm.core.kernels import Kernels
+from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
+from kvbm.replay.source import Located, Place, SourceError
+from kvbm.streams.base import StreamMessage
+from kvbm.streams.nats import NatsReader, NatsStream, shown
+
+
+class StreamSource:
+    """All instances' events, in the order the stream stored them: a `Source`.
+
+    Args:
+        timeout_s: how long the server may keep silent.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.name = shown(url)
+        self.is_trimmed = True
+        self.total = 0
+        self.done = 0
+        self._url = url
+        self._timeout_s = timeout_s
+
+    def read(self, kernels: Kernels) -> Iterator[Located]:
+        """See `Source.read`."""
+        order = 0
+        with asyncio.Runner() as runner:
+            stream = runner.run(NatsStream.connect(self._url, self._timeout_s))
+            try:
+                last, reader = runner.run(self._begin(stream))
+                at = 0
+                while at < last and not reader.at_end:
+                    for message in runner.run(self._fetch(reader)):
+                        at = message.sequence
+                        if at > last:
+                            break
+                        for located in self._frames(message, kernels, order):
+                            yield located
+                            order += 1
+                        self.done += 1
+            finally:
+                runner.run(stream.close())
+
+    async def _begin(self, stream: NatsStream) -> tuple[int, NatsReader]:
+        last = await stream.last_sequence(self._timeout_s)
+        first = await stream.first_sequence(self._timeout_s)
+        if first > last:
+            raise SourceError(f"the stream at {self.name} holds no events")
+        self.total = last - first + 1
+        return last, await stream.pull(0, None, self._timeout_s)
+
+    async def _fetch(self, reader: NatsReader) -> list[StreamMessage]:
+        messages = await reader.fetch(self._timeout_s)
+        if not messages and not reader.at_end:
+            raise StreamError(
+                f"the stream at {self.name} sent nothing for {self._timeout_s:g} s, {self.done:,} of {self.total:,} messages "
+                "were read; try again, or raise --timeout"
+            )
+        return messages
+
+    def _frames(self, message: StreamMessage, kernels: Kernels, order: int) -> Iterator[Located]:
+        data, group = message.data, message.subject.rpartition(".")[0]
+        for piece in scan(lambda at, size: data[at : at + size], len(data), kernels):
+            found = piece.found
+            if isinstance(found, Damage) and found.kind == TORN:
+                found = found._replace(kind=CORRUPT)  # a message is whole frames
+            yield Located(found, Place(self.name, message.sequence, piece.at), piece.data, group, order)
+            order += 1

@@ -1,0 +1,213 @@
+"""Frames as they lie → steps in the order of offsets: repeats told apart, frames beyond a hole set aside until it is filled.
+
+A publisher that goes back stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more lies
+beyond it than any publisher has in flight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from kvbm.core.codec import Frame
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.replay.scan import Damage
+from kvbm.replay.source import Located
+
+ASIDE_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
+
+
+class StreamKey(NamedTuple):
+    """One instance's stream. `group` tells two instances of one name apart, and is mostly empty."""
+
+    group: str
+    instance: InstanceId
+
+
+class Next(NamedTuple):
+    """A frame to fold: it continues the stream."""
+
+    located: Located
+    frame: Frame
+
+
+class Missing(NamedTuple):
+    """Events [first, next) of an epoch are in no good frame. `after` is the frame beyond the hole.
+
+    Attributes:
+        since: order of the last frame before the hole, -1 for none.
+    """
+
+    epoch: Epoch
+    first: Offset
+    next: Offset
+    since: int
+    after: Located
+
+
+class Begins(NamedTuple):
+    """A trimmed source begins here, at an offset that is not 0; nothing before it is known."""
+
+    epoch: Epoch
+    offset: Offset
+    located: Located
+
+
+class Repeat(NamedTuple):
+    """A frame that was seen before, byte by byte; or one before the beginning of what is known."""
+
+    located: Located
+
+
+class Conflict(NamedTuple):
+    """A frame for offsets that were seen, with other bytes."""
+
+    located: Located
+    frame: Frame
+
+
+class WentBack(NamedTuple):
+    """A frame of an older epoch that was not seen before. `epoch` is the newer one."""
+
+    located: Located
+    frame: Frame
+    epoch: Epoch
+
+
+class Damaged(NamedTuple):
+    """Bytes that are no good frame."""
+
+    located: Located
+    damage: Damage
+
+
+Step = Next | Missing | Begins | Repeat | Conflict | WentBack
+
+
+def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | Damaged]:
+    """What each instance's stream says, step by step."""
+    streams: dict[StreamKey, _Order] = {}
+    for located in source:
+        found = located.found
+        if isinstance(found, Damage):
+            yield Damaged(located, found)
+            continue
+        key = StreamKey(located.group, found.instance)
+        stream = streams.get(key)
+        if stream is None:
+            stream = streams[key] = _Order(is_trimmed)
+        for step in stream.take(located, found):
+            yield key, step
+    for key, stream in streams.items():
+        for step in stream.finish():
+            yield key, step
+
+
+class _Seen:
+    """The frames of one epoch that were folded: their first offsets, ascending, and a fingerprint of each."""
+
+    def __init__(self) -> None:
+        self.firsts = array("Q")
+        self.prints = array("Q")
+
+    def add(self, first: Offset, data: bytes) -> None:
+        self.firsts.append(first)
+        self.prints.append(_fingerprint(data))
+
+    def is_same(self, first: Offset, data: bytes) -> bool:
+        at = bisect_left(self.firsts, first)
+        return at < len(self.firsts) and self.firsts[at] == first and self.prints[at] == _fingerprint(data)
+
+
+def _fingerprint(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+class _Order:
+    """One instance's stream so far."""
+
+    def __init__(self, is_trimmed: bool) -> None:
+        self._is_trimmed = is_trimmed
+        self._epoch = Epoch(0)  # 0: nothing seen yet
+        self._next = Offset(0)
+        self._last_order = -1
+        self._seen: dict[Epoch, _Seen] = {}
+        self._unknown: dict[Epoch, list[tuple[Offset, Offset]]] = {}  # holes given up, and what is before the beginning
+        self._aside: dict[tuple[Epoch, Offset], Next] = {}  # beyond a hole
+        self._heap: list[tuple[Epoch, Offset]] = []  # its keys
+        self._aside_bytes = 0
+
+    def take(self, located: Located, frame: Frame) -> Iterator[Step]:
+        """The steps that this frame makes possible."""
+        place = (frame.epoch, frame.first_offset)
+        if not self._aside and self._seen and place == (self._epoch, self._next):
+            yield self._accept(Next(located, frame))
+            return
+        if place < (self._epoch, self._next):
+            yield self._judge_old(located, frame)
+            return
+        waiting = self._aside.get(place)
+        if waiting is not None:
+            yield Repeat(located) if waiting.located.data == located.data else Conflict(located, frame)
+            return
+        self._aside[place] = Next(located, frame)
+        heappush(self._heap, place)
+        self._aside_bytes += len(located.data)
+        yield from self._drain()
+        while self._aside_bytes > ASIDE_BYTES:
+            yield from self._give_up()
+
+    def finish(self) -> Iterator[Step]:
+        """The holes that nothing has filled, and what lies beyond them."""
+        while self._aside:
+            yield from self._give_up()
+
+    def _accept(self, step: Next) -> Next:
+        located, frame = step
+        self._epoch, self._next = frame.epoch, frame.next_offset
+        self._seen.setdefault(frame.epoch, _Seen()).add(frame.first_offset, located.data)
+        self._last_order = max(self._last_order, located.order)
+        return step
+
+    def _judge_old(self, located: Located, frame: Frame) -> Step:
+        seen = self._seen.get(frame.epoch)
+        if seen is None:
+            return WentBack(located, frame, self._epoch)
+        if seen.is_same(frame.first_offset, located.data):
+            return Repeat(located)
+        for first, end in self._unknown.get(frame.epoch, ()):
+            if first <= frame.first_offset and frame.next_offset <= end:
+                return Repeat(located)
+        if frame.epoch < self._epoch and frame.first_offset > seen.firsts[-1]:
+            return WentBack(located, frame, self._epoch)
+        return Conflict(located, frame)
+
+    def _drain(self) -> Iterator[Step]:
+        """Go on with frames that were set aside, as far as there is no hole before them."""
+        if self._is_trimmed and not self._seen:
+            epoch, first = self._heap[0]
+            if first:
+                self._unknown[epoch] = [(Offset(0), first)]
+                yield Begins(epoch, first, self._aside[epoch, first].located)
+            self._epoch, self._next = epoch, first
+        while self._heap:
+            epoch, first = self._heap[0]
+            here = (self._epoch, self._next)
+            if (epoch, first) > here and not (epoch > self._epoch and first == 0):
+                return
+            step = self._aside.pop(heappop(self._heap))
+            self._aside_bytes -= len(step.located.data)
+            yield self._judge_old(*step) if (epoch, first) < here else self._accept(step)
+
+    def _give_up(self) -> Iterator[Step]:
+        """Take the first hole for missing and go on after it."""
+        epoch, first = self._heap[0]
+        hole_first = self._next if epoch == self._epoch else Offset(0)
+        self._unknown.setdefault(epoch, []).append((hole_first, first))
+        yield Missing(epoch, hole_first, first, self._last_order, self._aside[epoch, first].located)
+        self._epoch, self._next = epoch, first
+        yield from self._drain()

@@ -1,0 +1,131 @@
+"""Bytes → the frames in them and the damage between, so that one flipped bit spoils one frame and not the rest."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kvbm.core.codec import MAGIC, VERSION, Frame, FrameHeader, decode_header
+from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
+from kvbm.core.kernels import Kernels
+
+CORRUPT, NEWER, TORN = "corrupt-frame", "newer-frame", "torn-tail"
+
+_HEADER_MOST = 48 + 255  # header and the longest name
+_SCAN_BYTES = 1 << 20
+
+ReadAt = Callable[[int, int], bytes]  # (at, size) → that many bytes, fewer only at the end
+
+
+class Damage(NamedTuple):
+    """Bytes that are no good frame, up to where the next frame begins.
+
+    Attributes:
+        kind: CORRUPT, NEWER (a newer kvbm wrote it) or TORN (the bytes end before the frame does, and no frame follows).
+        header: what its header says, as far as it can be read; it may be what was damaged.
+    """
+
+    kind: str
+    why: str
+    size: int
+    header: FrameHeader | None
+
+
+class Piece(NamedTuple):
+    """A frame with its bytes, or damage; and where it begins."""
+
+    at: int
+    found: Frame | Damage
+    data: bytes
+
+
+def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
+    """The frames of the bytes [0, end), each with its position, and damage where there is none."""
+    at = 0
+    while at < end:
+        try:
+            frame, data = _decode_at(read, at, end, kernels)
+        except FrameError as error:
+            damage = _damage(read, at, end, kernels, error)
+            yield Piece(at, damage, b"")
+            at += damage.size
+        else:
+            yield Piece(at, frame, data)
+            at += len(data)
+
+
+def _decode_at(read: ReadAt, at: int, end: int, kernels: Kernels) -> tuple[Frame, bytes]:
+    header = decode_header(read(at, min(_HEADER_MOST, end - at)))
+    data = read(at, min(header.frame_bytes, end - at))
+    frame, _ = kernels.decode_frame(data)
+    return frame, data
+
+
+def _damage(read: ReadAt, at: int, end: int, kernels: Kernels, error: FrameError) -> Damage:
+    header = _guess_header(read(at, min(_HEADER_MOST, end - at)))
+    following = _next_frame(read, at, end, kernels, header)
+    size = following - at
+    if isinstance(error, NewerFrameError):
+        if _decodes_when_set(read, at, size, kernels, version=VERSION):
+            return Damage(
+                CORRUPT, "its version field was changed; with this kvbm's version the checksum matches", size, header
+            )
+        return Damage(NEWER, error.detail, size, header)
+    if isinstance(error, TornFrameError):
+        if following == end and not _decodes_when_set(read, at, size, kernels, length=size):
+            return Damage(TORN, error.detail, size, header)
+        return Damage(CORRUPT, f"its length field was changed: {error.detail}", size, header)
+    return Damage(CORRUPT, error.detail, size, header)
+
+
+def _guess_header(head: bytes) -> FrameHeader | None:
+    """What the header says if magic and version are taken for good."""
+    try:
+        return decode_header(_with(head, VERSION, None))
+    except FrameError:
+        return None
+
+
+def _decodes_when_set(
+    read: ReadAt, at: int, size: int, kernels: Kernels, version: int = VERSION, length: int | None = None
+) -> bool:
+    """Whether these bytes are a good frame once a field of the header is what it should be."""
+    try:
+        kernels.decode_frame(_with(read(at, size), version, length))
+    except FrameError:
+        return False
+    return True
+
+
+def _with(data: bytes, version: int, length: int | None) -> bytes:
+    head = MAGIC + struct.pack("<H", version) + data[6:8]
+    return head + (data[8:12] if length is None else struct.pack("<I", length)) + data[12:]
+
+
+def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: FrameHeader | None) -> int:
+    """Where reading goes on: at the end the header tells, if a frame begins there, or at a good frame before that."""
+    stop = end
+    if header is not None:
+        told = at + header.frame_bytes
+        if told < end and read(told, len(MAGIC)) == MAGIC:
+            stop = told
+    position = at + 1
+    while (position := _find_magic(read, position, stop)) < stop:
+        try:
+            _decode_at(read, position, end, kernels)
+        except FrameError:
+            position += 1
+        else:
+            return position
+    return stop
+
+
+def _find_magic(read: ReadAt, start: int, stop: int) -> int:
+    """The first position in [start, stop) where the magic stands, or `stop`."""
+    while start < stop:
+        found = read(start, min(_SCAN_BYTES, stop - start) + len(MAGIC) - 1).find(MAGIC)
+        if found >= 0:
+            return min(start + found, stop)
+        start += _SCAN_BYTES
+    return stop

@@ -1,0 +1,190 @@
+"""Where frames are read from: a capture file, a journal, a folder of journals, or the live stream; and where each lies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from kvbm.core.codec import MAGIC, Frame
+from kvbm.core.errors import KvbmError
+from kvbm.core.kernels import Kernels
+from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
+from kvbm.streams.journal import SEGMENT_SUFFIX, segment_files
+
+TRUNCATED = "truncated-capture"
+
+_WINDOW_BYTES = 1 << 20
+
+
+class SourceError(KvbmError):
+    """Input that cannot be used at all; the message says which and what would do. A retry does not help."""
+
+
+class Place(NamedTuple):
+    """Where a frame lies.
+
+    Attributes:
+        source: the file, or the server.
+        sequence: of the message in the stream; None in a file.
+        at: byte in the file or the message.
+    """
+
+    source: str
+    sequence: int | None
+    at: int
+
+    def __str__(self) -> str:
+        where = self.source if self.sequence is None else f"stream sequence {self.sequence}"
+        return f"{where} byte {self.at:,}"
+
+
+class Located(NamedTuple):
+    """A frame, or damage, and where it lies.
+
+    Attributes:
+        data: the frame's bytes; empty for damage.
+        group: what tells two instances of one name apart: the journal's folder, or the stream's subject without the instance.
+        order: the place among all that was read, from 0.
+    """
+
+    found: Frame | Damage
+    place: Place
+    data: bytes
+    group: str
+    order: int
+
+
+class Source(Protocol):
+    """Frames in the order they lie.
+
+    Attributes:
+        name: as the user gave it, without passwords.
+        is_trimmed: whether its beginning may have been let go, so that starting late is no defect.
+        total, done: how much there is and was read, in bytes or messages, once reading has begun.
+    """
+
+    name: str
+    is_trimmed: bool
+    total: int
+    done: int
+
+    def read(self, kernels: Kernels) -> Iterator[Located]:
+        """All frames and all damage, once. Raises SourceError, JournalError, StreamError."""
+
+
+class _File(NamedTuple):
+    """One file of frames.
+
+    Attributes:
+        may_tear: it is the last of a journal, so a manager may be writing to its end.
+    """
+
+    path: Path
+    group: str
+    may_tear: bool
+
+
+class FileSource:
+    """Files of whole frames: a `Source`. Nothing is locked or changed, and a manager may go on writing."""
+
+    def __init__(self, name: str, files: list[_File], is_journal: bool) -> None:
+        self.name = name
+        self.is_trimmed = is_journal
+        self.total = 0
+        self.done = 0
+        self._files = files
+        self._is_journal = is_journal
+
+    def read(self, kernels: Kernels) -> Iterator[Located]:
+        """See `Source.read`."""
+        order = before = frames = 0
+        for file in self._files:
+            try:
+                handle = os.open(file.path, os.O_RDONLY)
+            except FileNotFoundError:
+                if not self._is_journal:
+                    raise SourceError(f"{file.path} does not exist") from None
+                continue  # its epoch was published and let go since the folder was listed
+            except OSError as error:
+                raise SourceError(f"{file.path} cannot be read ({error.strerror})") from None
+            try:
+                size = os.fstat(handle).st_size
+                self.total = max(self.total, before + size)
+                for piece in scan(_Window(handle).read, size, kernels):
+                    self.done = before + piece.at
+                    frames += bool(piece.data)
+                    yield self._located(file, piece, order)
+                    order += 1
+            finally:
+                os.close(handle)
+            before += size
+        self.done = before
+        if not before:
+            raise SourceError(f"{self.name} is empty: it holds no frame")
+        if not frames and not self._has_magic():
+            raise SourceError(
+                f"{self.name} is not a capture or journal of kvbm: no frame begins in its {before:,} bytes"
+            )
+
+    def _located(self, file: _File, piece: Piece, order: int) -> Located:
+        found = piece.found
+        if isinstance(found, Damage) and found.kind == TORN and not file.may_tear:
+            found = found._replace(kind=CORRUPT if self._is_journal else TRUNCATED)
+        return Located(found, Place(str(file.path), None, piece.at), piece.data, file.group, order)
+
+    def _has_magic(self) -> bool:
+        return any(MAGIC in file.path.read_bytes() for file in self._files if file.path.exists())
+
+
+class _Window:
+    """Reads a file by position, through one buffer."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._at = 0
+        self._data = b""
+
+    def read(self, at: int, size: int) -> bytes:
+        """`size` bytes from `at` on; fewer at the end of the file."""
+        if not self._at <= at <= at + size <= self._at + len(self._data):
+            self._at, self._data = at, os.pread(self._handle, max(size, _WINDOW_BYTES), at)
+        return self._data[at - self._at : at - self._at + size]
+
+
+def open_source(name: str, timeout_s: float = 5.0) -> Source:
+    """The source a user names: a path, or a URL such as nats://host:4222.
+
+    Raises: SourceError: there is nothing of the kind. JournalError: a folder with a file that is no segment.
+    """
+    if "://" in name:
+        from kvbm.replay.live import StreamSource
+
+        if urlsplit(name).scheme not in ("nats", "tls"):
+            raise SourceError(f"{name.partition('://')[0]}:// is no kind of source; use a path, or nats://host:port")
+        return StreamSource(name, timeout_s)
+    path = Path(name)
+    if path.is_dir():
+        return _open_folder(name, path)
+    if not path.exists():
+        raise SourceError(f"{name} does not exist; give a capture file, a journal folder, or a nats:// URL")
+    if path.suffix == SEGMENT_SUFFIX:
+        return FileSource(name, [_File(path, "", may_tear=True)], is_journal=True)
+    return FileSource(name, [_File(path, "", may_tear=False)], is_journal=False)
+
+
+def _open_folder(name: str, folder: Path) -> FileSource:
+    files: list[_File] = []
+    journals = sorted({path.parent for path in folder.rglob(f"*{SEGMENT_SUFFIX}")})
+    for journal in journals:
+        segments = segment_files(journal)
+        group = "" if journal == folder else str(journal.relative_to(folder))
+        last = len(segments) - 1
+        files += [_File(path, group, index == last) for index, (_, _, path) in enumerate(segments)]
+    if not files:
+        raise SourceError(f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below")
+    source = FileSource(name, files, is_journal=True)
+    source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
+    return source

@@ -1,0 +1,167 @@
+"""How much of what is in a source, instance by instance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from kvbm.core.codec import Frame
+from kvbm.core.ids import InstanceId
+from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.residency import Residencies
+from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.order import Begins, Damaged, Missing, Next, Repeat, StreamKey, in_order
+from kvbm.replay.scan import TORN
+from kvbm.replay.source import Located, Source
+from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.words import block_count, counted, time_text
+
+
+class InstanceStat(msgspec.Struct, kw_only=True):
+    """One instance's stream in numbers.
+
+    Attributes:
+        group: what tells two instances of one name apart; mostly "".
+        frames, events, bytes: without repeats.
+        blocks: by the name of the event that covers them.
+        repeats: frames that were there once more.
+        missing_events: in no good frame, though later ones are.
+        held: blocks by tier after the last event.
+        is_doubtful: events were missed, and no round has ended in some tier since.
+    """
+
+    instance: InstanceId
+    group: str = ""
+    epochs: int = 0
+    frames: int = 0
+    events: int = 0
+    bytes: int = 0
+    blocks: dict[str, int] = {}
+    repeats: int = 0
+    missing_events: int = 0
+    first_wall_time_ns: int = 0
+    last_wall_time_ns: int = 0
+    held: dict[str, int] = {}
+    is_doubtful: bool = False
+
+    def block_total(self) -> int:
+        """Blocks of all events together."""
+        return sum(self.blocks.values())
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        whose = f"{self.instance} ({self.group})" if self.group else self.instance
+        extra = f", {counted(self.repeats, 'repeat')}" if self.repeats else ""
+        extra += f", {counted(self.missing_events, 'event')} missing" if self.missing_events else ""
+        yield f"{whose}: {amounts(self.epochs, self.frames, self.events)}{extra}"
+        for name, count in sorted(self.blocks.items()):
+            yield f"  {name:<18} {counted(count, 'block'):>20}"
+        yield f"  {size_text(self.bytes, self.block_total())}"
+        if self.frames:
+            span_s = (self.last_wall_time_ns - self.first_wall_time_ns) / 1e9
+            yield f"  {time_text(self.first_wall_time_ns)} to {time_text(self.last_wall_time_ns)}, {span_s:,.3f} s"
+        held = ", ".join(f"{tier} {count:,}" for tier, count in self.held.items()) or "nothing"
+        yield f"  holds {held} at the end{' (doubtful: events are missing)' if self.is_doubtful else ''}"
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """All instances, and what damage was met on the way."""
+
+    source: str
+    instances: list[InstanceStat] = []
+    findings: list[Finding] = []
+    notes: list[str] = []
+
+    def lines(self) -> Iterator[str]:
+        """For people; the totals come last."""
+        for stat in self.instances:
+            yield from stat.lines()
+        all_of = self.instances
+        total = amounts(sum(s.epochs for s in all_of), sum(s.frames for s in all_of), sum(s.events for s in all_of))
+        size = size_text(sum(s.bytes for s in all_of), sum(s.block_total() for s in all_of))
+        held = counted(sum(sum(s.held.values()) for s in all_of), "block")
+        yield f"total: {counted(len(all_of), 'instance')}, {total}, {size}, {held} held"
+
+
+def amounts(epochs: int, frames: int, events: int) -> str:
+    """Three counts in words."""
+    return f"{counted(epochs, 'epoch')}, {counted(frames, 'frame')}, {counted(events, 'event')}"
+
+
+def size_text(size: int, blocks: int) -> str:
+    """Bytes, and bytes for each block an event covers."""
+    return counted(size, "byte") + (f" for {counted(blocks, 'block')}: {size / blocks:.1f} a block" if blocks else "")
+
+
+class _Counter:
+    """Counts one stream."""
+
+    def __init__(self, key: StreamKey, new_fold: NewFold) -> None:
+        self.stat = InstanceStat(instance=key.instance, group=key.group)
+        self.fold = StreamFold(new_fold)
+        self._epochs: set[int] = set()
+
+    def take(self, frame: Frame, size: int) -> None:
+        stat = self.stat
+        if not stat.frames:
+            stat.first_wall_time_ns = frame.wall_time_ns
+        stat.last_wall_time_ns = frame.wall_time_ns
+        self._epochs.add(frame.epoch)
+        stat.epochs = len(self._epochs)
+        stat.frames += 1
+        stat.bytes += size
+        stat.events += len(frame.events)
+        for event in frame.events:
+            if blocks := block_count(event):
+                name = type(event).__name__
+                stat.blocks[name] = stat.blocks.get(name, 0) + blocks
+            self.fold.evolve(frame, event)
+        self.fold.agrees(frame.digest)
+
+    def finish(self) -> InstanceStat:
+        held = self.fold.residencies.held
+        self.stat.held = {tier.name: len(blocks) for tier, blocks in held.items() if blocks}
+        self.stat.is_doubtful = bool(self.fold.doubtful)
+        return self.stat
+
+
+def stats_of(
+    source: Source,
+    kernels: Kernels = REFERENCE,
+    fold: NewFold = Residencies,
+    instance: str | None = None,
+    located: Iterable[Located] | None = None,
+) -> Stats:
+    """Count a source. It judges nothing: `verify` does.
+
+    Args:
+        instance: only this one.
+        located: what was read from the source, where somebody watches it pass.
+    """
+    stats = Stats(source=source.name)
+    counters: dict[StreamKey, _Counter] = {}
+    read = source.read(kernels) if located is None else located
+    for item in in_order(only(read, instance), source.is_trimmed):
+        if isinstance(item, Damaged):
+            if item.damage.kind == TORN:
+                stats.notes.append(damage_words(item))
+            else:
+                stats.findings.append(damage_finding(item))
+            continue
+        key, step = item
+        counter = counters.get(key)
+        if counter is None:
+            counter = counters[key] = _Counter(key, fold)
+        match step:
+            case Next():
+                counter.take(step.frame, len(step.located.data))
+            case Missing():
+                counter.stat.missing_events += step.next - step.first
+                counter.fold.miss(step.epoch, step.next)
+            case Begins():
+                counter.fold.miss(step.epoch, step.offset)
+            case Repeat():
+                counter.stat.repeats += 1
+    stats.instances = [counters[key].finish() for key in sorted(counters, key=lambda key: (key.instance, key.group))]
+    return stats

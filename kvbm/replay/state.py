@@ -1,0 +1,212 @@
+"""What each instance held at a time or an offset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from kvbm.core.codec import Frame
+from kvbm.core.ids import InstanceId, Tier
+from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.residency import Residencies, residency_mix
+from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.order import Begins, Damaged, Missing, Next, StreamKey, in_order
+from kvbm.replay.scan import TORN
+from kvbm.replay.source import Located, Source
+from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.words import END, At, counted, time_text
+
+
+class BlockState(msgspec.Struct, frozen=True, kw_only=True):
+    """One residency; `slot` is None where kvbm does not own the tier's slots."""
+
+    hash: str
+    namespace: str
+    slot: int | None
+
+
+class TierState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tier held.
+
+    Attributes:
+        digest: of this tier alone; the instance's is the sum of them modulo 2**64. 16 hex digits.
+        doubtful: events were missed or illegal, and no round has ended since.
+        blocks: in the order of their hashes; None unless asked for.
+    """
+
+    tier: str
+    held: int
+    digest: str
+    doubtful: bool
+    blocks: list[BlockState] | None = None
+
+
+class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance held before `offset` of `epoch`.
+
+    Attributes:
+        group: what tells two instances of one name apart; mostly "".
+        wall_time_ns: of the last frame that was folded, whole or in part; 0 for none.
+        frame_digest: what that frame says, if it was folded whole and nothing is in doubt; None otherwise.
+    """
+
+    instance: InstanceId
+    group: str
+    epoch: int
+    offset: int
+    wall_time_ns: int
+    digest: str
+    frame_digest: str | None
+    tiers: list[TierState]
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        when = f", last frame {time_text(self.wall_time_ns)}" if self.wall_time_ns else ""
+        whose = f"{self.instance} ({self.group})" if self.group else self.instance
+        yield f"{whose}: epoch {self.epoch}, before offset {self.offset:,}{when}, digest {self.digest}"
+        for tier in self.tiers:
+            doubt = ", doubtful" if tier.doubtful else ""
+            yield f"  {tier.tier:<6} {counted(tier.held, 'block'):>16} held, digest {tier.digest}{doubt}"
+            for block in tier.blocks or ():
+                slot = "" if block.slot is None else f" slot {block.slot}"
+                yield f"         {block.hash} in {block.namespace[:8]}{slot}"
+        if self.frame_digest not in (None, self.digest):
+            yield f"  the frame says digest {self.frame_digest}: this state is not to be trusted; run kvbm-replay verify"
+
+
+class States(msgspec.Struct, kw_only=True):
+    """What all instances held, and what damage was met on the way."""
+
+    source: str
+    instances: list[InstanceState] = []
+    findings: list[Finding] = []
+    notes: list[str] = []
+
+
+class _Cut:
+    """Folds one stream up to a place and no further."""
+
+    def __init__(self, at: At, new_fold: NewFold) -> None:
+        self.fold = StreamFold(new_fold)
+        self.last: Frame | None = None
+        self.is_whole_frame = False
+        self._at = at
+        self._is_over = False
+
+    def take(self, frame: Frame) -> None:
+        """Fold what of this frame lies before the place."""
+        at = self._at
+        if at.time_us is not None and frame.wall_time_ns // 1000 > at.time_us:
+            self._is_over = True
+        if self._is_over or (at.epoch is not None and frame.epoch > at.epoch):
+            return
+        bound = at.offset if at.offset is not None and at.epoch in (None, frame.epoch) else frame.next_offset
+        events = frame.events[: max(0, bound - frame.first_offset)]
+        for event in events:
+            self.fold.evolve(frame, event)
+        if events:
+            self.last = frame
+            self.is_whole_frame = len(events) == len(frame.events)
+
+    def miss(self, step: Missing | Begins) -> None:
+        """Events were missed, unless they lie beyond the place."""
+        at, after = self._at, step.after if isinstance(step, Missing) else step.located
+        frame = after.found
+        is_late = at.time_us is not None and isinstance(frame, Frame) and frame.wall_time_ns // 1000 > at.time_us
+        if self._is_over or is_late or (at.epoch is not None and step.epoch > at.epoch):
+            return
+        first, following = (step.first, step.next) if isinstance(step, Missing) else (step.offset, step.offset)
+        if (
+            at.offset is not None
+            and at.epoch in (None, step.epoch)
+            and step.epoch == self.fold.epoch
+            and at.offset <= first
+        ):
+            return
+        if at.offset is not None and at.epoch in (None, step.epoch):
+            following = min(following, at.offset)
+        self.fold.miss(step.epoch, following)
+
+
+def states_at(
+    source: Source,
+    at: At = END,
+    kernels: Kernels = REFERENCE,
+    fold: NewFold = Residencies,
+    instance: str | None = None,
+    with_blocks: bool = False,
+    located: Iterable[Located] | None = None,
+) -> States:
+    """What each instance held at a place in its stream; where its stream ends before that, at its end.
+
+    An offset without an epoch is one of the last epoch, which begins anew, so each epoch is folded up to it and the last one stays.
+
+    Args:
+        instance: only this one.
+        located: what was read from the source, where somebody watches it pass.
+    """
+    states = States(source=source.name)
+    cuts: dict[StreamKey, _Cut] = {}
+    read = source.read(kernels) if located is None else located
+    for item in in_order(only(read, instance), source.is_trimmed):
+        if isinstance(item, Damaged):
+            if item.damage.kind == TORN:
+                states.notes.append(damage_words(item))
+            else:
+                states.findings.append(damage_finding(item))
+            continue
+        key, step = item
+        cut = cuts.get(key)
+        if cut is None:
+            cut = cuts[key] = _Cut(at, fold)
+        if isinstance(step, Next):
+            cut.take(step.frame)
+        elif isinstance(step, Missing | Begins):
+            cut.miss(step)
+    for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
+        states.instances.append(_state(key, cut, with_blocks))
+        states.notes += _notes(key, cut, at)
+    return states
+
+
+def _notes(key: StreamKey, cut: _Cut, at: At) -> Iterator[str]:
+    fold = cut.fold
+    wanted_epoch = fold.epoch if at.epoch is None else at.epoch
+    if at.offset is not None and (fold.epoch, fold.next_offset) < (wanted_epoch, at.offset):
+        yield (
+            f"instance {key.instance}: its stream ends at offset {fold.next_offset:,} of epoch {fold.epoch}, before the one "
+            "asked for; this is its state there"
+        )
+    if not fold.epoch:
+        yield f"instance {key.instance}: nothing is known of it up to there"
+
+
+def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
+    fold, last = cut.fold, cut.last
+    residencies = fold.residencies
+    tiers = [
+        _tier_state(residencies, tier, tier in fold.doubtful, with_blocks)
+        for tier in Tier
+        if residencies.held[tier]
+        or tier in fold.doubtful
+        or (tier in residencies.pools and not residencies.is_cluster(tier))
+    ]
+    says = last.digest if last is not None and cut.is_whole_frame and not fold.doubtful else None
+    return InstanceState(
+        instance=key.instance, group=key.group, epoch=fold.epoch, offset=fold.next_offset,
+        wall_time_ns=last.wall_time_ns if last else 0, digest=f"{residencies.digest:016x}",
+        frame_digest=None if says is None else f"{says:016x}", tiers=tiers,
+    )  # fmt: skip
+
+
+def _tier_state(residencies: Residencies, tier: Tier, is_doubtful: bool, with_blocks: bool) -> TierState:
+    held = residencies.held[tier]
+    digest = sum(residency_mix(tier, block) for block in held) % (1 << 64)
+    blocks = None
+    if with_blocks:
+        blocks = [
+            BlockState(hash=block.hex(), namespace=held[block].namespace.hex(), slot=held[block].slot)
+            for block in sorted(held)
+        ]
+    return TierState(tier=tier.name, held=len(held), digest=f"{digest:016x}", doubtful=is_doubtful, blocks=blocks)

@@ -1,0 +1,299 @@
+"""Is a stream true? Frames undamaged, offsets without holes, events legal, rounds complete, digests equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.core.codec import Frame
+from kvbm.core.errors import IllegalEventError
+from kvbm.core.ids import InstanceId
+from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.residency import Residencies
+from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.order import Begins, Conflict, Damaged, Missing, Next, Repeat, Step, StreamKey, WentBack, in_order
+from kvbm.replay.scan import NEWER, TORN
+from kvbm.replay.source import TRUNCATED, Located, Place, Source
+from kvbm.replay.words import block_count, counted, offsets
+
+MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
+SKIPPED, DIGEST, WENT_BACK = "skipped-round-run", "digest-mismatch", "epoch-went-back"
+
+_ROUND_RULES = ("round-withdrew", "round-incomplete", "round-added")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One defect.
+
+    Attributes:
+        kind: its name, such as "corrupt-frame".
+        message: what it means, without where it is.
+        source, sequence, byte: where the frame lies; `sequence` only in a stream.
+        instance, epoch, offset: whose, and the first event concerned; None where damage hides them.
+        rule: of an illegal event, the rule it breaks.
+    """
+
+    kind: str
+    message: str
+    source: str
+    sequence: int | None
+    byte: int
+    instance: InstanceId | None = None
+    epoch: int | None = None
+    offset: int | None = None
+    rule: str | None = None
+
+    def sentence(self) -> str:
+        """Kind, place and meaning."""
+        whose = "" if self.instance is None else f", instance {self.instance} epoch {self.epoch} offset {self.offset}"
+        return f"{self.kind} at {Place(self.source, self.sequence, self.byte)}{whose}: {self.message}"
+
+
+class Verified(msgspec.Struct, kw_only=True):
+    """What was read and what was found.
+
+    Attributes:
+        frames, events, blocks: folded.
+        repeats: frames that were seen before, byte by byte; harmless.
+        notes: what is worth saying and no defect.
+    """
+
+    source: str
+    instances: int = 0
+    epochs: int = 0
+    frames: int = 0
+    events: int = 0
+    blocks: int = 0
+    repeats: int = 0
+    findings: list[Finding] = []
+    notes: list[str] = []
+
+    def exit_code(self) -> int:
+        """0 without findings, 2 when all there is to say is that a newer kvbm wrote some of it, else 1."""
+        if not self.findings:
+            return 0
+        return 2 if all(finding.kind == NEWER for finding in self.findings) else 1
+
+    def verdict(self) -> str:
+        """The whole in one line."""
+        counts = (
+            f"{counted(self.instances, 'instance')}, {counted(self.epochs, 'epoch')}, {counted(self.frames, 'frame')}, "
+        )
+        counts += counted(self.events, "event")
+        if self.repeats:
+            counts += f", {counted(self.repeats, 'repeat')}"
+        found = counted(len(self.findings), "finding")
+        return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
+
+
+class _Hole(NamedTuple):
+    """A hole, until it is known whether damage explains it."""
+
+    key: StreamKey
+    step: Missing
+
+
+def verify(
+    source: Source,
+    kernels: Kernels = REFERENCE,
+    fold: NewFold = Residencies,
+    instance: str | None = None,
+    located: Iterable[Located] | None = None,
+) -> Verified:
+    """Fold every stream of a source and name each defect once.
+
+    After a defect the fold goes on leniently until a round has ended, so that one does not show as many.
+
+    Args:
+        instance: only this one's frames.
+        located: what was read from the source, where somebody watches it pass.
+    """
+    verifier = _Verifier(source.name, fold)
+    read = source.read(kernels) if located is None else located
+    for item in in_order(only(read, instance), source.is_trimmed):
+        verifier.take(item)
+    return verifier.finish()
+
+
+def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:
+    """The frames of one instance, or of all. Damage stays: nobody knows whose it is."""
+    for one in located:
+        if instance is None or not isinstance(one.found, Frame) or one.found.instance == instance:
+            yield one
+
+
+class _Verifier:
+    def __init__(self, name: str, new_fold: NewFold) -> None:
+        self.report = Verified(source=name)
+        self._new_fold = new_fold
+        self._folds: dict[StreamKey, StreamFold] = {}
+        self._epochs: set[tuple[StreamKey, int]] = set()
+        self._found: list[tuple[int, Finding]] = []  # by the order of the frame
+        self._damage: list[Damaged] = []
+        self._holes: list[_Hole] = []
+
+    def take(self, item: tuple[StreamKey, Step] | Damaged) -> None:
+        if isinstance(item, Damaged):
+            self._take_damage(item)
+            return
+        key, step = item
+        match step:
+            case Next():
+                self._fold(key, step)
+            case Missing():
+                self._holes.append(_Hole(key, step))
+                self._fold_of(key).miss(step.epoch, step.next)
+            case Begins():
+                self._fold_of(key).miss(step.epoch, step.offset)
+                self.report.notes.append(
+                    f"instance {key.instance} begins at offset {step.offset:,} of epoch {step.epoch}: nothing is known before"
+                )
+            case Repeat():
+                self.report.repeats += 1
+            case Conflict():
+                why = f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two writers, or a rewritten file"
+                self._find(CONFLICT, why, step.located, step.frame)
+            case WentBack():
+                why = f"a frame of epoch {step.frame.epoch} after epoch {step.epoch} had begun; an instance that was replaced still writes"
+                self._find(WENT_BACK, why, step.located, step.frame)
+
+    def finish(self) -> Verified:
+        """The report, once everything was taken."""
+        explained = _explained(self._holes, self._damage)
+        for index, hole in enumerate(self._holes):
+            if index not in explained:
+                self._find_hole(hole)
+        self.report.instances = len(self._folds)
+        self.report.epochs = len(self._epochs)
+        self.report.findings = [finding for _, finding in sorted(self._found, key=lambda entry: entry[0])]
+        return self.report
+
+    def _fold_of(self, key: StreamKey) -> StreamFold:
+        fold = self._folds.get(key)
+        if fold is None:
+            fold = self._folds[key] = StreamFold(self._new_fold)
+        return fold
+
+    def _fold(self, key: StreamKey, step: Next) -> None:
+        frame, fold = step.frame, self._fold_of(key)
+        self._epochs.add((key, frame.epoch))
+        self.report.frames += 1
+        self.report.events += len(frame.events)
+        for index, event in enumerate(frame.events):
+            self.report.blocks += block_count(event)
+            illegal = fold.evolve(frame, event)
+            if illegal is not None:
+                self._find_illegal(step, index, illegal)
+        if not fold.agrees(frame.digest):
+            why = (
+                f"after {offsets(frame)} the fold holds {fold.residencies.count():,} blocks with digest "
+                f"{fold.residencies.digest:016x}, the frame says {frame.digest:016x}; an event is wrong or was never recorded"
+            )
+            self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
+            fold.diverge()
+
+    def _find_illegal(self, step: Next, index: int, error: IllegalEventError) -> None:
+        frame = step.frame
+        name = type(frame.events[index]).__name__
+        kind = SKIPPED if error.rule in _ROUND_RULES else ILLEGAL
+        self._find(kind, f"{name} breaks {error}", step.located, frame, frame.first_offset + index, error.rule)
+
+    def _find_hole(self, hole: _Hole) -> None:
+        step = hole.step
+        count = step.next - step.first
+        last = f"offset {step.first:,}" if count == 1 else f"offsets {step.first:,} to {step.next - 1:,}"
+        finding = Finding(
+            kind=MISSING,
+            message=f"{last} of epoch {step.epoch} are in no frame before this one of offset {step.next:,}; {counted(count, 'event')} lost",
+            source=step.after.place.source, sequence=step.after.place.sequence, byte=step.after.place.at,
+            instance=hole.key.instance, epoch=step.epoch, offset=step.first,
+        )  # fmt: skip
+        self._found.append((step.after.order, finding))
+
+    def _find(
+        self,
+        kind: str,
+        message: str,
+        located: Located,
+        frame: Frame,
+        offset: int | None = None,
+        rule: str | None = None,
+    ) -> None:
+        place = located.place
+        finding = Finding(
+            kind=kind, message=message, source=place.source, sequence=place.sequence, byte=place.at,
+            instance=frame.instance, epoch=frame.epoch, offset=frame.first_offset if offset is None else offset, rule=rule,
+        )  # fmt: skip
+        self._found.append((located.order, finding))
+
+    def _take_damage(self, damaged: Damaged) -> None:
+        if damaged.damage.kind == TORN:
+            self.report.notes.append(damage_words(damaged))
+            return
+        self._damage.append(damaged)
+        self._found.append((damaged.located.order, damage_finding(damaged)))
+
+
+def damage_finding(damaged: Damaged) -> Finding:
+    """The finding for bytes that are no good frame."""
+    place, header = damaged.located.place, damaged.damage.header
+    return Finding(
+        kind=damaged.damage.kind, message=damage_words(damaged), source=place.source, sequence=place.sequence,
+        byte=place.at, instance=header.instance if header else None, epoch=header.epoch if header else None,
+        offset=header.first_offset if header else None,
+    )  # fmt: skip
+
+
+def damage_words(damaged: Damaged) -> str:
+    """What damage means."""
+    place, damage = damaged.located.place, damaged.damage
+    if damage.kind == TORN:
+        return (
+            f"{place.source}: tail torn at byte {place.at:,}: {counted(damage.size, 'byte')} after the last whole frame; "
+            "a write was cut short or is under way"
+        )
+    if damage.kind == TRUNCATED:
+        return f"the capture ends inside a frame ({damage.why}); it was cut short after byte {place.at:,}"
+    if damage.kind == NEWER:
+        return damage.why
+    return f"{counted(damage.size, 'byte')} are no good frame and were left out: {damage.why}"
+
+
+def _explained(holes: list[_Hole], damage: list[Damaged]) -> set[int]:
+    """Which holes damage between the frames on both sides explains: first where its header names them, then the others."""
+    explained: set[int] = set()
+    used: set[int] = set()
+    for by_name in (True, False):
+        for index, hole in enumerate(holes):
+            if index in explained:
+                continue
+            for damaged in damage:
+                order = damaged.located.order
+                is_free = order not in used or _is_several(damaged)
+                if is_free and _is_between(hole, damaged) and (not by_name or _names(hole, damaged)):
+                    explained.add(index)
+                    used.add(order)
+                    break
+    return explained
+
+
+def _is_between(hole: _Hole, damaged: Damaged) -> bool:
+    located = damaged.located
+    return located.group == hole.key.group and hole.step.since < located.order < hole.step.after.order
+
+
+def _names(hole: _Hole, damaged: Damaged) -> bool:
+    header = damaged.damage.header
+    return (
+        header is not None
+        and header.instance == hole.key.instance
+        and (header.epoch, header.first_offset) == (hole.step.epoch, hole.step.first)
+    )
+
+
+def _is_several(damaged: Damaged) -> bool:
+    """Whether the damage is larger than the frame it begins with, so that it may hide frames of several instances."""
+    header = damaged.damage.header
+    return header is None or damaged.damage.size > header.frame_bytes

@@ -1,0 +1,148 @@
+"""How events, frames, counts and times are written for people, and read back."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, NamedTuple, assert_never
+
+from kvbm.core.codec import Frame
+from kvbm.core.errors import ConfigError
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    Event,
+    InstanceStarted,
+    InstanceStopped,
+    ResidenciesStated,
+    RoundEnded,
+)
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Offset, Tier, short, split_hashes, split_slots
+
+_UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_FIRST_UNIX_S = 1_000_000_000  # a whole number from here on is a time, below an offset
+
+
+class At(NamedTuple):
+    """Up to where a stream is folded: a time, or an offset of one epoch or of the last; all None for the end.
+
+    Attributes:
+        time_us: frames cut up to here, Unix time in microseconds.
+        offset: events before it.
+    """
+
+    time_us: int | None = None
+    epoch: Epoch | None = None
+    offset: Offset | None = None
+
+
+END = At()
+
+
+def parse_at(text: str) -> At:
+    """EPOCH:OFFSET, OFFSET, ISO 8601 or Unix seconds. Raises ConfigError: it is none of them."""
+    if re.fullmatch(r"[0-9]+:[0-9]+", text):
+        epoch, _, offset = text.partition(":")
+        return At(epoch=Epoch(int(epoch)), offset=Offset(int(offset)))
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        if "." not in text and int(text) < _FIRST_UNIX_S:
+            return At(offset=Offset(int(text)))
+        return At(time_us=int(Decimal(text) * 1_000_000))
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"--at {text!r} is neither an offset nor a time; write 3:4711 (epoch:offset), 4711 (of the last epoch), "
+            "2026-01-31T12:00:00Z or Unix seconds"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return At(time_us=(moment - _UNIX_BEGIN) // timedelta(microseconds=1))
+
+
+def time_text(wall_time_ns: int) -> str:
+    """A time in UTC to the microsecond, which `parse_at` reads back."""
+    try:
+        moment = _UNIX_BEGIN + timedelta(microseconds=wall_time_ns // 1000)
+    except OverflowError:
+        return f"{wall_time_ns} ns"
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: 1 frame, 1,234 frames."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def offsets(frame: Frame) -> str:
+    """The offsets a frame covers."""
+    last = frame.next_offset - 1
+    return f"offset {last:,}" if last == frame.first_offset else f"offsets {frame.first_offset:,} to {last:,}"
+
+
+def block_count(event: Event) -> int:
+    """How many blocks an event covers."""
+    if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated):
+        return len(event.hashes) // HASH_BYTES
+    return 0
+
+
+def event_text(event: Event) -> str:
+    """An event in one line, with counts and short hashes."""
+    match event:
+        case InstanceStarted():
+            pools = ", ".join(f"{pool.tier.name} {pool.slots:,}" for pool in event.pools) or "none"
+            return f"InstanceStarted epoch {event.epoch}, pools {pools}, {counted(len(event.namespaces), 'namespace')}"
+        case BlocksCreated():
+            parent = "" if event.parent == NO_PARENT else f" after {short(event.parent)}"
+            return f"BlocksCreated {event.tier.name} {_run(event)} from position {event.start:,}{parent}"
+        case BlocksMigrated():
+            kept = "kept" if event.kept else "moved"
+            return f"BlocksMigrated {_source(event)} → {event.target.name} {_run(event)} {event.cause.name.lower()}, {kept}"
+        case BlocksEvicted():
+            return f"BlocksEvicted {event.tier.name} {_run(event)} {event.reason.name.lower()}"
+        case ResidenciesStated():
+            return f"ResidenciesStated {event.tier.name} {_run(event)} round {event.round}"
+        case RoundEnded():
+            return f"RoundEnded {event.tier.name} round {event.round} of {counted(event.count, 'block')}"
+        case InstanceStopped():
+            return f"InstanceStopped {event.reason.name.lower()}"
+        case _:
+            assert_never(event)
+
+
+def _source(event: BlocksMigrated) -> str:
+    return event.source.name if isinstance(event.source, Tier) else f"instance {event.source}"
+
+
+def _run(event: BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated) -> str:
+    first, last = event.hashes[:HASH_BYTES], event.hashes[-HASH_BYTES:]
+    blocks = short(first) if first == last else f"{short(first)}…{short(last)}"
+    return f"{counted(len(event.hashes) // HASH_BYTES, 'block')} [{blocks}] in {short(event.namespace)}"
+
+
+def event_fields(event: Event) -> dict[str, Any]:
+    """An event as plain values for JSON: names for tiers and reasons, hex for hashes, numbers for slots."""
+    fields: dict[str, Any] = {"event": type(event).__name__}
+    if isinstance(event, InstanceStarted):
+        pools = [
+            {"tier": p.tier.name, "slots": p.slots, "block_bytes": p.block_bytes, "reach": p.reach.name, "name": p.name}
+            for p in event.pools
+        ]
+        return fields | {
+            "pools": pools, "namespaces": [{"id": n.id.hex(), "fields": n} for n in event.namespaces],
+            "topology": event.topology, "engine": event.engine, "version": event.version,
+        }  # fmt: skip
+    for name in event.__struct_fields__:
+        value = getattr(event, name)
+        if name == "hashes":
+            fields["hashes"] = [block.hex() for block in split_hashes(value)]
+        elif name == "slots":
+            fields["slots"] = split_slots(value)
+        elif isinstance(value, bytes):
+            fields[name] = value.hex()
+        else:
+            fields[name] = getattr(value, "name", value)
+    return fields

@@ -1,0 +1,547 @@
+"""The catalog over real NATS, a real database and real HTTP: what instances publish is what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import urllib3
+from openapi_spec_validator import validate as validate_openapi
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
+
+from kvbm.catalog.api import MAX_BODY_BYTES
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.store import Applied, InstanceState, Store, StoreBatch
+from kvbm.core.answers import MAX_HASHES, PositionWanted
+from kvbm.core.codec import encode_frame
+from kvbm.core.errors import CatalogError, ConfigError, StreamError
+from kvbm.core.events import EvictReason, MigrateCause, PoolStated
+from kvbm.core.hashing import sequence_hashes
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash, Tier
+from kvbm.core.ledger import Ledger
+from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
+from kvbm.manager.frames import cut_frames
+from kvbm.streams.base import Heartbeat
+from kvbm.streams.nats import NatsStream
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.servers import free_port, nats_server
+
+SPACE = Namespace(model="m", block_tokens=4)
+OTHER = Namespace(model="m", block_tokens=4, tenant="acme")
+POOLS = (
+    PoolStated(Tier.HBM, 64, 1024),
+    PoolStated(Tier.HOST, 64, 1024),
+    PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "s3://kvbm/blocks"),
+)
+TOKENS = list(range(40))
+HASHES = sequence_hashes(TOKENS, 4, SPACE.root())
+
+
+class Instance:
+    """A ledger that publishes."""
+
+    def __init__(self, server: str, within: str, name: str, epoch: int = 1) -> None:
+        self.server, self.cluster, self.name, self.epoch = server, within, InstanceId(name), Epoch(epoch)
+        self.ledger = Ledger(POOLS)
+        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
+
+    def create(self, first: int, end: int) -> None:
+        allocation = self.ledger.allocate(Tier.HBM, end - first)
+        assert allocation is not None
+        parent = SequenceHash(HASHES[16 * (first - 1) : 16 * first]) if first else NO_PARENT
+        self.ledger.create(SPACE.id, Tier.HBM, parent, first, HASHES[16 * first : 16 * end], allocation.slots)
+
+    def copy(self, target: Tier, first: int, end: int) -> None:
+        copy = self.ledger.begin_copy(SPACE.id, Tier.HBM, target, HASHES[16 * first : 16 * end])
+        assert copy is not None
+        self.ledger.end_copy(copy, [True] * (end - first), MigrateCause.OFFLOAD)
+
+    def publish(self, lose: bool = False) -> PositionWanted:
+        """Send what was not sent yet; gives the position it reaches."""
+        first, pending = self.ledger.take_events()
+        frames = [encode_frame(frame) for frame in cut_frames(self.name, self.epoch, first, pending, time.time_ns())]
+        if not lose:
+            self.run(lambda stream: self._send(stream, frames))
+        return PositionWanted(instance=self.name, epoch=self.epoch, offset=self.ledger.applied)
+
+    async def _send(self, stream: NatsStream, frames: list[bytes]) -> None:
+        for data in frames:
+            await stream.publish(self.cluster, self.name, data)
+
+    def beat(self, queued_tokens: int = 0, age_s: float = 0.0, **more: Any) -> None:
+        heartbeat = Heartbeat(
+            instance=self.name,
+            cluster=self.cluster,
+            epoch=self.epoch,
+            published=self.ledger.applied,
+            wall_time_ns=time.time_ns() - int(age_s * 1e9),
+            queued_tokens=queued_tokens,
+            running_requests=3,
+            free_slots={Tier.HBM: 7},
+            **more,
+        )
+        self.run(lambda stream: stream.send_pulse(heartbeat))
+
+    def run(self, work: Callable[[NatsStream], Any]) -> None:
+        async def connected() -> None:
+            stream = await NatsStream.connect(self.server)
+            try:
+                await work(stream)
+            finally:
+                await stream.close()
+
+        asyncio.run(connected())
+
+
+class Running(NamedTuple):
+    """A ready catalog, how to ask it, and how to make another like it."""
+
+    settings: ServiceSettings
+    client: CatalogClient
+
+    def instance(self, name: str, epoch: int = 1) -> Instance:
+        return Instance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
+
+
+@pytest.fixture
+def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:  # noqa: F811
+    yield from run_catalog(nats_url, cluster, sqlite_url)
+
+
+@pytest.fixture
+def running_on_both(nats_url: str, cluster: str, database_url: str) -> Iterator[Running]:  # noqa: F811
+    yield from run_catalog(nats_url, cluster, database_url)
+
+
+def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
+    settings = ServiceSettings(
+        nats_url=server,
+        database_url=database,
+        cluster=name,
+        listen="127.0.0.1:0",
+        store_every_s=0.02,
+        tenant_secrets={"acme": "secret"},
+    )
+    with CatalogThread(settings) as thread:
+        client = CatalogClient(thread.url)
+        client.wait_ready(10)
+        yield Running(settings, client)
+        client.close()
+
+
+def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        time.sleep(0.02)
+
+
+def prepared(running: Running) -> list[PositionWanted]:
+    """Two instances: `a` has blocks 0..5 in HBM, 0..2 in HOST too; `b` has 0..2 in HBM and claimed 0..7."""
+    a, b = running.instance("a"), running.instance("b")
+    a.create(0, 5)
+    a.copy(Tier.HOST, 0, 2)
+    b.create(0, 8)
+    b.copy(Tier.OBJECT, 0, 8)
+    b.ledger.unpin(Tier.HBM, list(range(8)))
+    b.ledger.evict(Tier.HBM, HASHES[32:], EvictReason.CAPACITY)
+    return [a.publish(), b.publish()]
+
+
+def test_lookup_route_block_and_instances_tell_what_was_published(running_on_both: Running) -> None:
+    client = running_on_both.client
+    positions = prepared(running_on_both)
+    found = client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    assert [(i.instance, i.depth, i.tiers, i.reach, i.doubtful) for i in found.instances] == [
+        ("a", 5, {"HBM": 5}, 8, False),
+        ("b", 2, {"HBM": 2}, 8, False),
+    ]
+    assert [(pool.pool, pool.depth) for pool in found.pools] == [("s3://kvbm/blocks", 8)]
+    assert (found.deepest, found.blocks, found.namespace) == (8, 10, SPACE.id.hex())
+
+    routed = client.route(SPACE.id, HASHES, 43)
+    assert {entry.instance for entry in routed.ranked} == {"a", "b"}
+    assert routed.instance == routed.ranked[0].instance
+    assert {entry.missing_tokens for entry in routed.ranked} <= {43 - 4 * 5, 43 - 4 * 2, 43 - 4 * 8}
+
+    holders = client.block(SPACE, HASHES[:16]).holders
+    assert [(h.name, h.kind, h.tier) for h in holders] == [
+        ("a", "instance", "HBM"),
+        ("a", "instance", "HOST"),
+        ("b", "instance", "HBM"),
+        ("s3://kvbm/blocks", "pool", "OBJECT"),
+    ]
+    assert client.block(SPACE, bytes(16)).holders == []
+
+    a, b = client.instances()
+    assert (a.instance, a.state, a.epoch, a.offset, a.doubtful) == ("a", "unheard", 1, positions[0].offset, False)
+    assert a.held_blocks == {"HBM": 5, "HOST": 2}
+    assert (b.topology, b.engine) == (["rack-1", "b"], "test")
+    assert [pool.held_blocks for pool in b.pools] == [2, 0, 8]
+    assert [(space.id, space.fields) for space in client.namespaces()] == [(SPACE.id.hex(), SPACE)]
+
+
+def test_a_restarted_catalog_gives_the_same_answers(nats_url: str, cluster: str, database_url: str) -> None:  # noqa: F811
+    catalogs = run_catalog(nats_url, cluster, database_url)
+    first = next(catalogs)
+    positions = prepared(first)
+    before = first.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    instances = first.client.instances()
+    next(catalogs, None)
+    for _ in range(2):
+        catalogs = run_catalog(nats_url, cluster, database_url)
+        again = next(catalogs)
+        assert again.client.lookup(SPACE, HASHES) == before
+        assert again.client.instances() == instances
+        next(catalogs, None)
+    rows, claims = asyncio.run(stored(database_url))
+    assert {row.id: (row.epoch, row.state) for row in rows} == {
+        "a": (1, InstanceState.LIVE),
+        "b": (1, InstanceState.LIVE),
+    }
+    assert claims == 8
+
+
+async def stored(database: str) -> tuple[Any, int]:
+    store = await Store.open(database)
+    try:
+        return await store.instances(), await store.claim_count()
+    finally:
+        await store.close()
+
+
+def test_a_catalog_reads_its_own_writes(running: Running) -> None:
+    a = running.instance("a")
+    a.publish()
+    a.create(0, 3)
+    wanted = PositionWanted(instance="a", epoch=1, offset=a.ledger.applied)
+    with pytest.raises(CatalogRefusedError, match="not yet at offset") as caught:
+        running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=0.1)
+    assert (caught.value.status, caught.value.code) == (504, "position_not_reached")
+    later = threading.Timer(0.3, a.publish)
+    later.start()
+    found = running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    later.join()
+    assert found.instances[0].depth == 3
+    old = PositionWanted(instance="a", epoch=0, offset=999)
+    assert running.client.lookup(SPACE, HASHES, at_least=[old]).instances[0].depth == 3
+
+
+def test_a_gap_is_doubted_until_a_round(running: Running) -> None:
+    a = running.instance("a")
+    a.create(0, 2)
+    a.publish()
+    a.create(2, 4)
+    a.publish(lose=True)
+    a.create(4, 6)
+    a.publish()
+
+    def is_past_the_gap() -> bool:
+        a.beat()
+        summary = running.client.instance("a")
+        return summary is not None and summary.offset == a.ledger.applied
+
+    eventually(is_past_the_gap)
+    found = running.client.lookup(SPACE, HASHES).instances[0]
+    assert (found.depth, found.doubtful) == (2, True)
+    a.ledger.begin_round()
+    while a.ledger.step_round():
+        pass
+    found = running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5).instances[0]
+    assert (found.depth, found.doubtful) == (6, False)
+    metrics = parsed(running.client.metrics())
+    assert metrics["kvbm_catalog_gaps_total"] == 1
+
+
+def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
+    a, b = running.instance("a"), running.instance("b")
+    a.create(0, 10)
+    a.publish()
+    wanted = b.publish()
+    a.beat(queued_tokens=10**9)
+    b.beat()
+    eventually(lambda: {i.state for i in running.client.instances()} == {"live"})
+    running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    routed = running.client.route(SPACE, HASHES, 40)
+    assert routed.instance == "b"
+    assert routed.ranked[1].queueing_s > 1000
+    summary = running.client.instance("a")
+    assert summary is not None
+    assert (summary.queued_tokens, summary.running_requests, summary.free_slots) == (10**9, 3, {"HBM": 7})
+
+    def is_left_to_a() -> bool:
+        a.beat()
+        b.beat(stopping=True)
+        time.sleep(0.1)
+        return running.client.route(SPACE, HASHES, 40).instance == "a"
+
+    eventually(is_left_to_a)
+
+
+def test_a_heartbeat_the_stream_has_kept_for_long_is_no_sign_of_life(running: Running) -> None:
+    a = running.instance("a")
+    a.beat(age_s=3600)
+    eventually(lambda: bool(running.client.instances()))
+    summary = running.client.instance("a")
+    assert summary is not None
+    assert summary.state == "silent"
+    assert (summary.heartbeat_age_s or 0) > 3599
+    a.beat(age_s=3600)  # a clock that is an hour late, but alive
+    eventually(lambda: running.client.instances()[0].state == "live")
+
+
+def test_an_instance_of_another_model_is_not_routed_to(running: Running) -> None:
+    a = running.instance("a")
+    wanted = a.publish()
+    running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    assert running.client.route(OTHER, HASHES, 40).instance == "a"  # another tenant of the same model
+    with pytest.raises(CatalogRefusedError, match="no live instance serves this namespace") as caught:
+        running.client.route(Namespace(model="another", block_tokens=4), HASHES, 40)
+    assert (caught.value.status, caught.value.code) == (503, "no_instance")
+
+
+def test_tokens_are_hashed_where_the_secret_is_known(running: Running) -> None:
+    positions = prepared(running)
+    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    assert running.client.lookup_tokens(SPACE, b"", TOKENS).deepest == 8
+    assert running.client.lookup_tokens(SPACE, b"wrong", TOKENS).deepest == 0
+    by_fields = {"namespace": msgspec.to_builtins(SPACE), "tokens": TOKENS}
+    assert post(running, "/v1/lookup", by_fields)[1]["deepest"] == 8
+    by_id = {"namespace": SPACE.id.hex(), "tokens": TOKENS}
+    assert post(running, "/v1/lookup", by_id)[1]["deepest"] == 8
+    assert post(running, "/v1/route", by_id)[1]["blocks"] == 10
+    configured = {"namespace": msgspec.to_builtins(OTHER), "tokens": TOKENS}
+    assert post(running, "/v1/lookup", configured)[0] == 200
+    assert running.client.route_tokens(SPACE, b"", TOKENS).blocks == 10
+
+
+def post(running: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = urllib3.request("POST", running.client.url + path, body=data, headers=headers, timeout=10, retries=False)
+    return answer.status, json.loads(answer.data)
+
+
+GOOD = {"namespace": SPACE.id.hex(), "hashes": HASHES.hex()}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("lookup", b"{", 400, "not_json"),
+        ("lookup", b"\xff", 400, "not_json"),
+        ("lookup", [], 422, "invalid_request"),
+        ("lookup", {}, 422, "invalid_request"),
+        ("lookup", GOOD | {"surprise": 1}, 422, "invalid_request"),
+        ("lookup", GOOD | {"namespace": "zz"}, 422, "invalid_request"),
+        ("lookup", GOOD | {"timeout_s": 6}, 422, "invalid_request"),
+        ("lookup", GOOD | {"at_least": [{"instance": "a"}]}, 422, "invalid_request"),
+        ("lookup", GOOD | {"tokens": [1]}, 422, "hashes_or_tokens"),
+        ("lookup", {"namespace": SPACE.id.hex()}, 422, "hashes_or_tokens"),
+        ("lookup", GOOD | {"hashes": "abc"}, 422, "bad_hash"),
+        ("lookup", GOOD | {"hashes": "g" * 32}, 422, "bad_hash"),
+        ("lookup", GOOD | {"hashes": "ab " * 32}, 422, "bad_hash"),
+        ("lookup", GOOD | {"hashes": ["ab"]}, 422, "bad_hash"),
+        ("lookup", GOOD | {"hashes": "0" * 32 * (MAX_HASHES + 1)}, 422, "too_many_hashes"),
+        ("lookup", {"namespace": "0" * 32, "tokens": [1]}, 422, "namespace_unknown"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x"}, "tokens": [1]}, 422, "tokens_not_hashable"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [-1] * 4}, 422, "bad_tokens"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [2**70] * 4}, 422, "bad_tokens"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 0}, "tokens": [1] * 4}, 422, "bad_tokens"),
+        ("lookup", b" " * (MAX_BODY_BYTES + 1), 413, "body_too_large"),
+        ("route", GOOD, 422, "input_tokens_missing"),
+        ("route", GOOD | {"input_tokens": -1}, 422, "invalid_request"),
+        ("route", {"namespace": msgspec.to_builtins(SPACE), "hashes": HASHES.hex(), "input_tokens": 3}, 422, "too_many_hashes"),
+        ("route", GOOD | {"input_tokens": 40}, 503, "no_instance"),
+        ("nothing", GOOD, 404, "not_found"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_refused_in_words(asked: Running, path: str, body: Any, status: int, code: str) -> None:
+    found, answer = post(asked, f"/v1/{path}", body)
+    assert (found, answer["error"]["code"]) == (status, code)
+    assert answer["error"]["message"]
+    assert answer["error"]["what_to_do"]
+
+
+@pytest.fixture(scope="module")
+def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
+    """One empty catalog for all requests that go wrong."""
+    yield from run_catalog(nats_url, "nobody", f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'catalog.db'}")
+
+
+def test_other_paths_answer_in_words_too(asked: Running) -> None:
+    pool = urllib3.connectionpool.connection_from_url(asked.client.url, retries=False, timeout=5)
+    assert json.loads(pool.request("GET", "/v1/lookup").data)["error"]["code"] == "method_not_allowed"
+    assert json.loads(pool.request("GET", "/v1/blocks/zz/00").data)["error"]["code"] == "bad_hash"
+    assert pool.request("GET", "/healthz").data == b"ok\n"
+    status = json.loads(pool.request("GET", "/").data)
+    assert (status["service"], status["ready"], status["instances"]) == ("kvbm-catalog", True, 0)
+    pool.close()
+
+
+def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -> None:
+    described = json.loads(urllib3.request("GET", asked.client.url + "/openapi.json", timeout=5).data)
+    validate_openapi(described)
+    assert set(described["paths"]) == {
+        *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
+        *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
+    }
+    operation = described["paths"]["/v1/lookup"]["post"]
+    assert set(operation["responses"]) == {"200", "400", "408", "413", "422", "503", "504"}
+    for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
+        assert post(asked, "/v1/lookup", example["value"])[0] in (200, 504)
+
+
+def parsed(text: str) -> dict[str, float]:
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_metrics_parse_and_count(running: Running) -> None:
+    positions = prepared(running)
+    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    running.client.route(SPACE, HASHES, 40)
+    eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_lag_messages"] == 0)
+    found = parsed(running.client.metrics())
+    assert found["kvbm_catalog_frames_total"] == 2
+    assert found["kvbm_catalog_events_total"] == sum(position.offset for position in positions)
+    assert found["kvbm_catalog_claims"] == 8
+    assert found["kvbm_catalog_lookup_seconds_count"] == found["kvbm_catalog_route_seconds_count"] == 1
+    assert found["kvbm_catalog_ready"] == 1
+    assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
+
+
+def test_a_locator_asks_for_claims_and_backs_off_while_the_catalog_is_away(running: Running) -> None:
+    positions = prepared(running)
+    running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+    locator = HttpLocator(running.client.url)
+    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES, 1.0) == 8
+    assert locator.claimed_depth("s3://kvbm/blocks", SPACE.id, HASHES[16:], 1.0) == 7
+    assert locator.claimed_depth("another", SPACE.id, HASHES, 1.0) == 0
+    assert locator.claimed_depth("s3://kvbm/blocks", NamespaceId(bytes(16)), HASHES, 1.0) == 0
+    locator.close()
+
+
+def test_a_locator_answers_zero_without_waiting_while_nobody_is_there() -> None:
+    now_s = [0.0]
+    port = free_port()
+    locator = HttpLocator(f"http://127.0.0.1:{port}", clock=lambda: now_s[0])
+    with capture_logs() as logs:
+        _ask_nobody(locator, port, now_s)
+    locator.close()
+    assert [entry["event"] for entry in logs] == ["catalog.lost"]
+
+
+def _ask_nobody(locator: HttpLocator, port: int, now_s: list[float]) -> None:
+    assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+    with _silent_listener(port):  # would make every request wait
+        begin_s = time.monotonic()
+        for _ in range(100):
+            assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
+        assert time.monotonic() - begin_s < 0.4
+        now_s[0] += 10.0
+        assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.1) == 0
+        assert time.monotonic() - begin_s >= 0.1
+
+
+def _silent_listener(port: int) -> Any:
+    import socket
+
+    return socket.create_server(("127.0.0.1", port))
+
+
+def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) -> None:  # noqa: F811
+    good = ServiceSettings(nats_url=nats_url, database_url=sqlite_url, listen="127.0.0.1:0", connect_s=1.0)
+    for changed, kind, words in (
+        ({"nats_url": f"nats://127.0.0.1:{free_port()}"}, StreamError, "no connection to NATS"),
+        ({"database_url": "mysql://x/y"}, CatalogError, "cannot hold the catalog"),
+        ({"database_url": f"postgresql://u:p@127.0.0.1:{free_port()}/d"}, CatalogError, "cannot be opened"),
+        ({"listen": "7700"}, ConfigError, "write host:port"),
+        ({"listen": nats_url.removeprefix("nats://")}, CatalogError, "choose another port"),
+    ):
+        begin_s = time.monotonic()
+        with pytest.raises(kind, match=words):
+            CatalogThread(msgspec.structs.replace(good, **changed)).start()
+        assert time.monotonic() - begin_s < 10
+
+
+def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    with nats_server() as server:
+        catalogs = run_catalog(server.url, cluster, sqlite_url)
+        running = next(catalogs)
+        positions = prepared(running)
+        before = running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
+        server.stop()
+        eventually(lambda: "NATS" in running.client.ready().degraded)
+        assert running.client.ready().ready
+        assert running.client.lookup(SPACE, HASHES) == before
+        again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]))
+        try:
+            eventually(lambda: not running.client.ready().degraded, 30)
+            c = running.instance("c")
+            c.create(0, 9)
+            assert running.client.lookup(SPACE, HASHES, at_least=[c.publish()], wait_s=5).deepest == 9
+        finally:
+            next(catalogs, None)
+            again.stop()
+
+
+def test_the_index_goes_on_while_the_database_is_away_and_nothing_is_lost(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: Store, batch: StoreBatch) -> Applied:
+        raise CatalogError("the database does not answer")
+
+    with monkeypatch.context() as away:
+        away.setattr(Store, "apply", refuse)
+        positions = prepared(running)
+        assert running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5).deepest == 8
+        eventually(lambda: running.client.ready().degraded == "the database does not answer")
+        assert running.client.ready().ready
+        assert parsed(running.client.metrics())["kvbm_catalog_degraded"] == 1
+    eventually(lambda: not running.client.ready().degraded)
+    eventually(lambda: asyncio.run(stored(running.settings.database_url))[1] == 8)
+
+
+def test_a_replaced_stream_is_followed_from_its_beginning(cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    with nats_server() as first:
+        catalogs = run_catalog(first.url, cluster, sqlite_url)
+        running = next(catalogs)
+        for _ in range(3):
+            running.client.lookup(SPACE, HASHES, at_least=prepared(running), wait_s=5)
+        next(catalogs, None)
+    with nats_server() as second:
+        catalogs = run_catalog(second.url, cluster, sqlite_url)
+        running = next(catalogs)
+        assert running.client.lookup(SPACE, HASHES).pools[0].depth == 8  # claims outlive the stream
+        a = running.instance("a", epoch=2)
+        a.create(0, 10)
+        a.copy(Tier.OBJECT, 8, 10)
+        assert running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5).pools[0].depth == 10
+        next(catalogs, None)
+    assert asyncio.run(stored(sqlite_url))[1] == 10
+
+
+def test_positions_of_many_waiters_are_all_told(running: Running) -> None:
+    a = running.instance("a")
+    a.publish()
+    a.create(0, 4)
+    wanted = PositionWanted(instance="a", epoch=1, offset=Offset(a.ledger.applied))
+    depths: list[int] = []
+
+    def ask() -> None:
+        depths.append(running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).deepest)
+
+    threads = [threading.Thread(target=ask) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    a.publish()
+    for thread in threads:
+        thread.join(10)
+    assert depths == [4] * 20

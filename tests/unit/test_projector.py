@@ -1,0 +1,374 @@
+"""The projector: what it applies, ignores, waits for and gives up on."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.projector import Projector, Step
+from kvbm.catalog.store import InstanceState
+from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.events import EvictReason, MigrateCause, PoolStated
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
+from kvbm.core.ledger import Ledger
+from kvbm.manager.frames import cut_frames
+from kvbm.streams.base import Heartbeat, Position, StreamMessage
+
+ONE = InstanceId("one")
+NAMESPACE = Namespace(model="m", block_tokens=16)
+POOLS = (
+    PoolStated(Tier.HBM, 64, 1024),
+    PoolStated(Tier.NVME, 64, 1024),
+    PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool"),
+)
+
+
+def hashes(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(16, "little") for number in numbers)
+
+
+class Instance:
+    """A ledger whose every command becomes one frame."""
+
+    def __init__(self, epoch: int = 1, name: InstanceId = ONE) -> None:
+        self.name = name
+        self.ledger = Ledger(POOLS)
+        self.ledger.start(Epoch(epoch), [NAMESPACE], ["rack-1"], "engine", "0.1")
+        self.frames: list[Frame] = []
+        self.cut()
+
+    def cut(self) -> Frame:
+        first, pending = self.ledger.take_events()
+        self.frames.extend(cut_frames(self.name, self.ledger.residencies.epoch, first, pending, 1000 + first))
+        return self.frames[-1]
+
+    def create(self, *numbers: int) -> Frame:
+        allocation = self.ledger.allocate(Tier.HBM, len(numbers))
+        assert allocation is not None
+        self.ledger.create(NAMESPACE.id, Tier.HBM, NO_PARENT, 0, hashes(*numbers), allocation.slots)
+        return self.cut()
+
+    def offload(self, *numbers: int) -> Frame:
+        copy = self.ledger.begin_copy(NAMESPACE.id, Tier.HBM, Tier.OBJECT, hashes(*numbers))
+        assert copy is not None
+        self.ledger.end_copy(copy, [True] * len(numbers), MigrateCause.OFFLOAD)
+        return self.cut()
+
+    def round(self) -> Frame:
+        self.ledger.begin_round()
+        while self.ledger.step_round():
+            pass
+        return self.cut()
+
+    def heartbeat(self) -> Heartbeat:
+        epoch = self.ledger.residencies.epoch
+        return Heartbeat(instance=self.name, cluster="c", epoch=epoch, published=self.ledger.applied, wall_time_ns=0)
+
+
+class Reader:
+    """A projector and the stream it reads."""
+
+    def __init__(self, projector: Projector | None = None) -> None:
+        self.projector = projector or Projector(ClusterIndex(), decode_frame, "KVBM")
+        self.sequence = self.projector.sequence
+
+    def read(self, *frames: Frame, now_s: float = 0.0, at_end: bool = False) -> Step:
+        return self.read_bytes(*(encode_frame(frame) for frame in frames), now_s=now_s, at_end=at_end)
+
+    def read_bytes(self, *data: bytes, now_s: float = 0.0, at_end: bool = False, name: str = ONE) -> Step:
+        messages = []
+        for one in data:
+            self.sequence += 1
+            messages.append(StreamMessage(self.sequence, f"kvbm.v1.events.c.{name}", one))
+        return self.projector.step(now_s, messages, at_end)
+
+    @property
+    def index(self) -> ClusterIndex:
+        return self.projector.index
+
+    def depth(self, *numbers: int) -> int:
+        return self.index.prefixes(NAMESPACE.id, hashes(*numbers)).deepest
+
+    def in_step(self, instance: Instance) -> bool:
+        fold = self.index.fold(instance.name)
+        return fold is not None and fold.digest == instance.ledger.residencies.digest
+
+
+def five_frames() -> tuple[Instance, list[Frame]]:
+    instance = Instance()
+    for number in range(1, 5):
+        instance.create(number)
+    return instance, instance.frames
+
+
+def test_frames_in_order_are_applied_and_positions_follow() -> None:
+    instance, frames = five_frames()
+    reader = Reader()
+    step = reader.read(*frames)
+    assert step.advanced == {ONE: Position(Epoch(1), instance.ledger.applied)}
+    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.depth(1, 2, 3, 4, 5) == 4
+    assert not reader.index.is_doubtful(ONE)
+    assert reader.projector.counters.frames == 5
+    assert reader.projector.counters.blocks == 4
+
+
+def test_a_message_may_hold_several_frames() -> None:
+    _, frames = five_frames()
+    reader = Reader()
+    reader.read_bytes(b"".join(map(encode_frame, frames)))
+    assert reader.depth(1, 2, 3, 4) == 4
+
+
+def test_repeats_and_older_frames_change_nothing() -> None:
+    instance, frames = five_frames()
+    reader = Reader()
+    reader.read(*frames, *frames[2:], frames[0])
+    assert reader.in_step(instance)
+    assert reader.projector.counters.repeats == 4
+    assert reader.projector.counters.digest_mismatches == 0
+
+
+def test_a_publisher_that_goes_back_leaves_no_trace() -> None:
+    """Its stream is 0 1 3 4 2 3 4."""
+    instance, f = five_frames()
+    reader = Reader()
+    step = reader.read(f[0], f[1], f[3], f[4], at_end=True)
+    assert step.advanced[ONE] == (1, f[1].next_offset)
+    assert reader.index.is_doubtful(ONE)
+    assert reader.depth(1, 2, 3, 4) == 1
+    reader.read(f[2])
+    assert reader.in_step(instance)
+    assert not reader.index.is_doubtful(ONE)
+    reader.read(f[3], f[4], now_s=100.0, at_end=True)
+    counters = reader.projector.counters
+    assert (counters.holes, counters.gaps, counters.repeats) == (1, 0, 2)
+
+
+def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at_the_end() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(f[0], f[1], f[3], f[4], at_end=True)
+    assert not reader.read(now_s=50.0, at_end=True).gaps  # no heartbeat has said so
+    reader.projector.hear(50.0, instance.heartbeat())
+    assert not reader.read(now_s=50.5, at_end=True).gaps  # what it calls published may still be on its way
+    assert not reader.read(now_s=51.5, at_end=False).gaps
+    step = reader.read(now_s=51.5, at_end=True)
+    assert [(gap.expected, gap.resumed) for gap in step.gaps] == [((1, f[2].first_offset), (1, f[3].first_offset))]
+    assert reader.projector.counters.gaps == 1
+    assert reader.index.is_doubtful(ONE)
+    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.depth(1, 2, 3, 4) == 1
+    reader.projector.hear(60.0, instance.heartbeat())
+    assert not reader.read(now_s=70.0, at_end=True).gaps
+
+
+def test_a_round_after_a_gap_makes_the_instance_whole_again() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(f[0], f[1], f[3], f[4])
+    reader.projector.hear(0.0, instance.heartbeat())
+    reader.read(now_s=2.0, at_end=True)
+    assert reader.index.is_doubtful(ONE)
+    reader.read(instance.round())
+    assert not reader.index.is_doubtful(ONE)
+    assert reader.depth(1, 2, 3, 4) == 4
+    assert reader.in_step(instance)
+
+
+def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f[:4])
+    reader.projector.hear(0.0, instance.heartbeat())
+    (gap,) = reader.read(now_s=2.0, at_end=True).gaps
+    assert gap.resumed is None
+    for number in (6, 7):
+        reader.read(instance.create(number))
+    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.depth(7) == 1
+    assert reader.projector.counters.gaps == 1
+
+
+def test_slow_reading_is_no_gap() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.projector.hear(0.0, instance.heartbeat())
+    for second, frame in enumerate(f, 1):
+        reader.projector.hear(second, instance.heartbeat())
+        assert not reader.read(frame, now_s=10.0 * second).gaps
+    assert not reader.read(now_s=1000.0, at_end=True).gaps
+
+
+def test_a_new_epoch_begins_empty_and_the_old_one_is_stale() -> None:
+    old, frames = five_frames()
+    reader = Reader()
+    reader.read(*frames)
+    new = Instance(epoch=2)
+    reader.read(*new.frames, old.create(9), new.create(8))
+    assert reader.depth(1) == reader.depth(9) == 0
+    assert reader.depth(8) == 1
+    assert reader.projector.counters.stale == 1
+    assert reader.projector.position(ONE) == (2, new.ledger.applied)
+    assert not reader.index.is_doubtful(ONE)
+
+
+def test_an_epoch_first_seen_midway_is_blind_until_a_round() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f[2:])
+    assert reader.depth(2, 3, 4) == 3
+    assert reader.depth(1) == 0
+    assert reader.index.is_doubtful(ONE)
+    assert reader.projector.counters.blind_starts == 1
+    reader.read(instance.round())
+    assert reader.depth(1, 2, 3, 4) == 4
+    assert not reader.index.is_doubtful(ONE)
+
+
+def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f[1:3], *f)
+    assert reader.in_step(instance)
+    assert not reader.index.is_doubtful(ONE)
+    assert reader.depth(1, 2, 3, 4) == 4
+
+
+def test_what_sql_knows_of_an_epoch_names_the_pools_its_lost_start_declared() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    later = Reader(Projector(ClusterIndex(), decode_frame, "KVBM", known=batch.instances))
+    later.read(instance.offload(1, 2))
+    assert later.index.claim_counts() == {"pool": 2}
+    later.read(instance.round())
+    assert not later.index.is_doubtful(ONE)
+    forgetful = Reader()
+    forgetful.read(instance.offload(3))
+    assert forgetful.index.unnamed_claims == 1
+
+
+def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone() -> None:
+    one, two = Instance(), Instance(name=InstanceId("two"))
+    one.create(1, 2)
+    one.offload(1, 2)
+    reader = Reader()
+    reader.read(*one.frames)
+    reader.read(*Instance(epoch=2).frames)
+    assert reader.index.prefixes(NAMESPACE.id, hashes(1, 2)).pools == [("pool", 2)]
+    two.ledger.forget(Tier.OBJECT, NAMESPACE.id, hashes(1), EvictReason.MISSING)
+    two.cut()
+    reader.read_bytes(*map(encode_frame, two.frames), name="two")
+    assert reader.index.claim_counts() == {"pool": 1}
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [(run.hashes, run.instance, run.withdrawn) for run in batch.claims] == [
+        (hashes(1, 2), "one", False),
+        (hashes(1), "two", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: b"not a frame",
+        lambda data: data[:-3],
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: data[:4] + b"\xff\x00" + data[6:],
+        lambda data: data + b"tail",
+    ],
+)
+def test_damaged_messages_are_counted_and_skipped(damage) -> None:  # type: ignore[no-untyped-def]
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f)
+    last = encode_frame(instance.create(7))
+    reader.read_bytes(damage(last))
+    assert reader.projector.counters.poison == (1 if damage(last) else 0)
+    reader.read_bytes(last)
+    assert reader.in_step(instance)
+
+
+@pytest.mark.parametrize(
+    "change", [{"instance": InstanceId("other")}, {"epoch": Epoch(0)}, {"first_offset": Offset(9)}]
+)
+def test_a_frame_that_cannot_be_this_instances_is_poison(change: dict[str, object]) -> None:
+    reader = Reader()
+    reader.read(msgspec.structs.replace(Instance().frames[0], **change))
+    assert reader.projector.counters.poison == 1
+    assert reader.projector.instances() == []
+
+
+def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
+    assert reader.projector.counters.digest_mismatches == 1
+    assert reader.index.is_doubtful(ONE)
+    reader.read(instance.create(6))
+    assert reader.projector.counters.digest_mismatches == 1
+    reader.read(instance.round())
+    assert not reader.index.is_doubtful(ONE)
+
+
+def test_the_batch_says_how_things_are_at_its_end() -> None:
+    instance, f = five_frames()
+    reader = Reader()
+    assert reader.projector.take_batch() is None
+    reader.read(*f)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.stream, batch.previous, batch.stream_sequence) == ("KVBM", 0, 5)
+    (row,) = batch.instances
+    assert (row.id, row.cluster, row.epoch, row.pools, row.topology) == (ONE, "c", 1, POOLS, ("rack-1",))
+    (epoch,) = batch.epochs
+    assert (epoch.next_offset, epoch.digest) == (instance.ledger.applied, instance.ledger.residencies.digest)
+    assert [row.fields for row in batch.namespaces] == [NAMESPACE]
+    assert [(p.instance, p.epoch, p.next_offset) for p in batch.positions] == [(ONE, 1, instance.ledger.applied)]
+    assert reader.projector.take_batch() is None
+    instance.ledger.stop()
+    reader.read(instance.cut())
+    ended = reader.projector.take_batch()
+    assert ended is not None
+    assert (ended.previous, ended.stream_sequence) == (5, 6)
+    assert ended.instances[0].state is InstanceState.STOPPED
+    assert ended.epochs[0].end_reason == "shutdown"
+
+
+def test_what_sql_has_is_not_gathered_again() -> None:
+    instance, f = five_frames()
+    instance.offload(1)
+    reader = Reader(Projector(ClusterIndex(), decode_frame, "KVBM", stored=6))
+    reader.read(*f)
+    assert reader.projector.take_batch() is None
+    reader.read(instance.offload(2))
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.previous, batch.stream_sequence) == (6, 7)
+    assert [run.hashes for run in batch.claims] == [hashes(2)]
+    assert reader.index.claim_counts() == {"pool": 2}
+
+
+def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next() -> None:
+    reader = Reader()
+    reader.read(*Instance().frames, *Instance(epoch=3).frames)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "replaced"), (3, "")]
+
+
+def test_a_stream_that_begins_anew_is_told() -> None:
+    _, f = five_frames()
+    reader = Reader()
+    reader.read(*f)
+    reader.sequence = 0
+    assert reader.read(f[0]).renumbered
+    reader.projector.renumber("KVBM#2", 0)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.stream, batch.previous, batch.stream_sequence) == ("KVBM#2", 0, 1)

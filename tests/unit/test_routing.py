@@ -1,0 +1,225 @@
+"""Routing: each part of the cost, by numbers one can check by hand; then lookup's withholding."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.lookup import Liveness, Pulse, Pulses, lookup
+from kvbm.catalog.routing import Ask, Router, RoutingSettings
+from kvbm.core.answers import RankedInstance
+from kvbm.core.events import BlocksCreated, InstanceStarted, InstanceStopped, PoolStated, StopReason
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
+from kvbm.core.topology import TIER_LINKS
+from kvbm.streams.base import Heartbeat
+
+A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
+SPACE = Namespace(model="m", block_tokens=100).id
+BLOCK_BYTES = 1 << 20
+POOLS = (
+    PoolStated(Tier.HBM, 100, BLOCK_BYTES),
+    PoolStated(Tier.HOST, 100, BLOCK_BYTES),
+    PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, "pool"),
+)
+
+
+def hashes(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(16, "big") for number in numbers)
+
+
+def ask(*numbers: int, extra_tokens: int = 0) -> Ask:
+    return Ask(SPACE, hashes(*numbers), 100 * len(numbers) + extra_tokens, 100)
+
+
+def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: object) -> Pulse:
+    heartbeat = Heartbeat(
+        instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0, queued_tokens=queued,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Pulse(heartbeat, at_s)
+
+
+class Cluster:
+    def __init__(self, *instances: InstanceId, settings: RoutingSettings | None = None) -> None:
+        self.index = ClusterIndex()
+        self.router = Router(settings)
+        self.pulses: dict[InstanceId, Pulse | None] = {}
+        for instance in instances or (A, B):
+            self.index.apply(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS))
+            self.pulses[instance] = beat(instance)
+
+    def hold(self, instance: InstanceId, tier: Tier, *numbers: int) -> None:
+        self.index.apply(instance, BlocksCreated(namespace=SPACE, tier=tier, hashes=hashes(*numbers)))
+
+    def rank(self, now_s: float, asked: Ask) -> dict[str, RankedInstance]:
+        ranked = self.router.rank(now_s, asked, self.index, list(self.pulses), self.pulses)
+        return {entry.instance: entry for entry in ranked}
+
+    def route(self, now_s: float, asked: Ask) -> str:
+        ranked = self.router.route(now_s, asked, self.index, list(self.pulses), self.pulses)
+        assert [entry.cost_s for entry in ranked] == sorted(entry.cost_s for entry in ranked)
+        for entry in ranked:
+            parts = entry.queueing_s + entry.recompute_s + entry.balance_s + entry.fetch_s
+            assert entry.cost_s == pytest.approx(parts)
+        return ranked[0].instance
+
+
+def test_whoever_has_the_prefix_gets_the_prompt() -> None:
+    cluster = Cluster()
+    cluster.hold(B, Tier.HBM, 1, 2, 3)
+    found = cluster.rank(0.0, ask(1, 2, 3, 4, extra_tokens=50))
+    assert (found[B].depth, found[B].missing_tokens) == (3, 150)
+    assert found[B].recompute_s == pytest.approx(8 * 150 / 10_000)
+    assert found[A].recompute_s == pytest.approx(8 * 450 / 10_000)
+    assert cluster.route(0.0, ask(1, 2, 3, 4)) == B
+
+
+def test_a_long_queue_outweighs_a_held_prefix() -> None:
+    cluster = Cluster()
+    cluster.hold(B, Tier.HBM, 1, 2, 3)
+    cluster.pulses[B] = beat(B, queued=20_000)
+    found = cluster.rank(0.5, ask(1, 2, 3))
+    assert found[B].queueing_s == pytest.approx((20_000 - 0.5 * 10_000) / 10_000)  # half a second was worked off
+    assert cluster.route(0.5, ask(1, 2, 3)) == A
+
+
+def test_what_was_routed_since_the_heartbeat_counts_as_queued() -> None:
+    cluster = Cluster(A)
+    cluster.route(1.0, ask(*range(50)))
+    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx(max(0, 5000 - 1.0 * 10_000) / 10_000)
+    cluster.pulses[A] = beat(A, at_s=0.9)
+    assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx((5000 - 0.1 * 10_000) / 10_000)
+    cluster.pulses[A] = beat(A, at_s=1.1, queued=700)  # the heartbeat has seen it
+    assert cluster.rank(1.1, ask(99))[A].queueing_s == pytest.approx(0.07)
+
+
+def test_without_heartbeats_what_was_routed_is_worked_off_too() -> None:
+    cluster = Cluster(A)
+    cluster.pulses[A] = None
+    cluster.route(1.0, ask(*range(300)))
+    assert cluster.rank(1.0, ask(999))[A].queueing_s == pytest.approx(3.0)
+    assert cluster.rank(2.0, ask(999))[A].queueing_s == pytest.approx(2.0)
+    assert cluster.rank(40.0, ask(999))[A].queueing_s == 0.0
+
+
+def test_a_routed_prompt_counts_as_soon_to_be_held_for_a_while() -> None:
+    cluster = Cluster()
+    chosen = cluster.route(0.0, ask(1, 2, 3))
+    found = cluster.rank(29.0, ask(1, 2, 3, 4))
+    assert found[chosen].depth == 3
+    assert {entry.depth for name, entry in found.items() if name != chosen} == {0}
+    assert {entry.depth for entry in cluster.rank(30.0, ask(1, 2, 3, 4)).values()} == {0}
+
+
+def test_soon_held_blocks_extend_held_ones() -> None:
+    cluster = Cluster(A)
+    cluster.hold(A, Tier.HBM, 1, 2)
+    cluster.route(0.0, ask(1, 2, 3, 4))
+    assert cluster.rank(1.0, ask(1, 2, 3, 4, 5))[A].depth == 4
+    other = Ask(NamespaceId(bytes(16)), hashes(1, 2, 3, 4), 400, 100)
+    assert cluster.rank(1.0, other)[A].depth == 0
+
+
+def test_balance_is_against_the_mean_and_decays() -> None:
+    cluster = Cluster()
+    first = cluster.route(0.0, ask(*range(100)))
+    found = cluster.rank(0.0, ask(*range(200, 210)))
+    mean, prior = 5000, 10 * 10_000
+    other = B if first == A else A
+    assert found[first].balance_s == pytest.approx(8 * (1000 / 10_000) * (10_000 - mean) / (mean + prior))
+    assert found[other].balance_s == pytest.approx(8 * (1000 / 10_000) * (0 - mean) / (mean + prior))
+    later = cluster.rank(300.0, ask(*range(200, 210)))
+    assert later[first].balance_s == pytest.approx(8 * (1000 / 10_000) * (5000 - 2500) / (2500 + prior))
+
+
+def test_prompts_with_a_common_start_are_spread_when_they_come_seldom() -> None:
+    cluster = Cluster(A, B, C)
+    counts: Counter[str] = Counter()
+    for number in range(60):
+        now_s = 40.0 * number
+        prompt = ask(1, 2, *range(1000 + 100 * number, 1080 + 100 * number))
+        cluster.pulses = {name: beat(name, at_s=now_s) for name in (A, B, C)}
+        chosen = InstanceId(cluster.route(now_s, prompt))
+        cluster.hold(chosen, Tier.HBM, 1, 2)
+        counts[chosen] += 1
+    assert max(counts.values()) <= 1.3 * min(counts.values())
+
+
+def test_colder_tiers_cost_what_their_links_cost() -> None:
+    cluster = Cluster(A, settings=RoutingSettings(tier_weights={"HOST": 2.0}))
+    cluster.hold(A, Tier.HBM, 1)
+    cluster.hold(A, Tier.HOST, 2, 3)
+    found = cluster.rank(0.0, ask(1, 2, 3))[A]
+    assert (found.depth, found.fetch_blocks) == (3, 2)
+    assert found.fetch_s == pytest.approx(2.0 * TIER_LINKS[Tier.HOST].seconds(2 * BLOCK_BYTES))
+
+
+def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing() -> None:
+    cluster = Cluster(A)
+    cluster.hold(A, Tier.HBM, 1)
+    cluster.index.claim("pool", SPACE, hashes(2, 3, 4))
+    found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
+    assert (found.depth, found.fetch_blocks, found.missing_tokens) == (4, 3, 100)
+    assert found.fetch_s == pytest.approx(TIER_LINKS[Tier.OBJECT].seconds(3 * BLOCK_BYTES))
+    cluster.router = Router(RoutingSettings(prefill_by_instance={"a": 1e7}))
+    found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
+    assert (found.depth, found.fetch_s, found.missing_tokens) == (1, 0.0, 400)
+
+
+def test_equal_costs_are_told_apart_by_content_and_always_the_same_way() -> None:
+    chosen = []
+    for number in range(40):
+        once, again = Cluster(A, B).route(0.0, ask(number)), Cluster(B, A).route(0.0, ask(number))
+        assert once == again
+        chosen.append(once)
+    assert 8 <= chosen.count("a") <= 32
+
+
+def test_a_prompt_shorter_than_a_block_is_routed_too() -> None:
+    assert Cluster().route(0.0, Ask(SPACE, b"", 7, 100)) in ("a", "b")
+
+
+# -- who is considered ------------------------------------------------------------------------------------------------
+
+
+def heard(*pulses: Pulse, started: tuple[InstanceId, ...] = (A, B)) -> Pulses:
+    index = ClusterIndex()
+    for instance in started:
+        index.apply(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS))
+        index.apply(instance, BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes(1)))
+    known = Pulses(index)
+    for pulse in pulses:
+        known.hear(pulse.at_s, pulse.heartbeat)
+    return known
+
+
+def test_only_the_live_are_candidates_and_the_silent_are_withheld() -> None:
+    known = heard(beat(A, 0.0), beat(B, 3.0), beat(C, 3.0, stopping=True), started=(A, B, C))
+    assert known.candidates(5.0) == [B]
+    assert known.withheld(5.0) == {A}
+    assert known.liveness(5.0, C) is Liveness.STOPPING
+    answer = lookup(known._index, SPACE, hashes(1), known.withheld(5.0))
+    assert [entry.instance for entry in answer.instances] == ["b", "c"]
+    assert answer.withheld == ["a"]
+
+
+def test_when_everybody_is_silent_the_view_is_kept() -> None:
+    known = heard(beat(A, 0.0), beat(B, 0.0))
+    assert known.candidates(60.0) == [A, B]
+    assert known.withheld(60.0) == set()
+
+
+def test_without_any_heartbeat_those_known_and_not_stopped_are_candidates() -> None:
+    known = heard()
+    assert known.candidates(0.0) == [A, B]
+    known._index.apply(B, InstanceStopped(reason=StopReason.SHUTDOWN))
+    assert known.candidates(0.0) == [A]
+    assert known.withheld(0.0) == {B}
+    known._index.apply(A, InstanceStopped(reason=StopReason.SHUTDOWN))
+    assert known.candidates(0.0) == []
+
+
+def test_an_instance_that_only_sends_heartbeats_is_a_candidate() -> None:
+    assert heard(beat(C), started=()).candidates(1.0) == [C]
