@@ -86,7 +86,7 @@ class _Driver:
 
     def step(self) -> None:
         roll = self.random.random()
-        if roll < 0.45:
+        if roll < 0.35:
             self.create()
         elif roll < 0.65:
             self.copy()
@@ -113,22 +113,20 @@ class _Driver:
             self.ledger.unpin(Tier.HBM, slots)
 
     def copy(self) -> None:
-        if self.copies and self.random.random() < 0.5:
+        if self.copies and self.random.random() < 0.6:
             copy = self.copies.pop(self.random.randrange(len(self.copies)))
             arrived = [self.random.random() < 0.9 for _ in range(len(copy.hashes) // HASH_BYTES)]
             is_kept = copy.target == Tier.OBJECT or self.random.random() < 0.7
             self.ledger.end_copy(copy, arrived, MigrateCause.OFFLOAD, is_kept)
             return
-        source, target = self.random.choice(
-            [(Tier.HBM, Tier.HOST), (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HBM), (Tier.HBM, Tier.OBJECT)]
-        )
-        prompt = self.random.randrange(12)
-        namespace = NAMESPACES[prompt % len(NAMESPACES)].id
-        if any(copy.source == target or copy.target == source for copy in self.copies):
-            return
-        copy_begun = self.ledger.begin_copy(namespace, source, target, chain(prompt, 8))
-        if copy_begun is not None:
-            self.copies.append(copy_begun)
+        ways = [(Tier.HBM, Tier.HOST), (Tier.HOST, Tier.NVME), (Tier.NVME, Tier.HBM), (Tier.HBM, Tier.OBJECT)]
+        source, target = self.random.choice(ways)
+        held = self.ledger.residencies.held[source]
+        namespace = self.random.choice(NAMESPACES).id
+        blocks = [block for block in held if held[block].namespace == namespace][: self.random.randint(1, 8)]
+        begun = self.ledger.begin_copy(namespace, source, target, b"".join(blocks)) if blocks else None
+        if begun is not None:
+            self.copies.append(begun)
 
     def evict(self) -> None:
         tier = self.random.choice([Tier.HBM, Tier.HOST, Tier.NVME])

@@ -37,6 +37,9 @@ class Tier(IntEnum):
     OBJECT = 3
 
 
+DURABLE_TIERS = frozenset({Tier.NVME, Tier.OBJECT})  # what they hold outlives the process
+
+
 class Reach(IntEnum):
     """Who can read a pool without its owner."""
 

@@ -34,6 +34,7 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.ids import (
+    DURABLE_TIERS,
     HASH_BYTES,
     NO_PARENT,
     Epoch,
@@ -67,7 +68,7 @@ class Allocation(NamedTuple):
     """Slots to write.
 
     Attributes:
-        after: the offset that must be durable before the slots of a tier that outlives the process are overwritten.
+        after: the offset that must be durable before the slots are overwritten; 0 for a tier that dies with the process.
     """
 
     slots: list[int]
@@ -277,7 +278,6 @@ class Ledger:
     def allocate(self, tier: Tier, count: int) -> Allocation | None:
         """Slots to write, evicting what the policy gives up; None when pins leave too few.
 
-        The slots of a volatile tier may be written at once; for a durable one `after` says what must be durable first.
         """
         state = self._state(tier)
         short_by = count - state.free_count()
@@ -286,7 +286,8 @@ class Ledger:
             if len(victims) < short_by:
                 return None
             self._evict(tier, victims, EvictReason.CAPACITY)
-        return state.take(count)
+        slots, after = state.take(count)
+        return Allocation(slots, after if tier in DURABLE_TIERS else Offset(0))
 
     def release(self, tier: Tier, slots: Iterable[int]) -> None:
         """Give back allocated slots that hold no block yet. Raises LedgerError: a slot is not allocated."""

@@ -193,6 +193,7 @@ class Manager:
             begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
+        self._frames.notify()  # a copy may have evicted to make room
         for ended in wait(begun, timeout=self._wait_s).done if begun else ():
             ended.result()  # a copy that broke is a bug of ours and must not look like a miss
         with self._lock:
@@ -502,6 +503,7 @@ class Manager:
             copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
         if copy is None:
             return True
+        self._frames.notify()  # the copy may wait for the withdrawal of what its slots held
         moved = self._move(copy)
         with self._lock:
             if self._ended:

@@ -20,17 +20,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from kvbm.locate.http import CatalogClient
-from kvbm.replay.verify import Verdict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.assembly import NATIVE
+from kvbm.assembly import NATIVE, catalog_client
 from kvbm.core.errors import CatalogError
-from kvbm.core.ids import Tier
+from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
+from kvbm.locate.http import CatalogClient
+from kvbm.replay.source import open_source
+from kvbm.replay.verify import Verified, verify
 from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.catalog_view import counter, wait_applied
 from kvbm.workload.generator import Dialogue, generate_dialogues
 from kvbm.workload.processes import EngineProcess, ProcessError, free_port, machine, start_http, start_object_store
 
@@ -153,7 +155,7 @@ class Demo:
         self._opened.callback(store.stop)
         self._make_bucket()
         url = f"http://127.0.0.1:{self._start_catalog(logs)}"
-        self._catalog = CatalogClient(url)
+        self._catalog = catalog_client(url)
         self._opened.callback(self._catalog.close)
         self._catalog.wait_ready(30.0)
         for name in ENGINES:
@@ -268,7 +270,7 @@ class Demo:
     def _route(self, tokens: list[int]) -> str:
         assert self._catalog is not None
         hashes = NATIVE.sequence_hashes(tokens, self._worker.block_tokens, self._namespace.root())
-        ranked = self._catalog.route(self._namespace.id, hashes, input_tokens=len(tokens)).ranked
+        ranked = self._catalog.route(self._namespace.id, hashes, len(tokens)).ranked
         up = [cost.instance for cost in ranked if cost.instance not in self._down]
         return up[0] if up else next(name for name in ENGINES if name not in self._down)
 
@@ -355,23 +357,23 @@ class Demo:
             engine.ask(op="settle")
             engine.ask(op="restate")
             status = self._published_status(engine)
-            self._catalog.wait_applied(name, status["epoch"], status["applied"], 20.0)
-            seen = next(entry for entry in self._catalog.instances() if entry.instance == name)
+            wait_applied(self._catalog, [(InstanceId(name), status["epoch"], status["applied"])], 20.0)
+            seen = self._catalog.instance(name)
+            assert seen is not None
             report.digests[name] = f"{status['digest']} (engine) {seen.digest} (catalog)"
-            report.digests_equal &= seen.digest == status["digest"] and (seen.epoch, seen.next_offset) == (
+            report.digests_equal &= seen.digest == status["digest"] and (seen.epoch, seen.offset) == (
                 status["epoch"],
                 status["applied"],
             )
             report.verified_reads += status["verified_reads"]
             report.corrupt_blocks += status["corrupt_blocks"]
             report.failed_copies += status["failed_copies"]
-        counters = self._catalog.counters()
-        report.events_applied = counters.events_applied
-        report.gaps = counters.gaps
+        report.events_applied = counter(self._catalog, "events")
+        report.gaps = counter(self._catalog, "gaps")
         verdicts = self._replay()
         report.events_published = verdicts["stream"].events
-        report.replay_verified = all(verdict.good for verdict in verdicts.values())
-        report.replay_verdicts = [f"{source}: {verdict.line()}" for source, verdict in verdicts.items()]
+        report.replay_verified = not any(verdict.findings for verdict in verdicts.values())
+        report.replay_verdicts = [f"{source}: {verdict.verdict()}" for source, verdict in verdicts.items()]
 
     def _published_status(self, engine: EngineProcess) -> dict[str, Any]:
         """The engine's status once everything it has decided is on the stream. Raises ProcessError: not within 20 s."""
@@ -383,14 +385,10 @@ class Demo:
             time.sleep(0.05)
         raise engine.failure("did not publish its events within 20 s")
 
-    def _replay(self) -> dict[str, Verdict]:
-        from kvbm.replay.source import open_source
-        from kvbm.replay.verify import verify
-
-        sources = {"stream": self._stream_url} | {
-            f"journal of {name}": str(self.folder / "instances" / name / "journal") for name in ENGINES
-        }
-        return {label: verify(open_source(source, NATIVE)) for label, source in sources.items()}
+    def _replay(self) -> dict[str, Verified]:
+        journals = {f"journal of {name}": self.folder / "instances" / name / "journal" for name in ENGINES}
+        sources = {"stream": self._stream_url} | {label: str(folder) for label, folder in journals.items()}
+        return {label: verify(open_source(source), kernels=NATIVE) for label, source in sources.items()}
 
 
 def table(report: Report) -> Table:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from kvbm.locate.http import CatalogClient
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -31,11 +30,12 @@ from kvbm.config import RoutingSettings, Settings, load_settings
 from kvbm.core.errors import ConfigError, TraceError
 from kvbm.core.hashing import adopt_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
+from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager, Prefix
 from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
-from kvbm.workload.generator import generate
 from kvbm.workload.catalog_view import counter, wait_applied
+from kvbm.workload.generator import generate
 from kvbm.workload.processes import free_port, machine, start_http
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 

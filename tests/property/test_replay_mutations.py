@@ -1,0 +1,379 @@
+"""A good stream verifies; one seeded defect gives one finding of the right name at the right place, and never a second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    InstanceStopped,
+    MigrateCause,
+    ResidenciesStated,
+    RoundEnded,
+)
+from kvbm.core.ids import HASH_BYTES, Offset, Tier, pack_slots
+from kvbm.replay.source import open_source
+from kvbm.replay.verify import Finding, Verified, verify
+from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash, starts
+
+SEEDS = range(40)
+
+
+def verify_bytes(folder: Path, data: bytes) -> Verified:
+    """What verify says of a capture file with these bytes."""
+    path = folder / "capture.kvbm"
+    path.write_bytes(data)
+    return verify(open_source(str(path)))
+
+
+def only_finding(report: Verified) -> Finding:
+    """The one finding there is."""
+    assert len(report.findings) == 1, [finding.sentence() for finding in report.findings]
+    assert report.exit_code() == 1
+    assert report.verdict().startswith("FAILED: 1 finding in ")
+    return report.findings[0]
+
+
+def interleaved(seed: int) -> list[Frame]:
+    """Frames of two instances, each in its order."""
+    pick = random.Random(seed)
+    waiting = [make_capture(seed, instance="one").frames(), make_capture(seed + 1000, instance="two").frames()]
+    frames = []
+    while any(waiting):
+        queue = pick.choice([queue for queue in waiting if queue])
+        frames.append(queue.pop(0))
+    return frames
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_good_stream_has_no_findings_and_every_event_counts(tmp_path: Path, seed: int) -> None:
+    frames = interleaved(seed)
+    report = verify_bytes(tmp_path, packed(frames))
+    assert report.findings == [] and report.notes == [] and report.exit_code() == 0
+    assert (report.instances, report.frames, report.repeats) == (2, len(frames), 0)
+    assert report.events == sum(len(frame.events) for frame in frames)
+    assert report.epochs == len({(frame.instance, frame.epoch) for frame in frames})
+    assert report.verdict().startswith("verified: 2 instances, ") and report.verdict().endswith(", 0 findings")
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_flipped_bit_is_one_corrupt_frame_where_it_is(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    frames = interleaved(seed % 20)
+    data, at = bytearray(packed(frames)), starts(frames)
+    number = pick.randrange(len(frames))
+    is_header = pick.random() < 0.5  # lengths, versions and names are the interesting ones
+    byte = pick.randrange(at[number], min(at[number + 1], at[number] + 52) if is_header else at[number + 1])
+    data[byte] ^= 1 << pick.randrange(8)
+    report = verify_bytes(tmp_path, bytes(data))
+    finding = only_finding(report)
+    assert (finding.kind, finding.byte) == ("corrupt-frame", at[number]), finding.sentence()
+    assert report.frames == len(frames) - 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_missing_frame_is_named_with_its_offsets(tmp_path: Path, seed: int) -> None:
+    frames = interleaved(seed)
+    followed = {
+        number: after
+        for number, frame in enumerate(frames)
+        for after in range(number + 1, len(frames))
+        if (frames[after].instance, frames[after].epoch, frames[after].first_offset)
+        == (frame.instance, frame.epoch, frame.next_offset)
+    }
+    number = random.Random(seed).choice(list(followed))
+    lost = frames[number]
+    rest = frames[:number] + frames[number + 1 :]
+    finding = only_finding(verify_bytes(tmp_path, packed(rest)))
+    assert (finding.kind, finding.instance, finding.epoch, finding.offset) == (
+        "missing-frame", lost.instance, lost.epoch, lost.first_offset,
+    )  # fmt: skip
+    assert finding.byte == starts(rest)[followed[number] - 1]
+    assert f"{len(lost.events):,} event" in finding.message
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_repeat_with_other_bytes_is_a_conflict_and_the_first_is_believed(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    frames = interleaved(seed)
+    number = pick.randrange(len(frames))
+    frame = frames[number]
+    changed = msgspec.structs.replace(frame, events=(*frame.events[:-1], changed_event(frame.events[-1])))
+    at = pick.randint(number + 1, len(frames))
+    finding = only_finding(verify_bytes(tmp_path, packed([*frames[:at], changed, *frames[at:]])))
+    assert (finding.kind, finding.byte) == ("conflicting-repeat", starts(frames)[at])
+    assert (finding.instance, finding.epoch, finding.offset) == (frame.instance, frame.epoch, frame.first_offset)
+
+
+def changed_event(event: Event) -> Event:
+    """Another event that encodes as well."""
+    match event:
+        case BlocksCreated() | BlocksMigrated() | BlocksEvicted() | ResidenciesStated():
+            return msgspec.structs.replace(event, hashes=some_hash("changed") + event.hashes[HASH_BYTES:])
+        case RoundEnded():
+            return msgspec.structs.replace(event, count=event.count + 1)
+        case InstanceStarted():
+            return msgspec.structs.replace(event, engine="another")
+        case InstanceStopped():
+            return RoundEnded(tier=Tier.HBM, round=7, count=0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_frames_stored_again_as_go_back_n_does_are_counted_and_harmless(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    frames = make_capture(seed).frames()
+    stored: list[Frame] = []
+    number = 0
+    while number < len(frames):
+        window = frames[number : number + pick.randint(1, 8)]
+        lost = pick.randrange(len(window)) if pick.random() < 0.3 else None
+        if lost is None:
+            stored += window
+        else:  # 0 1 3 4, then again from 2
+            stored += window[:lost] + window[lost + 1 :] + window[lost:]
+        if pick.random() < 0.3:
+            back = max(0, number - pick.randint(0, 5))
+            stored += frames[back : number + len(window)]
+        number += len(window)
+    report = verify_bytes(tmp_path, packed(stored))
+    assert report.findings == []
+    assert (report.frames, report.repeats) == (len(frames), len(stored) - len(frames))
+
+
+class Illegal(NamedTuple):
+    """An event no ledger would record, and the rule it breaks."""
+
+    event: Event
+    rule: str
+
+
+def illegal_events(capture: Capture, index: int) -> Iterator[Illegal]:
+    """What would be illegal before event `index`."""
+    held = capture.held_before(index).held
+    unheld = some_hash(str(index))
+    for tier in (Tier.HBM, Tier.HOST, Tier.NVME):
+        evicted = BlocksEvicted(namespace=NAMESPACE, tier=tier, reason=EvictReason.CAPACITY, hashes=unheld)
+        yield Illegal(evicted, "evicted-unheld")
+        outside = BlocksCreated(namespace=NAMESPACE, tier=tier, hashes=unheld, slots=pack_slots([999]))
+        yield Illegal(outside, "slot-outside")
+        for block, entry in list(held[tier].items())[:2]:
+            assert entry.slot is not None
+            again = BlocksCreated(namespace=entry.namespace, tier=tier, hashes=block, slots=pack_slots([entry.slot]))
+            yield Illegal(again, "created-twice")
+            in_use = BlocksCreated(namespace=NAMESPACE, tier=tier, hashes=unheld, slots=pack_slots([entry.slot]))
+            yield Illegal(in_use, "slot-reused")
+    moved = BlocksMigrated(
+        namespace=NAMESPACE, source=Tier.HBM, target=Tier.HOST, kept=True, cause=MigrateCause.OFFLOAD, hashes=unheld
+    )
+    yield Illegal(moved, "migrated-unheld")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_illegal_event_is_named_by_its_rule_and_offset(tmp_path: Path, seed: int) -> None:
+    pick = random.Random(seed)
+    capture = make_capture(seed)
+    inside = [
+        index
+        for index in range(1, len(capture.recorded))
+        if capture.recorded[index].epoch == capture.recorded[index - 1].epoch
+    ]
+    index = pick.choice(inside)
+    illegal = pick.choice(list(illegal_events(capture, index)))
+    changed = capture.insert(index, illegal.event)
+    finding = only_finding(verify_bytes(tmp_path, packed(changed.frames())))
+    check_place(finding, changed, index)
+    assert (finding.kind, finding.rule) == ("illegal-event", illegal.rule)
+
+
+def check_place(finding: Finding, capture: Capture, index: int) -> None:
+    """The finding names the event of this index and its frame."""
+    frames = capture.frames()
+    number = capture.frame_of(index)
+    first = sum(len(frame.events) for frame in frames[:number])
+    assert finding.byte == starts(frames)[number]
+    assert (finding.epoch, finding.offset) == (frames[number].epoch, frames[number].first_offset + index - first)
+
+
+class SkippedRun(NamedTuple):
+    """A statement of a round that can be left out, and the end of its round."""
+
+    stated: int
+    ended: int
+    blocks: int
+
+
+def skippable(capture: Capture) -> Iterator[SkippedRun]:
+    """Statements of rounds that restate something known, whose last block is still held when the round ends."""
+    whole: set[Tier] = set()
+    last_ended: dict[tuple[Tier, int], int] = {}
+    for index in reversed(range(len(capture.recorded))):
+        event = capture.recorded[index].event
+        if isinstance(event, RoundEnded):
+            last_ended[event.tier, capture.recorded[index].epoch] = index
+        if isinstance(event, ResidenciesStated):
+            ended = last_ended[event.tier, capture.recorded[index].epoch]
+            whole = {
+                entry.event.tier
+                for entry in capture.recorded[:index]
+                if entry.epoch == capture.recorded[index].epoch and isinstance(entry.event, RoundEnded)
+            }
+            end = capture.recorded[ended].event
+            assert isinstance(end, RoundEnded) and end.round == event.round
+            run = len(event.hashes) // HASH_BYTES
+            touched = b"".join(
+                entry.event.hashes
+                for entry in capture.recorded[index + 1 : ended]
+                if isinstance(entry.event, BlocksEvicted | BlocksMigrated)
+            )
+            if event.tier in whole and end.count > run and event.hashes[-HASH_BYTES:] not in touched:
+                yield SkippedRun(index, ended, run)
+
+
+@pytest.mark.parametrize("how", ["removed", "shrunk", "not counted"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_round_that_skips_a_run_is_found_at_its_end(tmp_path: Path, seed: int, how: str) -> None:
+    capture = make_capture(seed, commands=120)
+    skipped = random.Random(seed).choice(list(skippable(capture)))
+    stated, ended = capture.recorded[skipped.stated].event, capture.recorded[skipped.ended].event
+    assert isinstance(stated, ResidenciesStated) and isinstance(ended, RoundEnded)
+    if how == "shrunk" and skipped.blocks > 1:
+        less = msgspec.structs.replace(stated, hashes=stated.hashes[:-HASH_BYTES], slots=stated.slots[:-4])
+        changed = capture.replace({skipped.stated: less, skipped.ended: counted(ended, 1)})
+        index = skipped.ended
+    else:
+        end = ended if how == "not counted" else counted(ended, skipped.blocks)
+        changed = capture.replace({skipped.stated: None, skipped.ended: end})
+        index = skipped.ended - 1
+    finding = only_finding(verify_bytes(tmp_path, packed(changed.frames())))
+    check_place(finding, changed, index)
+    rule = "round-incomplete" if how == "not counted" else "round-withdrew"
+    assert (finding.kind, finding.rule) == ("skipped-round-run", rule)
+
+
+def counted(ended: RoundEnded, less: int) -> RoundEnded:
+    return msgspec.structs.replace(ended, count=ended.count - less)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_round_that_states_what_was_not_held_is_found_at_that_statement(tmp_path: Path, seed: int) -> None:
+    capture = make_capture(seed, commands=120)
+    stated_at = random.Random(seed).choice(list(skippable(capture))).stated
+    stated = capture.recorded[stated_at].event
+    assert isinstance(stated, ResidenciesStated)
+    more = msgspec.structs.replace(stated, hashes=some_hash("x") + stated.hashes[HASH_BYTES:])
+    changed = capture.replace({stated_at: more})
+    finding = only_finding(verify_bytes(tmp_path, packed(changed.frames())))
+    check_place(finding, changed, stated_at)
+    assert (finding.kind, finding.rule) == ("skipped-round-run", "round-added")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_wrong_digest_is_found_once_at_its_frame(tmp_path: Path, seed: int) -> None:
+    frames = make_capture(seed).frames()
+    number = random.Random(seed).randrange(len(frames))
+    frames[number] = msgspec.structs.replace(frames[number], digest=frames[number].digest ^ 1 << seed)
+    finding = only_finding(verify_bytes(tmp_path, packed(frames)))
+    assert (finding.kind, finding.byte) == ("digest-mismatch", starts(frames)[number])
+    assert finding.offset == frames[number].next_offset - 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_creation_that_was_never_recorded_is_found_by_the_digest_or_what_follows(tmp_path: Path, seed: int) -> None:
+    capture = make_capture(seed)
+    created = [index for index, entry in enumerate(capture.recorded) if isinstance(entry.event, BlocksCreated)]
+    changed = capture.replace({random.Random(seed).choice(created): None})
+    report = verify_bytes(tmp_path, packed(changed.frames()))
+    assert only_finding(report).kind in ("digest-mismatch", "illegal-event", "skipped-round-run")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_old_epoch_that_goes_on_is_named(tmp_path: Path, seed: int) -> None:
+    capture = next(c for c in (make_capture(seed + 100 * n, 120) for n in range(20)) if len(epochs(c)) > 1)
+    frames = capture.frames()
+    old = epochs(capture)[0]
+    last = max(number for number, frame in enumerate(frames) if frame.epoch == old)
+    zombie = Frame(
+        instance=capture.instance, epoch=old, first_offset=frames[last].next_offset, wall_time_ns=1,
+        digest=frames[last].digest, events=(RoundEnded(tier=Tier.HBM, round=99, count=0),),
+    )  # fmt: skip
+    at = random.Random(seed).randint(last + 2, len(frames))
+    finding = only_finding(verify_bytes(tmp_path, packed([*frames[:at], zombie, *frames[at:]])))
+    assert (finding.kind, finding.byte, finding.epoch) == ("epoch-went-back", starts(frames)[at], old)
+
+
+def epochs(capture: Capture) -> list[int]:
+    return sorted({entry.epoch for entry in capture.recorded})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_capture_that_was_cut_short_is_said_with_the_byte(tmp_path: Path, seed: int) -> None:
+    frames = interleaved(seed)
+    at = starts(frames)
+    end = random.Random(seed).randint(1, at[-1])
+    report = verify_bytes(tmp_path, packed(frames)[:end])
+    if end in at:
+        assert report.findings == []
+    else:
+        finding = only_finding(report)
+        assert (finding.kind, finding.byte) == ("truncated-capture", max(start for start in at if start < end))
+
+
+def newer(frame: Frame) -> bytes:
+    """The frame as the next version's writer might write it: this one cannot know its inside."""
+    data = bytearray(encode_frame(frame))
+    data[4] = 2
+    data[-1] ^= 0xFF
+    return bytes(data)
+
+
+def rechecked(frame: Frame) -> bytes:
+    """As `newer`, with this version's layout and a good checksum."""
+    from kvbm.core.checksum import crc32c
+
+    data = bytearray(encode_frame(frame))
+    data[4] = 2
+    return bytes(data[:-4]) + crc32c(bytes(data[:-4])).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("write", [newer, rechecked])
+def test_a_newer_frame_is_no_corruption_and_the_input_is_not_fully_usable(
+    tmp_path: Path, write: Callable[[Frame], bytes]
+) -> None:
+    frames = interleaved(3)
+    data = packed(frames[:4]) + write(frames[4]) + packed(frames[5:])
+    report = verify_bytes(tmp_path, data)
+    assert [(finding.kind, finding.byte) for finding in report.findings] == [("newer-frame", starts(frames)[4])]
+    assert report.exit_code() == 2
+    assert "upgrade kvbm" in report.findings[0].message
+
+
+def test_an_epoch_without_its_beginning_is_a_missing_frame_in_a_capture(tmp_path: Path) -> None:
+    frames = make_capture(1).frames()
+    finding = only_finding(verify_bytes(tmp_path, packed(frames[1:])))
+    assert (finding.kind, finding.epoch, finding.offset) == ("missing-frame", frames[0].epoch, Offset(0))
+
+
+def test_two_defects_are_two_findings_each_in_its_place(tmp_path: Path) -> None:
+    frames = interleaved(5)
+    at = starts(frames)
+    ones = [number for number, frame in enumerate(frames) if frame.instance == "one"]
+    twos = [number for number, frame in enumerate(frames) if frame.instance == "two"]
+    data = bytearray(packed(frames))
+    data[at[ones[2]] + 60] ^= 1
+    del data[at[twos[-3]] : at[twos[-3] + 1]]
+    report = verify_bytes(tmp_path, bytes(data))
+    assert sorted(finding.kind for finding in report.findings) == ["corrupt-frame", "missing-frame"]
+    missing = next(finding for finding in report.findings if finding.kind == "missing-frame")
+    assert (missing.instance, missing.offset) == ("two", frames[twos[-3]].first_offset)
