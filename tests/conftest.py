@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.servers import ServerMissingError, postgres
+from tests.servers import fresh_database, postgres
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +21,7 @@ def postgres_server() -> Iterator[str]:
 @pytest.fixture
 def postgres_url(postgres_server: str) -> str:
     """The URL of an empty Postgres database of the test's own."""
-    name = f"test_{uuid.uuid4().hex}"
-    asyncio.run(_create_database(postgres_server, name))
-    return f"{postgres_server.rpartition('/')[0]}/{name}"
+    return asyncio.run(fresh_database(postgres_server))
 
 
 @pytest.fixture
@@ -37,15 +34,3 @@ def sqlite_url(tmp_path: Path) -> str:
 def database_url(request: pytest.FixtureRequest) -> str:
     """An empty database of each kind the catalog supports."""
     return str(request.getfixturevalue(f"{request.param}_url"))
-
-
-async def _create_database(server: str, name: str) -> None:
-    try:
-        import asyncpg
-    except ModuleNotFoundError:
-        raise ServerMissingError("the Postgres driver", "asyncpg") from None
-    connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=10)
-    try:
-        await connection.execute(f'CREATE DATABASE "{name}"')
-    finally:
-        await connection.close()

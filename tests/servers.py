@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,6 +117,21 @@ def postgres(*, durable: bool = False) -> Iterator[str]:
         if process is not None:
             stop_process(process, signal.SIGINT)  # a fast shutdown: clients are cut off
         shutil.rmtree(folder, ignore_errors=True)
+
+
+async def fresh_database(server: str) -> str:
+    """The URL of a new, empty database on the server of `postgres`."""
+    try:
+        import asyncpg
+    except ModuleNotFoundError:
+        raise ServerMissingError("the Postgres driver", "asyncpg") from None
+    name = f"test_{uuid.uuid4().hex}"
+    connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=10)
+    try:
+        await connection.execute(f'CREATE DATABASE "{name}"')
+    finally:
+        await connection.close()
+    return f"{server.rpartition('/')[0]}/{name}"
 
 
 def _postgres_binaries() -> Path:

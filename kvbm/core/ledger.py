@@ -276,9 +276,7 @@ class Ledger:
                 state.free.append(slot)
 
     def allocate(self, tier: Tier, count: int) -> Allocation | None:
-        """Slots to write, evicting what the policy gives up; None when pins leave too few.
-
-        """
+        """Slots to write, evicting what the policy gives up; None when pins leave too few."""
         state = self._state(tier)
         short_by = count - state.free_count()
         if short_by > 0:

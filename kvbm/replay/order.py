@@ -63,6 +63,12 @@ class Repeat(NamedTuple):
     located: Located
 
 
+class Late(NamedTuple):
+    """The end of an older epoch, stored once more by a publisher that went back; the first time it was lost. It is not folded."""
+
+    located: Located
+
+
 class Conflict(NamedTuple):
     """A frame for offsets that were seen, with other bytes."""
 
@@ -85,7 +91,7 @@ class Damaged(NamedTuple):
     damage: Damage
 
 
-Step = Next | Missing | Begins | Repeat | Conflict | WentBack
+Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack
 
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | Damaged]:
@@ -113,10 +119,12 @@ class _Seen:
     def __init__(self) -> None:
         self.firsts = array("Q")
         self.prints = array("Q")
+        self.end = Offset(0)  # the offset after the last of them
 
-    def add(self, first: Offset, data: bytes) -> None:
-        self.firsts.append(first)
+    def add(self, frame: Frame, data: bytes) -> None:
+        self.firsts.append(frame.first_offset)
         self.prints.append(_fingerprint(data))
+        self.end = frame.next_offset
 
     def is_same(self, first: Offset, data: bytes) -> bool:
         at = bisect_left(self.firsts, first)
@@ -140,15 +148,17 @@ class _Order:
         self._aside: dict[tuple[Epoch, Offset], Next] = {}  # beyond a hole
         self._heap: list[tuple[Epoch, Offset]] = []  # its keys
         self._aside_bytes = 0
+        self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
 
     def take(self, located: Located, frame: Frame) -> Iterator[Step]:
         """The steps that this frame makes possible."""
         place = (frame.epoch, frame.first_offset)
         if not self._aside and self._seen and place == (self._epoch, self._next):
+            yield from self._condemn()
             yield self._accept(Next(located, frame))
             return
         if place < (self._epoch, self._next):
-            yield self._judge_old(located, frame)
+            yield from self._judge_old(located, frame)
             return
         waiting = self._aside.get(place)
         if waiting is not None:
@@ -165,26 +175,42 @@ class _Order:
         """The holes that nothing has filled, and what lies beyond them."""
         while self._aside:
             yield from self._give_up()
+        yield from self._condemn()
 
     def _accept(self, step: Next) -> Next:
         located, frame = step
         self._epoch, self._next = frame.epoch, frame.next_offset
-        self._seen.setdefault(frame.epoch, _Seen()).add(frame.first_offset, located.data)
+        self._seen.setdefault(frame.epoch, _Seen()).add(frame, located.data)
         self._last_order = max(self._last_order, located.order)
         return step
 
-    def _judge_old(self, located: Located, frame: Frame) -> Step:
+    def _judge_old(self, located: Located, frame: Frame) -> Iterator[Step]:
+        """A frame before the place that was reached."""
         seen = self._seen.get(frame.epoch)
-        if seen is None:
-            return WentBack(located, frame, self._epoch)
-        if seen.is_same(frame.first_offset, located.data):
-            return Repeat(located)
-        for first, end in self._unknown.get(frame.epoch, ()):
-            if first <= frame.first_offset and frame.next_offset <= end:
-                return Repeat(located)
-        if frame.epoch < self._epoch and frame.first_offset > seen.firsts[-1]:
-            return WentBack(located, frame, self._epoch)
-        return Conflict(located, frame)
+        if seen is not None and seen.is_same(frame.first_offset, located.data):
+            if frame.epoch == self._epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
+                yield from (Late(late.located) for late in self._late)
+                self._late = []
+            yield Repeat(located)
+        elif any(
+            first <= frame.first_offset and frame.next_offset <= end for first, end in self._unknown_of(frame.epoch)
+        ):
+            yield Repeat(located)
+        elif seen is None or frame.first_offset > seen.end:
+            yield WentBack(located, frame, self._epoch)
+        elif frame.epoch < self._epoch and frame.first_offset == seen.end:
+            self._late.append(Next(located, frame))
+            seen.add(frame, located.data)
+        else:
+            yield Conflict(located, frame)
+
+    def _unknown_of(self, epoch: Epoch) -> list[tuple[Offset, Offset]]:
+        return self._unknown.get(epoch, [])
+
+    def _condemn(self) -> Iterator[Step]:
+        """What an older epoch wrote while the newer one went on: its publisher had not gone back."""
+        late, self._late = self._late, []
+        yield from (WentBack(step.located, step.frame, self._epoch) for step in late)
 
     def _drain(self) -> Iterator[Step]:
         """Go on with frames that were set aside, as far as there is no hole before them."""
@@ -201,7 +227,11 @@ class _Order:
                 return
             step = self._aside.pop(heappop(self._heap))
             self._aside_bytes -= len(step.located.data)
-            yield self._judge_old(*step) if (epoch, first) < here else self._accept(step)
+            if (epoch, first) < here:
+                yield from self._judge_old(*step)
+            else:
+                yield from self._condemn()
+                yield self._accept(step)
 
     def _give_up(self) -> Iterator[Step]:
         """Take the first hole for missing and go on after it."""

@@ -13,7 +13,19 @@ from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies
 from kvbm.replay.fold import NewFold, StreamFold
-from kvbm.replay.order import Begins, Conflict, Damaged, Missing, Next, Repeat, Step, StreamKey, WentBack, in_order
+from kvbm.replay.order import (
+    Begins,
+    Conflict,
+    Damaged,
+    Late,
+    Missing,
+    Next,
+    Repeat,
+    Step,
+    StreamKey,
+    WentBack,
+    in_order,
+)
 from kvbm.replay.scan import NEWER, TORN
 from kvbm.replay.source import TRUNCATED, Located, Place, Source
 from kvbm.replay.words import block_count, counted, offsets
@@ -57,6 +69,7 @@ class Verified(msgspec.Struct, kw_only=True):
     Attributes:
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
+        late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
     """
 
@@ -67,6 +80,7 @@ class Verified(msgspec.Struct, kw_only=True):
     events: int = 0
     blocks: int = 0
     repeats: int = 0
+    late: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
 
@@ -84,6 +98,8 @@ class Verified(msgspec.Struct, kw_only=True):
         counts += counted(self.events, "event")
         if self.repeats:
             counts += f", {counted(self.repeats, 'repeat')}"
+        if self.late:
+            counts += f", {self.late:,} late"
         found = counted(len(self.findings), "finding")
         return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
 
@@ -152,6 +168,8 @@ class _Verifier:
                 )
             case Repeat():
                 self.report.repeats += 1
+            case Late():
+                self.report.late += 1
             case Conflict():
                 why = f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two writers, or a rewritten file"
                 self._find(CONFLICT, why, step.located, step.frame)

@@ -40,8 +40,9 @@ BUCKET = "kvbm-demo"
 ENGINES = ("engine-a", "engine-b")
 DIALOGUES, TURNS, NEW_TOKENS, AT_ONCE = 12, 4, 12, 4
 SYSTEM_TOKENS, USER_TOKENS = 256, 100
-POOL_SLOTS = {"pools.hbm.slots": 176, "pools.host.slots": 96, "pools.nvme.slots": 224}
+POOL_SLOTS = {"pools.hbm.slots": 112, "pools.host.slots": 144, "pools.nvme.slots": 224}
 PREFIX_TOKENS, PREFIX_REPEATS = 1024, 5
+RECOVERY_REQUESTS = 2
 ANSWER_WAIT_S = 60.0
 
 
@@ -73,7 +74,7 @@ class Report(msgspec.Struct, kw_only=True):
     events_published: int = 0
     events_applied: int = 0
     gaps: int = -1
-    digests: dict[str, str] = {}
+    digests: dict[str, dict[str, str]] = {}
     digests_equal: bool = False
     killed_and_recovered: bool = False
     recovered_blocks: int = 0
@@ -82,7 +83,7 @@ class Report(msgspec.Struct, kw_only=True):
     corrupt_blocks: int = 0
     failed_copies: int = 0
     replay_verified: bool = False
-    replay_verdicts: list[str] = []
+    replay_verdicts: dict[str, str] = {}
     machine: str = ""
     elapsed_s: float = 0.0
 
@@ -115,6 +116,7 @@ class Demo:
         self._engines: dict[str, EngineProcess] = {}
         self._down: set[str] = set()
         self._answers: list[Answer] = []
+        self._hits = {tier.name: 0 for tier in Tier}  # of every request that may reuse, the measurement's included
         self._guard = threading.Lock()
         self._killed = threading.Event()
         self._stream_url = ""
@@ -226,10 +228,6 @@ class Demo:
         if errors:
             raise errors[0]
         self.report.requests = len(self._answers)
-        self.report.prompt_blocks = sum(answer.prompt_blocks for answer in self._answers)
-        self.report.hits_by_tier = {
-            tier.name: sum(answer.hits.get(tier.name, 0) for answer in self._answers) for tier in Tier
-        }
 
     def _serve(self, waiting: queue.SimpleQueue[tuple[int, Dialogue]], errors: list[BaseException]) -> None:
         """Hold dialogues, one after the other, until none waits."""
@@ -278,14 +276,22 @@ class Demo:
         done: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._engines[name].submit(request_id, tokens, new_tokens, reuse, done.put)
         try:
-            return done.get(timeout=ANSWER_WAIT_S)
+            event = done.get(timeout=ANSWER_WAIT_S)
         except queue.Empty:
             raise self._engines[name].failure(f"did not answer request {request_id}") from None
+        if reuse and not event["failed"]:
+            with self._guard:
+                self.report.prompt_blocks += event["prompt_blocks"]
+                for tier, count in event["hits"].items():
+                    self._hits[tier] += count
+        return event
 
     def _kill_and_restart(self, name: str, errors: list[BaseException]) -> threading.Thread:
         """kill -9, a moment in which the other engine serves alone, then a new process on the same folder."""
         self._killed.set()
         self._down.add(name)
+        with self._guard:
+            before = [answer for answer in self._answers if answer.engine == name][-RECOVERY_REQUESTS:]
         self._engines[name].kill()
 
         def restart() -> None:
@@ -294,7 +300,7 @@ class Demo:
                 self._start_engine(name)
                 ready = self._engines[name].expect(60.0, "did not come back")
                 self.report.recovered_blocks = ready["recovered"]["NVME"]
-                self.report.killed_and_recovered = ready["epoch"] == 2 and self.report.recovered_blocks > 0
+                self.report.killed_and_recovered = ready["epoch"] == 2 and self._serves_from_nvme(name, before)
                 self._down.discard(name)
             except ProcessError as error:
                 errors.append(error)
@@ -302,6 +308,16 @@ class Demo:
         thread = threading.Thread(target=restart, daemon=True)
         thread.start()
         return thread
+
+    def _serves_from_nvme(self, name: str, before: list[Answer]) -> bool:
+        """Ask the engine again what it was asked last before it was killed: same tokens, and blocks from its NVME pool."""
+        found = 0
+        for answer in before:
+            event = self._submit(name, f"recovered-{answer.id}", answer.tokens, NEW_TOKENS, reuse=True)
+            found += event["hits"].get("NVME", 0)
+            if event["failed"] or event["tokens"] != answer.new_tokens:
+                return False
+        return found > 0
 
     # -- measurement --------------------------------------------------------------------------------------------------
 
@@ -352,6 +368,7 @@ class Demo:
     def _verify(self) -> None:
         assert self._catalog is not None
         report = self.report
+        report.hits_by_tier = dict(self._hits)
         report.digests_equal = True
         for name, engine in self._engines.items():
             engine.ask(op="settle")
@@ -360,7 +377,7 @@ class Demo:
             wait_applied(self._catalog, [(InstanceId(name), status["epoch"], status["applied"])], 20.0)
             seen = self._catalog.instance(name)
             assert seen is not None
-            report.digests[name] = f"{status['digest']} (engine) {seen.digest} (catalog)"
+            report.digests[name] = {"engine": status["digest"], "catalog": seen.digest}
             report.digests_equal &= seen.digest == status["digest"] and (seen.epoch, seen.offset) == (
                 status["epoch"],
                 status["applied"],
@@ -373,7 +390,7 @@ class Demo:
         verdicts = self._replay()
         report.events_published = verdicts["stream"].events
         report.replay_verified = not any(verdict.findings for verdict in verdicts.values())
-        report.replay_verdicts = [f"{source}: {verdict.verdict()}" for source, verdict in verdicts.items()]
+        report.replay_verdicts = {source: verified.verdict() for source, verified in verdicts.items()}
 
     def _published_status(self, engine: EngineProcess) -> dict[str, Any]:
         """The engine's status once everything it has decided is on the stream. Raises ProcessError: not within 20 s."""
@@ -394,7 +411,7 @@ class Demo:
 def table(report: Report) -> Table:
     """The report as a table for people."""
     result = Table(title="kvbm demo", show_header=False, title_justify="left")
-    result.add_column(style="bold")
+    result.add_column(style="bold", no_wrap=True)
     result.add_column()
     hits = sum(report.hits_by_tier.values())
     share = f"{hits / report.prompt_blocks:.0%}" if report.prompt_blocks else "-"
@@ -406,21 +423,22 @@ def table(report: Report) -> Table:
         f"{_yes(report.tokens_identical)} ({report.tokens_compared} tokens, smallest logit margin "
         f"{report.smallest_logit_margin:.1e})"
     )
+    digests = ", ".join(sorted({digest for pair in report.digests.values() for digest in pair.values()}))
     rows = [
         ("requests", f"{report.requests}, {report.resubmitted_requests} sent again after the kill"),
         ("prefix hits", f"{hits} of {report.prompt_blocks} blocks ({share})"),
         *((f"  from {tier}", str(count)) for tier, count in report.hits_by_tier.items()),
-        (f"time to first token, {PREFIX_TOKENS}-token prefix", faster),
-        ("tokens identical to recomputation", same),
+        (f"first token, {PREFIX_TOKENS}-token prefix", faster),
+        ("tokens as recomputed", same),
         ("reads verified, corrupt", f"{report.verified_reads}, {report.corrupt_blocks}"),
         ("events published, applied", f"{report.events_published}, {report.events_applied}"),
         ("gaps", str(report.gaps)),
         (
-            "killed with kill -9, recovered",
+            "recovered from kill -9",
             f"{_yes(report.killed_and_recovered)} ({report.recovered_blocks} blocks on NVME)",
         ),
-        *((f"digest of {name}", digests) for name, digests in report.digests.items()),
-        *(("replay", line) for line in report.replay_verdicts),
+        ("digests, engine = catalog", f"{_yes(report.digests_equal)} ({digests})"),
+        *((f"replay of {source}", verdict) for source, verdict in report.replay_verdicts.items()),
         ("elapsed", f"{report.elapsed_s} s on {report.machine}"),
     ]
     for name, value in rows:

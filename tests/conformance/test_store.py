@@ -39,6 +39,7 @@ from kvbm.catalog.store import (
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
+from tests.servers import fresh_database
 
 T = TypeVar("T")
 
@@ -189,6 +190,18 @@ def test_catalogs_that_start_at_once_do_not_collide(database_url: str) -> None:
         stores = await asyncio.gather(*(Store.open(database_url, 20.0) for _ in range(6)))
         for store in stores:
             assert await store.position(STREAM) == 0
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_databases_that_open_at_once_in_one_process_keep_apart(postgres_server: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        urls = [await fresh_database(postgres_server) for _ in range(4)]
+        urls += [f"sqlite:///{tmp_path / str(number)}.db" for number in range(4)]
+        stores = await asyncio.gather(*(Store.open(url, 20.0) for url in urls))
+        for store in stores:
+            assert await store.apply(batch(0, 1))
             await store.close()
 
     asyncio.run(run())
