@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from kvbm.locate.http import CatalogClient, HttpLocator
 
 from kvbm import _native
 from kvbm.config import Settings
@@ -23,6 +22,7 @@ from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
 from kvbm.locate.base import Locator, Nowhere
+from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
 from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload import Offloader

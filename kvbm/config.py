@@ -23,7 +23,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A table of settings."""
 
 
-class InstanceSettings(_Group):
+class InstanceSettings(_Group, frozen=True):
     """Who this is.
 
     Attributes:
@@ -39,7 +39,7 @@ class InstanceSettings(_Group):
     topology: tuple[str, ...] = ()
 
 
-class HbmSettings(_Group):
+class HbmSettings(_Group, frozen=True):
     """The HBM pool. `device`: "auto", "cpu", "cuda", or "memory" for a pool without torch."""
 
     slots: int = 0
@@ -47,14 +47,14 @@ class HbmSettings(_Group):
     device: str = "auto"
 
 
-class HostSettings(_Group):
+class HostSettings(_Group, frozen=True):
     """The HOST pool; both 0: there is none."""
 
     slots: int = 0
     capacity_bytes: int = 0
 
 
-class NvmeSettings(_Group):
+class NvmeSettings(_Group, frozen=True):
     """The NVME pool; both 0: there is none. `path`: its file, by default in the data folder."""
 
     slots: int = 0
@@ -62,7 +62,7 @@ class NvmeSettings(_Group):
     path: str = ""
 
 
-class ObjectSettings(_Group):
+class ObjectSettings(_Group, frozen=True):
     """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call."""
 
     url: str = ""
@@ -71,7 +71,7 @@ class ObjectSettings(_Group):
     timeout_s: float = 10.0
 
 
-class PoolsSettings(_Group):
+class PoolsSettings(_Group, frozen=True):
     """The pools, and how blocks leave them. `eviction`: "lru"."""
 
     hbm: HbmSettings = HbmSettings()
@@ -81,7 +81,7 @@ class PoolsSettings(_Group):
     eviction: str = "lru"
 
 
-class OffloadSettings(_Group):
+class OffloadSettings(_Group, frozen=True):
     """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier."""
 
     host: str = "write_through"
@@ -90,7 +90,7 @@ class OffloadSettings(_Group):
     queue_blocks: int = 8192
 
 
-class OnboardSettings(_Group):
+class OnboardSettings(_Group, frozen=True):
     """How long a request waits for bytes (`wait_s`) and for the catalog's answer (`locate_s`)."""
 
     wait_s: float = 2.0
@@ -98,7 +98,7 @@ class OnboardSettings(_Group):
     threads: int = 2
 
 
-class JournalSettings(_Group):
+class JournalSettings(_Group, frozen=True):
     """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between."""
 
     fsync: str = "off"
@@ -106,7 +106,7 @@ class JournalSettings(_Group):
     in_memory: bool = False
 
 
-class NatsSettings(_Group):
+class NatsSettings(_Group, frozen=True):
     """The stream. `url`: "" starts (or finds) an embedded nats-server in the data folder. `enabled`: false keeps events local."""
 
     url: str = ""
@@ -115,7 +115,7 @@ class NatsSettings(_Group):
     heartbeat_s: float = 1.0
 
 
-class RoutingSettings(_Group):
+class RoutingSettings(_Group, frozen=True):
     """What routing's cost is made of; the defaults won a sweep over a recorded trace.
 
     Attributes:
@@ -133,7 +133,7 @@ class RoutingSettings(_Group):
     hold_s: float = 30.0
 
 
-class CatalogSettings(_Group):
+class CatalogSettings(_Group, frozen=True):
     """The catalog service and how to reach it.
 
     Attributes:
@@ -152,7 +152,7 @@ class CatalogSettings(_Group):
     tenant_secrets: dict[str, str] = {}
 
 
-class Settings(_Group):
+class Settings(_Group, frozen=True):
     """Everything that can be set."""
 
     instance: InstanceSettings = InstanceSettings()

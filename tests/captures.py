@@ -171,7 +171,8 @@ class Capture(NamedTuple):
 
     def replace(self, changes: dict[int, Event | None]) -> Capture:
         """With events changed, or removed where None; later offsets close up, digests stay."""
-        made, cuts = [], []
+        made: list[Recorded] = []
+        cuts: list[int] = []
         for index, entry in enumerate(self.recorded):
             event = changes.get(index, entry.event)
             if event is not None:

@@ -331,7 +331,7 @@ class Ledger:
                         )
                     )  # fmt: skip
             at = end
-        holders = [slot for block in blocks if (slot := held[block].slot) is not None]
+        holders = [holder for block in blocks if (holder := held[block].slot) is not None]
         self.pin(tier, holders)
         return holders
 

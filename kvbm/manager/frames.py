@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 
 from kvbm.core.codec import MAX_FRAME_NAMESPACES, Frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, InstanceStarted, ResidenciesStated
+from kvbm.core.events import BlocksEvicted, Event, InstanceStarted, RunEvent
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.kernels import Kernels
 from kvbm.core.ledger import Pending
@@ -33,7 +33,7 @@ def cut_frames(
     begin = size = 0
     namespaces: set[bytes] = set()
     for index, entry in enumerate(pending):
-        own = {entry.event.namespace} if _is_run(entry.event) else set()
+        own = {entry.event.namespace} if isinstance(entry.event, RunEvent) else set()
         if size >= FRAME_EVENT_BYTES or len(namespaces | own) > MAX_FRAME_NAMESPACES:
             yield _frame(instance, epoch, first, pending, begin, index, wall_time_ns)
             begin, size, namespaces = index, 0, set()
@@ -43,15 +43,9 @@ def cut_frames(
         yield _frame(instance, epoch, first, pending, begin, len(pending), wall_time_ns)
 
 
-def _is_run(event: Event) -> bool:
-    return isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated)
-
-
 def _event_bytes(event: Event) -> int:
-    if isinstance(event, BlocksCreated | BlocksMigrated | ResidenciesStated):
-        return 32 + len(event.hashes) + len(event.slots)
-    if isinstance(event, BlocksEvicted):
-        return 32 + len(event.hashes)
+    if isinstance(event, RunEvent):
+        return 32 + len(event.hashes) + (0 if isinstance(event, BlocksEvicted) else len(event.slots))
     return 256 * (1 + len(event.namespaces)) if isinstance(event, InstanceStarted) else 16
 
 

@@ -491,11 +491,13 @@ class Manager:
         while not self._stopped:
             self._offload_wanted.wait(0.5)
             self._offload_wanted.clear()
-            while not self._stopped and self._offload_one():
+            while self._offload_one():
                 pass
 
     def _offload_one(self) -> bool:
-        """Carry out the next wish; False when there is none."""
+        """Carry out the next wish; False when there is none, or the manager closes."""
+        if self._stopped:
+            return False
         with self._lock:
             wish = self._offloader.next()
             if wish is None:

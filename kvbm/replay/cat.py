@@ -7,10 +7,10 @@ from typing import TextIO
 
 import msgspec
 
+from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.order import Damaged
 from kvbm.replay.scan import TORN, Damage
-from kvbm.replay.source import Located
-from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.source import Located, only
 from kvbm.replay.words import event_fields, event_text, time_text
 
 

@@ -16,13 +16,13 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies
 from kvbm.replay.cat import cat
+from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.fold import NewFold
 from kvbm.replay.progress import watched
-from kvbm.replay.scan import NEWER
 from kvbm.replay.source import SourceError, open_source
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
-from kvbm.replay.verify import Finding, verify
+from kvbm.replay.verify import verify
 from kvbm.replay.words import END, parse_at
 
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -136,7 +136,7 @@ def _run(arguments: argparse.Namespace, kernels: Kernels, fold: NewFold) -> int:
             if not verified.instances and not verified.findings:
                 _check_found(arguments.instance, [])
             _write(arguments.json, verified, [*verified.notes, verified.verdict(), *_listed(verified.findings)])
-            return verified.exit_code()
+            return exit_code(verified.findings)
 
 
 def _check_found(instance: str | None, found: Sequence[object]) -> None:
@@ -181,6 +181,4 @@ def _end(findings: Sequence[Finding], notes: Sequence[str]) -> int:
         print(f"kvbm-replay: {note}", file=sys.stderr)
     for line in _listed(findings):
         print(f"kvbm-replay:{line[1:]}", file=sys.stderr)
-    if not findings:
-        return 0
-    return 2 if all(finding.kind == NEWER for finding in findings) else 1
+    return exit_code(findings)

@@ -186,8 +186,8 @@ class _Order:
 
     def _judge_old(self, located: Located, frame: Frame) -> Iterator[Step]:
         """A frame before the place that was reached."""
-        seen = self._seen.get(frame.epoch)
-        if seen is not None and seen.is_same(frame.first_offset, located.data):
+        seen = self._seen.get(frame.epoch) or _Seen()
+        if seen.is_same(frame.first_offset, located.data):
             if frame.epoch == self._epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
                 yield from (Late(late.located) for late in self._late)
                 self._late = []
@@ -196,11 +196,11 @@ class _Order:
             first <= frame.first_offset and frame.next_offset <= end for first, end in self._unknown_of(frame.epoch)
         ):
             yield Repeat(located)
-        elif seen is None or frame.first_offset > seen.end:
+        elif frame.first_offset > seen.end:
             yield WentBack(located, frame, self._epoch)
         elif frame.epoch < self._epoch and frame.first_offset == seen.end:
             self._late.append(Next(located, frame))
-            seen.add(frame, located.data)
+            self._seen.setdefault(frame.epoch, seen).add(frame, located.data)
         else:
             yield Conflict(located, frame)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -188,3 +188,10 @@ def _open_folder(name: str, folder: Path) -> FileSource:
     source = FileSource(name, files, is_journal=True)
     source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
     return source
+
+
+def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:
+    """The frames of one instance, or of all. Damage stays: nobody knows whose it is."""
+    for one in located:
+        if instance is None or not isinstance(one.found, Frame) or one.found.instance == instance:
+            yield one

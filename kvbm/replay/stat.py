@@ -10,11 +10,11 @@ from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies
+from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.fold import NewFold, StreamFold
 from kvbm.replay.order import Begins, Damaged, Missing, Next, Repeat, StreamKey, in_order
 from kvbm.replay.scan import TORN
-from kvbm.replay.source import Located, Source
-from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import block_count, counted, time_text
 
 

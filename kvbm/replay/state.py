@@ -10,11 +10,11 @@ from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies, residency_mix
+from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.fold import NewFold, StreamFold
 from kvbm.replay.order import Begins, Damaged, Missing, Next, StreamKey, in_order
 from kvbm.replay.scan import TORN
-from kvbm.replay.source import Located, Source
-from kvbm.replay.verify import Finding, damage_finding, damage_words, only
+from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import END, At, counted, time_text
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import msgspec
 
 from kvbm.core.codec import Frame
 from kvbm.core.errors import IllegalEventError
-from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies
+from kvbm.replay.findings import (
+    CONFLICT,
+    DIGEST,
+    ILLEGAL,
+    MISSING,
+    ROUND_RULES,
+    SKIPPED,
+    WENT_BACK,
+    Finding,
+    damage_finding,
+    damage_words,
+)
 from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.holes import Hole, explained_by
 from kvbm.replay.order import (
     Begins,
     Conflict,
@@ -26,41 +37,9 @@ from kvbm.replay.order import (
     WentBack,
     in_order,
 )
-from kvbm.replay.scan import NEWER, TORN
-from kvbm.replay.source import TRUNCATED, Located, Place, Source
+from kvbm.replay.scan import TORN
+from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import block_count, counted, offsets
-
-MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
-SKIPPED, DIGEST, WENT_BACK = "skipped-round-run", "digest-mismatch", "epoch-went-back"
-
-_ROUND_RULES = ("round-withdrew", "round-incomplete", "round-added")
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One defect.
-
-    Attributes:
-        kind: its name, such as "corrupt-frame".
-        message: what it means, without where it is.
-        source, sequence, byte: where the frame lies; `sequence` only in a stream.
-        instance, epoch, offset: whose, and the first event concerned; None where damage hides them.
-        rule: of an illegal event, the rule it breaks.
-    """
-
-    kind: str
-    message: str
-    source: str
-    sequence: int | None
-    byte: int
-    instance: InstanceId | None = None
-    epoch: int | None = None
-    offset: int | None = None
-    rule: str | None = None
-
-    def sentence(self) -> str:
-        """Kind, place and meaning."""
-        whose = "" if self.instance is None else f", instance {self.instance} epoch {self.epoch} offset {self.offset}"
-        return f"{self.kind} at {Place(self.source, self.sequence, self.byte)}{whose}: {self.message}"
 
 
 class Verified(msgspec.Struct, kw_only=True):
@@ -84,12 +63,6 @@ class Verified(msgspec.Struct, kw_only=True):
     findings: list[Finding] = []
     notes: list[str] = []
 
-    def exit_code(self) -> int:
-        """0 without findings, 2 when all there is to say is that a newer kvbm wrote some of it, else 1."""
-        if not self.findings:
-            return 0
-        return 2 if all(finding.kind == NEWER for finding in self.findings) else 1
-
     def verdict(self) -> str:
         """The whole in one line."""
         counts = (
@@ -102,13 +75,6 @@ class Verified(msgspec.Struct, kw_only=True):
             counts += f", {self.late:,} late"
         found = counted(len(self.findings), "finding")
         return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
-
-
-class _Hole(NamedTuple):
-    """A hole, until it is known whether damage explains it."""
-
-    key: StreamKey
-    step: Missing
 
 
 def verify(
@@ -133,13 +99,6 @@ def verify(
     return verifier.finish()
 
 
-def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:
-    """The frames of one instance, or of all. Damage stays: nobody knows whose it is."""
-    for one in located:
-        if instance is None or not isinstance(one.found, Frame) or one.found.instance == instance:
-            yield one
-
-
 class _Verifier:
     def __init__(self, name: str, new_fold: NewFold) -> None:
         self.report = Verified(source=name)
@@ -148,7 +107,7 @@ class _Verifier:
         self._epochs: set[tuple[StreamKey, int]] = set()
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
         self._damage: list[Damaged] = []
-        self._holes: list[_Hole] = []
+        self._holes: list[Hole] = []
 
     def take(self, item: tuple[StreamKey, Step] | Damaged) -> None:
         if isinstance(item, Damaged):
@@ -159,7 +118,7 @@ class _Verifier:
             case Next():
                 self._fold(key, step)
             case Missing():
-                self._holes.append(_Hole(key, step))
+                self._holes.append(Hole(key, step))
                 self._fold_of(key).miss(step.epoch, step.next)
             case Begins():
                 self._fold_of(key).miss(step.epoch, step.offset)
@@ -179,7 +138,7 @@ class _Verifier:
 
     def finish(self) -> Verified:
         """The report, once everything was taken."""
-        explained = _explained(self._holes, self._damage)
+        explained = explained_by(self._holes, self._damage)
         for index, hole in enumerate(self._holes):
             if index not in explained:
                 self._find_hole(hole)
@@ -215,16 +174,16 @@ class _Verifier:
     def _find_illegal(self, step: Next, index: int, error: IllegalEventError) -> None:
         frame = step.frame
         name = type(frame.events[index]).__name__
-        kind = SKIPPED if error.rule in _ROUND_RULES else ILLEGAL
+        kind = SKIPPED if error.rule in ROUND_RULES else ILLEGAL
         self._find(kind, f"{name} breaks {error}", step.located, frame, frame.first_offset + index, error.rule)
 
-    def _find_hole(self, hole: _Hole) -> None:
+    def _find_hole(self, hole: Hole) -> None:
         step = hole.step
         count = step.next - step.first
-        last = f"offset {step.first:,}" if count == 1 else f"offsets {step.first:,} to {step.next - 1:,}"
+        which = f"offset {step.first:,}" if count == 1 else f"offsets {step.first:,} to {step.next - 1:,}"
         finding = Finding(
             kind=MISSING,
-            message=f"{last} of epoch {step.epoch} are in no frame before this one of offset {step.next:,}; {counted(count, 'event')} lost",
+            message=f"{counted(count, 'event')} lost: no frame before this one has {which} of epoch {step.epoch}",
             source=step.after.place.source, sequence=step.after.place.sequence, byte=step.after.place.at,
             instance=hole.key.instance, epoch=step.epoch, offset=step.first,
         )  # fmt: skip
@@ -252,66 +211,3 @@ class _Verifier:
             return
         self._damage.append(damaged)
         self._found.append((damaged.located.order, damage_finding(damaged)))
-
-
-def damage_finding(damaged: Damaged) -> Finding:
-    """The finding for bytes that are no good frame."""
-    place, header = damaged.located.place, damaged.damage.header
-    return Finding(
-        kind=damaged.damage.kind, message=damage_words(damaged), source=place.source, sequence=place.sequence,
-        byte=place.at, instance=header.instance if header else None, epoch=header.epoch if header else None,
-        offset=header.first_offset if header else None,
-    )  # fmt: skip
-
-
-def damage_words(damaged: Damaged) -> str:
-    """What damage means."""
-    place, damage = damaged.located.place, damaged.damage
-    if damage.kind == TORN:
-        return (
-            f"{place.source}: tail torn at byte {place.at:,}: {counted(damage.size, 'byte')} after the last whole frame; "
-            "a write was cut short or is under way"
-        )
-    if damage.kind == TRUNCATED:
-        return f"the capture ends inside a frame ({damage.why}); it was cut short after byte {place.at:,}"
-    if damage.kind == NEWER:
-        return damage.why
-    return f"{counted(damage.size, 'byte')} are no good frame and were left out: {damage.why}"
-
-
-def _explained(holes: list[_Hole], damage: list[Damaged]) -> set[int]:
-    """Which holes damage between the frames on both sides explains: first where its header names them, then the others."""
-    explained: set[int] = set()
-    used: set[int] = set()
-    for by_name in (True, False):
-        for index, hole in enumerate(holes):
-            if index in explained:
-                continue
-            for damaged in damage:
-                order = damaged.located.order
-                is_free = order not in used or _is_several(damaged)
-                if is_free and _is_between(hole, damaged) and (not by_name or _names(hole, damaged)):
-                    explained.add(index)
-                    used.add(order)
-                    break
-    return explained
-
-
-def _is_between(hole: _Hole, damaged: Damaged) -> bool:
-    located = damaged.located
-    return located.group == hole.key.group and hole.step.since < located.order < hole.step.after.order
-
-
-def _names(hole: _Hole, damaged: Damaged) -> bool:
-    header = damaged.damage.header
-    return (
-        header is not None
-        and header.instance == hole.key.instance
-        and (header.epoch, header.first_offset) == (hole.step.epoch, hole.step.first)
-    )
-
-
-def _is_several(damaged: Damaged) -> bool:
-    """Whether the damage is larger than the frame it begins with, so that it may hide frames of several instances."""
-    header = damaged.damage.header
-    return header is None or damaged.damage.size > header.frame_bytes

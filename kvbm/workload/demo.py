@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvbm.assembly import NATIVE, catalog_client
@@ -346,14 +346,13 @@ class Demo:
     def _compare_tokens(self, advance: Callable[[int, int], None]) -> None:
         """Every prompt again on engines that neither acquire nor create."""
         done: queue.SimpleQueue[tuple[Answer, dict[str, Any]]] = queue.SimpleQueue()
+
+        def compare_with(answer: Answer) -> Callable[[dict[str, Any]], None]:
+            return lambda event: done.put((answer, event))
+
         for index, answer in enumerate(self._answers):
-            self._engines[ENGINES[index % len(ENGINES)]].submit(
-                f"again-{answer.id}",
-                answer.tokens,
-                NEW_TOKENS,
-                False,
-                lambda event, answer=answer: done.put((answer, event)),
-            )
+            engine = self._engines[ENGINES[index % len(ENGINES)]]
+            engine.submit(f"again-{answer.id}", answer.tokens, NEW_TOKENS, False, compare_with(answer))
         same = True
         for index in range(len(self._answers)):
             answer, event = done.get(timeout=ANSWER_WAIT_S)
@@ -469,21 +468,18 @@ def main(json_path: Path | None, keep: Path | None) -> int:
         console=console,
     )  # fmt: skip
     with demo_folder(keep) as folder, progress:
-        current = None
+        tasks: list[TaskID] = []
 
         def step(what: str) -> None:
-            nonlocal current
-            if current is not None:
-                progress.update(current, total=1, completed=1)
-            current = progress.add_task(what, total=None)
+            if tasks:
+                progress.update(tasks[-1], total=1, completed=1)
+            tasks.append(progress.add_task(what, total=None))
 
         def advance(done: int, of: int) -> None:
-            assert current is not None
-            progress.update(current, total=of, completed=done)
+            progress.update(tasks[-1], total=of, completed=done)
 
         report = Demo(folder, console).run(step, advance)
-        assert current is not None
-        progress.update(current, total=1, completed=1)
+        progress.update(tasks[-1], total=1, completed=1)
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     console.print(table(report))

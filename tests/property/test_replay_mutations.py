@@ -24,9 +24,10 @@ from kvbm.core.events import (
     ResidenciesStated,
     RoundEnded,
 )
-from kvbm.core.ids import HASH_BYTES, Offset, Tier, pack_slots
+from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier, pack_slots
+from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.source import open_source
-from kvbm.replay.verify import Finding, Verified, verify
+from kvbm.replay.verify import Verified, verify
 from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash, starts
 
 SEEDS = range(40)
@@ -42,7 +43,7 @@ def verify_bytes(folder: Path, data: bytes) -> Verified:
 def only_finding(report: Verified) -> Finding:
     """The one finding there is."""
     assert len(report.findings) == 1, [finding.sentence() for finding in report.findings]
-    assert report.exit_code() == 1
+    assert exit_code(report.findings) == 1
     assert report.verdict().startswith("FAILED: 1 finding in ")
     return report.findings[0]
 
@@ -62,7 +63,7 @@ def interleaved(seed: int) -> list[Frame]:
 def test_a_good_stream_has_no_findings_and_every_event_counts(tmp_path: Path, seed: int) -> None:
     frames = interleaved(seed)
     report = verify_bytes(tmp_path, packed(frames))
-    assert report.findings == [] and report.notes == [] and report.exit_code() == 0
+    assert report.findings == [] and report.notes == [] and exit_code(report.findings) == 0
     assert (report.instances, report.frames, report.repeats) == (2, len(frames), 0)
     assert report.events == sum(len(frame.events) for frame in frames)
     assert report.epochs == len({(frame.instance, frame.epoch) for frame in frames})
@@ -319,7 +320,7 @@ def test_an_old_epoch_that_goes_on_is_named(tmp_path: Path, seed: int) -> None:
     assert (finding.kind, finding.byte, finding.epoch) == ("epoch-went-back", starts(frames)[at], old)
 
 
-def epochs(capture: Capture) -> list[int]:
+def epochs(capture: Capture) -> list[Epoch]:
     return sorted({entry.epoch for entry in capture.recorded})
 
 
@@ -361,7 +362,7 @@ def test_a_newer_frame_is_no_corruption_and_the_input_is_not_fully_usable(
     data = packed(frames[:4]) + write(frames[4]) + packed(frames[5:])
     report = verify_bytes(tmp_path, data)
     assert [(finding.kind, finding.byte) for finding in report.findings] == [("newer-frame", starts(frames)[4])]
-    assert report.exit_code() == 2
+    assert exit_code(report.findings) == 2
     assert "upgrade kvbm" in report.findings[0].message
 
 
@@ -383,3 +384,33 @@ def test_two_defects_are_two_findings_each_in_its_place(tmp_path: Path) -> None:
     assert sorted(finding.kind for finding in report.findings) == ["corrupt-frame", "missing-frame"]
     missing = next(finding for finding in report.findings if finding.kind == "missing-frame")
     assert (missing.instance, missing.offset) == ("two", frames[twos[-3]].first_offset)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_once_every_tier_has_ended_a_round_a_second_defect_is_found_again(tmp_path: Path, seed: int) -> None:
+    capture = make_capture(seed, commands=150)
+    evicted = BlocksEvicted(namespace=NAMESPACE, tier=Tier.HBM, reason=EvictReason.TTL, hashes=some_hash("x"))
+    first = 6  # after InstanceStarted and the three ends of the first round
+    if capture.recorded[first].epoch != capture.recorded[0].epoch:
+        return
+    begun: set[tuple[Tier, int]] = set()  # rounds that began and ended after the first defect, so that they heal
+    healed: set[Tier] = set()
+    for second in range(first, len(capture.recorded)):
+        epoch, event, _ = capture.recorded[second]
+        is_new_epoch = epoch != capture.recorded[0].epoch
+        if (is_new_epoch or len(healed) == 3) and capture.recorded[second - 1].epoch == epoch:
+            break
+        is_stated = isinstance(event, ResidenciesStated) and not is_new_epoch
+        if is_stated and (event.tier, event.round) not in stated_before(capture, first):
+            begun.add((event.tier, event.round))
+        if isinstance(event, RoundEnded) and (event.count == 0 or (event.tier, event.round) in begun):
+            healed.add(event.tier)
+    changed = capture.insert(second, evicted).insert(first, evicted)
+    report = verify_bytes(tmp_path, packed(changed.frames()))
+    assert [finding.rule for finding in report.findings] == ["evicted-unheld", "evicted-unheld"]
+    check_place(report.findings[0], changed, first)
+
+
+def stated_before(capture: Capture, end: int) -> set[tuple[Tier, int]]:
+    events = [entry.event for entry in capture.recorded[:end]]
+    return {(event.tier, event.round) for event in events if isinstance(event, ResidenciesStated)}

@@ -1,0 +1,77 @@
+"""Defects by name: where each is, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvbm.core.ids import InstanceId
+from kvbm.replay.order import Damaged
+from kvbm.replay.scan import NEWER, TORN
+from kvbm.replay.source import TRUNCATED, Place
+from kvbm.replay.words import counted
+
+MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
+SKIPPED, DIGEST, WENT_BACK = "skipped-round-run", "digest-mismatch", "epoch-went-back"
+
+ROUND_RULES = ("round-withdrew", "round-incomplete", "round-added")
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One defect.
+
+    Attributes:
+        kind: its name, such as "corrupt-frame".
+        message: what it means, without where it is.
+        source, sequence, byte: where the frame lies; `sequence` only in a stream.
+        instance, epoch, offset: whose, and the first event concerned; None where damage hides them.
+        rule: of an illegal event, the rule it breaks.
+    """
+
+    kind: str
+    message: str
+    source: str
+    sequence: int | None
+    byte: int
+    instance: InstanceId | None = None
+    epoch: int | None = None
+    offset: int | None = None
+    rule: str | None = None
+
+    def sentence(self) -> str:
+        """Kind, place and meaning."""
+        whose = "" if self.instance is None else f", instance {self.instance} epoch {self.epoch} offset {self.offset}"
+        return f"{self.kind} at {Place(self.source, self.sequence, self.byte)}{whose}: {self.message}"
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 without findings, 2 when all there is to say is that a newer kvbm wrote some of it, else 1."""
+    if not findings:
+        return 0
+    return 2 if all(finding.kind == NEWER for finding in findings) else 1
+
+
+def damage_finding(damaged: Damaged) -> Finding:
+    """The finding for bytes that are no good frame."""
+    place, header = damaged.located.place, damaged.damage.header
+    return Finding(
+        kind=damaged.damage.kind, message=damage_words(damaged), source=place.source, sequence=place.sequence,
+        byte=place.at, instance=header.instance if header else None, epoch=header.epoch if header else None,
+        offset=header.first_offset if header else None,
+    )  # fmt: skip
+
+
+def damage_words(damaged: Damaged) -> str:
+    """What damage means."""
+    place, damage = damaged.located.place, damaged.damage
+    if damage.kind == TORN:
+        return (
+            f"{place.source}: tail torn at byte {place.at:,}: {counted(damage.size, 'byte')} after the last whole frame; "
+            "a write was cut short or is under way"
+        )
+    if damage.kind == TRUNCATED:
+        return f"the capture ends inside a frame ({damage.why}); it was cut short after byte {place.at:,}"
+    if damage.kind == NEWER:
+        return damage.why
+    return f"no good frame in {counted(damage.size, 'byte')}, which were left out: {damage.why}"
