@@ -7,6 +7,7 @@ Every wait is bounded, so a database that does not answer becomes one sentence.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -34,6 +35,7 @@ STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long i
 MIGRATION_TIMEOUT_S = 600.0
 LOCK_TIMEOUT_S = 10.0
 _MIGRATION_LOCK = 0x6B76626D_00000001  # "kvbm" in the high half; advisory locks are per database
+_ALEMBIC = threading.Lock()  # `alembic.context` is one per process: two databases migrating at once would mix connections
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
@@ -203,4 +205,5 @@ def _upgrade(connection: Connection, url: URL) -> None:
         )
     if current != head:
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        with _ALEMBIC:  # after the database's own lock, always in this order
+            command.upgrade(config, "head")

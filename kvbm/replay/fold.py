@@ -41,7 +41,7 @@ class StreamFold:
         if epoch != self.epoch:
             self._begin_blind(epoch)
         else:
-            pass
+            self._doubt()
         self.next_offset = next_offset
 
     def evolve(self, frame: Frame, event: Event) -> IllegalEventError | None:
@@ -60,7 +60,7 @@ class StreamFold:
             residencies.strict = False
             residencies.evolve(event)
         if illegal is not None:
-            pass
+            self._doubt()
         elif isinstance(event, InstanceStarted):
             self.doubtful.clear()
         elif isinstance(event, RoundEnded) and residencies.is_whole(event.tier):
@@ -77,7 +77,7 @@ class StreamFold:
 
     def diverge(self) -> None:
         """What is held was found wrong; every tier is in doubt."""
-        pass
+        self._doubt()
 
     def _check_beginning(self, frame: Frame, event: Event) -> IllegalEventError | None:
         """Enter the frame's epoch, which must begin with the event that says so."""
@@ -101,7 +101,7 @@ class StreamFold:
     def _begin_blind(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self.residencies.begin_blind(epoch)
-        pass
+        self._doubt()
 
     def _doubt(self) -> None:
         residencies = self.residencies

@@ -30,6 +30,19 @@ def wait_applied(
             return
 
 
+def wait_live(client: CatalogClient, names: Sequence[str], timeout_s: float) -> None:
+    """Wait until the catalog has heard of these instances and would route to them. Raises CatalogError: not in time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        live = {entry.instance for entry in client.instances() if entry.state == "live" and entry.epoch}
+        missing = sorted(set(names) - live)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise CatalogError(f"the catalog at {client.url} has not heard of {', '.join(missing)} within {timeout_s:g} s")
+        time.sleep(0.02)
+
+
 def counter(client: CatalogClient, name: str) -> int:
     """One of the catalog's counters without labels, by its short name. Raises CatalogError: there is none of that name."""
     line_begin = f"kvbm_catalog_{name}_total "

@@ -32,7 +32,7 @@ from kvbm.locate.http import CatalogClient
 from kvbm.replay.source import open_source
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.server import EmbeddedServer
-from kvbm.workload.catalog_view import counter, wait_applied
+from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import Dialogue, generate_dialogues
 from kvbm.workload.processes import EngineProcess, ProcessError, free_port, machine, start_http, start_object_store
 
@@ -164,6 +164,7 @@ class Demo:
             self._start_engine(name)
         for name in ENGINES:
             self._engines[name].expect(60.0, "did not start")
+        wait_live(self._catalog, ENGINES, 10.0)
 
     def _start_catalog(self, logs: Path) -> int:
         port = free_port()

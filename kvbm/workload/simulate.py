@@ -34,7 +34,7 @@ from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager, Prefix
 from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
-from kvbm.workload.catalog_view import counter, wait_applied
+from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
 from kvbm.workload.processes import free_port, machine, start_http
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
@@ -179,8 +179,8 @@ class Simulation:
         blocks = sum(instance.prompt_blocks for instance in self.instances)
         hits = sum(self._hits.values())
         return Outcome(
-            requests=len(arrivals), blocks=blocks, hit_ratio=round(hits / max(1, blocks), 4),
-            hit_ratio_of_all_ids=round(hits / max(1, all_ids), 4),
+            requests=len(arrivals), blocks=blocks, hit_ratio=round(hits / max(1, blocks), 3),
+            hit_ratio_of_all_ids=round(hits / max(1, all_ids), 3),
             hits_by_tier={tier.name: count for tier, count in self._hits.items() if count},
             load_max_over_mean=_max_over_mean([instance.prompt_blocks for instance in self.instances]),
             load_max_over_mean_requests=_max_over_mean([instance.requests for instance in self.instances]),
@@ -191,7 +191,8 @@ class Simulation:
     def _until(self, at_s: float) -> None:
         while self._events and self._events[0][0] <= at_s:
             self._now_s, _, happen = heapq.heappop(self._events)
-            self._clock(self._now_s)
+            if at_s != float("inf"):  # after the last arrival nobody routes, so nobody's clock matters
+                self._clock(self._now_s)
             happen()
         if at_s != float("inf"):
             self._now_s = at_s
@@ -249,7 +250,7 @@ class Simulation:
 
 def _max_over_mean(values: Sequence[int]) -> float:
     mean = sum(values) / len(values)
-    return round(max(values) / mean, 4) if mean else 1.0
+    return round(max(values) / mean, 3) if mean else 1.0
 
 
 class Cluster:
@@ -276,6 +277,9 @@ class Cluster:
             for number in range(count):
                 settings = load_settings(flags={**flags, "instance.id": f"sim-{number}"})
                 self.instances.append(Instance(self._open(settings)))
+            if self.client is not None:
+                wait_live(self.client, [instance.manager.instance for instance in self.instances], 10.0)
+            self._began_s = time.monotonic()
         except BaseException:
             self.close()
             raise
@@ -372,7 +376,7 @@ def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
                 break
             hits += 1
         seen.update(hashes)
-    return round(hits / max(1, blocks), 4)
+    return round(hits / max(1, blocks), 3)
 
 
 def parse_pools(text: str) -> dict[str, int]:

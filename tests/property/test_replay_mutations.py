@@ -395,14 +395,15 @@ def test_once_every_tier_has_ended_a_round_a_second_defect_is_found_again(tmp_pa
         return
     begun: set[tuple[Tier, int]] = set()  # rounds that began and ended after the first defect, so that they heal
     healed: set[Tier] = set()
+    stated = [entry.event for entry in capture.recorded[:first] if isinstance(entry.event, ResidenciesStated)]
+    before = {restates(event) for event in stated}
     for second in range(first, len(capture.recorded)):
         epoch, event, _ = capture.recorded[second]
         is_new_epoch = epoch != capture.recorded[0].epoch
         if (is_new_epoch or len(healed) == 3) and capture.recorded[second - 1].epoch == epoch:
             break
-        is_stated = isinstance(event, ResidenciesStated) and not is_new_epoch
-        if is_stated and (event.tier, event.round) not in stated_before(capture, first):
-            begun.add((event.tier, event.round))
+        if isinstance(event, ResidenciesStated) and not is_new_epoch and restates(event) not in before:
+            begun.add(restates(event))
         if isinstance(event, RoundEnded) and (event.count == 0 or (event.tier, event.round) in begun):
             healed.add(event.tier)
     changed = capture.insert(second, evicted).insert(first, evicted)
@@ -411,6 +412,33 @@ def test_once_every_tier_has_ended_a_round_a_second_defect_is_found_again(tmp_pa
     check_place(report.findings[0], changed, first)
 
 
-def stated_before(capture: Capture, end: int) -> set[tuple[Tier, int]]:
-    events = [entry.event for entry in capture.recorded[:end]]
-    return {(event.tier, event.round) for event in events if isinstance(event, ResidenciesStated)}
+def restates(event: ResidenciesStated) -> tuple[Tier, int]:
+    return event.tier, event.round
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_damaged_neighbours_are_a_finding_each(tmp_path: Path, seed: int) -> None:
+    frames = interleaved(seed)
+    at = starts(frames)
+    data = bytearray(packed(frames))
+    for number in (4, 5):
+        data[at[number + 1] - 1] ^= 1
+    report = verify_bytes(tmp_path, bytes(data))
+    assert [(finding.kind, finding.byte) for finding in report.findings] == [
+        ("corrupt-frame", at[4]), ("corrupt-frame", at[5]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_damaged_frame_explains_no_other_instances_hole_around_it(tmp_path: Path, seed: int) -> None:
+    one, two = make_capture(seed, instance="one").frames(), make_capture(seed + 1000, instance="two").frames()
+    number = next(n for n in range(1, len(two)) if two[n - 1].epoch == two[n + 1].epoch)
+    damaged = next(n for n in range(1, len(one)) if one[n - 1].epoch == one[n + 1].epoch)
+    begin, lost = one[:damaged] + two[:number], one[damaged]
+    broken = bytearray(encode_frame(lost))
+    broken[-1] ^= 1
+    data = packed(begin) + broken + packed(two[number + 1 :]) + packed(one[damaged + 1 :])
+    report = verify_bytes(tmp_path, data)
+    assert [(finding.kind, finding.instance, finding.offset) for finding in report.findings] == [
+        ("corrupt-frame", "one", lost.first_offset), ("missing-frame", "two", two[number].first_offset),
+    ]  # fmt: skip
