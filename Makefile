@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvbm-installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
 JOBS ?= 2
 
-.PHONY: help demo test setup fmt lint type contract bench faults native-test check clean
+.PHONY: help demo test setup fmt lint type contract bench native-test check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,8 +47,8 @@ contract: setup  ## who may import whom
 native-test: setup  ## C++ tests under ASan, UBSan and TSan
 	native/tests/run.sh
 
-bench: setup  ## the project's own benchmarks
-	$(BIN)/python -m pytest -q -p no:xdist tests/bench
+bench: setup  ## native code against its specification, as ratios
+	$(BIN)/python tools/bench_core.py
 
 check: lint type contract native-test test  ## what CI runs
 
