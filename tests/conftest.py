@@ -34,3 +34,7 @@ def sqlite_url(tmp_path: Path) -> str:
 def database_url(request: pytest.FixtureRequest) -> str:
     """An empty database of each kind the catalog supports."""
     return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite", action="store_true", help="write what text scenarios do now into their files")

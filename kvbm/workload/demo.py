@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from kvbm.assembly import NATIVE, catalog_client
-from kvbm.core.errors import CatalogError
+from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
 from kvbm.locate.http import CatalogClient
@@ -34,7 +34,15 @@ from kvbm.replay.verify import Verified, verify
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import Dialogue, generate_dialogues
-from kvbm.workload.processes import EngineProcess, ProcessError, free_port, machine, start_http, start_object_store
+from kvbm.workload.processes import (
+    EngineProcess,
+    ProcessError,
+    free_port,
+    machine,
+    start_http,
+    start_object_store,
+)
+from kvbm.workload.reports import check_report_path, write_report
 
 BUCKET = "kvbm-demo"
 ENGINES = ("engine-a", "engine-b")
@@ -341,8 +349,7 @@ class Demo:
             advance(index + 1, PREFIX_REPEATS)
         self.report.ttft_recompute_s = round(statistics.median(recompute), 5)
         self.report.ttft_reuse_s = round(statistics.median(reuse), 5)
-        ratios = [cold / warm for cold, warm in zip(recompute, reuse, strict=True)]
-        self.report.ttft_ratio = round(statistics.median(ratios), 2)
+        self.report.ttft_ratio = round(self.report.ttft_recompute_s / self.report.ttft_reuse_s, 2)
 
     def _compare_tokens(self, advance: Callable[[int, int], None]) -> None:
         """Every prompt again on engines that neither acquire nor create."""
@@ -452,9 +459,15 @@ def _yes(good: bool) -> str:
 
 @contextmanager
 def demo_folder(keep: Path | None) -> Iterator[Path]:
-    """A fresh folder that goes away at the end, or the one to keep."""
+    """A fresh folder that goes away at the end, or the one to keep. Raises ConfigError: that one is none, or in use."""
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+            is_used = any(keep.iterdir())
+        except OSError as error:
+            raise ConfigError(f"--keep {keep} cannot be used ({error.strerror}); give a folder") from None
+        if is_used:
+            raise ConfigError(f"--keep {keep} is not empty, and the demo begins with empty stores; give a new folder")
         yield keep
         return
     with tempfile.TemporaryDirectory(prefix="kvbm-demo-", ignore_cleanup_errors=True) as name:
@@ -463,6 +476,7 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
 
 def main(json_path: Path | None, keep: Path | None) -> int:
     """Run the demo with live progress. Returns 0, or 1 when a check failed."""
+    check_report_path(json_path)
     console = Console()
     progress = Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -481,8 +495,7 @@ def main(json_path: Path | None, keep: Path | None) -> int:
 
         report = Demo(folder, console).run(step, advance)
         progress.update(tasks[-1], total=1, completed=1)
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    write_report(json_path, report)
     console.print(table(report))
     failures = report.failures()
     for failure in failures:
