@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -13,8 +15,8 @@ import msgspec
 import structlog
 
 from kvbm import _native
-from kvbm.config import Settings
-from kvbm.core.errors import ConfigError
+from kvbm.config import Settings, check_settings
+from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import Kernels
@@ -33,10 +35,10 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
-from kvbm.streams.base import Heartbeat, Position, events_subject
+from kvbm.streams.base import Heartbeat, Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
-from kvbm.streams.nats import shown
+from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.publisher import PublisherThread
 from kvbm.streams.server import shared_server
 
@@ -85,30 +87,32 @@ def open_manager(
     """
     if not namespaces:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
+    check_settings(settings)
     instance = InstanceId(settings.instance.id)
-    events_subject(settings.instance.cluster, instance)
-    with ExitStack() as opened:
+    with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
         if not settings.journal.in_memory:
+            _make_data_dir(settings)
             journal = Journal.open(
                 journal_folder(settings), instance, NATIVE, settings.journal.fsync, settings.journal.segment_bytes
             )
             opened.callback(journal.close)
-        pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened)
+        pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
         ledger = Ledger(_stated(pools), settings.pools.eviction)
-        epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine)
         locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
+        frames = journal or memory
+        url = _nats_url(settings, opened) if settings.nats.enabled else ""
+        # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
+        on_stream = _epoch_on_stream(settings, instance, url) if url else Epoch(0)
+        epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
         manager = Manager(
             instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), NATIVE,
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns,
         )  # fmt: skip
-        frames = journal or memory
-        publishing = None
-        if settings.nats.enabled and frames is not None:
-            url = settings.nats.url or _embedded_nats(settings, opened)
-            publishing = _publishing(settings, manager, frames, url)
+        publishing = _publishing(settings, manager, frames, url) if frames is not None and url else None
+        opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
         manager.start(publishing, closers=[opened.pop_all().close])
         return manager
 
@@ -122,14 +126,15 @@ def run_catalog(settings: Settings) -> int:
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
 
-    data_dir = Path(settings.instance.data_dir)
+    check_settings(settings)
     with ExitStack() as opened:
-        url = settings.nats.url or _embedded_nats(settings, opened)
+        url = _nats_url(settings, opened)
         if not settings.catalog.database:
-            data_dir.mkdir(parents=True, exist_ok=True)
+            _make_data_dir(settings)
+        default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
         service = ServiceSettings(
             nats_url=url,
-            database_url=settings.catalog.database or f"sqlite+aiosqlite:///{data_dir / 'catalog.db'}",
+            database_url=settings.catalog.database or default_database,
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
             connect_s=settings.nats.timeout_s,
@@ -147,15 +152,17 @@ def catalog_client(url: str) -> CatalogClient:
 
 
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
-    """A publisher that has begun, and that lets go of what the stream holds."""
+    """A publisher that has begun, and that lets go of what the stream holds.
+
+    An epoch begins with a whole round: once that is on the stream, and so in the journal, nobody needs the epochs before it.
+    """
+    begun = Position(manager.epoch, manager.applied())
 
     def heartbeat(published: Position) -> Heartbeat:
         if isinstance(frames, MemoryLog):
             frames.drop_before(published)
-        elif published.epoch == manager.epoch:
-            frames.drop_epochs_before(
-                manager.epoch
-            )  # an epoch begins with a whole round, so it needs nothing before it
+        elif published >= begun:
+            frames.drop_epochs_before(manager.epoch)
         return manager.heartbeat(published)
 
     publisher = PublisherThread(
@@ -165,6 +172,39 @@ def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLo
     return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
 
 
+def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoch:
+    """The last epoch the stream has of this instance; 0 when it has none, or does not answer within `nats.timeout_s`.
+
+    A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
+    would then pass for ahead and hide the new events.
+    """
+    found: list[Position | None] = []
+    cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
+
+    async def ask() -> Position | None:
+        async with asyncio.timeout(timeout_s):
+            stream = await NatsStream.connect(url, timeout_s)
+            try:
+                return await stream.last_position(cluster, instance, timeout_s)
+            finally:
+                await stream.close()
+
+    def run() -> None:
+        try:
+            found.append(asyncio.run(ask()))
+        except (StreamError, TimeoutError) as error:
+            log.warning(
+                "instance.stream_unasked", why=str(error) or f"no answer within {timeout_s:g} s", url=shown(url)
+            )
+
+    asking = threading.Thread(
+        target=run, name=f"kvbm-epoch-{instance}", daemon=True
+    )  # the engine may have a loop of its own
+    asking.start()
+    asking.join(timeout_s + 1.0)
+    return found[0].epoch if found and found[0] is not None else Epoch(0)
+
+
 def _begin_epoch(
     ledger: Ledger,
     settings: Settings,
@@ -172,15 +212,17 @@ def _begin_epoch(
     pools: Pools,
     namespaces: Sequence[Namespace],
     engine: str,
+    on_stream: Epoch,
 ) -> Epoch:
     recovered: dict[Tier, list[Recovered]] = {}
-    epoch = Epoch(1)
+    epoch = Epoch(on_stream + 1)
     if journal is not None:
         nvme = pools.slots.get(Tier.NVME)
-        if isinstance(nvme, NvmePool) and nvme.opened == "reopened" and journal.epoch:
-            recovered[Tier.NVME] = recover(journal, journal.epoch, Tier.NVME, nvme.slots)
-        epoch = Epoch(journal.epoch + 1)
-        journal.begin_epoch(epoch)
+        pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
+        if nvme is not None:
+            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id)
+        epoch = Epoch(max(journal.epoch, on_stream) + 1)
+        journal.begin_epoch(epoch, pool_id)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
     log.info(
         "instance.started",
@@ -191,10 +233,25 @@ def _begin_epoch(
     return epoch
 
 
-def _embedded_nats(settings: Settings, opened: ExitStack) -> str:
+def _nats_url(settings: Settings, opened: ExitStack) -> str:
+    """Where the stream is: as set, else a server of our own. Raises ConfigError, StreamError, MissingExtraError."""
+    if settings.nats.url:
+        shown(settings.nats.url)  # refuses what is none
+        return settings.nats.url
+    _make_data_dir(settings)
     server = shared_server(Path(settings.instance.data_dir) / "nats", settings.nats.timeout_s)
     opened.callback(server.stop)
     return server.url
+
+
+def _make_data_dir(settings: Settings) -> None:
+    """Raises ConfigError: the folder cannot be made."""
+    try:
+        Path(settings.instance.data_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"instance.data_dir {settings.instance.data_dir} cannot be used ({error.strerror}); give a folder"
+        ) from None
 
 
 def _open_pools(
@@ -224,7 +281,6 @@ def _open_pools(
         keep(MemoryPool(Tier.HOST, count, block_bytes, NATIVE.checksums) if in_memory else HostPool(count, block_bytes))
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
-        path.parent.mkdir(parents=True, exist_ok=True)
         nvme = NvmePool(path, count, block_bytes, shape, instance, NATIVE.checksums)
         if nvme.notice:
             log.info("pool.opened", tier="NVME", path=str(path), notice=nvme.notice)

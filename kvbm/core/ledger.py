@@ -128,8 +128,11 @@ class _TierState:
         self.policy = EVICTION_POLICIES[eviction]()
         self.unused = 0  # slots from here on were never used
         self.free: deque[int] = deque()
-        self.free_after: dict[int, Offset] = {}  # freed slots → offset after the event that withdrew their block
+        self.free_after: dict[int, Offset] = {}  # slots → offset after the event that last withdrew a block from them
         self.allocated: set[int] = set()
+        self.receiving: set[int] = (
+            set()
+        )  # those of `allocated` that a copy writes to: they are the copy's, nobody else's
         self.orphaned: set[int] = set()  # withdrawn while pinned
         self.pins: dict[int, int] = {}
         self.arriving: set[SequenceHash] = set()  # on their way here by a copy
@@ -144,7 +147,7 @@ class _TierState:
         for _ in range(count):
             if self.free:
                 slot = self.free.popleft()
-                after = max(after, self.free_after.pop(slot, Offset(0)))
+                after = max(after, self.free_after.get(slot, Offset(0)))  # kept: it may come back unwritten
             else:
                 slot = self.unused
                 self.unused += 1
@@ -288,11 +291,10 @@ class Ledger:
         return Allocation(slots, after if tier in DURABLE_TIERS else Offset(0))
 
     def release(self, tier: Tier, slots: Iterable[int]) -> None:
-        """Give back allocated slots that hold no block yet. Raises LedgerError: a slot is not allocated."""
+        """Give back allocated slots that hold no block yet. Raises LedgerError: a slot is not allocated, or is a copy's."""
         state = self._state(tier)
         for slot in slots:
-            if slot not in state.allocated:
-                raise LedgerError(f"{tier.name} slot {slot} is not allocated, so it cannot be released")
+            _require_own(state, slot, "it cannot be released")
             state.allocated.discard(slot)
             state.free.append(slot)
 
@@ -303,15 +305,17 @@ class Ledger:
 
         Returns: the slot that holds each block. Where the hash was held already that is the holder's, now pinned once more,
             and the slot given goes back to the pool.
-        Raises: LedgerError: a slot is not allocated, or counts differ.
+        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice; nothing
+            has changed then.
         """
         state = self._state(tier)
         blocks = split_hashes(hashes)
         if len(blocks) != len(slots):
             raise LedgerError(f"{len(blocks)} hashes for {len(slots)} slots; give one slot a block")
+        if len(set(blocks)) != len(blocks) or len(set(slots)) != len(slots):
+            raise LedgerError(f"{len(blocks)} blocks to create in {tier.name} name a hash or a slot twice")
         for slot in slots:
-            if slot not in state.allocated:
-                raise LedgerError(f"{tier.name} slot {slot} is not allocated, so no block can be created in it")
+            _require_own(state, slot, "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
         at = 0
@@ -338,11 +342,12 @@ class Ledger:
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason) -> int:
         """Withdraw blocks that are held; others are ignored. A pinned block's slot stays untouched until it is unpinned.
 
-        Returns: how many were withdrawn. For a tier without slots the claims are withdrawn unasked.
+        Returns: how many were withdrawn.
+        Raises: LedgerError: the tier has no slots; `forget` is for claims on a pool of cluster reach.
         """
-        blocks = split_hashes(hashes)
-        if tier in self._tiers:
-            blocks = [block for block in dict.fromkeys(blocks) if block in self.residencies.held[tier]]
+        self._state(tier)
+        held = self.residencies.held[tier]
+        blocks = [block for block in dict.fromkeys(split_hashes(hashes)) if block in held]
         self._evict(tier, blocks, reason)
         return len(blocks)
 
@@ -355,16 +360,17 @@ class Ledger:
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def begin_copy(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
-        """Plan a copy of those blocks that the source has and the target lacks.
+        """Plan a copy of those blocks that the source has under this namespace and the target lacks.
 
-        Both ends are the copy's from now on. Blocks already on their way are left out. When the target is short, the run is cut
-        to what fits.
+        Both ends are the copy's from now on. Blocks already on their way, and repeats, are left out. When the target is short,
+        the run is cut to what fits.
         Returns: None when nothing is to be copied or nothing fits.
         """
         state = self._tiers.get(target)
-        blocks = split_hashes(hashes)
+        blocks = list(dict.fromkeys(split_hashes(hashes)))
         if isinstance(source, Tier) and source in self._tiers:
-            blocks = [block for block in blocks if block in self.residencies.held[source]]
+            held = self.residencies.held[source]
+            blocks = [b for b in blocks if (entry := held.get(b)) is not None and entry.namespace == namespace]
         after = Offset(0)
         target_slots: list[int] = []
         if state is not None:
@@ -379,6 +385,7 @@ class Ledger:
                 raise LedgerError(f"{target.name} could not give {len(blocks)} slots it had counted")
             target_slots, after = allocation
             state.arriving.update(blocks)
+            state.receiving.update(target_slots)
         copy = Copy(self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after)
         self._next_copy += 1
         self._copies[copy.id] = copy
@@ -418,6 +425,7 @@ class Ledger:
             self._unpin_source(copy)
             return [None] * len(blocks)
         state.arriving.difference_update(blocks)
+        state.receiving.difference_update(copy.target_slots)
         held = self.residencies.held[copy.target]
         fresh: list[SequenceHash] = []
         fresh_slots: list[int] = []
@@ -575,3 +583,12 @@ class Ledger:
         """Where this instance holds a block, in words, for messages."""
         tiers = [tier.name for tier in Tier if block in self.residencies.held[tier]]
         return f"{short(block)} in {', '.join(tiers) or 'no tier'}"
+
+
+def _require_own(state: _TierState, slot: int, consequence: str) -> None:
+    """Raises LedgerError: the slot is not the caller's."""
+    name = state.pool.tier.name
+    if slot not in state.allocated:
+        raise LedgerError(f"{name} slot {slot} is not allocated, so {consequence}")
+    if slot in state.receiving:
+        raise LedgerError(f"{name} slot {slot} belongs to a copy, so {consequence}")

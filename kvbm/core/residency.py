@@ -209,7 +209,9 @@ class Residencies:
             self._rounds[tier], self._stated[tier], self._open[tier] = event.round, 0, True
         for block, slot in zip(split_hashes(event.hashes), _slots(event.hashes, event.slots), strict=True):
             self._stated[tier] += 1
-            if block in self.held[tier]:
+            if self.is_cluster(tier):
+                delta.claimed.append(Change(tier, block, event.namespace, None))
+            elif block in self.held[tier]:
                 self._restate(tier, block, event.namespace, slot, delta, None)
             else:
                 if self._whole[tier]:
@@ -344,6 +346,8 @@ class Residencies:
         if len(set(blocks)) != len(blocks):
             raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
         self._check_round_number(tier, event.round)
+        if self.is_cluster(tier):
+            return
         for block, slot in zip(blocks, _slots(event.hashes, event.slots), strict=True):
             held = self.held[tier].get(block)
             if held is None and self._whole[tier]:

@@ -50,7 +50,10 @@ def move(copy: Copy, pools: Pools, epoch: Epoch, offsets: Offsets, durable_wait_
     A target that outlives the process is written only once the withdrawal of what its slots held is durable.
     """
     count = len(copy.hashes) // HASH_BYTES
-    rows = np.empty((count, _block_bytes(copy, pools)), dtype=np.uint8)
+    try:
+        rows = np.empty((count, _block_bytes(copy, pools)), dtype=np.uint8)
+    except MemoryError as error:
+        return Moved([False] * count, [ReadOutcome.FAILED] * count, str(error))
     result = _read(copy, pools, rows)
     good = [outcome == ReadOutcome.GOOD for outcome in result.outcomes]
     if not any(good):

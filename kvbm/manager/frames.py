@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -92,8 +93,9 @@ class FrameWriter:
         self._linger_s, self._retry_s, self._wall_clock_ns = linger_s, retry_s, wall_clock_ns
         self._wake = threading.Event()
         self._stopping = False
-        self._unwritten: list[FrameBytes] = []
+        self._unwritten: deque[FrameBytes] = deque()
         self._failing = False
+        self._broke = False
         self._thread = threading.Thread(target=self._run, name=f"kvbm-frames-{instance}", daemon=True)
 
     def start(self) -> None:
@@ -110,7 +112,7 @@ class FrameWriter:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive() and not self._unwritten
+        return not (self._thread.is_alive() or self._unwritten or self._broke)
 
     def drain(self) -> bool:
         """Cut and write everything that waits now; False when the device refused, and it will be tried again."""
@@ -128,7 +130,7 @@ class FrameWriter:
                     log.warning("journal.write_failed", error=str(error), waiting_frames=len(self._unwritten))
                 self._failing = True
                 return False
-            self._offsets.advance_durable(self._unwritten.pop(0).next_offset)
+            self._offsets.advance_durable(self._unwritten.popleft().next_offset)
         if self._failing:
             log.info("journal.write_resumed")
             self._failing = False
@@ -139,9 +141,15 @@ class FrameWriter:
     def _run(self) -> None:
         while True:
             self._wake.wait()
+            self._wake.clear()  # before looking at what it woke for: a stop that comes now wakes it once more
             stopping = self._stopping
-            self._wake.clear()
-            done = self.drain()
+            try:
+                done = self.drain()
+            except Exception:
+                # What was taken is lost, and nothing may be written after a hole. The engine goes on; nothing is durable any more.
+                self._broke = True
+                log.exception("journal.writer_broke", instance=self._instance, remedy="restart the engine; report it")
+                return
             if stopping:
                 return
             time.sleep(self._linger_s if done else self._retry_s)

@@ -72,6 +72,13 @@ class _Arrivals:
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}  # block → its HBM slot, pinned once, and where it was
 
 
+class _Onboard(NamedTuple):
+    """A copy to HBM that a request waits for."""
+
+    copy: Copy
+    ended: Future[None]
+
+
 class Publishing(NamedTuple):
     """How a manager reaches the stream: what the publisher thread offers it.
 
@@ -183,9 +190,11 @@ class Manager:
         Args:
             hashes: n packed hashes of the prompt's blocks, from its first on.
         Returns: slots stay pinned until `unpin`.
+        Raises: LedgerError: the manager is closed.
         """
         arrivals = _Arrivals()
         with self._lock:
+            self._require_open()
             self._namespaces.setdefault(namespace)
             found = self._ledger.match(hashes)
             local = [slot for tier, slot in zip(found.tiers, found.slots, strict=True) if tier == Tier.HBM]
@@ -194,10 +203,10 @@ class Manager:
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
         self._frames.notify()  # a copy may have evicted to make room
-        for ended in wait(begun, timeout=self._wait_s).done if begun else ():
-            ended.result()  # a copy that broke is a bug of ours and must not look like a miss
+        wait([onboard.ended for onboard in begun], timeout=self._wait_s)
         with self._lock:
             arrivals.waiting = False
+            self._give_up(begun)
             prefix = self._collect(hashes, found, arrivals)
             self._missed += len(hashes) // HASH_BYTES - prefix.depth
             self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], uses=2)
@@ -205,8 +214,12 @@ class Manager:
         return prefix
 
     def allocate(self, count: int) -> list[int] | None:
-        """HBM slots to write, evicting unpinned blocks if need be; None when there are too few."""
+        """HBM slots to write, evicting unpinned blocks if need be; None when there are too few.
+
+        Raises: LedgerError: the manager is closed.
+        """
         with self._lock:
+            self._require_open()
             allocation = self._ledger.allocate(Tier.HBM, count)
         self._frames.notify()
         return None if allocation is None else allocation.slots
@@ -220,9 +233,10 @@ class Manager:
             parent: hash of the block before `start`, or NO_PARENT.
             start: position of the first block in its chain, in blocks.
         Returns: the slot that holds each block; not the given one where the block was held already.
-        Raises: LedgerError: a slot is not allocated, or counts differ.
+        Raises: LedgerError: as `Ledger.create`, or the manager is closed.
         """
         with self._lock:
+            self._require_open()
             self._namespaces.setdefault(namespace)
             holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, slots)
             self._created += len(holders)
@@ -241,20 +255,25 @@ class Manager:
             self._ledger.release(Tier.HBM, slots)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
-        """Withdraw blocks from a tier; returns how many it held."""
+        """Withdraw blocks from a tier; returns how many it held. Raises LedgerError: no such pool, or the manager is closed."""
         with self._lock:
+            self._require_open()
             count = self._ledger.evict(tier, hashes, reason)
         self._frames.notify()
         return count
 
     def restate(self) -> None:
-        """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it."""
+        """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it.
+
+        Raises: LedgerError: the manager is closed.
+        """
         with self._lock:
+            self._require_open()
             self._ledger.begin_round()
         going_on = True
         while going_on:
             with self._lock:
-                going_on = self._ledger.step_round()
+                going_on = not self._ended and self._ledger.step_round()
             self._frames.notify()
 
     def report_load(self, queued_tokens: int, running_requests: int) -> None:
@@ -322,9 +341,10 @@ class Manager:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent."""
-        if self._stopped:
-            return
-        self._stopped = True
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
         self._offload_wanted.set()
         self._offload_thread.join(timeout_s)
         self._onboarders.shutdown(wait=False, cancel_futures=True)
@@ -366,6 +386,11 @@ class Manager:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _require_open(self) -> None:
+        """Under the lock. Raises LedgerError."""
+        if self._stopped:
+            raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
+
     def _take_events(self) -> tuple[Offset, list[Pending]]:
         with self._lock:
             return self._ledger.take_events()
@@ -376,9 +401,9 @@ class Manager:
 
     def _begin_onboards(
         self, namespace: NamespaceId, hashes: bytes, found: Match, arrivals: _Arrivals
-    ) -> tuple[list[Future[None]], int]:
+    ) -> tuple[list[_Onboard], int]:
         """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
-        begun: list[Future[None]] = []
+        begun: list[_Onboard] = []
         at = 0
         for tier, group in groupby(found.tiers):
             end = at + len(list(group))
@@ -386,13 +411,13 @@ class Manager:
                 wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
                 copy = self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
                 if copy is not None:
-                    begun.append(self._onboarders.submit(self._onboard, copy, tier, arrivals))
+                    begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, tier, arrivals)))
                 if copy is None or copy.hashes != wanted:
                     return begun, at
             at = end
         return begun, at
 
-    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes, arrivals: _Arrivals) -> list[Future[None]]:
+    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes, arrivals: _Arrivals) -> list[_Onboard]:
         """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
         pool = self.pools.object
         if pool is None or not hashes:
@@ -401,23 +426,45 @@ class Manager:
         if not depth:
             return []
         with self._lock:
+            if self._stopped:
+                return []
             copy = self._ledger.begin_copy(namespace, Tier.OBJECT, Tier.HBM, hashes[: depth * HASH_BYTES])
-            return [] if copy is None else [self._onboarders.submit(self._onboard, copy, Tier.OBJECT, arrivals)]
+            if copy is None:
+                return []
+            return [_Onboard(copy, self._onboarders.submit(self._onboard, copy, Tier.OBJECT, arrivals))]
 
-    def _move(self, copy: Copy) -> Moved:
+    def _give_up(self, begun: list[_Onboard]) -> None:
+        """Take back copies that never began; those that did end by themselves. Under the lock."""
+        for copy, ended in begun:
+            if ended.cancel():
+                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+
+    def _carry_out(self, copy: Copy, finish: Callable[[Moved], None]) -> None:
+        """Move the bytes of a copy and finish it under the lock.
+
+        A pool that raises has broken its promise: nobody knows whether its bytes still move, so the copy keeps its slots, the
+        request sees a miss, and the thread goes on.
+        """
         with self._lock:
             self._running_copies += 1
         try:
-            return move(copy, self.pools, self.epoch, self._offsets, self._wait_s)
+            moved = move(copy, self.pools, self.epoch, self._offsets, self._wait_s)
+            with self._lock:
+                if not self._ended:
+                    finish(moved)
+        except Exception:
+            log.exception(
+                "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
+            )
+            with self._lock:
+                self._failed += 1
         finally:
             with self._lock:
                 self._running_copies -= 1
+        self._frames.notify()
 
     def _onboard(self, copy: Copy, source: Tier, arrivals: _Arrivals) -> None:
-        moved = self._move(copy)
-        with self._lock:
-            if self._ended:
-                return
+        def finish(moved: Moved) -> None:
             holders = self._ledger.end_copy(copy, moved.arrived, MigrateCause.ONBOARD, pinned=arrivals.waiting)
             if arrivals.waiting:
                 for block, slot in zip(split_hashes(copy.hashes), holders, strict=True):
@@ -426,7 +473,8 @@ class Manager:
             else:
                 self._late += 1
             self._settle_trouble(copy, moved)
-        self._frames.notify()
+
+        self._carry_out(copy, finish)
 
     def _collect(self, hashes: bytes, found: Match, arrivals: _Arrivals) -> Prefix:
         """What is pinned in HBM now, from the first block on; what lies behind a hole is unpinned again."""
@@ -506,10 +554,8 @@ class Manager:
         if copy is None:
             return True
         self._frames.notify()  # the copy may wait for the withdrawal of what its slots held
-        moved = self._move(copy)
-        with self._lock:
-            if self._ended:
-                return False
+
+        def finish(moved: Moved) -> None:
             self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
             self._settle_trouble(copy, moved)
             arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
@@ -518,5 +564,6 @@ class Manager:
                 self._offloader.claimed(arrived)
             else:
                 self._offer(copy.namespace, copy.target, arrived, uses=1)
-        self._frames.notify()
+
+        self._carry_out(copy, finish)
         return True

@@ -40,8 +40,8 @@ class MemoryPool:
         self.rows = _lazy_rows(slots, block_bytes)
         self._name = f"{tier.name} memory"
         self._checksum_rows = checksums
-        self._owners = np.zeros((slots, 2 * HASH_BYTES), dtype=np.uint8)  # namespace id and hash of each slot's block
-        self._checksums = np.zeros(slots, dtype=np.uint32)
+        self._owners = _lazy_rows(slots, 2 * HASH_BYTES)  # namespace id and hash of each slot's block
+        self._checksums = _lazy_rows(slots, 4).view(np.uint32)[:, 0]
         self._closed = False
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:

@@ -1,7 +1,7 @@
 """An instance's own file of its events: whole frames one after another, in segments named by epoch and first offset.
 
     LOCK                                   held by the one manager that writes here
-    EPOCH                                  JSON: instance, and the epoch last begun; only grows
+    EPOCH                                  JSON: instance, the epoch last begun (only grows), and with which durable pool
     0000000003-00000000000000000000.kvbj   segment: epoch 3 from offset 0
     0000000003-00000000000000004711.kvbj   the next segment of that epoch
 
@@ -10,9 +10,11 @@ Opening cuts a torn or damaged tail at the last whole frame and keeps what was c
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +33,21 @@ log = structlog.get_logger()
 
 SEGMENT_SUFFIX = ".kvbj"
 FSYNC_MODES = ("off", "interval", "always")
+SYNC_INTERVAL_S = 1.0
 
 
 class _EpochFile(msgspec.Struct, frozen=True):
+    """What the file EPOCH says.
+
+    Attributes:
+        pool_id: name of the durable pool the epoch began with, "" for none.
+        pool_since: the first epoch that began with this pool; what older epochs say of slots is about another one.
+    """
+
     instance: str
-    epoch: int
+    epoch: int = 0
+    pool_id: str = ""
+    pool_since: int = 0
 
 
 class _Entry(NamedTuple):
@@ -56,6 +68,11 @@ class Segment:
         self.first_offset = first_offset
         self.entries: list[_Entry] = []
         self.size = 0
+
+    @property
+    def damaged_path(self) -> Path:
+        """Where what was cut from it is kept; the file is there if anything ever was."""
+        return self.path.with_suffix(".damaged")
 
     @property
     def next_offset(self) -> Offset:
@@ -80,7 +97,8 @@ class Journal:
     """The journal of one instance; a `FrameLog`. Any thread may call it.
 
     Args:
-        fsync: "off" survives a killed process, "always" a power cut as well; "interval" syncs when `sync` is called.
+        fsync: "off" survives a killed process, "always" a power cut as well; "interval" syncs as it closes a segment and at
+            most once a second, by the append that finds the last time longer ago.
         segment_bytes: a segment is closed once it is this large.
     """
 
@@ -96,6 +114,10 @@ class Journal:
         self._guard = threading.Lock()
         self._segments: list[Segment] = []
         self._writer: BinaryIO | None = None
+        self._torn = False  # bytes of a refused frame may lie behind the last whole one
+        self._closed = False
+        self._synced_s = 0.0
+        self._begun = _EpochFile(instance)
         self.epoch = Epoch(0)
 
     @classmethod
@@ -126,21 +148,41 @@ class Journal:
         journal = cls(folder, instance, kernels, fsync, segment_bytes, lock_file)
         try:
             journal._load()
+        except OSError as error:
+            journal.close()
+            raise JournalError(
+                f"journal folder {folder} cannot be read and repaired ({error}); make it readable and make room"
+            ) from None
         except BaseException:
             journal.close()
             raise
         return journal
 
     def _load(self) -> None:
-        self.epoch = self._read_epoch()
+        self._begun = self._read_begun()
+        self.epoch = Epoch(self._begun.epoch)
         for epoch, first, path in segment_files(self.folder):
             self._segments.append(self._scan(Segment(path, epoch, first)))
             self.epoch = max(self.epoch, epoch)
 
-    def _read_epoch(self) -> Epoch:
+    @property
+    def pool_id(self) -> str:
+        """The durable pool the last epoch began with, "" for none."""
+        return self._begun.pool_id
+
+    def epochs_of_pool(self) -> list[Epoch]:
+        """The epochs that began with `pool_id`, the newest first, whether frames of them are here or not."""
+        older = {segment.epoch for segment in self._segments if segment.epoch >= self._begun.pool_since}
+        return sorted(older | {self.epoch}, reverse=True) if self.pool_id else []
+
+    def was_cut(self, epoch: Epoch) -> bool:
+        """Whether anything of an epoch was ever cut off."""
+        return any(segment.damaged_path.exists() for segment in self._segments if segment.epoch == epoch)
+
+    def _read_begun(self) -> _EpochFile:
         path = self.folder / "EPOCH"
         if not path.exists():
-            return Epoch(0)
+            return _EpochFile(self.instance)
         try:
             stored = msgspec.json.decode(path.read_bytes(), type=_EpochFile)
         except msgspec.MsgspecError as error:
@@ -150,7 +192,7 @@ class Journal:
                 f"journal folder {self.folder} belongs to instance {stored.instance!r}, not {self.instance!r}; "
                 "give each instance its own folder"
             )
-        return Epoch(stored.epoch)
+        return stored
 
     def _scan(self, segment: Segment) -> Segment:
         data = segment.path.read_bytes()
@@ -172,7 +214,7 @@ class Journal:
         return segment
 
     def _cut(self, segment: Segment, data: bytes, at: int, error: FrameError) -> None:
-        damaged = segment.path.with_suffix(".damaged")
+        damaged = segment.damaged_path
         damaged.write_bytes(data[at:])
         os.truncate(segment.path, at)
         log.warning(
@@ -182,14 +224,21 @@ class Journal:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Persist that an epoch has begun, before any of its events. Raises JournalError: it is not newer, or no room."""
+    def begin_epoch(self, epoch: Epoch, pool_id: str = "") -> None:
+        """Persist that an epoch has begun, before any of its events.
+
+        Args:
+            pool_id: name of the durable pool whose slots its events will speak of, "" for none.
+        Raises: JournalError: it is not newer, or no room.
+        """
         if epoch <= self.epoch:
             raise JournalError(f"epoch {epoch} is not newer than epoch {self.epoch} of {self.folder}")
+        since = self._begun.pool_since if pool_id == self._begun.pool_id else epoch
+        begun = _EpochFile(self.instance, epoch, pool_id, since)
         temporary = self.folder / "EPOCH.new"
         try:
             with open(temporary, "wb") as file:
-                file.write(msgspec.json.encode(_EpochFile(self.instance, epoch)))
+                file.write(msgspec.json.encode(begun))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.folder / "EPOCH")
@@ -198,28 +247,35 @@ class Journal:
                 f"{temporary} cannot be written ({error.strerror}); make room or choose another folder"
             ) from None
         with self._guard:
-            self.epoch = epoch
+            self._begun, self.epoch = begun, epoch
             self._close_writer()
 
     def append(self, frame: FrameBytes) -> None:
         """Write one whole frame; when it returns the frame is durable as far as `fsync` promises.
 
-        Raises: OSError: the device refused; nothing of the frame is in the journal then, and it may be tried again.
+        Raises: OSError: the device refused, or the journal is closed; nothing of the frame counts then, and it may be tried
+            again.
         """
         with self._guard:
+            if self._closed:
+                raise OSError(errno.EBADF, f"journal folder {self.folder} is closed")
             writer = self._writer
+            if self._torn and writer is not None:
+                os.ftruncate(writer.fileno(), self._segments[-1].size)
+                self._torn = False
             if writer is None or self._segments[-1].size >= self._segment_bytes:
                 writer = self._open_segment(frame)
             segment = self._segments[-1]
-            try:
-                view = memoryview(frame.data)
-                while view:
-                    view = view[writer.write(view) :]
-                if self._fsync == "always":
-                    os.fsync(writer.fileno())
-            except OSError:
-                os.ftruncate(writer.fileno(), segment.size)
-                raise
+            self._torn = True  # until the whole frame is there
+            view = memoryview(frame.data)
+            while view:
+                view = view[writer.write(view) :]
+            if self._fsync == "always" or (
+                self._fsync == "interval" and time.monotonic() - self._synced_s >= SYNC_INTERVAL_S
+            ):
+                os.fsync(writer.fileno())
+                self._synced_s = time.monotonic()
+            self._torn = False
             segment.entries.append(_Entry(frame.first_offset, frame.next_offset, segment.size, len(frame.data)))
             segment.size += len(frame.data)
 
@@ -243,7 +299,10 @@ class Journal:
             gone = [segment for segment in self._segments if segment.epoch < epoch]
             self._segments = [segment for segment in self._segments if segment.epoch >= epoch]
         for segment in gone:
-            segment.path.unlink(missing_ok=True)
+            try:
+                segment.path.unlink(missing_ok=True)
+            except OSError as error:  # the next start finds it and drops it again
+                log.warning("journal.segment_kept", segment=str(segment.path), why=str(error))
         return len(gone)
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -282,13 +341,24 @@ class Journal:
     def close(self) -> None:
         """Close the files and unlock the folder. Idempotent."""
         with self._guard:
+            self._closed = True
             self._close_writer()
             self._lock_file.close()
 
     def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            if self._torn:
+                os.ftruncate(writer.fileno(), self._segments[-1].size)
+                self._torn = False
+            if self._fsync != "off":
+                os.fsync(writer.fileno())
+        except OSError as error:  # a torn tail is cut when the folder is opened again
+            log.warning("journal.segment_unsynced", segment=str(self._segments[-1].path), why=str(error))
+        finally:
+            writer.close()
 
 
 def as_frame_bytes(data: bytes) -> FrameBytes:

@@ -222,7 +222,7 @@ def test_a_round_heals_a_reader_that_missed_events(
         driver.run(command)
     finish_round(driver, 3)
     reader = Residencies(strict=False)
-    seen = all_events(driver)
+    seen = [event for frame in driver.frames if frame.epoch == driver.epoch for event in frame.events]
     missed = data.draw(st.sets(st.integers(0, max(0, len(seen) - 1))))
     reader.begin_blind(driver.epoch)
     for index, event in enumerate(seen):
@@ -237,8 +237,6 @@ def test_a_round_heals_a_reader_that_missed_events(
     finish_round(driver, 2)
     for event in all_events(driver, told):
         reader.evolve(event)
-    if reader.epoch != driver.epoch:
-        return  # it missed the epoch's start and its round: a projector enters the epoch blind
     assert held_by(reader) == held_by(driver.ledger.residencies)
     assert reader.digest == driver.ledger.residencies.digest
     assert all(reader.is_whole(pool.tier) for pool in POOLS[:3])

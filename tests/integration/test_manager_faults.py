@@ -1,0 +1,223 @@
+"""The manager when something under it breaks: no thread dies, nothing escapes to the engine, no slot is reused or lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvbm.pools.nvme
+from kvbm.assembly import open_manager
+from kvbm.config import load_settings
+from kvbm.core.errors import LedgerError
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ledger import Pending
+from kvbm.manager.frames import FrameWriter
+from kvbm.manager.offsets import Offsets
+from kvbm.pools.base import Proof, ReadResult
+from kvbm.streams.base import FrameBytes
+from kvbm.streams.memory import MemoryLog
+from tests.integration.test_manager import Wrapped
+from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, hashes_of, make_manager, serve
+
+WAIT_S = 10.0
+
+
+class Breaking(Wrapped):
+    """An NVME pool that breaks its promise never to raise, while told to."""
+
+    breaks = False
+
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        if self.tier == Tier.NVME and Breaking.breaks:
+            raise RuntimeError("a bug in the pool")
+        return super().read(slots, namespace, hashes, rows)
+
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+        if self.tier == Tier.NVME and Breaking.breaks:
+            raise RuntimeError("a bug in the pool")
+        super().write(slots, rows, proof)
+
+
+@pytest.fixture
+def breaks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(Breaking, "breaks", True)
+    return monkeypatch
+
+
+def wait_until(true: object, what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_an_offload_that_breaks_is_counted_and_the_next_one_is_carried_out(breaks: pytest.MonkeyPatch) -> None:
+    with make_manager({Tier.HBM: 16, Tier.NVME: 16}, wrap=Breaking, offload=(Tier.NVME,)) as manager:
+        serve(manager, 1, 4)
+        wait_until(lambda: manager.stats().failed_copies, "the broken copy was not counted")
+        assert manager.stats().copies_in_flight == 1  # nobody knows whether its bytes still move: it keeps its slots
+        breaks.setattr(Breaking, "breaks", False)
+        serve(manager, 2, 4)
+        wait_until(lambda: len(manager.held(Tier.NVME)) == 4, "the offload thread has died")
+        assert manager.stats().pools[Tier.NVME].free == 8
+
+
+def test_an_onboard_that_breaks_is_a_miss_and_keeps_its_slots(breaks: pytest.MonkeyPatch) -> None:
+    breaks.setattr(Breaking, "breaks", False)
+    with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=Breaking, offload=(Tier.NVME,)) as manager:
+        serve(manager, 1, 4)
+        assert manager.settle(WAIT_S)
+        manager.evict(Tier.HBM, hashes_of(1, 4, start=2))
+        breaks.setattr(Breaking, "breaks", True)
+        prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4))
+        assert prefix.depth == 2
+        manager.unpin(prefix.slots)
+        assert manager.stats().failed_copies == 1
+        assert manager.stats().pools[Tier.HBM].allocated == 2
+
+
+def test_copies_that_never_began_give_their_slots_back_when_the_request_gives_up() -> None:
+    release = threading.Event()
+
+    class Hanging(Wrapped):
+        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+            if self.tier == Tier.NVME:
+                release.wait(WAIT_S)
+            return super().read(slots, namespace, hashes, rows)
+
+    slots = {Tier.HBM: 12, Tier.NVME: 16}
+    with make_manager(slots, wrap=Hanging, wait_s=0.2, offload=(Tier.NVME,)) as manager:
+        for prompt in range(4):
+            serve(manager, prompt, 3)
+        assert manager.settle(WAIT_S)
+        manager.evict(Tier.HBM, b"".join(manager.held(Tier.HBM)))
+        for prompt in range(4):  # two threads hang; the copies behind them never begin
+            assert manager.acquire(NAMESPACE.id, hashes_of(prompt, 3)).depth == 0
+        assert manager.stats().copies_in_flight == 2
+        assert manager.stats().pools[Tier.HBM].free == 6
+        release.set()
+        assert manager.settle(WAIT_S)
+        assert serve(manager, 3, 3).prefix.hits == {Tier.NVME: 3}
+
+
+def test_a_closed_manager_says_so_and_takes_back_what_it_gave() -> None:
+    manager = make_manager({Tier.HBM: 8})
+    served = serve(manager, 1, 4, keep=True)
+    rest = manager.allocate(2)
+    assert rest is not None
+    manager.close()
+    for call in (
+        lambda: manager.acquire(NAMESPACE.id, hashes_of(1, 4)),
+        lambda: manager.allocate(8),
+        lambda: manager.create(NAMESPACE.id, NO_PARENT, 0, hashes_of(2, 2), rest),
+        lambda: manager.evict(Tier.HBM, hashes_of(1, 4)),
+        manager.restate,
+    ):
+        with pytest.raises(LedgerError, match="the manager is closed"):
+            call()
+    manager.unpin(served.slots)
+    manager.release(rest)
+
+
+def test_a_request_that_waits_while_the_manager_closes_gets_a_miss() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    class Hanging(Wrapped):
+        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+            if self.tier == Tier.NVME:
+                begun.set()
+                release.wait(WAIT_S)
+            return super().read(slots, namespace, hashes, rows)
+
+    manager = make_manager({Tier.HBM: 12, Tier.NVME: 12}, wrap=Hanging, wait_s=5.0, offload=(Tier.NVME,))
+    for prompt in range(4):
+        serve(manager, prompt, 3)
+    assert manager.settle(WAIT_S)
+    manager.evict(Tier.HBM, b"".join(manager.held(Tier.HBM)))
+    depths: list[int] = []
+
+    def ask(prompt: int) -> None:
+        depths.append(manager.acquire(NAMESPACE.id, hashes_of(prompt, 3)).depth)
+
+    askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in range(4)]
+    for asker in askers:
+        asker.start()
+    assert begun.wait(WAIT_S)
+    wait_until(lambda: manager.stats().copies_in_flight == 4, "two copies run, two wait")
+    closer = threading.Thread(target=manager.close)
+    closer.start()
+    time.sleep(0.1)
+    release.set()
+    for thread in (*askers, closer):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert len(depths) == 4  # whatever each got, none saw an exception
+
+
+def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "pools.hbm.slots": 8, "pools.hbm.device": "memory", "pools.nvme.slots": 8,
+        "nats.enabled": False, "onboard.wait_s": 0.1,
+    }  # fmt: skip
+    manager = open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES)
+    serve(manager, 1, 4)
+    assert manager.settle(WAIT_S)
+    manager.evict(Tier.HBM, hashes_of(1, 4))
+    release = threading.Event()
+    groups = kvbm.pools.nvme.NvmePool._read_group
+
+    def hang(*arguments: object) -> bool:
+        release.wait(WAIT_S)
+        return groups(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kvbm.pools.nvme.NvmePool, "_read_group", hang)
+    assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
+    began = time.monotonic()
+    manager.close(timeout_s=0.3)
+    assert time.monotonic() - began < 3
+    release.set()
+
+
+# -- the frame writer ---------------------------------------------------------------------------------------------------
+
+
+def make_writer(sink: MemoryLog) -> FrameWriter:
+    def nothing() -> tuple[Offset, list[Pending]]:
+        return Offset(0), []
+
+    return FrameWriter(InstanceId("i"), Epoch(1), sink, NATIVE, nothing, Offsets(), lambda: None)
+
+
+def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
+    writer = make_writer(MemoryLog())
+
+    class StoppedMeanwhile(threading.Event):
+        def clear(self) -> None:
+            if not writer._stopping:  # stop() runs just here, in another thread
+                writer._stopping = True
+                self.set()
+            super().clear()
+
+    writer._wake = StoppedMeanwhile()
+    writer.start()
+    writer.notify()
+    writer._thread.join(2.0)
+    assert not writer._thread.is_alive()
+
+
+def test_a_writer_that_breaks_says_that_not_everything_is_written() -> None:
+    class Refusing(MemoryLog):
+        def append(self, frame: FrameBytes) -> None:
+            raise LedgerError("a bug in the journal")
+
+    manager = make_manager({Tier.HBM: 4}, sink=Refusing())
+    wait_until(lambda: not manager._frames._thread.is_alive(), "the writer goes on")
+    serve(manager, 1, 4)  # the engine does not notice
+    assert manager.durable() == 0
+    assert not manager._frames.stop(1.0)
+    manager.close(0.1)

@@ -1,0 +1,422 @@
+"""Restarts: real processes killed at any moment, and every kind of journal and pool file a restart may find."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbm.assembly import NATIVE, journal_folder, open_manager
+from kvbm.config import Settings, load_settings
+from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.errors import FrameError, JournalError, PoolError
+from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier
+from kvbm.core.residency import Residencies
+from kvbm.manager.manager import Manager
+from kvbm.pools.base import ReadOutcome
+from kvbm.streams.base import FrameBytes, Position
+from kvbm.streams.journal import Journal, segment_files
+from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
+from tests.nats_fixture import cluster, make_frame, nats_url
+from tests.servers import free_port
+
+__all__ = ["cluster", "nats_url"]
+
+ROOT = Path(__file__).parents[2]
+INSTANCE = InstanceId("instance-0")
+WAIT_S = 10.0
+
+# Imports once, then forks a manager for each line it reads: (seed, folder) → pid, and "ended" once somebody has killed it.
+SERVING = """
+import os, random, sys, threading
+import structlog
+from tests.integration import test_recovery
+from tests.managers import serve
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+for line in sys.stdin:
+    seed, folder = line.split()
+    pid = os.fork()
+    if pid == 0:
+        rng = random.Random(seed)
+        manager = test_recovery.open_at(folder)
+        while True:
+            serve(manager, rng.randrange(12), rng.randrange(1, 6))
+            if rng.random() < 0.02:
+                manager.restate()
+    print(pid, flush=True)
+    os.waitpid(pid, 0)
+    print("ended", flush=True)
+"""
+
+
+def settings_at(folder: Path | str, **more: Any) -> Settings:
+    flags = {
+        "instance.data_dir": str(folder), "pools.hbm.slots": 24, "pools.hbm.device": "memory", "pools.host.slots": 8,
+        "pools.nvme.slots": 16, "nats.enabled": False, "journal.segment_bytes": 4096,
+    }  # fmt: skip
+    return load_settings(flags=flags | {key.replace("__", "."): value for key, value in more.items()})
+
+
+def open_at(folder: Path | str, **more: Any) -> Manager:
+    return open_manager(settings_at(folder, **more), [NAMESPACE], BLOCK_BYTES)
+
+
+def pool_path(folder: Path) -> Path:
+    return folder / "instances" / INSTANCE / "nvme.pool"
+
+
+def segments(folder: Path) -> list[Path]:
+    return [path for _, _, path in segment_files(journal_folder(settings_at(folder)))]
+
+
+def whole_frames(path: Path) -> list[Frame]:
+    """The frames of a segment up to a torn tail."""
+    data, at, frames = path.read_bytes(), 0, []
+    while at < len(data):
+        try:
+            frame, at = NATIVE.decode_frame(data, at)
+        except FrameError:
+            break
+        frames.append(frame)
+    return frames
+
+
+def folded(folder: Path) -> tuple[Epoch, dict[SequenceHash, int | None]]:
+    """The last epoch with frames, and what NVME holds as the strict fold of the journal says."""
+    epochs: dict[Epoch, Residencies] = {}
+    ends: dict[Epoch, int] = {}
+    for path in segments(folder):
+        for frame in whole_frames(path):
+            fold = epochs.setdefault(frame.epoch, Residencies(strict=True))
+            assert frame.first_offset == ends.get(frame.epoch, 0), "offsets have a hole"
+            ends[frame.epoch] = frame.next_offset
+            for event in frame.events:
+                fold.evolve(event)
+            assert fold.digest == frame.digest
+    for epoch in sorted(epochs, reverse=True):
+        if epochs[epoch].is_whole(Tier.NVME):
+            return max(epochs), {block: held.slot for block, held in epochs[epoch].held[Tier.NVME].items()}
+    return max(epochs, default=Epoch(0)), {}
+
+
+def slots_of(manager: Manager) -> dict[SequenceHash, int | None]:
+    with manager._lock:
+        return {block: held.slot for block, held in manager._ledger.residencies.held[Tier.NVME].items()}
+
+
+def read_all(manager: Manager) -> list[ReadOutcome]:
+    """Read every block NVME claims to hold; wrong bytes that pass for good fail the test."""
+    held = slots_of(manager)
+    hashes = b"".join(held)
+    rows = np.empty((len(held), BLOCK_BYTES), dtype=np.uint8)
+    outcomes = (
+        manager.pools.slots[Tier.NVME]
+        .read([s for s in held.values() if s is not None], NAMESPACE.id, hashes, rows)
+        .outcomes
+    )
+    for index, block in enumerate(held):
+        if outcomes[index] == ReadOutcome.GOOD:
+            assert np.array_equal(rows[index : index + 1], rows_of(block)), "wrong bytes"
+    return outcomes
+
+
+def fill(folder: Path, **more: Any) -> dict[SequenceHash, int | None]:
+    """A folder with an epoch behind it; what NVME held at its end."""
+    with open_at(folder, **{"pools__host__slots": 16, **more}) as manager:
+        for prompt in range(3):
+            serve(manager, prompt, 4)
+        assert manager.settle(WAIT_S)
+        held = slots_of(manager)
+    assert len(held) == 12
+    return held
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVING], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    yield process
+    process.communicate(timeout=WAIT_S)
+
+
+def serve_and_kill(server: subprocess.Popen[str], folder: Path, seed: int, after_s: float) -> None:
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(f"{seed} {folder}\n")
+    server.stdin.flush()
+    pid = int(server.stdout.readline())
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    assert server.stdout.readline() == "ended\n"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_killed_manager_recovers_what_its_journal_says_and_no_wrong_byte(
+    server: subprocess.Popen[str], tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    recovered = 0
+    for life in range(4):
+        quick = rng.random() < 0.4  # while it opens and recovers, most likely
+        serve_and_kill(server, tmp_path, seed * 10 + life, rng.uniform(0, 0.012) if quick else rng.uniform(0.02, 0.1))
+        if not segments(tmp_path) or rng.random() < 0.4:
+            continue  # killed again before anybody looked
+        last, expected = folded(tmp_path)
+        with open_at(tmp_path) as manager:
+            assert manager.epoch > last
+            assert slots_of(manager) == expected
+            assert read_all(manager) == [ReadOutcome.GOOD] * len(expected)  # a kill takes nothing that was written
+            serve(manager, 1, 5)
+            recovered += len(expected)
+    last, expected = folded(tmp_path) if segments(tmp_path) else (Epoch(0), {})
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == expected
+        assert read_all(manager) == [ReadOutcome.GOOD] * len(expected)
+
+
+def test_a_folder_has_one_manager_at_a_time(tmp_path: Path) -> None:
+    with open_at(tmp_path) as manager:
+        with pytest.raises(JournalError, match="is in use by another manager") as refused:
+            open_at(tmp_path)
+        assert "\n" not in str(refused.value)
+        serve(manager, 1, 4)  # the first one did not notice
+    open_at(tmp_path).close()
+
+
+def test_epochs_that_were_killed_before_they_said_anything_lose_nothing(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    for _ in range(2):
+        journal = Journal.open(journal_folder(settings_at(tmp_path)), INSTANCE, NATIVE)
+        journal.begin_epoch(Epoch(journal.epoch + 1), journal.pool_id)
+        journal.close()
+    with open_at(tmp_path) as manager:
+        assert manager.epoch == 4
+        assert slots_of(manager) == held
+
+
+def test_an_epoch_killed_inside_its_first_round_loses_nothing(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    with open_at(tmp_path):
+        pass
+    last = segments(tmp_path)[-1]
+    frame = whole_frames(last)[0]
+    begun = Frame(
+        instance=INSTANCE, epoch=frame.epoch, first_offset=frame.first_offset, wall_time_ns=0, digest=0,
+        events=frame.events[:2],
+    )  # fmt: skip
+    last.write_bytes(encode_frame(begun))
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == held
+
+
+def test_a_missing_pool_file_is_an_empty_pool_also_when_the_next_start_is_killed(tmp_path: Path) -> None:
+    fill(tmp_path)
+    pool_path(tmp_path).unlink()
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == {}
+    last = segments(tmp_path)[-1]
+    last.unlink()  # as if it had been killed before its first frame
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == {}  # the first epoch speaks of the file that is gone
+        serve(manager, 1, 4)
+
+
+def test_a_foreign_pool_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    fill(tmp_path)
+    pool_path(tmp_path).write_bytes(b"somebody's photographs")
+    with pytest.raises(PoolError, match="is no kvbm pool") as refused:
+        open_at(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert pool_path(tmp_path).read_bytes() == b"somebody's photographs"
+
+
+def test_a_journal_of_a_newer_kvbm_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    fill(tmp_path)
+    path = segments(tmp_path)[-1]
+    data = bytearray(path.read_bytes())
+    data[4] = 9
+    path.write_bytes(data)
+    with pytest.raises(JournalError, match=r"frame version 9.*upgrade kvbm or use another folder") as refused:
+        open_at(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert path.read_bytes() == data
+
+
+@pytest.mark.parametrize("left", [1, 40, 100])
+def test_a_torn_tail_is_cut_and_kept_beside(tmp_path: Path, left: int) -> None:
+    held = fill(tmp_path)
+    path = segments(tmp_path)[-1]
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:left])
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == held
+    assert path.read_bytes() == whole
+    assert path.with_suffix(".damaged").read_bytes() == whole[:left]
+
+
+def test_a_journal_with_a_hole_gives_nothing_back(tmp_path: Path) -> None:
+    fill(tmp_path, journal__segment_bytes=1)
+    middle = segments(tmp_path)
+    assert len(middle) >= 3
+    middle[1].unlink()
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == {}
+
+
+def test_a_damaged_round_gives_nothing_back(tmp_path: Path) -> None:
+    fill(tmp_path)
+    with open_at(tmp_path):
+        pass
+    path = segments(tmp_path)[-1]
+    data = bytearray(path.read_bytes())
+    data[60] ^= 1
+    path.write_bytes(data)  # whatever the epoch withdrew and overwrote is unknown now
+    with open_at(tmp_path) as manager:
+        assert slots_of(manager) == {}
+
+
+def test_bytes_that_changed_on_the_device_are_found_at_their_first_read(tmp_path: Path) -> None:
+    held = fill(tmp_path)
+    with open(pool_path(tmp_path), "r+b") as file:
+        for slot in list(held.values())[:5]:
+            file.seek(4096 + (slot or 0) * 4096 + 70)
+            file.write(b"\xff\xfe")
+    with open_at(tmp_path) as manager:
+        outcomes = read_all(manager)
+        assert (outcomes.count(ReadOutcome.CORRUPT), outcomes.count(ReadOutcome.GOOD)) == (5, 7)
+        for prompt in range(3):
+            serve(manager, prompt, 4)  # checks every byte
+        assert manager.stats().corrupt_blocks > 0
+
+
+# -- the journal's own device -------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A segment's file whose device takes half a frame and then neither more bytes nor a truncation."""
+
+    def __init__(self, file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file, self.fails = file, True
+        truncate = os.ftruncate
+
+        def ftruncate(fd: int, size: int) -> None:
+            if self.fails:
+                raise OSError(errno.EIO, "Input/output error")
+            truncate(fd, size)
+
+        monkeypatch.setattr(os, "ftruncate", ftruncate)
+
+    def write(self, view: memoryview) -> int:
+        if not self.fails:
+            return int(self.file.write(view))
+        self.file.write(view[: len(view) // 2])
+        raise OSError(errno.EIO, "Input/output error")
+
+    def fileno(self) -> int:
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def signed_frame(first: int) -> FrameBytes:
+    frame, _ = NATIVE.decode_frame(resign(make_frame(first, instance=INSTANCE).data), 0)
+    return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, NATIVE.encode_frame(frame))
+
+
+def resign(data: bytes) -> bytes:
+    return data[:-4] + NATIVE.crc32c(data[:-4]).to_bytes(4, "little")
+
+
+def test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE)
+    journal.begin_epoch(Epoch(1))
+    journal.append(signed_frame(0))
+    failing = Failing(journal._writer, monkeypatch)
+    journal._writer = failing  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(OSError, match="Input/output"):
+            journal.append(signed_frame(1))
+    failing.fails = False
+    journal.append(signed_frame(1))
+    journal.append(signed_frame(2))
+    found = journal.read_after(Position(Epoch(0), 0), 1 << 20)  # type: ignore[arg-type]
+    assert [frame.data for frame in found] == [signed_frame(at).data for at in range(3)]
+    journal.close()
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE)
+    assert [frame.first_offset for frame in journal.frames(Epoch(1))] == [0, 1, 2]
+    journal.close()
+
+
+def test_a_closed_journal_takes_nothing_more(tmp_path: Path) -> None:
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE)
+    journal.begin_epoch(Epoch(1))
+    journal.close()
+    with pytest.raises(OSError, match="is closed"):
+        journal.append(signed_frame(0))
+    assert list(tmp_path.glob("*.kvbj")) == []
+
+
+@pytest.mark.parametrize(("mode", "syncs"), [("off", 0), ("interval", 2), ("always", 4)])
+def test_each_mode_syncs_as_often_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, syncs: int
+) -> None:
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE, fsync=mode)
+    journal.begin_epoch(Epoch(1))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for at in range(3):
+        journal.append(signed_frame(at))
+    journal.close()
+    assert len(synced) == syncs
+
+
+# -- the stream knows better --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_lost_journal_begins_after_the_epoch_the_stream_has_seen(
+    tmp_path: Path, nats_url: str, cluster: str, in_memory: bool
+) -> None:
+    more = {"nats__enabled": True, "nats__url": nats_url, "instance__cluster": cluster, "journal__in_memory": in_memory}
+    for life in range(1, 4):
+        with open_at(tmp_path / str(life), **more) as manager:
+            assert manager.epoch == life
+            serve(manager, 1, 4)
+        assert manager.published() == Position(manager.epoch, manager.applied())
+
+
+def test_a_stream_that_does_not_answer_holds_a_start_up_no_longer_than_told(tmp_path: Path) -> None:
+    began = time.monotonic()
+    url = f"nats://127.0.0.1:{free_port()}"
+    manager = open_at(tmp_path, nats__enabled=True, nats__url=url, nats__timeout_s=0.5)
+    assert time.monotonic() - began < 3
+    assert manager.epoch == 1
+    manager.close(0.1)
+
+
+def test_older_epochs_stay_until_the_new_ones_round_is_on_the_stream(
+    tmp_path: Path, nats_url: str, cluster: str
+) -> None:
+    more = {"nats__enabled": True, "nats__url": nats_url, "instance__cluster": cluster, "nats__heartbeat_s": 0.02}
+    fill(tmp_path, **more)
+    with open_at(tmp_path, **more) as manager:
+        begun = Position(manager.epoch, manager.applied())
+        deadline = time.monotonic() + WAIT_S
+        while any(epoch < manager.epoch for epoch, _, _ in segment_files(journal_folder(settings_at(tmp_path)))):
+            assert time.monotonic() < deadline, "the first epoch's segments stay"
+            time.sleep(0.01)
+        assert manager.published() >= begun
+    assert len(folded(tmp_path)[1]) == 12
