@@ -8,12 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import structlog
 
 from kvbm.assembly import NATIVE, kvbm_version
-from kvbm.config import KNOWN_KEYS, Settings, load_settings
+from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,27 +29,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvbm",
         description="An event-sourced lifecycle manager for the KV-cache blocks of LLM inference.",
-        epilog="Also: kvbm catalog … (kvbm-catalog), kvbm replay … (kvbm-replay).",
+        epilog="`kvbm COMMAND --help` says more. It returns 0 when all is well, 1 when a check failed, 2 when it cannot start.",
     )
     parser.add_argument("--version", action="version", version=f"kvbm {kvbm_version()}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_simulate(commands)
     _add_engine(commands)
-    commands.add_parser("settings", help="print every setting's name")
-    return _run(_dispatch, parser.parse_args(arguments))
+    commands.add_parser("catalog", help="kvbm-catalog: the cluster-wide view of which block lies where")
+    commands.add_parser("replay", help="kvbm-replay: what a stream of events says, and whether it is true")
+    _add_command(commands, "settings", "print every setting with its default")
+    return _run(_dispatch, parser.parse_args(arguments), "kvbm")
 
 
 def catalog_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-catalog` command."""
     parser = argparse.ArgumentParser(
-        prog="kvbm-catalog", description="The cluster-wide view of which block lies where.",
-        epilog="example: kvbm-catalog serve --set nats.url=nats://127.0.0.1:4222 --set catalog.listen=127.0.0.1:7700",
-    )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True)
-    serve = commands.add_parser("serve", help="follow the stream and answer over HTTP until stopped")
+        prog="kvbm-catalog", description="The cluster-wide view of which block lies where."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = _add_command(
+        commands,
+        "serve",
+        "follow the stream and answer over HTTP until stopped",
+        "kvbm-catalog serve --set nats.url=nats://127.0.0.1:4222 --set catalog.listen=127.0.0.1:7700",
+    )
     _add_settings(serve)
-    return _run(_serve_catalog, parser.parse_args(argv))
+    return _run(_serve_catalog, parser.parse_args(argv), "kvbm-catalog")
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
@@ -57,39 +66,64 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     return replay(list(sys.argv[1:] if argv is None else argv), NATIVE)
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    demo = commands.add_parser("demo", help="the whole line once, on embedded defaults; fails when any check fails")
+def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=words, description=words[0].upper() + words[1:] + ".", epilog=example and f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter if example else argparse.HelpFormatter,
+    )  # fmt: skip
+
+
+def _add_demo(commands: _Commands) -> None:
+    demo = _add_command(
+        commands, "demo", "the whole line once, on embedded defaults; fails when any check fails",
+        "kvbm demo --json demo.json --keep demo-files",
+    )  # fmt: skip
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    demo.add_argument("--keep", type=Path, metavar="FOLDER", help="keep journals, pools and logs in this folder")
-
-
-def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    simulate = commands.add_parser(
-        "simulate",
-        help="drive N managers with a trace: synthetic bytes, real events, a real catalog that routes",
-        epilog="example: kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
+    demo.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep journals, pools and logs in this folder, which must be new"
     )
+
+
+def _add_simulate(commands: _Commands) -> None:
+    simulate = _add_command(
+        commands, "simulate",
+        "drive N managers with a trace: synthetic bytes, real events, a real catalog that routes",
+        "kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
+    )  # fmt: skip
     simulate.add_argument(
         "--trace", type=Path, metavar="FILE", help="Mooncake's JSONL; without it, a generated workload"
     )
-    simulate.add_argument("--requests", type=int, default=2000, help="of the generated workload (default 2000)")
-    simulate.add_argument("--seed", type=int, default=1, help="of the generated workload and of random routing")
-    simulate.add_argument("--instances", type=int, default=4, help="how many managers (default 4)")
     simulate.add_argument(
-        "--pools",
-        default="hbm=12500",
-        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500)',
+        "--requests", type=int, default=2000, metavar="N", help="of the generated workload (default 2000)"
     )
+    simulate.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of the generated workload and of random routing (default 1)"
+    )
+    simulate.add_argument("--instances", type=int, default=4, metavar="N", help="how many managers (default 4)")
+    simulate.add_argument(
+        "--pools", default="hbm=12500", metavar="TIER=SLOTS,…",
+        help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500)',
+    )  # fmt: skip
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
 
 
-def _add_engine(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    engine = commands.add_parser("engine", help="the reference engine as a process: JSON lines in and out")
-    engine.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+def _add_engine(commands: _Commands) -> None:
+    engine = _add_command(
+        commands, "engine", "the reference engine as a process: JSON lines in and out",
+        "kvbm engine --set pools.hbm.slots=256 --set pools.nvme.slots=1024 --set instance.id=engine-a",
+    )  # fmt: skip
+    engine.add_argument("--threads", type=_thread_count, default=1, metavar="N", help="torch threads (default 1)")
     engine.add_argument(
         "--weights", default="", metavar="FILE", help="weights to load; without it, random ones from a seed"
     )
     _add_settings(engine)
+
+
+def _thread_count(text: str) -> int:
+    """A number of threads; argparse names the option. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of threads; give 1 to 1024")
+    return int(text)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -100,21 +134,24 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
     _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate") else logging.INFO)
     try:
         return work(arguments)
     except KvbmError as error:
-        print(f"kvbm: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("kvbm: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
+            from kvbm.workload.processes import CATALOG_MODULES, STORE_MODULES, require_modules
+
+            require_modules("kvbm demo", ("torch", "boto3", *CATALOG_MODULES, *STORE_MODULES), "demo")
             from kvbm.workload import demo
 
             return demo.main(arguments.json, arguments.keep)
@@ -130,13 +167,14 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "engine":
+            settings = _settings(arguments)  # first, because torch takes seconds to load
             from kvbm.engines.reference.worker import WorkerSettings
             from kvbm.engines.reference.worker import main as serve
 
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
-            return serve(_settings(arguments), worker)
+            return serve(settings, worker)
         case _:
-            print("\n".join(KNOWN_KEYS))
+            print("\n".join(default_lines()))
             return 0
 
 
@@ -150,8 +188,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     flags = {}
     for pair in arguments.sets:
         key, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {pair!r} has no value; write KEY=VALUE")
+        if not equals or not key:
+            raise ConfigError(f"--set {pair!r} has no {'value' if key else 'key'}; write KEY=VALUE")
         flags[key] = value
     return load_settings(arguments.config, os.environ, flags)
 

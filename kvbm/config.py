@@ -6,10 +6,13 @@ A key is written `pools.host.slots` in messages and flags, as tables in TOML, an
 from __future__ import annotations
 
 import difflib
+import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,7 +30,7 @@ class InstanceSettings(_Group, frozen=True):
     """Who this is.
 
     Attributes:
-        id: name of the instance, unique in its cluster; letters, digits, "-" and "_".
+        id: name of the instance, unique in its cluster; 1 to 128 letters, digits, "-" and "_".
         cluster: name of the cluster.
         data_dir: folder for journal, NVMe pool and embedded servers.
         topology: where the instance stands, outermost first.
@@ -182,79 +185,164 @@ def load_settings(
         if name.startswith(ENVIRONMENT_PREFIX):
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
     for key, value in (flags or {}).items():
-        _put(tree, key, value, "flags")
-    try:
-        settings = msgspec.convert(tree, Settings, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"a setting has the wrong kind of value: {error}") from None
-    _check(settings)
+        _put(tree, key, value, "flags (--set)")
+    settings = msgspec.convert(tree, Settings)
+    check_settings(settings)
     return settings
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"settings file {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings file {path} is not TOML: {error}") from None
+def default_lines() -> list[str]:
+    """Each setting with its default, as TOML would write it, in the order of the tree."""
+    return [f"{key} = {msgspec.json.encode(known.default).decode()}" for key, known in _KNOWN.items()]
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and name not in _OPEN_KEYS:
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, value
-
-
-def _known_keys(group: type[_Group] = Settings, prefix: str = "") -> Iterator[str]:
-    for name, kind in get_type_hints(group).items():
-        if isinstance(kind, type) and issubclass(kind, _Group):
-            yield from _known_keys(kind, f"{prefix}{name}.")
-        elif not name.startswith("_"):
-            yield f"{prefix}{name}"
-
-
-_OPEN_KEYS = ("catalog.tenant_secrets",)
-KNOWN_KEYS = tuple(_known_keys())
-
-
-def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
-    if key not in KNOWN_KEYS and not key.startswith(tuple(f"{open_key}." for open_key in _OPEN_KEYS)):
-        near = difflib.get_close_matches(key, KNOWN_KEYS, n=1, cutoff=0.0)
-        raise ConfigError(f"{where}: there is no setting {key!r}; the nearest is {near[0]!r}")
-    *groups, name = key.split(".")
-    for group in groups:
-        tree = tree.setdefault(group, {})
-    tree[name] = value
-
-
-def _check(settings: Settings) -> None:
-    _one_of("pools.eviction", settings.pools.eviction, tuple(EVICTION_POLICIES))
+def check_settings(settings: Settings) -> None:
+    """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
+    _check_names(settings)
+    _check_pools(settings.pools)
     _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
-    _one_of("pools.hbm.device", settings.pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
     for tier in ("host", "nvme", "object"):
         _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
-    for tier in ("hbm", "host", "nvme"):
-        pool = getattr(settings.pools, tier)
-        for name in ("slots", "capacity_bytes"):
-            if getattr(pool, name) < 0:
-                raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
-        if pool.slots and pool.capacity_bytes:
-            raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
-    for key, value in (
+    for key, count in (
+        ("offload.queue_blocks", settings.offload.queue_blocks),
+        ("onboard.threads", settings.onboard.threads),
+        ("journal.segment_bytes", settings.journal.segment_bytes),
+    ):
+        if count < 1:
+            raise ConfigError(f"{key} is {count}; it must be at least 1")
+    for key, wait_s in (
         ("onboard.wait_s", settings.onboard.wait_s),
         ("onboard.locate_s", settings.onboard.locate_s),
         ("nats.timeout_s", settings.nats.timeout_s),
         ("nats.heartbeat_s", settings.nats.heartbeat_s),
         ("pools.object.timeout_s", settings.pools.object.timeout_s),
         ("catalog.liveness_s", settings.catalog.liveness_s),
-        *((f"catalog.routing.{key}", value) for key, value in msgspec.structs.asdict(settings.catalog.routing).items()),
     ):
-        if not value > 0:
-            raise ConfigError(f"{key} is {value}; it must be above 0")
+        if not 0 < wait_s <= _LONGEST_S:
+            raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
+    for name, value in msgspec.structs.asdict(settings.catalog.routing).items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"catalog.routing.{name} is {value:g}; it must be above 0")
+
+
+class _Known(NamedTuple):
+    """A setting that exists.
+
+    Attributes:
+        kind: type of its value.
+    """
+
+    kind: Any
+    default: Any
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct --config") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"settings file {path} is not TOML (byte {error.start} is no text); give a text file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"settings file {path} is not TOML ({error}); correct it") from None
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _known(group: type[_Group] = Settings, prefix: str = "") -> Iterator[tuple[str, _Known]]:
+    defaults = group()
+    for name, kind in get_type_hints(group).items():
+        if isinstance(kind, type) and issubclass(kind, _Group):
+            yield from _known(kind, f"{prefix}{name}.")
+        elif not name.startswith("_"):
+            yield f"{prefix}{name}", _Known(kind, getattr(defaults, name))
+
+
+_LONGEST_S = 1e6
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
+_KNOWN = dict(_known())
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple[str, ...]: "a list of texts; outside TOML, with commas between",
+}
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set one key, its value checked here, where its source is still known."""
+    kind: Any = str
+    open_name = key.removeprefix(f"{_OPEN_KEY}.") if key.startswith(f"{_OPEN_KEY}.") else ""
+    if open_name:
+        groups, name = _OPEN_KEY.split("."), open_name
+    elif key in _KNOWN and key != _OPEN_KEY:
+        *groups, name = key.split(".")
+        kind = _KNOWN[key].kind
+    else:
+        raise ConfigError(f"{where}: {_unknown(key)}")
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [part for part in value.split(",") if part]
+    try:
+        value = msgspec.convert(value, kind, strict=not isinstance(value, str) and kind is not float)
+    except msgspec.ValidationError:
+        shown = "its value" if open_name else repr(value)
+        raise ConfigError(f"{where}: {key} is {_WORDS[kind]}; {shown} is none") from None
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[name] = value
+
+
+def _unknown(key: str) -> str:
+    """Why a key is refused, with the nearest one that would do."""
+    if key == _OPEN_KEY:
+        return f"{key} is a table; write {key}.TENANT"
+    inside = [known for known in _KNOWN if known.startswith(f"{key}.")]
+    if inside:
+        return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"
+    near = difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.0)
+    return f"there is no setting {key!r}; the nearest is {near[0]!r}"
+
+
+def _check_names(settings: Settings) -> None:
+    for key, name in (("instance.id", settings.instance.id), ("instance.cluster", settings.instance.cluster)):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f'{key} is {name!r}; use 1 to 128 letters, digits, "-" and "_"')
+    if not settings.instance.data_dir:
+        raise ConfigError("instance.data_dir is empty; give a folder")
+    for key, url in (("catalog.url", settings.catalog.url), ("pools.object.endpoint", settings.pools.object.endpoint)):
+        if url and not _is_http(url):
+            raise ConfigError(f"{key} is {url!r}; write http://host:port or https://host:port")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _check_pools(pools: PoolsSettings) -> None:
+    _one_of("pools.eviction", pools.eviction, tuple(EVICTION_POLICIES))
+    _one_of("pools.hbm.device", pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
+    for tier in ("hbm", "host", "nvme"):
+        pool = getattr(pools, tier)
+        for name in ("slots", "capacity_bytes"):
+            if getattr(pool, name) < 0:
+                raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
+        if pool.slots and pool.capacity_bytes:
+            raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -23,7 +24,7 @@ try:
     from alembic.script import ScriptDirectory
     from alembic.util import CommandError
     from sqlalchemy import URL, Connection, event, make_url
-    from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+    from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
     from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
     from sqlalchemy.pool import NullPool
 except ImportError:
@@ -35,7 +36,7 @@ STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long i
 MIGRATION_TIMEOUT_S = 600.0
 LOCK_TIMEOUT_S = 10.0
 _MIGRATION_LOCK = 0x6B76626D_00000001  # "kvbm" in the high half; advisory locks are per database
-_ALEMBIC = threading.Lock()  # `alembic.context` is one per process: two databases migrating at once would mix connections
+_ALEMBIC = threading.Lock()  # `alembic.context` is one a process: two migrations at once would mix their connections
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
@@ -93,16 +94,16 @@ def migrations_folder() -> Path:
 
 
 @contextmanager
-def database_errors(where: str) -> Iterator[None]:
-    """Turn what drivers raise into a CatalogError that begins with `where`."""
+def database_errors(where: str, remedy: str = "") -> Iterator[None]:
+    """Turn what drivers raise into a CatalogError that begins with `where` and ends with `remedy`."""
     try:
         yield
     except DBAPIError as error:
-        raise CatalogError(f"{where}: {_first_line(error.orig or error)}") from error
+        raise CatalogError(f"{where}: {_first_line(error.orig or error)}{remedy}") from error
     except TimeoutError as error:
-        raise CatalogError(f"{where}: no answer in time") from error
+        raise CatalogError(f"{where}: no answer in time{remedy}") from error
     except (SQLAlchemyError, CommandError, OSError) as error:
-        raise CatalogError(f"{where}: {_first_line(error)}") from error
+        raise CatalogError(f"{where}: {_first_line(error)}{remedy}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -121,14 +122,17 @@ async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
     parsed = parse_url(url)
     engine = _engine(parsed, connect_timeout_s, STATEMENT_TIMEOUT_S)
     try:
-        with database_errors(f"{shown(parsed)} cannot be opened"):
+        with database_errors(f"{shown(parsed)} cannot be opened", "; start the database, or correct catalog.database"):
             try:
                 async with asyncio.timeout(connect_timeout_s), engine.connect():
                     pass
             except TypeError as error:  # asyncpg's, for an option it does not know
                 raise CatalogError(f"{shown(parsed)} has an option that cannot be used: {error}") from None
             except TimeoutError:
-                raise CatalogError(f"{shown(parsed)} does not answer within {connect_timeout_s:g} s") from None
+                raise CatalogError(
+                    f"{shown(parsed)} does not answer within {connect_timeout_s:g} s; start the database, or correct "
+                    "catalog.database"
+                ) from None
         await asyncio.to_thread(_migrate, parsed, connect_timeout_s)
     except BaseException:
         await engine.dispose()
@@ -143,7 +147,9 @@ def _engine(url: URL, connect_timeout_s: float, statement_timeout_s: float, **op
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CatalogError(f"the folder {path.parent} cannot be made: {error.strerror}") from None
+            raise CatalogError(
+                f"the folder {path.parent} cannot be made ({error.strerror}); correct catalog.database"
+            ) from None
         arguments = {"timeout": LOCK_TIMEOUT_S}
     else:
         arguments = {
@@ -161,13 +167,12 @@ def _engine(url: URL, connect_timeout_s: float, statement_timeout_s: float, **op
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"the database driver {error.name}", "catalog") from None
     if is_sqlite(url):
-        event.listen(engine.sync_engine, "connect", _set_sqlite_modes)
+        event.listen(engine.sync_engine, "connect", _set_sqlite_sync)
     return engine
 
 
-def _set_sqlite_modes(connection: Any, record: object) -> None:
+def _set_sqlite_sync(connection: Any, record: object) -> None:
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the last batches, each whole with its position
     cursor.close()
 
@@ -181,10 +186,29 @@ async def _migrate_here(url: URL, connect_timeout_s: float) -> None:
     engine = _engine(url, connect_timeout_s, MIGRATION_TIMEOUT_S, poolclass=NullPool)
     try:
         with database_errors(f"{shown(url)} cannot be migrated"):
+            if is_sqlite(url):
+                await _enter_wal(engine)
             async with engine.begin() as connection:
                 await connection.run_sync(_upgrade, url)
     finally:
         await engine.dispose()
+
+
+async def _enter_wal(engine: AsyncEngine) -> None:
+    """Make the file's journal a write-ahead log, so that readers and the writer are not in each other's way.
+
+    The mode stays with the file. SQLite's own waiting does not cover the switch, and two that open a new file may meet.
+    """
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            async with engine.connect() as connection:
+                await connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+                return
+        except OperationalError as error:
+            if "locked" not in str(error.orig) or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.02)
 
 
 def _upgrade(connection: Connection, url: URL) -> None:

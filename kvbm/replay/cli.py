@@ -25,6 +25,7 @@ from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.words import END, parse_at
 
+_LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
 _SOURCES = """\
 SOURCE is one of
@@ -96,18 +97,36 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--reference", action="store_true", help="decode and fold with the Python specification")
         command.add_argument(
             "--timeout",
-            type=float,
+            type=_seconds,
             default=5.0,
             metavar="SECONDS",
             help="how long a server may keep silent (default 5)",
         )
-    made["cat"].add_argument("--limit", type=int, metavar="N", help="stop after N events")
+    made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
     made["state"].add_argument(
         "--at", metavar="TIME|OFFSET",
         help="EPOCH:OFFSET or OFFSET (of the last epoch): before that event; ISO 8601 or Unix seconds: after the last frame cut by then",
     )  # fmt: skip
     made["state"].add_argument("--blocks", action="store_true", help="list every held block")
     return parser
+
+
+def _seconds(text: str) -> float:
+    """A time above 0; argparse names the option. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; give a number above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 on; argparse names the option. Raises ArgumentTypeError."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number, at least 1")
+    return int(text)
 
 
 def _run(arguments: argparse.Namespace, kernels: Kernels, fold: NewFold) -> int:
@@ -153,7 +172,9 @@ def _opened(name: str | None) -> Iterator[TextIO | None]:
     try:
         file = Path(name).open("w", encoding="utf-8")  # noqa: SIM115 - closed below
     except OSError as error:
-        raise SourceError(f"--json {name} cannot be written ({error.strerror})") from None
+        raise SourceError(
+            f"--json {name} cannot be written ({error.strerror}); give a file in a folder that is there"
+        ) from None
     with file:
         yield file
 

@@ -39,7 +39,9 @@ def wait_live(client: CatalogClient, names: Sequence[str], timeout_s: float) -> 
         if not missing:
             return
         if time.monotonic() > deadline:
-            raise CatalogError(f"the catalog at {client.url} has not heard of {', '.join(missing)} within {timeout_s:g} s")
+            raise CatalogError(
+                f"the catalog at {client.url} has not heard of {', '.join(missing)} within {timeout_s:g} s"
+            )
         time.sleep(0.02)
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,27 @@ def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s:
     raise error
 
 
+CATALOG_MODULES = ("aiosqlite", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
+STORE_MODULES = ("flask", "flask_cors", "moto")
+
+
+def require_modules(who: str, modules: Sequence[str], extra: str) -> None:
+    """Refuse before anything is started, in one sentence for all that is absent. Raises MissingExtraError."""
+    absent = [module for module in modules if not _is_installed(module)]
+    if absent:
+        raise MissingExtraError(f"what {who} needs ({', '.join(absent)})", extra)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def start_object_store(folder: Path) -> tuple[Child, str]:
     """A local S3 server (moto) with nothing in it, and its URL. Raises MissingExtraError, ProcessError."""
-    if importlib.util.find_spec("moto") is None or importlib.util.find_spec("flask") is None:
-        raise MissingExtraError("the local object store (moto)", "demo")
+    require_modules("the local object store", STORE_MODULES, "demo")
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from kvbm.assembly import NATIVE, catalog_client, open_manager
 from kvbm.config import RoutingSettings, Settings, load_settings
-from kvbm.core.errors import ConfigError, TraceError
+from kvbm.core.errors import ConfigError
 from kvbm.core.hashing import adopt_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
 from kvbm.locate.http import CatalogClient
@@ -36,7 +36,8 @@ from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
-from kvbm.workload.processes import free_port, machine, start_http
+from kvbm.workload.processes import CATALOG_MODULES, free_port, machine, require_modules, start_http
+from kvbm.workload.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
 BLOCK_BYTES = 64  # synthetic: the block's hash, four times
@@ -220,7 +221,9 @@ class Simulation:
         if taken is None:
             if not instance.running:
                 blocks = len(request.hashes) // HASH_BYTES
-                raise ConfigError(f"a request of {blocks} blocks does not fit an idle HBM pool; raise --pools hbm=")
+                raise ConfigError(
+                    f"a request of {blocks} blocks does not fit an idle HBM pool; give --pools hbm={blocks} or more"
+                )
             return  # a request that ends will start it
         prefix, fresh = taken
         instance.queue.popleft()
@@ -277,12 +280,16 @@ class Cluster:
             for number in range(count):
                 settings = load_settings(flags={**flags, "instance.id": f"sim-{number}"})
                 self.instances.append(Instance(self._open(settings)))
-            if self.client is not None:
-                wait_live(self.client, [instance.manager.instance for instance in self.instances], 10.0)
+            self._wait_live()
             self._began_s = time.monotonic()
         except BaseException:
             self.close()
             raise
+
+    def _wait_live(self) -> None:
+        """Wait until the catalog has heard every instance."""
+        if self.client is not None:
+            wait_live(self.client, [instance.manager.instance for instance in self.instances], 10.0)
 
     def _start_servers(self, folder: Path) -> dict[str, object]:
         server = EmbeddedServer.start(folder / "nats")
@@ -352,7 +359,8 @@ def arrivals_of(requests: Sequence[TraceRequest], root: bytes) -> list[Arrival]:
     def adopted(hash_id: int) -> bytes:
         found = known.get(hash_id)
         if found is None:
-            found = known[hash_id] = adopt_hashes([hash_id.to_bytes(8, "little")], root)
+            width = max(8, -(-hash_id.bit_length() // 8))  # some traces' ids are digests
+            found = known[hash_id] = adopt_hashes([hash_id.to_bytes(width, "little")], root)
         return found
 
     return [
@@ -386,9 +394,15 @@ def parse_pools(text: str) -> dict[str, int]:
     pools: dict[str, int] = {}
     for part in text.split(","):
         tier, _, slots = part.partition("=")
-        if tier not in POOL_TIERS or not slots.isdigit() or not int(slots):
+        if tier not in POOL_TIERS or not slots.isdecimal() or not int(slots):
             raise ConfigError(
                 f'--pools {text!r}: {part!r} is not TIER=SLOTS with one of {", ".join(POOL_TIERS)}; or say "unbounded"'
+            )
+        if tier in pools:
+            raise ConfigError(f"--pools {text!r} gives {tier} twice; give it once")
+        if int(slots) > UNBOUNDED_SLOTS:
+            raise ConfigError(
+                f'--pools {text!r}: {part!r} is more than {UNBOUNDED_SLOTS}; lower it, or say "unbounded"'
             )
         pools[tier] = int(slots)
     if "hbm" not in pools:
@@ -499,10 +513,14 @@ def table(report: Report) -> Table:
 
 def main(trace: Path | None, requests: int, seed: int, instances: int, pools: str, json_path: Path | None) -> int:
     """Simulate with a progress bar. Returns 0, or 1 when the catalog's view differed or bytes were wrong."""
-    if instances < 1:
-        raise ConfigError(f"--instances {instances}: at least 1 is needed")
-    parse_pools(pools)
+    for option, value in (("--instances", instances), ("--requests", requests)):
+        if value < 1:
+            raise ConfigError(f"{option} {value}: at least 1 is needed")
+    slots = parse_pools(pools)["hbm"]
+    check_report_path(json_path)
+    require_modules("kvbm simulate", CATALOG_MODULES, "catalog")
     workload = _read(trace) if trace is not None else generate(seed, requests)
+    _check_fit(workload, slots)
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -512,8 +530,7 @@ def main(trace: Path | None, requests: int, seed: int, instances: int, pools: st
             return lambda done: progress.update(task, completed=done)
 
         report = simulate(workload, str(trace) if trace else f"generated, seed {seed}", instances, pools, seed, step)
-    if json_path is not None:
-        json_path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    write_report(json_path, report)
     console.print(table(report))
     tiers = ", ".join(f"{count} from {tier}" for tier, count in report.hits_by_tier.items())
     console.print(f"hit blocks routed by the catalog: {tiers or 'none'}")
@@ -533,8 +550,20 @@ def _read(path: Path) -> list[TraceRequest]:
         requests = list(read_trace(path))
     except OSError as error:
         raise ConfigError(
-            f"trace {path} cannot be read: {error.strerror}; give a JSONL file, or leave --trace out"
+            f"trace {path} cannot be read ({error.strerror}); give a JSONL file, or leave --trace out"
         ) from None
     if not requests:
-        raise TraceError(str(path), 1, "there is no request in it; each line is one")
+        raise ConfigError(
+            f"trace {path} holds no request; give a JSONL file with one request a line, or leave --trace out"
+        )
     return requests
+
+
+def _check_fit(requests: Sequence[TraceRequest], slots: int) -> None:
+    """Refuse before anything is started what no instance could ever serve."""
+    blocks, number = max((len(full_blocks(request)), -number) for number, request in enumerate(requests, 1))
+    if blocks > slots:
+        raise ConfigError(
+            f"request {-number} has {blocks} blocks of {TRACE_BLOCK_TOKENS} tokens, an instance's HBM pool {slots} slots; "
+            f"give --pools hbm={blocks} or more"
+        )

@@ -582,7 +582,7 @@ def test_a_port_that_never_answers_is_given_up_in_time() -> None:
         begun = time.monotonic()
         message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{port}/catalog", 0.5)
         assert 0.4 < time.monotonic() - begun < 2.5
-    assert message == f"postgresql://kvbm:***@127.0.0.1:{port}/catalog does not answer within 0.5 s"
+    assert message.startswith(f"postgresql://kvbm:***@127.0.0.1:{port}/catalog does not answer within 0.5 s")
 
 
 def test_a_server_that_is_no_postgres_is_one_sentence() -> None:

@@ -165,7 +165,8 @@ class Weights:
         except FileNotFoundError:
             raise ConfigError(f"weights file {path} does not exist; write one with Weights.save") from None
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-            reason = str(error).partition("\n")[0]
+            # torch's own words run over several sentences, and advise to load what could run code
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no file of torch's"
             raise ConfigError(f"weights file {path} cannot be read ({reason}); write it with Weights.save") from error
         if not isinstance(stored, dict) or stored.keys() != {"shape", "tensors"}:
             raise ConfigError(f"weights file {path} lacks 'shape' and 'tensors'; write it with Weights.save")

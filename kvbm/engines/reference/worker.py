@@ -12,6 +12,7 @@ Out: {"event": "ready" | "finished" | "done" | "status" | "error" | "stopped", â
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-import structlog
 
 from kvbm.assembly import open_manager
 from kvbm.config import Settings
@@ -31,7 +31,8 @@ from kvbm.engines.reference.requests import Finished, Request
 from kvbm.engines.reference.weights import ModelShape, Weights
 from kvbm.manager.manager import Manager
 
-log = structlog.get_logger()
+
+_READ_BYTES = 1 << 16
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,13 +75,13 @@ class Worker:
         torch.set_num_threads(worker.threads)
         self._out = out
         self._namespace = worker.namespace()
-        self.manager: Manager = open_manager(
-            settings, [self._namespace], worker.kv_shape().block_bytes, engine="reference"
-        )
         weights = (
             Weights.load(Path(worker.weights_path))
             if worker.weights_path
             else Weights.random(worker.shape, worker.seed)
+        )
+        self.manager: Manager = open_manager(
+            settings, [self._namespace], worker.kv_shape().block_bytes, engine="reference"
         )
         weights = weights.to(self.manager.hbm.tensor.device)
         self._engines = {
@@ -93,8 +94,8 @@ class Worker:
         self._recovered = {tier.name: len(self.manager.held(tier)) for tier in self.manager.pools.slots}
         self._reuse: dict[str, bool] = {}
 
-    def run(self, commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-        """Serve commands until "stop" or the end of the input."""
+    def run(self, commands: queue.SimpleQueue[bytes | None]) -> None:
+        """Serve commands, one JSON object a line, until "stop" or None."""
         self._say(
             event="ready", instance=self.manager.instance, epoch=self.manager.epoch, namespace=self._namespace.id.hex(),
             recovered=self._recovered,
@@ -110,27 +111,41 @@ class Worker:
         self.manager.close()
         self._say(event="stopped", applied=self.manager.applied())
 
-    def _take_commands(self, commands: queue.SimpleQueue[dict[str, Any] | None]) -> bool:
+    def _take_commands(self, commands: queue.SimpleQueue[bytes | None]) -> bool:
         """Carry out what has been asked; waits for a command only while there is nothing to compute."""
         block = all(engine.idle for engine in self._engines.values())
         while True:
             try:
-                command = commands.get(block, timeout=0.2)
+                line = commands.get(block, timeout=0.2)
             except queue.Empty:
                 return True
-            if command is None or command.get("op") == "stop":
+            if line is None or not self._obey(line):
                 return False
-            try:
-                self._carry_out(command)
-            except (KeyError, TypeError, ValueError) as error:
-                self._say(event="error", message=f"command {command.get('op')!r} is not usable: {error!r}")
             block = False
+
+    def _obey(self, line: bytes) -> bool:
+        """Carry out one command; one that cannot be used is answered and changes nothing. False: it says to stop."""
+        try:
+            command = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            self._say(event="error", message=f"a command is one JSON object a line; this line is none: {error}")
+            return True
+        if command.get("op") == "stop":
+            return False
+        try:
+            self._carry_out(command)
+        except KeyError as error:
+            self._say(event="error", message=f"command {command.get('op')!r} lacks {error}")
+        except (msgspec.ValidationError, TypeError, ValueError, OverflowError, KvbmError) as error:
+            self._say(event="error", message=f"command {command.get('op')!r} cannot be used: {error}")
+        return True
 
     def _carry_out(self, command: dict[str, Any]) -> None:
         match command["op"]:
             case "submit":
                 reuse = bool(command.get("reuse", True))
-                request = Request(str(command["id"]), list(command["tokens"]), int(command["max_new_tokens"]))
+                tokens = msgspec.convert(command["tokens"], list[int])
+                request = Request(str(command["id"]), tokens, int(command["max_new_tokens"]))
                 self._reuse[request.id] = reuse
                 self._engines[reuse].submit(request)
             case "settle":
@@ -147,7 +162,8 @@ class Worker:
             case "status":
                 self._say(event="status", **self.status())
             case other:
-                self._say(event="error", message=f"there is no command {other!r}")
+                known = "submit, settle, clear, restate, status, stop"
+                self._say(event="error", message=f"there is no command {other!r}; use one of {known}")
 
     def status(self) -> dict[str, Any]:
         """Offsets, digest and counters, as plain values."""
@@ -198,16 +214,22 @@ def main(settings: Settings, worker: WorkerSettings) -> int:
     except KvbmError as error:
         print(f"kvbm engine: {error}", file=sys.stderr)
         return 2
-    commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_commands, args=(sys.stdin, commands), name="kvbm-commands", daemon=True).start()
+    commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(
+        target=_read_commands, args=(sys.stdin.fileno(), commands), name="kvbm-commands", daemon=True
+    ).start()
     served.run(commands)
     return 0
 
 
-def _read_commands(source: IO[str], commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    for line in source:
-        try:
-            commands.put(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.MsgspecError as error:
-            log.warning("command.refused", why=str(error))
+def _read_commands(descriptor: int, commands: queue.SimpleQueue[bytes | None]) -> None:
+    """Lines as they come, then None. Reads the descriptor, because a thread inside sys.stdin aborts the process at its end."""
+    rest = b""
+    while piece := os.read(descriptor, _READ_BYTES):
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                commands.put(line)
+    if rest.strip():
+        commands.put(rest)
     commands.put(None)
