@@ -123,9 +123,9 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    """A whole number from 1 on; argparse names the option. Raises ArgumentTypeError."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number, at least 1")
+    """A whole number from 0 on; argparse names the option. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number, 0 or more")
     return int(text)
 
 

@@ -46,6 +46,7 @@ REQUESTS_PER_S = 230.0  # how fast virtual time is paced, on the wall clock, whi
 DECODE_TOKEN_S = 0.03
 UNBOUNDED_SLOTS = 1 << 22
 LAG_SAMPLE_EVERY = 100  # requests
+SETTLE_WAIT_S = 30.0
 NAMESPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS, kv_dtype="uint8", layout="synthetic")
 POOL_TIERS = ("hbm", "host", "nvme")
 
@@ -472,6 +473,8 @@ def _run_catalog(
         route = CatalogRoute(cluster)
         began = time.monotonic()
         outcome = Simulation(cluster.instances, route, cluster.pace).run(arrivals, all_ids, advance)
+        for instance in cluster.instances:
+            instance.manager.settle(SETTLE_WAIT_S)  # an offload that ends after the wait would change the digest
         route.lags_s.append(cluster.wait_all_applied())
         elapsed_s = time.monotonic() - began
         assert cluster.client is not None

@@ -135,7 +135,7 @@ def fill(folder: Path, **more: Any) -> dict[SequenceHash, int | None]:
     with open_at(folder, **{"pools__host__slots": 16, **more}) as manager:
         for prompt in range(3):
             serve(manager, prompt, 4)
-        assert manager.settle(WAIT_S)
+            assert manager.settle(WAIT_S)  # so that each prompt has frames of its own
         held = slots_of(manager)
     assert len(held) == 12
     return held

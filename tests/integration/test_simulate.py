@@ -48,9 +48,9 @@ def check_report(report: Report) -> None:
     assert {outcome.requests for outcome in report.routing.values()} == {report.requests}
     assert len({outcome.blocks for outcome in report.routing.values()}) == 1
     assert routed.hit_ratio >= at_random.hit_ratio
-    assert max(routed.hit_ratio, pooled.hit_ratio) <= report.ideal_hit_ratio + 1e-4
+    assert max(routed.hit_ratio, pooled.hit_ratio) <= report.ideal_hit_ratio + 1e-3
     assert report.hit_ratio == routed.hit_ratio
-    assert report.hit_ratio == round(sum(report.hits_by_tier.values()) / report.blocks, 4)
+    assert sum(report.hits_by_tier.values()) / report.blocks == pytest.approx(report.hit_ratio, abs=1e-3)
     assert 1 <= report.load_max_over_mean < 2
 
 

@@ -31,7 +31,6 @@ from kvbm.engines.reference.requests import Finished, Request
 from kvbm.engines.reference.weights import ModelShape, Weights
 from kvbm.manager.manager import Manager
 
-
 _READ_BYTES = 1 << 16
 
 
