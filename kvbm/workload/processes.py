@@ -14,12 +14,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvbm.assembly import catalog_client
 from kvbm.core.errors import KvbmError, MissingExtraError
+from kvbm.locate.http import CatalogClient
+from kvbm.streams.child import spawn
 
 
 class ProcessError(KvbmError):
@@ -34,18 +38,27 @@ def free_port() -> int:
 
 
 class Child:
-    """One child process; its output goes to a file, whose end is told when it fails."""
+    """One child process, which ends when we do. What it says goes to a file, whose end is told when it fails.
+
+    Args:
+        spoken: its standard output is for us to read, not for the file.
+    """
 
     def __init__(
-        self, name: str, command: list[str], folder: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: list[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        spoken: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.output = folder / f"{name}.log"
         with open(self.output, "ab") as output:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
-                env={**os.environ, **(environment or {})},
+            self.process, _ = spawn(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if spoken else output, stderr=output,
+                environment={**os.environ, **(environment or {})},
             )  # fmt: skip
 
     def alive(self) -> bool:
@@ -119,6 +132,25 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+def start_catalog(
+    folder: Path, nats_url: str, opened: ExitStack, settings: Mapping[str, object] | None = None
+) -> CatalogClient:
+    """A catalog process with its database in a folder, ready, and a client of it; `opened` ends both.
+
+    Raises: ProcessError, CatalogError: it does not start, or is not ready in time.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    own = {"nats.url": nats_url, "catalog.listen": f"127.0.0.1:{port}", "instance.data_dir": folder}
+    sets = [f"--set={key}={value}" for key, value in {**own, **(settings or {})}.items()]
+    command = [sys.executable, "-m", "kvbm", "catalog", "serve", *sets]
+    opened.callback(start_http("catalog", command, f"{url}/healthz", folder / "logs").stop)
+    client = catalog_client(url)
+    opened.callback(client.close)
+    client.wait_ready(30.0)
+    return client
+
+
 def start_object_store(folder: Path) -> tuple[Child, str]:
     """A local S3 server (moto) with nothing in it, and its URL. Raises MissingExtraError, ProcessError."""
     require_modules("the local object store", STORE_MODULES, "demo")
@@ -136,7 +168,7 @@ class EngineProcess(Child):
     ) -> None:
         sets = [f"--set={key}={value}" for key, value in flags.items()]
         command = [sys.executable, "-m", "kvbm", "engine", f"--threads={threads}", *sets]
-        super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment})
+        super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment}, spoken=True)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._guard = threading.Lock()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbm.assembly import NATIVE, catalog_client, open_manager
+from kvbm.assembly import NATIVE, open_manager
 from kvbm.config import RoutingSettings, Settings, load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.hashing import adopt_hashes
@@ -36,7 +35,7 @@ from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
 from kvbm.workload.generator import generate
-from kvbm.workload.processes import CATALOG_MODULES, free_port, machine, require_modules, start_http
+from kvbm.workload.processes import CATALOG_MODULES, machine, require_modules, start_catalog
 from kvbm.workload.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
@@ -295,21 +294,18 @@ class Cluster:
     def _start_servers(self, folder: Path) -> dict[str, object]:
         server = EmbeddedServer.start(folder / "nats")
         self._opened.callback(server.stop)
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        command = [
-            sys.executable, "-m", "kvbm", "catalog", "serve", f"--set=nats.url={server.url}",
-            f"--set=catalog.listen=127.0.0.1:{port}", f"--set=instance.data_dir={folder}",
-            f"--set=catalog.routing.prefill_tokens_per_s={PREFILL_TOKENS_PER_S * self._pace}",
-            f"--set=catalog.routing.half_life_s={RoutingSettings().half_life_s / self._pace}",
-            f"--set=catalog.routing.prior_s={RoutingSettings().prior_s / self._pace}",
-            f"--set=catalog.routing.hold_s={RoutingSettings().hold_s / self._pace}",
-        ]  # fmt: skip
-        catalog = start_http("catalog", command, f"{url}/healthz", folder / "logs")
-        self._opened.callback(catalog.stop)
-        self.client = catalog_client(url)
-        self._opened.callback(self.client.close)
-        self.client.wait_ready(30.0)
+        paced = RoutingSettings()
+        self.client = start_catalog(
+            folder,
+            server.url,
+            self._opened,
+            {
+                "catalog.routing.prefill_tokens_per_s": PREFILL_TOKENS_PER_S * self._pace,
+                "catalog.routing.half_life_s": paced.half_life_s / self._pace,
+                "catalog.routing.prior_s": paced.prior_s / self._pace,
+                "catalog.routing.hold_s": paced.hold_s / self._pace,
+            },
+        )
         return {"nats.url": server.url, "nats.heartbeat_s": 0.02}
 
     def _open(self, settings: Settings) -> Manager:

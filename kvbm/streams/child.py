@@ -1,0 +1,64 @@
+"""Child processes that do not outlive whoever started them, however that one ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+SPAWN_WAIT_S = 15.0
+
+# The kernel signals a child when the *thread* that started it ends, so a thread waits for the child all its life; and the
+# request is made by a small program that then becomes the child, because code between fork and exec may deadlock.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the process that started this one has ended")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def spawn(
+    command: Sequence[str],
+    *,
+    stdin: int | IO[bytes],
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    environment: Mapping[str, str] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> tuple[subprocess.Popen[bytes], threading.Thread]:
+    """Start a process in a session of its own that is asked to end (SIGTERM) when this process ends in any way.
+
+    Args:
+        command: the program's full path first.
+        environment: all of its variables; None takes this process's.
+    Returns: the process, and the thread that is its parent and waits for it.
+    Raises: OSError: it cannot be started.
+    """
+    launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
+    started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
+
+    def keep() -> None:
+        try:
+            process = subprocess.Popen(
+                launched, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, pass_fds=tuple(pass_fds),
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            started.put(error)
+            return
+        started.put(process)
+        process.wait()
+
+    keeper = threading.Thread(target=keep, name="kvbm-child-keeper", daemon=True)
+    keeper.start()
+    process = started.get(timeout=SPAWN_WAIT_S)
+    if isinstance(process, OSError):
+        raise process
+    return process, keeper
