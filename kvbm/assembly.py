@@ -132,6 +132,8 @@ def run_catalog(settings: Settings) -> int:
         if not settings.catalog.database:
             _make_data_dir(settings)
         default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
+        costs = msgspec.structs.asdict(settings.catalog.routing)
+        weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
             database_url=settings.catalog.database or default_database,
@@ -140,7 +142,9 @@ def run_catalog(settings: Settings) -> int:
             connect_s=settings.nats.timeout_s,
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
-            routing=RoutingSettings(**msgspec.structs.asdict(settings.catalog.routing)),
+            routing=RoutingSettings(
+                **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
+            ),
         )
         run(service, NATIVE, lambda at: print(f"kvbm-catalog: {at} follows {shown(url)}", file=sys.stderr, flush=True))
     return 0

@@ -118,6 +118,14 @@ class NatsSettings(_Group, frozen=True):
     heartbeat_s: float = 1.0
 
 
+class TierWeightSettings(_Group, frozen=True):
+    """Factors on the cost of fetching a block from each tier to HBM, as routing prices it."""
+
+    host: float = 1.0
+    nvme: float = 1.0
+    object: float = 1.0
+
+
 class RoutingSettings(_Group, frozen=True):
     """What routing's cost is made of; the defaults won a sweep over a recorded trace.
 
@@ -134,6 +142,7 @@ class RoutingSettings(_Group, frozen=True):
     half_life_s: float = 300.0
     prior_s: float = 10.0
     hold_s: float = 30.0
+    tier_weights: TierWeightSettings = TierWeightSettings()
 
 
 class CatalogSettings(_Group, frozen=True):
@@ -220,8 +229,10 @@ def check_settings(settings: Settings) -> None:
     ):
         if not 0 < wait_s <= _LONGEST_S:
             raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
-    for name, value in msgspec.structs.asdict(settings.catalog.routing).items():
-        if not (value > 0 and math.isfinite(value)):
+    routing = settings.catalog.routing
+    weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
+    for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
+        if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"catalog.routing.{name} is {value:g}; it must be above 0")
 
 

@@ -499,14 +499,14 @@ def table(report: Report) -> Table:
     result.add_column("routing")
     for column in ("hit ratio", "of all ids", "load max/mean", "by requests"):
         result.add_column(column, justify="right")
-    labels = {"random": "random", "catalog": "the catalog", "pooled": "one pooled LRU of that size"}
+    labels = {"random": "random", "catalog": "the catalog", "pooled": "one pooled LRU"}
     for name, label in labels.items():
         if (outcome := report.routing.get(name)) is not None:
             result.add_row(
                 label, f"{outcome.hit_ratio:.3f}", f"{outcome.hit_ratio_of_all_ids:.3f}",
                 f"{outcome.load_max_over_mean:.3f}", f"{outcome.load_max_over_mean_requests:.3f}",
             )  # fmt: skip
-    result.add_row("ideal: nothing is evicted", f"{report.ideal_hit_ratio:.3f}", "", "", "")
+    result.add_row("ideal, no eviction", f"{report.ideal_hit_ratio:.3f}", "", "", "")
     return result
 
 
