@@ -354,7 +354,6 @@ class PublisherThread:
             return False
 
     def _step(self, happened: Input) -> None:
-        self._tell_state(happened)
         now_s = time.monotonic()
         self._wake_s = now_s + self._interval_s
         try:
@@ -366,6 +365,7 @@ class PublisherThread:
             with self._progress:
                 self._published = self._publisher.published
                 self._progress.notify_all()
+        self._tell_state(happened)
         for effect in effects:
             self._do(effect)
 
