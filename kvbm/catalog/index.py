@@ -115,11 +115,18 @@ class ClusterIndex:
                 self._rename(entry, event)  # type: ignore[arg-type]  # only runs break this rule
         return delta
 
-    def begin_blind(self, instance: InstanceId, epoch: Epoch, pools: Iterable[PoolStated] | None = None) -> None:
+    def begin_blind(
+        self,
+        instance: InstanceId,
+        epoch: Epoch,
+        pools: Iterable[PoolStated] | None = None,
+        likely: Iterable[PoolStated] = (),
+    ) -> None:
         """Enter an epoch whose start was not seen: nothing is held, all of it is doubtful.
 
         Args:
             pools: what the epoch's start declared, when that is known from elsewhere; None when it is not.
+            likely: what another epoch's start declared; names the pools of claims when no start was seen here.
         """
         entry = self._entry(instance)
         self._follow(entry, entry.fold.begin_blind(epoch))
@@ -128,6 +135,8 @@ class ClusterIndex:
             entry.fold.pools = {pool.tier: pool for pool in stated}
             self._declare(entry, stated)
         else:  # the names of the last known start are the best guess for claims
+            if not entry.pool_names:
+                self._declare(entry, likely)
             entry.pools_known = entry.proven = False
 
     def miss(self, instance: InstanceId) -> None:
@@ -280,7 +289,7 @@ class ClusterIndex:
         elif held:
             self._claim(pool, change.tier, change.namespace, [change.hash])
         else:
-            self._unclaim(pool, change.tier, change.namespace, [change.hash])
+            self.unclaim(pool, change.namespace, change.hash)  # in every tier, as SQL, which keeps none
 
     def _claim(self, pool: str, tier: Tier, namespace: NamespaceId, blocks: list[SequenceHash]) -> None:
         shift = self._shift(pool, is_pool=True)

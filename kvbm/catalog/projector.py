@@ -369,7 +369,7 @@ class Projector:
             self.index.begin_blind(instance, epoch, known.pools)
         else:
             followed.row = msgspec.structs.replace(followed.row, epoch=epoch, pools=())
-            self.index.begin_blind(instance, epoch)
+            self.index.begin_blind(instance, epoch, likely=known.pools if known is not None else ())
         followed.epoch_row = EpochRow(instance=instance, epoch=epoch, started_ns=wall_time_ns)
         log.info("instance.joined_midway", instance=instance, epoch=epoch, offset=followed.position.offset)
 

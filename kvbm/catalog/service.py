@@ -385,9 +385,12 @@ class CatalogService:
 
     async def _hear(self) -> None:
         async for heartbeat in self._stream.watch_pulses(self.settings.cluster):
+            last = self._pulses.last(heartbeat.instance)
+            if last is not None and last.heartbeat == heartbeat:
+                continue  # a reader that begins anew gets the last one of everybody again, also of the dead
             now_s = time.monotonic()
             age_s = time.time() - heartbeat.wall_time_ns / 1e9
-            is_kept = self._pulses.last(heartbeat.instance) is None and age_s > KEPT_PULSE_S
+            is_kept = last is None and age_s > KEPT_PULSE_S
             self._pulses.hear(now_s - age_s if is_kept else now_s, heartbeat)
             self._projector.hear(now_s, heartbeat)
 

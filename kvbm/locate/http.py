@@ -197,8 +197,9 @@ class CatalogClient:
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         headers = {"content-type": "application/json"} if body is not None else None
-        timeout = urllib3.Timeout(total=timeout_s)
+        deadline_s = time.monotonic() + timeout_s
         for is_last in (False, True):
+            timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
             try:
                 answer = self._pool.request(method, path, body=body, headers=headers, timeout=timeout, retries=False)
                 return answer.status, answer.data
@@ -221,7 +222,7 @@ class CatalogClient:
             raise self._refusal(path, status, body)
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CatalogError(
                 f"{self.url}{path} answers with something else than a catalog's answer ({error})"
             ) from None
@@ -229,7 +230,7 @@ class CatalogClient:
     def _refusal(self, path: str, status: int, body: bytes) -> CatalogError:
         try:
             error = msgspec.json.decode(body, type=ErrorAnswer).error
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return CatalogError(f"{self.url}{path} answers with status {status}; is that the catalog?")
         return CatalogRefusedError(
             f"the catalog at {self.url} refuses: {error.message}; {error.what_to_do}", status, error.code

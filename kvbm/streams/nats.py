@@ -42,6 +42,7 @@ from kvbm.streams.base import (
     end_of_message,
     events_subject,
     pulse_subject,
+    subject_names,
 )
 
 log = structlog.get_logger()
@@ -729,13 +730,17 @@ async def _request(link: _Link, subject: str, body: dict[str, Any], kind: type[T
 def _decode(message: Msg, kind: type[T], subject: str) -> T:
     try:
         return msgspec.json.decode(message.data, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StreamError(f"NATS answered to {subject} with something else ({error})") from None
 
 
 def _heartbeat_in(message: StreamMessage) -> Heartbeat | None:
     try:
-        return msgspec.msgpack.decode(message.data, type=Heartbeat)
-    except msgspec.MsgspecError as error:
+        heartbeat = msgspec.msgpack.decode(message.data, type=Heartbeat)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         log.warning("pulse.refused", subject=message.subject, why=str(error))
         return None
+    if subject_names(message.subject) != (heartbeat.cluster, heartbeat.instance):
+        log.warning("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
+        return None
+    return heartbeat

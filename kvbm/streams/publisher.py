@@ -397,6 +397,11 @@ class PublisherThread:
             if stream is not None:
                 await stream.close()
             self._inputs.put_nowait(Disconnected(str(error)))
+        except Exception as error:  # whatever it was, without a word of it the publisher would wait for ever
+            log.exception("publisher.connect_failed", server=self._server, instance=self._instance)
+            if stream is not None:
+                await stream.close()
+            self._inputs.put_nowait(Disconnected(f"{type(error).__name__}: {error}"))
         else:
             self._stream = stream
             self._inputs.put_nowait(Connected(position))

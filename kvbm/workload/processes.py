@@ -160,6 +160,9 @@ def start_object_store(folder: Path) -> tuple[Child, str]:
     return start_http("object-store", command, url, folder), url
 
 
+_ENGINE_DIED: dict[str, Any] = {"event": "finished", "failed": "engine died", "tokens": []}
+
+
 class EngineProcess(Child):
     """A reference engine in a process of its own, spoken to in JSON lines."""
 
@@ -171,6 +174,7 @@ class EngineProcess(Child):
         super().__init__(name, command, folder, {"OMP_NUM_THREADS": str(threads), **environment}, spoken=True)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handlers: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self._has_died = False
         self._guard = threading.Lock()
         threading.Thread(target=self._listen, name=f"listen-{name}", daemon=True).start()
 
@@ -184,7 +188,12 @@ class EngineProcess(Child):
     ) -> None:
         """Ask for tokens; `done` is called from another thread with the answer, or with failed="engine died"."""
         with self._guard:
-            self._handlers[request_id] = done
+            has_died = self._has_died
+            if not has_died:
+                self._handlers[request_id] = done
+        if has_died:
+            done(dict(_ENGINE_DIED))
+            return
         self.send(op="submit", id=request_id, tokens=tokens, max_new_tokens=max_new_tokens, reuse=reuse)
 
     def send(self, **command: object) -> None:
@@ -219,9 +228,10 @@ class EngineProcess(Child):
         except ValueError:
             pass  # the pipe was closed by stop(), or a line was cut by kill -9
         with self._guard:
+            self._has_died = True
             waiting, self._handlers = self._handlers, {}
         for done in waiting.values():
-            done({"event": "finished", "failed": "engine died", "tokens": []})
+            done(dict(_ENGINE_DIED))
         self.events.put({"event": "died"})
 
     def _take(self, event: dict[str, Any]) -> None:
