@@ -33,7 +33,7 @@ written in two ways are refused.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from typing import TypeVar, assert_never
 
@@ -435,12 +435,3 @@ def _member(reader: _Reader, kind: type[E], value: int) -> E:
         return kind(value)
     except ValueError:
         raise reader.malformed(f"{kind.__name__} {value} does not exist") from None
-
-
-def decode_frames(data: bytes) -> Iterator[tuple[Frame, int]]:
-    """The frames of a buffer that holds whole frames, each with its position. Raises as `decode_frame`."""
-    at = 0
-    while at < len(data):
-        frame, end = decode_frame(data, at)
-        yield frame, at
-        at = end

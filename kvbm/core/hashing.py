@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvbm.core.errors import LayoutError
-from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
+from kvbm.core.ids import HASH_BYTES
 
 
 def sequence_hashes(
@@ -64,8 +64,3 @@ def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
 def adopt_hashes(digests: Sequence[bytes], root: bytes) -> bytes:
     """Another engine's own block digests as sequence hashes: the first 16 bytes of SHA-256(root, digest), packed."""
     return b"".join(hashlib.sha256(root + digest).digest()[:HASH_BYTES] for digest in digests)
-
-
-def last_hash(hashes: bytes) -> SequenceHash:
-    """The last hash of a packed run that is not empty."""
-    return split_hashes(hashes[-HASH_BYTES:])[0]

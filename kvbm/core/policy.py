@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
 
 from kvbm.core.ids import SequenceHash
@@ -77,9 +78,9 @@ class Never:
         return False
 
 
-OFFLOAD_POLICIES: dict[str, type[WriteThrough] | type[SecondUse] | type[Never]] = {
+OFFLOAD_POLICIES: dict[str, Callable[[], OffloadPolicy]] = {
     "write_through": WriteThrough,
     "second_use": SecondUse,
     "never": Never,
 }
-EVICTION_POLICIES: dict[str, type[LeastRecentlyUsed]] = {"lru": LeastRecentlyUsed}
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import structlog
 
-from kvbm.core.codec import VERSION, Frame, decode_header
+from kvbm.core.codec import VERSION, Frame
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.kernels import Kernels
@@ -359,9 +359,3 @@ class Journal:
             log.warning("journal.segment_unsynced", segment=str(self._segments[-1].path), why=str(error))
         finally:
             writer.close()
-
-
-def as_frame_bytes(data: bytes) -> FrameBytes:
-    """One whole frame's bytes with its place, read from its header. Raises FrameError."""
-    header = decode_header(data)
-    return FrameBytes(header.epoch, header.first_offset, header.next_offset, data)

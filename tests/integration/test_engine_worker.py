@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the reference engine needs torch")
-
 from kvbm.workload.processes import EngineProcess
 
 START_WAIT_S = 60.0
