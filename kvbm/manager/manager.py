@@ -64,6 +64,9 @@ class ManagerStats(NamedTuple):
     pools: dict[Tier, TierCounts]
 
 
+_WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
+
+
 class _Arrivals:
     """What a waiting request has got so far; read and written under the manager's lock."""
 
@@ -452,6 +455,7 @@ class Manager:
             with self._lock:
                 if not self._ended:
                     finish(moved)
+            _tell_trouble(copy, moved)
         except Exception:
             log.exception(
                 "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
@@ -505,35 +509,22 @@ class Manager:
             self._offload_wanted.set()
 
     def _settle_trouble(self, copy: Copy, moved: Moved) -> None:
-        """Withdraw what proved corrupt or missing, count, and warn once. Under the lock, after the copy has ended."""
+        """Withdraw what proved corrupt or missing, and count. Under the lock, after the copy has ended."""
         if copy.source in (Tier.NVME, Tier.OBJECT):
             self._verified += moved.outcomes.count(ReadOutcome.GOOD)
         blocks = split_hashes(copy.hashes)
-        for outcome, reason in ((ReadOutcome.CORRUPT, EvictReason.CORRUPT), (ReadOutcome.MISSING, EvictReason.MISSING)):
+        self._corrupt += moved.outcomes.count(ReadOutcome.CORRUPT)
+        for outcome, reason in _WITHDRAWN_FOR.items():
             bad = b"".join(block for block, o in zip(blocks, moved.outcomes, strict=True) if o == outcome)
             if not bad or not isinstance(copy.source, Tier):
                 continue
-            count = len(bad) // HASH_BYTES
-            self._corrupt += count if outcome == ReadOutcome.CORRUPT else 0
             if copy.source == Tier.OBJECT:
                 self._offloader.unclaim(bad)
                 self._ledger.forget(Tier.OBJECT, copy.namespace, bad, reason)
             else:
                 self._ledger.evict(copy.source, bad, reason)
-            log.warning(
-                "block.withdrawn", tier=copy.source.name, reason=reason.name.lower(), blocks=count, first=bad[:4].hex()
-            )
-        failed = moved.outcomes.count(ReadOutcome.FAILED)
-        if failed or moved.unwritten:
+        if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
             self._failed += 1
-            source = copy.source.name if isinstance(copy.source, Tier) else copy.source
-            log.warning(
-                "copy.failed",
-                source=source,
-                target=copy.target.name,
-                unread_blocks=failed,
-                why=moved.unwritten or "read failed",
-            )
 
     def _run_offloads(self) -> None:
         while not self._stopped:
@@ -567,3 +558,16 @@ class Manager:
 
         self._carry_out(copy, finish)
         return True
+
+
+def _tell_trouble(copy: Copy, moved: Moved) -> None:
+    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow."""
+    source = copy.source.name if isinstance(copy.source, Tier) else copy.source
+    for outcome, reason in _WITHDRAWN_FOR.items():
+        if count := moved.outcomes.count(outcome):
+            first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
+            log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())
+    failed = moved.outcomes.count(ReadOutcome.FAILED)
+    if failed or moved.unwritten:
+        why = moved.unwritten or "read failed"
+        log.warning("copy.failed", source=source, target=copy.target.name, unread_blocks=failed, why=why)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from kvbm.core.ids import InstanceId
-from kvbm.replay.order import Damaged
+from kvbm.replay.order import Damaged, Step, StreamKey
 from kvbm.replay.scan import NEWER, TORN
 from kvbm.replay.source import TRUNCATED, Place
 from kvbm.replay.words import counted
@@ -75,3 +75,16 @@ def damage_words(damaged: Damaged) -> str:
     if damage.kind == NEWER:
         return damage.why
     return f"no good frame in {counted(damage.size, 'byte')}, which were left out: {damage.why}"
+
+
+def undamaged(
+    items: Iterable[tuple[StreamKey, Step] | Damaged], notes: list[str], findings: list[Finding]
+) -> Iterator[tuple[StreamKey, Step]]:
+    """What a tool that does not judge goes on with: damage is told, a torn tail as a note and the rest as findings."""
+    for item in items:
+        if not isinstance(item, Damaged):
+            yield item
+        elif item.damage.kind == TORN:
+            notes.append(damage_words(item))
+        else:
+            findings.append(damage_finding(item))

@@ -10,10 +10,9 @@ from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import NewFold, StreamFold
-from kvbm.replay.order import Begins, Damaged, Missing, Next, Repeat, StreamKey, in_order
-from kvbm.replay.scan import TORN
+from kvbm.replay.order import Begins, Missing, Next, Repeat, StreamKey, in_order
 from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import block_count, counted, time_text
 
@@ -142,14 +141,8 @@ def stats_of(
     stats = Stats(source=source.name)
     counters: dict[StreamKey, _Counter] = {}
     read = source.read(kernels) if located is None else located
-    for item in in_order(only(read, instance), source.is_trimmed):
-        if isinstance(item, Damaged):
-            if item.damage.kind == TORN:
-                stats.notes.append(damage_words(item))
-            else:
-                stats.findings.append(damage_finding(item))
-            continue
-        key, step = item
+    items = in_order(only(read, instance), source.is_trimmed)
+    for key, step in undamaged(items, stats.notes, stats.findings):
         counter = counters.get(key)
         if counter is None:
             counter = counters[key] = _Counter(key, fold)

@@ -10,10 +10,9 @@ from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.core.residency import Residencies, residency_mix
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import NewFold, StreamFold
-from kvbm.replay.order import Begins, Damaged, Missing, Next, StreamKey, in_order
-from kvbm.replay.scan import TORN
+from kvbm.replay.order import Begins, Missing, Next, StreamKey, in_order
 from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import END, At, counted, time_text
 
@@ -149,14 +148,8 @@ def states_at(
     states = States(source=source.name)
     cuts: dict[StreamKey, _Cut] = {}
     read = source.read(kernels) if located is None else located
-    for item in in_order(only(read, instance), source.is_trimmed):
-        if isinstance(item, Damaged):
-            if item.damage.kind == TORN:
-                states.notes.append(damage_words(item))
-            else:
-                states.findings.append(damage_finding(item))
-            continue
-        key, step = item
+    items = in_order(only(read, instance), source.is_trimmed)
+    for key, step in undamaged(items, states.notes, states.findings):
         cut = cuts.get(key)
         if cut is None:
             cut = cuts[key] = _Cut(at, fold)

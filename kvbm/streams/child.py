@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import subprocess
@@ -58,7 +59,10 @@ def spawn(
 
     keeper = threading.Thread(target=keep, name="kvbm-child-keeper", daemon=True)
     keeper.start()
-    process = started.get(timeout=SPAWN_WAIT_S)
+    try:
+        process = started.get(timeout=SPAWN_WAIT_S)
+    except queue.Empty:
+        raise TimeoutError(errno.ETIMEDOUT, f"{command[0]} was not started within {SPAWN_WAIT_S:g} s") from None
     if isinstance(process, OSError):
         raise process
     return process, keeper

@@ -348,7 +348,11 @@ class Demo:
             engine.submit(f"again-{answer.id}", answer.tokens, NEW_TOKENS, False, compare_with(answer))
         same = True
         for index in range(len(self._answers)):
-            answer, event = done.get(timeout=ANSWER_WAIT_S)
+            try:
+                answer, event = done.get(timeout=ANSWER_WAIT_S)
+            except queue.Empty:
+                logs = self.folder / "logs"
+                raise ProcessError(f"no recomputed answer came within {ANSWER_WAIT_S:g} s; logs: {logs}") from None
             same &= event["tokens"] == answer.new_tokens
             self.report.tokens_compared += len(answer.new_tokens)
             advance(index + 1, len(self._answers))

@@ -103,6 +103,23 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
     assert [(e.tier, e.hashes) for e in corrupt] == [(Tier.NVME, hashes_of(1, 3, start=2))]
 
 
+def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, bool]] = []
+
+    class SlowReader:
+        def warning(self, event: str, **fields: object) -> None:
+            free = manager._lock.acquire(timeout=2)  # fails only when whoever tells holds it
+            if free:
+                manager._lock.release()
+            told.append((event, free))
+
+    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    with make_manager({Tier.HBM: 8}, objects=objects, locator=KnowsAll()) as manager:
+        monkeypatch.setattr("kvbm.manager.manager.log", SlowReader())
+        serve(manager, 1, 4)
+    assert told == [("block.withdrawn", True)]
+
+
 def test_a_missing_object_is_a_miss_and_said() -> None:
     log = MemoryLog()
     objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
