@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvbm.core.ids import SequenceHash
 from kvbm.core.policy import EVICTION_POLICIES, EvictionPolicy, LeastRecentlyUsed, S3Fifo
@@ -137,3 +139,36 @@ def test_s3fifo_of_one_slot_has_no_main_and_no_ghosts() -> None:
     for _ in range(3):
         gain(policy, 1)
         assert victims(policy, 1) == [1]
+
+
+@pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
+@settings(max_examples=200, deadline=None)
+@given(
+    slots=st.integers(1, 12),
+    script=st.lists(st.tuples(st.sampled_from(["gain", "hold", "free", "lose", "victims"]), st.integers(1, 12))),
+)
+def test_victims_are_exactly_what_may_go_whatever_came_before(
+    name: str, slots: int, script: list[tuple[str, int]]
+) -> None:
+    policy = EVICTION_POLICIES[name](slots)
+    known: dict[int, bool] = {}  # whether it is held back
+    for step, number in script:
+        if step == "gain" and number not in known and len(known) < slots:
+            policy.gain(block(number), pinned=number % 3 == 0)
+            known[number] = number % 3 == 0
+        elif step == "hold" and number in known:
+            policy.hold(block(number))
+            known[number] = True
+        elif step == "free" and known.get(number):
+            policy.free(block(number))
+            known[number] = False
+        elif step == "lose" and known.pop(number, None) is not None:
+            policy.lose(block(number))
+        elif step == "victims":
+            evictable = {number for number, held in known.items() if not held}
+            chosen = victims(policy, number)
+            assert len(chosen) == (number if number <= len(evictable) else 0)
+            assert len(set(chosen)) == len(chosen) and set(chosen) <= evictable
+            for gone in chosen:
+                del known[gone]
+        assert len(policy) == sum(not held for held in known.values())
