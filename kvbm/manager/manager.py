@@ -217,7 +217,8 @@ class Manager:
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
         self._wake_writer()  # a copy may have evicted to make room
-        wait([onboard.ended for onboard in begun], timeout=self._wait_s)
+        if begun:
+            wait([onboard.ended for onboard in begun], timeout=self._wait_s)
         with self._lock:
             arrivals.waiting = False
             self._give_up(begun)
