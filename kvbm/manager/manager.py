@@ -189,7 +189,7 @@ class Manager:
         return self._kernels.sequence_hashes(token_column(tokens), block_tokens, root)
 
     def match(self, hashes: bytes) -> Match:
-        """The longest run this instance holds, and where; pins nothing."""
+        """The longest run this instance holds, and where, packed; pins nothing."""
         with self._lock:
             return self._ledger.match(hashes)
 
