@@ -204,7 +204,6 @@ class Manager:
         Returns: slots stay pinned until `unpin`.
         Raises: LedgerError: the manager is closed.
         """
-        arrivals = _Arrivals()
         with self._lock:
             self._require_open()
             self._expire()
@@ -213,6 +212,7 @@ class Manager:
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (self.pools.object is None or found.depth * HASH_BYTES == len(hashes)):
                 return self._count(namespace, hashes, _local(found))
+            arrivals = _Arrivals()
             begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
