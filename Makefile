@@ -6,8 +6,9 @@ PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.kvbm-installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
 JOBS ?= 2
+FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test setup fmt lint type contract bench native-test check clean
+.PHONY: help demo test setup fmt lint type contract bench native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -47,10 +48,16 @@ contract: setup  ## who may import whom
 native-test: setup  ## C++ tests under ASan, UBSan and TSan
 	native/tests/run.sh
 
+fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
+	native/fuzz/run.sh $(FUZZ_SECONDS)
+
+fuzz-short: FUZZ_SECONDS = 20
+fuzz-short: fuzz
+
 bench: setup  ## native code against its specification, as ratios
 	$(BIN)/python tools/bench_core.py
 
-check: lint type contract native-test test  ## what CI runs
+check: lint type contract native-test fuzz-short test  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

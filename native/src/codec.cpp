@@ -126,6 +126,8 @@ template <class... Functions>
 struct Overloaded : Functions... {
   using Functions::operator()...;
 };
+template <class... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;  // clang deduces aggregates by itself only from 17 on
 
 }  // namespace
 
