@@ -19,7 +19,7 @@ from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import Kernels
+from kvbm.core.kernels import Kernels, NewFold
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
@@ -45,8 +45,10 @@ from kvbm.streams.server import shared_server
 log = structlog.get_logger()
 
 NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame
-)
+    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame,
+    _native.scan_frames,
+)  # fmt: skip
+NATIVE_FOLD: NewFold = _native.Residencies
 
 
 def kvbm_version() -> str:
@@ -224,7 +226,7 @@ def _begin_epoch(
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
-            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id)
+            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, NATIVE_FOLD)
         epoch = Epoch(max(journal.epoch, on_stream) + 1)
         journal.begin_epoch(epoch, pool_id)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbm.core.checksum import crc32c
-from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.codec import Frame, ScannedFrame, decode_frame, encode_frame, scan_frames
+from kvbm.core.errors import FrameError
+from kvbm.core.events import Event, PoolStated
 from kvbm.core.hashing import sequence_hashes
+from kvbm.core.ids import Epoch, Tier
+from kvbm.core.residency import FoldedFrame, TierBlocks
 
 
 class SequenceHashes(Protocol):
@@ -38,6 +42,40 @@ class DecodeFrame(Protocol):
     def __call__(self, data: bytes, at: int = 0) -> tuple[Frame, int]: ...
 
 
+class ScanFrames(Protocol):
+    """Signature of `codec.scan_frames`."""
+
+    def __call__(self, data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
+
+
+class Fold(Protocol):
+    """What reading a stream offline needs of `residency.Residencies`, and what its native twin offers."""
+
+    strict: bool
+
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def pools(self) -> Mapping[Tier, PoolStated]: ...
+    def evolve(self, event: Event) -> object: ...
+    def evolve_frame(self, data: bytes, at: int = 0, first: int = 0) -> FoldedFrame: ...
+    def count(self, tier: Tier | None = None) -> int: ...
+    def blocks(self, tier: Tier) -> TierBlocks: ...
+    def tier_digest(self, tier: Tier) -> int: ...
+    def recomputed_digest(self) -> int: ...
+    def is_whole(self, tier: Tier) -> bool: ...
+    def is_cluster(self, tier: Tier) -> bool: ...
+    def miss_events(self) -> None: ...
+    def begin_blind(self, epoch: Epoch) -> object: ...
+
+
+NewFold = Callable[[], Fold]  # strict
+
+
 class Kernels(NamedTuple):
     """One choice of the functions that exist twice.
 
@@ -52,6 +90,7 @@ class Kernels(NamedTuple):
     checksums: ChecksumRows
     encode_frame: EncodeFrame
     decode_frame: DecodeFrame
+    scan_frames: ScanFrames
 
 
 class ChecksumRows(Protocol):
@@ -65,4 +104,4 @@ def reference_checksums(rows: np.ndarray) -> np.ndarray:
     return np.fromiter((crc32c(row.tobytes()) for row in rows), dtype=np.uint32, count=len(rows))
 
 
-REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame)
+REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames)

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "frames.hpp"
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -113,8 +114,6 @@ std::string_view utf8(nb::handle name, const char* whose) {
   return {text, static_cast<std::size_t>(size)};
 }
 
-nb::object python_text(std::string_view text) { return nb::str(text.data(), text.size()); }
-
 // A hash or namespace id of exactly 16 bytes. Throws Error: kLayout.
 std::array<std::uint8_t, kHashBytes> sixteen(nb::object value, const char* what, Keepers& keepers) {
   const Bytes view = kept_bytes(std::move(value), keepers);
@@ -126,6 +125,8 @@ std::array<std::uint8_t, kHashBytes> sixteen(nb::object value, const char* what,
   std::copy_n(view.begin(), kHashBytes, id.begin());
   return id;
 }
+
+}  // namespace
 
 // The Python classes and attribute names of frames. Made once at import, immutable; GIL held.
 struct FrameClasses {
@@ -162,7 +163,17 @@ struct FrameClasses {
   nb::object a_digest = interned("digest"), a_events = interned("events");
 };
 
-using SharedClasses = std::shared_ptr<const FrameClasses>;
+SharedClasses frame_classes() { return std::make_shared<const FrameClasses>(); }
+
+nb::object python_text(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+const nb::object& python_tier(const FrameClasses& classes, Tier tier) { return classes.tier(tier); }
+
+nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t at) {
+  return classes.decode_started(copy_bytes(blob), at);
+}
+
+namespace {
 
 // -- Python → C++ ------------------------------------------------------------------------------------------------------
 
@@ -173,6 +184,8 @@ bool is_true(nb::handle value) {
   }
   return truth != 0;
 }
+
+}  // namespace
 
 Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) {
   const auto get = [&](const nb::object& name) { return attribute(event, name); };
@@ -230,6 +243,8 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
   throw nb::type_error("a frame holds events of kvbm.core.events only");
 }
 
+namespace {
+
 nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
   const nb::object name = attribute(frame, classes.a_instance);
   const nb::object events = attribute(frame, classes.a_events);
@@ -261,7 +276,7 @@ class EventMaker {
  public:
   EventMaker(const FrameClasses& classes, std::uint64_t at) : classes_(classes), at_(at) {}
 
-  nb::object operator()(const InstanceStarted& event) { return classes_.decode_started(copy_bytes(event.blob), at_); }
+  nb::object operator()(const InstanceStarted& event) { return decode_started(classes_, event.blob, at_); }
 
   nb::object operator()(const BlocksCreated& event) {
     const nb::object parent = event.parent == kNoParent ? classes_.no_parent : copy_bytes(event.parent);
@@ -334,7 +349,7 @@ nb::object decode(Bytes data, std::size_t at, const FrameClasses& classes) {
 }  // namespace
 
 void bind_codec(nb::module_& module, const SharedErrors& errors) {
-  const auto classes = std::make_shared<const FrameClasses>();
+  const SharedClasses classes = frame_classes();
   module.def(
       "encode_frame",
       [errors, classes](nb::handle frame) { return translated(errors, [&] { return encode(frame, *classes); }); },

@@ -24,7 +24,9 @@ class ErrorClasses {
  public:
   ErrorClasses();
 
-  // Raises the Python error an Error stands for.
+  // The Python error an Error stands for.
+  nb::object made(const Error& error) const;
+  // Raises it.
   [[noreturn]] void raise(const Error& error) const;
 
  private:
@@ -34,6 +36,7 @@ class ErrorClasses {
   nb::object torn_frame_;       // TornFrameError
   nb::object corrupt_frame_;    // CorruptFrameError
   nb::object malformed_frame_;  // MalformedFrameError
+  nb::object illegal_event_;    // IllegalEventError
 };
 
 using SharedErrors = std::shared_ptr<const ErrorClasses>;
@@ -105,5 +108,7 @@ void bind_checksum(nb::module_& module);
 void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
 void bind_codec(nb::module_& module, const SharedErrors& errors);
+void bind_scan(nb::module_& module, const SharedErrors& errors);
+void bind_residencies(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

@@ -1,0 +1,75 @@
+#include "kvbm/scan.hpp"
+
+#include <algorithm>
+#include <optional>
+
+#include "frames.hpp"
+#include "python.hpp"
+
+namespace kvbm::bindings {
+
+nb::object python_scanned(const nb::object& kind, const ScannedFrame& frame) {
+  const FrameHeader& header = frame.header;
+  const auto& blocks = frame.blocks;
+  return kind(python_text(header.instance), header.epoch, header.first_offset, header.first_offset + header.event_count,
+              header.wall_time_ns, header.digest, nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]), frame.at,
+              frame.end());
+}
+
+namespace {
+
+// The error Python finds in the starts of one frame, or None.
+nb::object fault_in(const std::vector<Bytes>& starts, std::size_t at, const FrameClasses& classes) {
+  try {
+    for (const Bytes& start : starts) {
+      decode_started(classes, start, at);
+    }
+  } catch (nb::python_error& error) {
+    if (!error.matches(nb::module_::import_("kvbm.core.errors").attr("FrameError"))) {
+      throw;
+    }
+    return nb::borrow(error.value());
+  }
+  return nb::none();
+}
+
+nb::object scanned(Bytes data, std::size_t at, const FrameClasses& classes, const nb::object& kind,
+                   const ErrorClasses& errors) {
+  FrameScan scan;
+  {
+    std::optional<nb::gil_scoped_release> released;
+    if (data.size() - std::min(at, data.size()) > kReleaseGilBytes) {
+      released.emplace();
+    }
+    scan = scan_frames(data, at);
+  }
+  nb::list frames;
+  for (const ScannedFrame& frame : scan.frames) {
+    nb::object fault = fault_in(frame.starts, frame.at, classes);
+    if (!fault.is_none()) {
+      return nb::make_tuple(frames, fault);
+    }
+    frames.append(python_scanned(kind, frame));
+  }
+  if (!scan.error) {
+    return nb::make_tuple(frames, nb::none());
+  }
+  nb::object fault = fault_in(scan.starts, scan.error->at(), classes);
+  return nb::make_tuple(frames, fault.is_none() ? errors.made(*scan.error) : fault);
+}
+
+}  // namespace
+
+void bind_scan(nb::module_& module, const SharedErrors& errors) {
+  const SharedClasses classes = frame_classes();
+  const nb::object kind = nb::module_::import_("kvbm.core.codec").attr("ScannedFrame");
+  module.def(
+      "scan_frames",
+      [errors, classes, kind](nb::handle data, std::size_t at) {
+        return scanned(BufferView(data).bytes(), at, *classes, kind, *errors);
+      },
+      nb::arg("data"), nb::arg("at") = 0,
+      "The good frames from a position on, and what ended them early, if anything did. As kvbm.core.codec.scan_frames.");
+}
+
+}  // namespace kvbm::bindings
