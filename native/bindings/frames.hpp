@@ -16,6 +16,17 @@ using SharedClasses = std::shared_ptr<const FrameClasses>;
 SharedClasses frame_classes();
 
 nb::object python_text(std::string_view text);
+
+// A NamedTuple of a class from all its values. The tuple's own constructor spares a call into Python for each frame.
+template <class... Values>
+nb::object named_tuple(const nb::object& kind, const Values&... values) {
+  const nb::tuple arguments = nb::make_tuple(nb::make_tuple(values...));
+  PyObject* const made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(kind.ptr()), arguments.ptr(), nullptr);
+  if (made == nullptr) {
+    throw nb::python_error();
+  }
+  return nb::steal(made);
+}
 const nb::object& python_tier(const FrameClasses& classes, Tier tier);
 
 // A Python event as a view; `keepers` keep its bytes. Throws Error: kLayout, when it does not fit a frame.

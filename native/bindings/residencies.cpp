@@ -102,8 +102,9 @@ nb::object evolve_frame(Residencies& fold, nb::handle data, std::size_t at, std:
     illegal = errors.made(Error::illegal_event(folded.illegal->rule, folded.illegal->detail));
   }
   const FoldDelta& delta = folded.delta;
-  return classes.folded(python_scanned(classes.scanned, scanned), folded.folded, python_anomalies(delta.anomalies), illegal,
-                        nb::make_tuple(delta.added, delta.withdrawn, delta.claimed, delta.unclaimed));
+  return named_tuple(classes.folded, python_scanned(classes.scanned, scanned), folded.folded,
+                     python_anomalies(delta.anomalies), illegal,
+                     nb::make_tuple(delta.added, delta.withdrawn, delta.claimed, delta.unclaimed));
 }
 
 nb::dict pools(const Residencies& fold, const FoldClasses& classes) {
@@ -135,7 +136,7 @@ nb::object blocks(const Residencies& fold, Tier tier, const FoldClasses& classes
       begin = end + 1;
     }
   }
-  return classes.tier_blocks(hashes, slots, runs);
+  return named_tuple(classes.tier_blocks, hashes, slots, runs);
 }
 
 Tier tier_of(nb::handle tier) {

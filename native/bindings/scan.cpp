@@ -11,9 +11,11 @@ namespace kvbm::bindings {
 nb::object python_scanned(const nb::object& kind, const ScannedFrame& frame) {
   const FrameHeader& header = frame.header;
   const auto& blocks = frame.blocks;
-  return kind(python_text(header.instance), header.epoch, header.first_offset, header.first_offset + header.event_count,
-              header.wall_time_ns, header.digest, nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]), frame.at,
-              frame.end());
+  // The last offset may be the largest of all, so the one after it is Python's to compute.
+  const nb::object next_offset = nb::int_(header.first_offset) + nb::int_(header.event_count);
+  return named_tuple(kind, python_text(header.instance), header.epoch, header.first_offset, next_offset,
+                     header.wall_time_ns, header.digest,
+                     nb::make_tuple(blocks[0], blocks[1], blocks[2], blocks[3]), frame.at, frame.end());
 }
 
 namespace {

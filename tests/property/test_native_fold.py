@@ -352,6 +352,17 @@ def test_a_hostile_frame_ends_both_scans_in_the_same_words(good: Frame, frame: F
     check_same(ours, theirs)
 
 
+def test_the_largest_numbers_are_scanned_as_they_are():
+    most = 2**64 - 1
+    frame = Frame(
+        instance=InstanceId("i"), epoch=Epoch(most), first_offset=Offset(most), wall_time_ns=most, digest=most,
+        events=(InstanceStopped(reason=StopReason.FENCED),) * 2,
+    )  # fmt: skip
+    (ours,), error = _native.scan_frames(encode_frame(frame))
+    assert error is None and ours == codec.scan_frames(encode_frame(frame))[0][0]
+    assert (ours.next_offset, ours.event_count) == (most + 2, 2)
+
+
 def test_a_start_that_does_not_decode_is_told_before_what_comes_after_it():
     blob = msgspec.msgpack.encode(START).replace(b"\x01", b"\xc1", 1)
     bad = b"\x01" + len(blob).to_bytes(4, "little") + blob
