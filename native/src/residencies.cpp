@@ -344,6 +344,9 @@ FoldedFrame Residencies::evolve_frame(FrameReader reader, std::uint32_t first, s
   while (const std::optional<Event> event = reader.next()) {
     const EpochStart* start = nullptr;
     if (std::holds_alternative<InstanceStarted>(*event)) {
+      if (starts.empty()) {
+        throw Error(ErrorCode::kLayout, "fewer starts are given than the frame has");
+      }
       start = &starts.front();
       starts = starts.subspan(1);
     }
