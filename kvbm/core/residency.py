@@ -172,7 +172,7 @@ class Residencies:
         Raises: FrameError: no good frame is there; nothing has changed then.
         """
         frame, end = decode_frame(data, at)
-        folded, anomalies, illegal, changed = first, list[tuple[str, str]](), None, [0, 0, 0, 0]
+        folded, anomalies, illegal, changed = min(first, len(frame.events)), list[tuple[str, str]](), None, [0, 0, 0, 0]
         for event in frame.events[first:]:
             if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
                 break

@@ -173,7 +173,7 @@ void TierTable::occupy(std::uint32_t slot, std::uint32_t position) {
       return;
     }
     if (slot >= by_slot_.capacity()) {
-      by_slot_.reserve(slot + slot / 4 + kLeastPlaces);
+      by_slot_.reserve(slot + slot / 8 + kLeastPlaces);
     }
     by_slot_.resize(slot + std::size_t{1}, kNone);
   }
@@ -195,7 +195,7 @@ void TierTable::insert(const Residency& residency, std::uint64_t mix) {
   std::uint32_t position = first_gone_;
   if (position == kNone) {
     if (residencies_.size() == residencies_.capacity()) {
-      residencies_.reserve(residencies_.size() + residencies_.size() / 4 + kLeastPlaces);
+      residencies_.reserve(residencies_.size() + residencies_.size() / 6 + kLeastPlaces);
     }
     position = end();
     residencies_.push_back(residency);
