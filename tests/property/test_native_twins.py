@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -294,6 +294,49 @@ def test_blocks_of_every_padding_hash_alike(block_tokens: int):
 def test_tokens_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
     words = []
     for function in (hashing.sequence_hashes, _native.sequence_hashes):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)  # type: ignore[operator, arg-type]
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=120), max_size=12),
+    block_tokens=st.integers(1, 40),
+    root=hashes,
+    kinds=st.lists(st.sampled_from([list, tuple, lambda tokens: np.array(tokens, dtype=np.int64)]), min_size=1),
+)
+def test_a_batch_of_prompts_hashes_as_each_alone(
+    prompts: list[list[int]], block_tokens: int, root: bytes, kinds: list[Callable[[list[int]], Sequence[int]]]
+):
+    given_as = [kinds[index % len(kinds)](tokens) for index, tokens in enumerate(prompts)]
+    roots = [bytes([index]) * 16 for index in range(len(prompts))]
+    for starts, each in ((root, [root] * len(prompts)), (roots, roots)):
+        expected = [
+            hashing.sequence_hashes(tokens, block_tokens, start) for tokens, start in zip(prompts, each, strict=True)
+        ]
+        assert hashing.sequence_hashes_batch(prompts, block_tokens, starts) == expected
+        assert _native.sequence_hashes_batch(given_as, block_tokens, starts) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([], 0, ROOT),
+        ([[1, 2]], 0, ROOT),
+        ([], 1, b"short"),
+        ([[1], [2]], 1, [ROOT, b"short"]),
+        ([[1], [2]], 1, [ROOT]),
+        ([[1]], 1, [ROOT, ROOT]),
+        ([[1], [-1]], 1, ROOT),
+        ([[1], [2**32]], 0, b"short"),
+        ([np.zeros((2, 2), dtype=np.uint32)], 1, ROOT),
+    ],
+    ids=range(9),
+)
+def test_a_batch_that_cannot_be_hashed_is_refused_in_the_same_words(arguments: tuple[object, ...]):
+    words = []
+    for function in (hashing.sequence_hashes_batch, _native.sequence_hashes_batch):
         with pytest.raises(LayoutError) as raised:
             function(*arguments)  # type: ignore[operator, arg-type]
         words.append(str(raised.value))
