@@ -51,4 +51,5 @@ NB_MODULE(_native, module) {
   bind_event(module);
   bind_hashing(module, errors);
   bind_codec(module, errors);
+  bind_columns(module, errors);
 }

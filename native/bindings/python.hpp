@@ -105,5 +105,6 @@ void bind_checksum(nb::module_& module);
 void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
 void bind_codec(nb::module_& module, const SharedErrors& errors);
+void bind_columns(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

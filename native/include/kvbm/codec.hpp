@@ -61,13 +61,13 @@ class FrameReader {
   Bytes take_hashes(std::uint32_t count);
   std::string_view take_source_instance();
   NamespaceId namespace_at(std::uint8_t index);
-  Event started();
-  Event created();
-  Event migrated();
-  Event evicted();
-  Event stated();
-  Event round_ended();
-  Event stopped();
+  void read(InstanceStarted& event);
+  void read(BlocksCreated& event);
+  void read(BlocksMigrated& event);
+  void read(BlocksEvicted& event);
+  void read(ResidenciesStated& event);
+  void read(RoundEnded& event);
+  void read(InstanceStopped& event);
   void finish();
 
   Bytes data_;                        // the caller's buffer
