@@ -418,8 +418,9 @@ void FrameReader::finish() {
 
 // -- writing -----------------------------------------------------------------------------------------------------------
 
-FrameWriter::FrameWriter(const FrameHeader& header) : header_(header) {
+FrameWriter::FrameWriter(const FrameHeader& header, std::size_t event_count) : header_(header) {
   check_name(header.instance, "the instance's name");
+  events_.reserve(event_count);
 }
 
 void FrameWriter::register_namespace(const NamespaceId& id) {

@@ -84,8 +84,9 @@ class FrameReader {
 class FrameWriter {
  public:
   // header: instance, epoch, first_offset, wall_time_ns and digest are written, the rest is computed.
+  // event_count: how many events will come, as far as is known; room is made for them at once.
   // Throws Error: kLayout, when the name's length does not fit.
-  explicit FrameWriter(const FrameHeader& header);
+  explicit FrameWriter(const FrameHeader& header, std::size_t event_count = 0);
 
   // Adds an event. Throws Error: kLayout, when a run is empty, its slots do not count as its hashes, or a limit is passed.
   void add(const Event& event);
