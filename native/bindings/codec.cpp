@@ -265,7 +265,7 @@ nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
   header.first_offset = number<std::uint64_t>(first_offset);
   header.wall_time_ns = number<std::uint64_t>(wall_time_ns);
   header.digest = number<std::uint64_t>(digest);
-  const auto event_count = static_cast<std::size_t>(std::max<Py_ssize_t>(0, PyObject_LengthHint(events.ptr(), 0)));
+  const std::size_t event_count = nb::len_hint(events);
   FrameWriter writer(header, event_count);
   Keepers keepers;
   keepers.reserve(2 * event_count);  // the hashes and slots of each

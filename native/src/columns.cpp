@@ -157,6 +157,10 @@ std::size_t decode_columns(Bytes data, std::size_t at, std::size_t limit, FrameC
       std::visit(add, *event);
     }
     at = reader.end();
+    if (count == 0) {  // the other frames will be like it; never more room than the frames have themselves
+      const std::size_t alike = readable / reader.header().frame_bytes;
+      columns.events.reserve(std::min(columns.events.size() * alike, readable / sizeof(EventRow)));
+    }
   }
   return at;
 }

@@ -386,8 +386,8 @@ void sequence_hashes_batch(std::span<HashJob> jobs, std::size_t block_tokens, Ha
     for (Lane& lane : std::span(lanes, live)) {
       lane.blocks -= blocks;
     }
-    const auto done = std::ranges::remove(std::span(lanes, live), std::size_t{0}, &Lane::blocks);
-    live -= done.size();
+    Lane* const end = std::remove_if(lanes, lanes + live, [](const Lane& lane) { return lane.blocks == 0; });
+    live = static_cast<std::size_t>(end - lanes);
   }
 }
 
