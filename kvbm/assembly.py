@@ -19,7 +19,7 @@ from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin
+from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
@@ -45,8 +45,10 @@ from kvbm.streams.server import shared_server
 log = structlog.get_logger()
 
 NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame
-)
+    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame,
+    _native.scan_frames,
+)  # fmt: skip
+NATIVE_FOLD: NewFold = _native.Residencies
 
 
 def _kernels(settings: Settings) -> Kernels:
@@ -131,6 +133,7 @@ def run_catalog(settings: Settings) -> int:
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
+    from kvbm.catalog.reference_index import ReferenceIndex
     from kvbm.catalog.routing import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -151,12 +154,18 @@ def run_catalog(settings: Settings) -> int:
             connect_s=settings.nats.timeout_s,
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
+            capacity=settings.catalog.capacity,
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),
         )
         say = f"follows {shown(url)}"
-        run(service, _kernels(settings), lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True))
+        run(
+            service,
+            _kernels(settings),
+            _native.ClusterIndex if settings.core == "native" else ReferenceIndex,
+            lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
+        )
     return 0
 
 
@@ -234,7 +243,7 @@ def _begin_epoch(
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
-            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id)
+            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, NATIVE_FOLD)
         epoch = Epoch(max(journal.epoch, on_stream) + 1)
         journal.begin_epoch(epoch, pool_id)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import structlog
 
-from kvbm.assembly import NATIVE, kvbm_version
+from kvbm.assembly import NATIVE, NATIVE_FOLD, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 
@@ -63,7 +63,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     from kvbm.replay.cli import main as replay
 
     _configure_logs()
-    return replay(list(sys.argv[1:] if argv is None else argv), NATIVE)
+    return replay(list(sys.argv[1:] if argv is None else argv), NATIVE, NATIVE_FOLD)
 
 
 def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:

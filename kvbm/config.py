@@ -159,12 +159,14 @@ class CatalogSettings(_Group, frozen=True):
         database: SQLAlchemy URL; "" is SQLite in the data folder.
         liveness_s: an instance not heard for this long is left out of answers.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
+        capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
     """
 
     url: str = ""
     listen: str = "127.0.0.1:7700"
     database: str = ""
     liveness_s: float = 4.0
+    capacity: int = 100_000_000
     routing: RoutingSettings = RoutingSettings()
     tenant_secrets: dict[str, str] = {}
 
@@ -223,6 +225,7 @@ def check_settings(settings: Settings) -> None:
         ("offload.queue_blocks", settings.offload.queue_blocks),
         ("onboard.threads", settings.onboard.threads),
         ("journal.segment_bytes", settings.journal.segment_bytes),
+        ("catalog.capacity", settings.catalog.capacity),
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")

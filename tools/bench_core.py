@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvbm import _native
 from kvbm.assembly import NATIVE
 from kvbm.core.codec import Frame
+from kvbm.core.columns import decode_columns
 from kvbm.core.events import BlocksCreated
+from kvbm.core.hashing import sequence_hashes_batch
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier, pack_slots
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.workload.processes import machine
@@ -71,7 +74,9 @@ def rows() -> list[dict[str, object]]:
     rng = np.random.default_rng(1)
     frame = frame_of(rng)
     data = NATIVE.encode_frame(frame)
+    many = 64 * data
     tokens = rng.integers(0, 32000, 16 * 4096, dtype=np.uint32)
+    prompts = [tokens[at : at + 16 * 256] for at in range(0, len(tokens), 16 * 256)]
     block = rng.bytes(1 << 20)
     root = bytes(16)
 
@@ -84,6 +89,12 @@ def rows() -> list[dict[str, object]]:
             "M blocks/s",
             (hashing(NATIVE, 4096), 4096 / 1e6, 20),
             (hashing(REFERENCE, 4096), 4096 / 1e6, 2),
+        ),
+        measure(
+            "the same, 16 prompts at once",
+            "M blocks/s",
+            (lambda: _native.sequence_hashes_batch(prompts, 16, root), 4096 / 1e6, 20),
+            (lambda: sequence_hashes_batch(prompts, 16, root), 4096 / 1e6, 2),
         ),
         measure(
             "CRC-32C of 1 MiB",
@@ -102,6 +113,12 @@ def rows() -> list[dict[str, object]]:
             "M blocks/s",
             (lambda: NATIVE.decode_frame(data), 256 / 1e6, 500),
             (lambda: REFERENCE.decode_frame(data), 256 / 1e6, 5),
+        ),
+        measure(
+            "decode 64 such frames into columns",
+            "M blocks/s",
+            (lambda: _native.decode_columns(many), 64 * 256 / 1e6, 20),
+            (lambda: decode_columns(data), 256 / 1e6, 5),
         ),
         {"what": "bytes a block on the wire, slots included", "unit": "B", "native": len(data) / 256},
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NamedTuple
 
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import ClusterIndex, is_doubtful
 from kvbm.core.answers import BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 from kvbm.streams.base import Heartbeat
@@ -60,14 +60,14 @@ class Pulses:
 
     def liveness(self, now_s: float, instance: InstanceId) -> Liveness:
         """What is known of one instance. A start of a newer epoch than the heartbeat's outweighs it."""
-        fold, pulse = self._index.fold(instance), self._pulses.get(instance)
-        if fold is not None and fold.stopped and (pulse is None or pulse.heartbeat.epoch <= fold.epoch):
+        view, pulse = self._index.view(instance), self._pulses.get(instance)
+        if view is not None and view.stopped and (pulse is None or pulse.heartbeat.epoch <= view.epoch):
             return Liveness.STOPPED
         if pulse is None:
             return Liveness.UNHEARD
         if now_s - pulse.at_s >= self._liveness_s:
             return Liveness.SILENT
-        if pulse.heartbeat.stopping and (fold is None or pulse.heartbeat.epoch >= fold.epoch):
+        if pulse.heartbeat.stopping and (view is None or pulse.heartbeat.epoch >= view.epoch):
             return Liveness.STOPPING
         return Liveness.LIVE
 
@@ -128,7 +128,7 @@ def locate(
             name=holder.name,
             kind="pool" if holder.is_pool else "instance",
             tier=holder.tier.name,
-            doubtful=not holder.is_pool and index.is_doubtful(InstanceId(holder.name)),
+            doubtful=not holder.is_pool and is_doubtful(index, InstanceId(holder.name)),
         )
         for holder in index.holders(namespace, block)
         if holder.is_pool or not is_withheld(InstanceId(holder.name))

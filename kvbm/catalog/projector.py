@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import Applied, ClusterIndex
 from kvbm.catalog.store import (
     ClaimRun,
     EpochRow,
@@ -31,12 +31,10 @@ from kvbm.catalog.store import (
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.core.codec import Frame
-from kvbm.core.errors import FrameError
-from kvbm.core.events import Event, InstanceStarted, InstanceStopped, RoundEnded
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset
-from kvbm.core.kernels import DecodeFrame
-from kvbm.core.residency import Change, Delta
+from kvbm.core.codec import ScannedFrame
+from kvbm.core.events import InstanceStarted
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
+from kvbm.core.kernels import ScanFrames
 from kvbm.streams.base import Heartbeat, Position, StreamMessage, subject_names
 
 log = structlog.get_logger()
@@ -89,9 +87,15 @@ class Counters(msgspec.Struct, kw_only=True):
     digest_mismatches: int = 0
 
 
-class _Aside(NamedTuple):
-    frame: Frame
-    size: int
+class _Arrived(NamedTuple):
+    """A good frame, and the bytes it lies in."""
+
+    frame: ScannedFrame
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return self.frame.end - self.frame.at
 
 
 class _Followed:
@@ -104,7 +108,7 @@ class _Followed:
         self.declared: frozenset[NamespaceId] = frozenset()  # namespaces its start named
         self.is_blind = False
         self.is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
-        self.aside: dict[Offset, _Aside] = {}
+        self.aside: dict[Offset, _Arrived] = {}
         self.aside_bytes = 0
         self.evidence: tuple[Position, float] | None = None  # said to be passed by a heartbeat, since when
 
@@ -121,7 +125,7 @@ class Projector:
     def __init__(
         self,
         index: ClusterIndex,
-        decode_frame: DecodeFrame,
+        scan_frames: ScanFrames,
         stream: str,
         stored: int = 0,
         known: Iterable[InstanceRow] = (),
@@ -132,7 +136,7 @@ class Projector:
         self.counters = Counters()
         self.sequence = 0
         self.newest_wall_ns = 0
-        self._decode_frame = decode_frame
+        self._scan_frames = scan_frames
         self._stream, self._stored = stream, stored
         self._known = {row.id: row for row in known}
         self._gap_wait_s = gap_wait_s
@@ -239,16 +243,14 @@ class Projector:
     def _receive(self, message: StreamMessage, step: Step) -> None:
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
-        at = 0
-        try:
-            while at < len(message.data):
-                frame, end = self._decode_frame(message.data, at)
-                if why := _flaw(frame, instance):
-                    self._poison(message, f"byte {at}: {why}")
-                    return
-                self._place(self._follow(instance, cluster), frame, end - at, step)
-                at = end
-        except FrameError as error:
+        frames, error = self._scan_frames(message.data)
+        for frame in frames:
+            foreign = f"a frame of instance {frame.instance!r} in the stream of {instance!r}"
+            if why := foreign if frame.instance != instance else frame.flaw:
+                self._poison(message, f"byte {frame.at}: {why}")
+                return
+            self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
+        if error is not None:
             self._poison(message, str(error))
 
     def _poison(self, message: StreamMessage, why: str) -> None:
@@ -262,33 +264,35 @@ class Projector:
             followed = self._followed[instance] = _Followed(row)
         return followed
 
-    def _place(self, followed: _Followed, frame: Frame, size: int, step: Step) -> None:
+    def _place(self, followed: _Followed, arrived: _Arrived, step: Step) -> None:
+        frame = arrived.frame
         epoch, offset = followed.position
         if frame.epoch < epoch:
             self.counters.stale += 1
         elif frame.epoch > epoch:
             self._enter(followed, frame)
-            self._apply(followed, frame, step)
+            self._apply(followed, arrived, step)
         elif frame.next_offset <= offset:
             if followed.is_blind and frame.first_offset == 0:  # its publisher went back to the epoch's start
                 self._enter(followed, frame)
-                self._apply(followed, frame, step)
+                self._apply(followed, arrived, step)
             else:
                 self.counters.repeats += 1
         elif frame.first_offset <= offset:
-            self._apply(followed, frame, step)
+            self._apply(followed, arrived, step)
         elif followed.is_lost:
             self._jump(followed, frame.first_offset)
-            self._apply(followed, frame, step)
+            self._apply(followed, arrived, step)
         else:
-            self._put_aside(followed, frame, size)
+            self._put_aside(followed, arrived)
 
-    def _put_aside(self, followed: _Followed, frame: Frame, size: int) -> None:
+    def _put_aside(self, followed: _Followed, arrived: _Arrived) -> None:
+        first, size = arrived.frame.first_offset, arrived.size
         if not followed.aside:
             self.counters.holes += 1
             self.index.wait(followed.row.id, True)
-        if frame.first_offset not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
-            followed.aside[frame.first_offset] = _Aside(frame, size)
+        if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
+            followed.aside[first] = arrived
             followed.aside_bytes += size
 
     def _forget_aside(self, followed: _Followed) -> None:
@@ -305,7 +309,7 @@ class Projector:
             kept = followed.aside.pop(first)
             followed.aside_bytes -= kept.size
             if kept.frame.next_offset > followed.position.offset:
-                self._apply_events(followed, kept.frame, step)
+                self._apply_events(followed, kept, step)
         self.index.wait(followed.row.id, False)
 
     # -- gaps ---------------------------------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ class Projector:
 
     # -- frames → index and rows --------------------------------------------------------------------------------------
 
-    def _enter(self, followed: _Followed, frame: Frame) -> None:
+    def _enter(self, followed: _Followed, frame: ScannedFrame) -> None:
         """Begin the frame's epoch where the frame begins."""
         row, old = followed.row, followed.epoch_row
         if followed.aside:
@@ -373,20 +377,18 @@ class Projector:
         followed.epoch_row = EpochRow(instance=instance, epoch=epoch, started_ns=wall_time_ns)
         log.info("instance.joined_midway", instance=instance, epoch=epoch, offset=followed.position.offset)
 
-    def _apply(self, followed: _Followed, frame: Frame, step: Step) -> None:
-        self._apply_events(followed, frame, step)
+    def _apply(self, followed: _Followed, arrived: _Arrived, step: Step) -> None:
+        self._apply_events(followed, arrived, step)
         if followed.aside:
             self._resume(followed, step)
 
-    def _apply_events(self, followed: _Followed, frame: Frame, step: Step) -> None:
+    def _apply_events(self, followed: _Followed, arrived: _Arrived, step: Step) -> None:
         """Apply those events of a frame that are not applied yet; the first of them is the next."""
-        instance = followed.row.id
-        for event in frame.events[followed.position.offset - frame.first_offset :]:
-            delta = self.index.apply(instance, event)
-            self.counters.events += 1
-            if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
-                self.counters.blocks += len(event.hashes) // HASH_BYTES
-            self._note(followed, frame, event, delta)
+        frame, instance = arrived.frame, followed.row.id
+        applied = self.index.apply(arrived.data, frame.at, followed.position.offset - frame.first_offset)
+        self.counters.events += applied.events
+        self.counters.blocks += applied.blocks
+        self._note(followed, frame, applied)
         self.counters.frames += 1
         followed.is_lost = False
         followed.position = Position(frame.epoch, frame.next_offset)
@@ -405,55 +407,37 @@ class Projector:
             self.index.miss(instance)
             log.warning("digest.diverged", instance=instance, epoch=frame.epoch, offset=frame.next_offset)
 
-    def _note(self, followed: _Followed, frame: Frame, event: Event, delta: Delta) -> None:
-        """Follow what SQL keeps of an event."""
-        if isinstance(event, InstanceStarted):
-            followed.is_blind = False
-            followed.declared = frozenset(namespace.id for namespace in event.namespaces)
-            followed.row = msgspec.structs.replace(
-                followed.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
-                pools=event.pools, state=InstanceState.LIVE,
-            )  # fmt: skip
-            for namespace in event.namespaces:
-                self._namespaces.setdefault(namespace.id, namespace)
-                if self._is_gathering:
-                    self._new_namespaces.append(
-                        NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns)
-                    )
-        elif isinstance(event, InstanceStopped):
+    def _note(self, followed: _Followed, frame: ScannedFrame, applied: Applied) -> None:
+        """Follow what SQL keeps of a frame."""
+        if applied.started is not None:
+            self._note_start(followed, frame, applied.started)
+        if applied.stopped is not None:
             followed.row = msgspec.structs.replace(followed.row, state=InstanceState.STOPPED)
             followed.epoch_row = msgspec.structs.replace(
-                followed.epoch_row, ended_ns=frame.wall_time_ns, end_reason=event.reason.name.lower()
+                followed.epoch_row, ended_ns=frame.wall_time_ns, end_reason=applied.stopped.name.lower()
             )
-        if self._is_gathering and (delta.claimed or delta.unclaimed):
-            self._gather_claims(followed.row.id, frame.wall_time_ns, delta.claimed, withdrawn=False)
-            self._gather_claims(followed.row.id, frame.wall_time_ns, delta.unclaimed, withdrawn=True)
-
-    def _gather_claims(self, instance: InstanceId, at_ns: int, changes: Sequence[Change], withdrawn: bool) -> None:
-        runs: dict[tuple[str, NamespaceId], list[bytes]] = {}
-        for change in changes:
-            pool = self.index.pool_name(instance, change.tier)
+        if not self._is_gathering:
+            return
+        for tier, namespace, hashes, withdrawn in applied.claims:
+            pool = self.index.pool_name(followed.row.id, tier)
             if pool is not None:
-                runs.setdefault((pool, change.namespace), []).append(change.hash)
-        self._claims.extend(
-            ClaimRun(
-                pool=pool, namespace=namespace, hashes=b"".join(blocks), instance=instance, at_ns=at_ns,
-                withdrawn=withdrawn,
-            )
-            for (pool, namespace), blocks in runs.items()
+                self._claims.append(
+                    ClaimRun(
+                        pool=pool, namespace=namespace, hashes=hashes, instance=followed.row.id,
+                        at_ns=frame.wall_time_ns, withdrawn=withdrawn,
+                    )
+                )  # fmt: skip
+
+    def _note_start(self, followed: _Followed, frame: ScannedFrame, event: InstanceStarted) -> None:
+        followed.is_blind = False
+        followed.declared = frozenset(namespace.id for namespace in event.namespaces)
+        followed.row = msgspec.structs.replace(
+            followed.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
+            pools=event.pools, state=InstanceState.LIVE,
         )  # fmt: skip
-
-
-def _flaw(frame: Frame, instance: InstanceId) -> str:
-    """Why a frame that decodes cannot be part of this instance's stream; "" when it can."""
-    if frame.instance != instance:
-        return f"a frame of instance {frame.instance!r} in the stream of {instance!r}"
-    if not frame.epoch:
-        return "epoch 0 does not exist"
-    for at, event in enumerate(frame.events):
-        is_first = frame.first_offset == 0 and at == 0
-        if isinstance(event, InstanceStarted) != is_first:
-            return f"offset {frame.first_offset + at} is {type(event).__name__}; InstanceStarted is at offset 0 alone"
-        if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
-            return f"the frame is of epoch {frame.epoch}, its InstanceStarted of epoch {event.epoch}"
-    return ""
+        for namespace in event.namespaces:
+            self._namespaces.setdefault(namespace.id, namespace)
+            if self._is_gathering:
+                self._new_namespaces.append(
+                    NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns)
+                )

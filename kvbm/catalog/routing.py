@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.catalog.index import ClusterIndex, InstanceDepth
+from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_doubtful
 from kvbm.catalog.lookup import Pulse
 from kvbm.core.answers import RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
@@ -177,7 +177,7 @@ class Router:
             depth=depth,
             missing_tokens=missing,
             fetch_blocks=fetch_blocks,
-            doubtful=held.doubtful if held is not None else index.is_doubtful(instance),
+            doubtful=held.doubtful if held is not None else is_doubtful(index, instance),
         )
 
     def _soon_depth(self, routed: _Routed, ask: Ask, depth: int) -> int:
@@ -204,9 +204,8 @@ class Router:
     def _fetch_s(self, index: ClusterIndex, instance: InstanceId, tier: Tier, blocks: int) -> float:
         if not blocks:
             return 0.0
-        fold = index.fold(instance)
-        pool = fold.pools.get(tier) if fold is not None else None
-        block_bytes = pool.block_bytes if pool is not None else 0
+        view = index.view(instance)
+        block_bytes = next((pool.block_bytes for pool in view.pools if pool.tier == tier), 0) if view is not None else 0
         return TIER_LINKS[tier].seconds(blocks * block_bytes) * self.settings.tier_weights.get(tier.name, 1.0)
 
     def _decay(self, now_s: float) -> None:

@@ -24,6 +24,8 @@ except ImportError:
     raise MissingExtraError("the catalog's web server (uvicorn)", "catalog") from None
 
 from kvbm.catalog.api import create_app
+from kvbm.catalog.index import NewIndex
+from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 
 log = structlog.get_logger()
@@ -34,7 +36,10 @@ _BACKLOG = 2048
 
 
 def run(
-    settings: ServiceSettings, kernels: Kernels = REFERENCE, on_started: Callable[[str], None] = lambda url: None
+    settings: ServiceSettings,
+    kernels: Kernels = REFERENCE,
+    new_index: NewIndex = ReferenceIndex,
+    on_started: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -42,7 +47,7 @@ def run(
         on_started: told the URL once it answers.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
-    asyncio.run(_serve(settings, kernels, on_started, _stop_on_signals))
+    asyncio.run(_serve(settings, kernels, new_index, on_started, _stop_on_signals))
 
 
 class CatalogThread:
@@ -56,6 +61,7 @@ class CatalogThread:
         self,
         settings: ServiceSettings,
         kernels: Kernels = REFERENCE,
+        new_index: NewIndex = ReferenceIndex,
         make_stream: Callable[[], EventStream] | None = None,
     ) -> None:
         """
@@ -63,7 +69,7 @@ class CatalogThread:
             make_stream: called in the thread's loop for the stream, instead of the NATS of the settings.
         """
         self.url = ""
-        self._settings, self._kernels, self._make_stream = settings, kernels, make_stream
+        self._settings, self._kernels, self._new_index, self._make_stream = settings, kernels, new_index, make_stream
         self._started: Future[str] = Future()
         self._ending: Callable[[], None] | None = None
         self._stop_wanted = False
@@ -108,7 +114,11 @@ class CatalogThread:
                 end()
 
         try:
-            asyncio.run(_serve(self._settings, self._kernels, self._started.set_result, began, self._make_stream))
+            asyncio.run(
+                _serve(
+                    self._settings, self._kernels, self._new_index, self._started.set_result, began, self._make_stream
+                )
+            )
         except (KvbmError, OSError) as error:
             if self._started.done():
                 log.exception("catalog.ended", why=str(error))
@@ -140,13 +150,16 @@ class _Server(uvicorn.Server):
 async def _serve(
     settings: ServiceSettings,
     kernels: Kernels,
+    new_index: NewIndex,
     on_started: Callable[[str], None],
     on_began: Callable[[uvicorn.Server, asyncio.AbstractEventLoop], None],
     make_stream: Callable[[], EventStream] | None = None,
 ) -> None:
     host, port = _host_and_port(settings.listen)
     with _bind(host, port) as listener:
-        service = await CatalogService.start(settings, kernels, make_stream() if make_stream is not None else None)
+        service = await CatalogService.start(
+            settings, kernels, new_index, make_stream() if make_stream is not None else None
+        )
         try:
             config = uvicorn.Config(
                 create_app(service, _own_version()),

@@ -13,9 +13,10 @@ from collections.abc import Coroutine, Sequence
 import msgspec
 import structlog
 
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.lookup import LIVENESS_S, Pulses, locate, lookup
 from kvbm.catalog.projector import Projector
+from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
 from kvbm.catalog.store import Outcome, Store, StoreBatch
 from kvbm.core.answers import (
@@ -41,6 +42,8 @@ FETCH_WAIT_S = 0.25
 ASK_END_S = 1.0
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
+SWEEP_EVERY_S = 1.0
+SWEEP_PAGES = 64  # of the index between two other things
 CLOSE_WAIT_S = 5.0
 KEPT_PULSE_S = (
     60.0  # the first heartbeat of an instance may be one the stream has kept; clocks differ by less than this
@@ -56,6 +59,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         connect_s: how long NATS and the database have to answer at the start.
         store_every_s: pause between two transactions.
         tenant_secrets: tenant → secret, for lookups by tokens.
+        capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
     """
 
     nats_url: str
@@ -67,6 +71,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_every_s: float = 0.1
     tenant_secrets: dict[str, str] = {}
     routing: RoutingSettings = RoutingSettings()
+    capacity: int = 100_000_000
 
 
 class CatalogService:
@@ -102,7 +107,11 @@ class CatalogService:
 
     @classmethod
     async def start(
-        cls, settings: ServiceSettings, kernels: Kernels = REFERENCE, stream: EventStream | None = None
+        cls,
+        settings: ServiceSettings,
+        kernels: Kernels = REFERENCE,
+        new_index: NewIndex = ReferenceIndex,
+        stream: EventStream | None = None,
     ) -> CatalogService:
         """Connect, load what SQL has, and begin to follow.
 
@@ -119,14 +128,14 @@ class CatalogService:
         try:
             end = await stream.last_sequence(settings.connect_s)
             numbering, stored = await _numbering(store, settings.cluster, end)
-            index = ClusterIndex()
+            index = new_index(settings.capacity)
             claimed = 0
             async for chunk in store.claims():
                 index.claim(chunk.pool, chunk.namespace, chunk.hashes)
                 claimed += len(chunk.hashes) // HASH_BYTES
             projector = Projector(
                 index,
-                kernels.decode_frame,
+                kernels.scan_frames,
                 numbering,
                 stored,
                 known=await store.instances(),
@@ -244,12 +253,9 @@ class CatalogService:
         del counters["blind_starts"]
         lag = self._lag_messages()
         newest_ns = self._projector.newest_wall_ns
-        anomalies = dict(self._index.anomalies)
-        if self._index.unnamed_claims:
-            anomalies["unnamed-claim"] = self._index.unnamed_claims
         return CatalogNumbers(
             **counters,
-            anomalies=anomalies,
+            anomalies=self._index.anomalies(),
             stream_sequence=self._projector.sequence,
             stored_sequence=self._stored,
             lag_messages=lag,
@@ -260,7 +266,8 @@ class CatalogService:
             residencies={
                 (instance, tier.name): count
                 for instance in self._index.instances()
-                for tier, count in self._index.counts(instance).items()
+                if (view := self._index.view(instance)) is not None
+                for tier, count in view.counts.items()
             },
             claims=self._index.claim_counts(),
         )
@@ -274,12 +281,12 @@ class CatalogService:
         return any(_same_model(fields, other) for key in told if (other := self.namespace(key)) is not None)
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
-        fold, row = self._index.fold(instance), self._projector.instance_row(instance)
+        view, row = self._index.view(instance), self._projector.instance_row(instance)
         pulse = self._pulses.last(instance)
         position = self._projector.position(instance)
         heartbeat = pulse.heartbeat if pulse is not None else None
-        counts = self._index.counts(instance)
-        pools = sorted(fold.pools.values(), key=lambda pool: pool.tier) if fold is not None else []
+        counts = view.counts if view is not None else {}
+        pools = sorted(view.pools, key=lambda pool: pool.tier) if view is not None else []
         return InstanceSummary(
             instance=instance,
             cluster=row.cluster if row is not None else heartbeat.cluster if heartbeat is not None else "",
@@ -287,8 +294,9 @@ class CatalogService:
             epoch=position.epoch,
             offset=position.offset,
             published=heartbeat.published if heartbeat is not None else None,
-            digest=f"{fold.digest if fold is not None else 0:016x}",
-            doubtful=self._index.is_doubtful(instance),
+            digest=f"{view.digest if view is not None else 0:016x}",
+            doubtful=view is None or view.doubtful,
+            partial=view is not None and view.partial,
             engine=row.engine if row is not None else "",
             version=row.version if row is not None else "",
             topology=list(row.topology) if row is not None else [],
@@ -305,9 +313,7 @@ class CatalogService:
                 )
                 for pool in pools
             ],
-            held_blocks={
-                tier.name: count for tier, count in counts.items() if fold is None or not fold.is_cluster(tier)
-            },
+            held_blocks={tier.name: count for tier, count in counts.items()},
             heartbeat_age_s=round(now_s - pulse.at_s, 3) if pulse is not None else None,
             queued_tokens=heartbeat.queued_tokens if heartbeat is not None else None,
             running_requests=heartbeat.running_requests if heartbeat is not None else None,
@@ -330,6 +336,7 @@ class CatalogService:
             ("hear", self._hear()),
             ("store", self._keep_storing()),
             ("end", self._watch_end()),
+            ("sweep", self._sweep()),
         ):
             self._spawn(name, work)
 
@@ -370,6 +377,12 @@ class CatalogService:
             async with self._moved:
                 self._moved.notify_all()
         await asyncio.sleep(0)
+
+    async def _sweep(self) -> None:
+        """Free what the dead have left, a little at a time."""
+        while True:
+            has_more = self._index.sweep(SWEEP_PAGES)
+            await asyncio.sleep(0 if has_more else SWEEP_EVERY_S)
 
     async def _renumber(self, end: int) -> None:
         """The stream's store was replaced: count it under another name in SQL."""

@@ -161,6 +161,7 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
         offset: everything before it is in the index.
         published: as the last heartbeat says; None without one.
         digest: 16 hex digits.
+        partial: residencies of it were refused at the catalog's capacity.
         heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
     """
 
@@ -172,6 +173,7 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     published: int | None
     digest: str
     doubtful: bool
+    partial: bool
     engine: str
     version: str
     topology: list[str]

@@ -42,6 +42,7 @@ import msgspec
 from kvbm.core.checksum import crc32c
 from kvbm.core.errors import (
     CorruptFrameError,
+    FrameError,
     LayoutError,
     MalformedFrameError,
     NewerFrameError,
@@ -189,6 +190,36 @@ def encoded_bytes(event: Event) -> int:
         return len(_encode_event(event, {}))
     except struct.error as error:
         raise LayoutError(f"a number does not fit the frame: {error}") from None
+
+
+class ScannedFrame(NamedTuple):
+    """A whole frame that was proven good and not taken apart.
+
+    Attributes:
+        next_offset: the offset after the last event.
+        blocks: how many its events cover: created, migrated, evicted, stated.
+        at, end: where it lies in the buffer, in bytes: [at, end).
+        flaw: why, though it is a good frame, it cannot be part of an instance's stream; "" when it can.
+    """
+
+    instance: InstanceId
+    epoch: Epoch
+    first_offset: Offset
+    next_offset: Offset
+    wall_time_ns: int
+    digest: int
+    blocks: tuple[int, int, int, int]
+    at: int
+    end: int
+    flaw: str = ""
+
+    @property
+    def event_count(self) -> int:
+        """How many events it has."""
+        return self.next_offset - self.first_offset
+
+
+RUN_EVENTS = (BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesStated)  # in the order of ScannedFrame.blocks
 
 
 def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> bytes:
@@ -358,6 +389,47 @@ def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = cr
     if list(used) != table:
         raise MalformedFrameError(at, "the namespace table is not in the order the events use it")
     return frame, end
+
+
+def scan_frames(data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]:
+    """The good frames from a position on, up to the buffer's end or the first bytes that are none; and why those are none.
+
+    What `decode_frame` would refuse is refused here, too. The error's `at` is where reading ended.
+    """
+    found: list[ScannedFrame] = []
+    while at < len(data):
+        try:
+            frame, end = decode_frame(data, at)
+        except FrameError as error:
+            return found, error
+        found.append(scanned(frame, at, end))
+        at = end
+    return found, None
+
+
+def scanned(frame: Frame, at: int, end: int) -> ScannedFrame:
+    """What a scan says of a frame that lies in [at, end)."""
+    blocks = dict.fromkeys(RUN_EVENTS, 0)
+    for event in frame.events:
+        if isinstance(event, RUN_EVENTS):
+            blocks[type(event)] += len(event.hashes) // HASH_BYTES
+    created, migrated, evicted, stated = blocks.values()
+    return ScannedFrame(
+        frame.instance, frame.epoch, frame.first_offset, frame.next_offset, frame.wall_time_ns, frame.digest,
+        (created, migrated, evicted, stated), at, end, _flaw(frame),
+    )  # fmt: skip
+
+
+def _flaw(frame: Frame) -> str:
+    if not frame.epoch:
+        return "epoch 0 does not exist"
+    for at, event in enumerate(frame.events):
+        is_first = frame.first_offset == 0 and at == 0
+        if isinstance(event, InstanceStarted) != is_first:
+            return f"offset {frame.first_offset + at} is {type(event).__name__}; InstanceStarted is at offset 0 alone"
+        if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
+            return f"the frame is of epoch {frame.epoch}, its InstanceStarted of epoch {event.epoch}"
+    return ""
 
 
 class _Reader:

@@ -11,6 +11,7 @@ KvbmError
 │   ├── TornFrameError     the frame ends before its bytes do
 │   ├── CorruptFrameError  the checksum does not match
 │   └── MalformedFrameError  the checksum matches, the contents make no sense
+├── CheckpointError        a checkpoint of the cluster index that cannot be written, or is not whole
 ├── JournalError           a journal folder that cannot be used
 ├── PoolError              a pool that cannot be opened or used
 │   ├── PoolMismatchError  the pool file belongs to another namespace or shape
@@ -93,6 +94,19 @@ class CorruptFrameError(FrameError):
 
 class MalformedFrameError(FrameError):
     """The checksum matches but the contents make no sense: the writer was not kvbm, or has a bug."""
+
+
+class CheckpointError(KvbmError):
+    """A checkpoint of the cluster index cannot be written, or its bytes are not a whole one. Start without it.
+
+    Attributes:
+        at: position in the file, in bytes.
+    """
+
+    def __init__(self, at: int, detail: str) -> None:
+        super().__init__(f"checkpoint, byte {at}: {detail}")
+        self.at = at
+        self.detail = detail
 
 
 class JournalError(KvbmError):

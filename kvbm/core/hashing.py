@@ -28,10 +28,7 @@ def sequence_hashes(
     Source: README "Sequence hashes"; checked against tests/golden/sequence_hashes.json.
     """
     columns = token_column(tokens)
-    if block_tokens < 1:
-        raise LayoutError(f"block_tokens is {block_tokens}; a block holds at least 1 token")
-    if len(root) != HASH_BYTES:
-        raise LayoutError(f"the root has {len(root)} bytes, not {HASH_BYTES}")
+    _check(block_tokens, [root])
     count = len(columns) // block_tokens
     if extra_keys and len(extra_keys) != count:
         raise LayoutError(f"{len(extra_keys)} extra keys for {count} full blocks; give one a block, or none")
@@ -45,6 +42,35 @@ def sequence_hashes(
         parent = hashlib.sha256(parent + block + extra).digest()[:HASH_BYTES]
         hashes += parent
     return bytes(hashes)
+
+
+def sequence_hashes_batch(
+    prompts: Sequence[Sequence[int] | np.ndarray], block_tokens: int, roots: bytes | Sequence[bytes]
+) -> list[bytes]:
+    """What `sequence_hashes` gives for each prompt. A block waits for the one before it, so prompts are hashed side by side.
+
+    Args:
+        prompts: token ids of each prompt, as `sequence_hashes` takes them.
+        block_tokens: B, tokens per block, at least 1.
+        roots: the hash all chains start from, or one for each prompt.
+    Returns: packed hashes of each prompt, in the order given.
+    Raises: LayoutError: as `sequence_hashes`, or the roots are miscounted.
+    """
+    columns = [token_column(tokens) for tokens in prompts]
+    given = [roots] if isinstance(roots, bytes) else roots
+    _check(block_tokens, given)
+    starts = [roots] * len(columns) if isinstance(roots, bytes) else given
+    if len(starts) != len(columns):
+        raise LayoutError(f"{len(starts)} roots for {len(columns)} prompts; give one a prompt, or one for all")
+    return [sequence_hashes(tokens, block_tokens, root) for tokens, root in zip(columns, starts, strict=True)]
+
+
+def _check(block_tokens: int, roots: Sequence[bytes]) -> None:
+    if block_tokens < 1:
+        raise LayoutError(f"block_tokens is {block_tokens}; a block holds at least 1 token")
+    for root in roots:
+        if len(root) != HASH_BYTES:
+            raise LayoutError(f"the root has {len(root)} bytes, not {HASH_BYTES}")
 
 
 def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

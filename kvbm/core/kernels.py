@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbm.core.checksum import crc32c
-from kvbm.core.codec import Frame, FrameBytes, decode_frame, encode_frame
-from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
+from kvbm.core.errors import FrameError
+from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.ledger import Allocation, Copy, Match, Recovered, TierCounts
+from kvbm.core.residency import FoldedFrame, TierBlocks
 
 
 class SequenceHashes(Protocol):
@@ -41,6 +43,40 @@ class DecodeFrame(Protocol):
     def __call__(self, data: bytes, at: int = 0) -> tuple[Frame, int]: ...
 
 
+class ScanFrames(Protocol):
+    """Signature of `codec.scan_frames`."""
+
+    def __call__(self, data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
+
+
+class Fold(Protocol):
+    """What reading a stream offline needs of `residency.Residencies`, and what its native twin offers."""
+
+    strict: bool
+
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def pools(self) -> Mapping[Tier, PoolStated]: ...
+    def evolve(self, event: Event) -> object: ...
+    def evolve_frame(self, data: bytes, at: int = 0, first: int = 0) -> FoldedFrame: ...
+    def count(self, tier: Tier | None = None) -> int: ...
+    def blocks(self, tier: Tier) -> TierBlocks: ...
+    def tier_digest(self, tier: Tier) -> int: ...
+    def recomputed_digest(self) -> int: ...
+    def is_whole(self, tier: Tier) -> bool: ...
+    def is_cluster(self, tier: Tier) -> bool: ...
+    def miss_events(self) -> None: ...
+    def begin_blind(self, epoch: Epoch) -> object: ...
+
+
+NewFold = Callable[[], Fold]  # strict
+
+
 class Kernels(NamedTuple):
     """One choice of the functions that exist twice.
 
@@ -55,6 +91,7 @@ class Kernels(NamedTuple):
     checksums: ChecksumRows
     encode_frame: EncodeFrame
     decode_frame: DecodeFrame
+    scan_frames: ScanFrames
 
 
 class ChecksumRows(Protocol):
@@ -66,9 +103,6 @@ class ChecksumRows(Protocol):
 def reference_checksums(rows: np.ndarray) -> np.ndarray:
     """The CRC-32C of each row of a C-contiguous (n, bytes) uint8 array, as a u32 array of n."""
     return np.fromiter((crc32c(row.tobytes()) for row in rows), dtype=np.uint32, count=len(rows))
-
-
-REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame)
 
 
 class LedgerTwin(Protocol):
@@ -126,3 +160,6 @@ class LedgerTwin(Protocol):
     def begin_round(self) -> bool: ...
     def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool: ...
     def counts(self, tier: Tier) -> TierCounts: ...
+
+
+REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames)

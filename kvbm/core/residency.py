@@ -7,8 +7,12 @@ neither held here nor part of the digest.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple, assert_never
 
+import numpy as np
+
+from kvbm.core.codec import ScannedFrame, decode_frame, scanned
 from kvbm.core.errors import IllegalEventError
 from kvbm.core.events import (
     BlocksCreated,
@@ -63,6 +67,39 @@ class Delta(NamedTuple):
     claimed: list[Change]
     unclaimed: list[Change]
     anomalies: list[tuple[str, str]]
+
+
+class TierBlocks(NamedTuple):
+    """What one tier holds, by namespace id, and within one in the order it was gained.
+
+    Attributes:
+        hashes: packed, 16 bytes a block.
+        slots: packed little-endian i64, 8 bytes a block; -1 where kvbm does not own the tier's slots.
+        namespaces: runs of blocks of one namespace, as (namespace, blocks).
+    """
+
+    hashes: bytes
+    slots: bytes
+    namespaces: list[tuple[NamespaceId, int]]
+
+
+class FoldedFrame(NamedTuple):
+    """How far a frame was folded.
+
+    Attributes:
+        frame: what the frame says of itself.
+        folded: events folded, those before the first asked for included; fewer than the frame has if one is illegal, or
+            is an InstanceStarted of another epoch than the frame's, which is the caller's to judge.
+        anomalies: rules that were broken by events folded nevertheless.
+        illegal: strict: why the event after them was refused.
+        changed: blocks added, withdrawn, claimed and unclaimed.
+    """
+
+    frame: ScannedFrame
+    folded: int
+    anomalies: list[tuple[str, str]]
+    illegal: IllegalEventError | None
+    changed: tuple[int, int, int, int]
 
 
 def residency_mix(tier: int, block_hash: bytes) -> int:
@@ -129,13 +166,48 @@ class Residencies:
                 assert_never(event)
         return delta
 
+    def evolve_frame(self, data: bytes, at: int = 0, first: int = 0) -> FoldedFrame:
+        """Apply the events of the frame at a position, from index `first` on, as far as they are legal.
+
+        Raises: FrameError: no good frame is there; nothing has changed then.
+        """
+        frame, end = decode_frame(data, at)
+        folded, anomalies, illegal, changed = min(first, len(frame.events)), list[tuple[str, str]](), None, [0, 0, 0, 0]
+        for event in frame.events[first:]:
+            if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
+                break
+            try:
+                delta = self.evolve(event)
+            except IllegalEventError as error:
+                illegal = error
+                break
+            folded += 1
+            anomalies += delta.anomalies
+            changed = [count + len(changes) for count, changes in zip(changed, delta[:4], strict=True)]
+        added, withdrawn, claimed, unclaimed = changed
+        return FoldedFrame(scanned(frame, at, end), folded, anomalies, illegal, (added, withdrawn, claimed, unclaimed))
+
     def recomputed_digest(self) -> int:
         """The digest computed anew from what is held; it equals `digest` unless memory or code is broken."""
-        return sum(residency_mix(tier, block) for tier, held in self.held.items() for block in held) & _MASK
+        return sum(self.tier_digest(tier) for tier in Tier) & _MASK
 
-    def count(self) -> int:
-        """How many residencies are held, all tiers together."""
-        return sum(len(held) for held in self.held.values())
+    def tier_digest(self, tier: Tier) -> int:
+        """What one tier holds, in 64 bits; `digest` is the sum of all tiers' modulo 2**64."""
+        return sum(residency_mix(tier, block) for block in self.held[tier]) & _MASK
+
+    def count(self, tier: Tier | None = None) -> int:
+        """How many residencies are held, in a tier or all together."""
+        return sum(len(held) for held in self.held.values()) if tier is None else len(self.held[tier])
+
+    def blocks(self, tier: Tier) -> TierBlocks:
+        """What a tier holds, as columns."""
+        held = sorted(self.held[tier].items(), key=lambda entry: entry[1].namespace)
+        slots = [-1 if one.slot is None else one.slot for _, one in held]
+        return TierBlocks(
+            b"".join(block for block, _ in held),
+            np.array(slots, dtype="<i8").tobytes(),
+            list(Counter(one.namespace for _, one in held).items()),
+        )
 
     def slot_owner(self, tier: Tier, slot: int) -> SequenceHash | None:
         """The block a slot holds, if any."""

@@ -7,6 +7,7 @@ from typing import TextIO
 
 import msgspec
 
+from kvbm.core.kernels import REFERENCE, DecodeFrame
 from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.order import Damaged
 from kvbm.replay.scan import TORN, Damage
@@ -15,7 +16,12 @@ from kvbm.replay.words import event_fields, event_text, time_text
 
 
 def cat(
-    located: Iterable[Located], out: TextIO, as_json: bool, instance: str | None = None, limit: int | None = None
+    located: Iterable[Located],
+    out: TextIO,
+    as_json: bool,
+    instance: str | None = None,
+    limit: int | None = None,
+    decode_frame: DecodeFrame = REFERENCE.decode_frame,
 ) -> tuple[list[Finding], list[str]]:
     """Write every event, in the order of the source: repeats appear again, holes are visible in the offsets.
 
@@ -39,7 +45,7 @@ def cat(
                 findings.append(damage_finding(damaged))
             continue
         when = time_text(frame.wall_time_ns)
-        for offset, event in enumerate(frame.events, frame.first_offset):
+        for offset, event in enumerate(decode_frame(one.data)[0].events, frame.first_offset):
             if as_json:
                 fields = {
                     "instance": frame.instance, "epoch": frame.epoch, "offset": offset,

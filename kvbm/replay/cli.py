@@ -13,11 +13,10 @@ from typing import TextIO
 import msgspec
 
 from kvbm.core.errors import KvbmError
-from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.kernels import REFERENCE, Kernels, NewFold
 from kvbm.core.residency import Residencies
 from kvbm.replay.cat import cat
 from kvbm.replay.findings import Finding, exit_code
-from kvbm.replay.fold import NewFold
 from kvbm.replay.progress import watched
 from kvbm.replay.source import SourceError, open_source
 from kvbm.replay.stat import stats_of
@@ -136,9 +135,8 @@ def _run(arguments: argparse.Namespace, kernels: Kernels, fold: NewFold) -> int:
     match arguments.command:
         case "cat":
             with _opened(arguments.json) as file:
-                findings, notes = cat(
-                    located, file or sys.stdout, file is not None, arguments.instance, arguments.limit
-                )
+                out, is_json = file or sys.stdout, file is not None
+                findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, kernels.decode_frame)
             return _end(findings, notes)
         case "stat":
             stats = stats_of(source, kernels, fold, arguments.instance, located)

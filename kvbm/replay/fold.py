@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
-from kvbm.core.codec import Frame
+from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import IllegalEventError
 from kvbm.core.events import (
     BlocksCreated,
@@ -18,9 +19,15 @@ from kvbm.core.events import (
     RoundEnded,
 )
 from kvbm.core.ids import Epoch, Offset, Tier
-from kvbm.core.residency import Residencies
+from kvbm.core.kernels import DecodeFrame, NewFold
 
-NewFold = Callable[[], Residencies]
+
+class Illegal(NamedTuple):
+    """An event that is illegal, by its place in the frame, from 0, and its name."""
+
+    place: int
+    event: str
+    error: IllegalEventError
 
 
 class StreamFold:
@@ -28,10 +35,12 @@ class StreamFold:
 
     Args:
         new_fold: makes the fold; the specification, or its native twin.
+        decode_frame: takes frames apart, where events are looked at one by one.
     """
 
-    def __init__(self, new_fold: NewFold) -> None:
+    def __init__(self, new_fold: NewFold, decode_frame: DecodeFrame) -> None:
         self.residencies = new_fold()
+        self._decode_frame = decode_frame
         self.epoch = Epoch(0)
         self.next_offset = Offset(0)
         self.doubtful: set[Tier] = set()
@@ -44,8 +53,25 @@ class StreamFold:
             self._doubt()
         self.next_offset = next_offset
 
-    def evolve(self, frame: Frame, event: Event) -> IllegalEventError | None:
-        """Fold the frame's next event; an illegal one is told, folded as far as it makes sense, and leaves all tiers in doubt."""
+    def evolve(self, frame: ScannedFrame, data: bytes, stop: int | None = None) -> Iterator[Illegal]:
+        """Fold a frame's events, those from index `stop` on left out; exhaust it.
+
+        An illegal event is told, folded as far as it makes sense, and leaves all tiers in doubt.
+        """
+        first = 0
+        if stop is None and not self.doubtful and frame.epoch == self.epoch:
+            self.residencies.strict = True
+            first = self.residencies.evolve_frame(data).folded
+            self.next_offset = Offset(self.next_offset + first)
+            if first == frame.event_count:
+                return
+        events = self._decode_frame(data)[0].events
+        for index, event in enumerate(events[first:stop], first):
+            error = self._evolve(frame, event)
+            if error is not None:
+                yield Illegal(index, type(event).__name__, error)
+
+    def _evolve(self, frame: ScannedFrame, event: Event) -> IllegalEventError | None:
         illegal = self._check_beginning(frame, event)
         if illegal is not None and isinstance(event, InstanceStarted):
             event = msgspec.structs.replace(event, epoch=frame.epoch)
@@ -71,7 +97,7 @@ class StreamFold:
     def agrees(self, digest: int) -> bool:
         """Whether a frame's digest is that of what is held. Where anything is in doubt, it always is."""
         is_same = self.residencies.digest == digest
-        if is_same and not any(self.residencies.held[tier] for tier in self.doubtful):
+        if is_same and not any(self.residencies.count(tier) for tier in self.doubtful):
             self.doubtful.clear()  # the digest covers every tier, so these are empty indeed
         return is_same or bool(self.doubtful)
 
@@ -79,7 +105,7 @@ class StreamFold:
         """What is held was found wrong; every tier is in doubt."""
         self._doubt()
 
-    def _check_beginning(self, frame: Frame, event: Event) -> IllegalEventError | None:
+    def _check_beginning(self, frame: ScannedFrame, event: Event) -> IllegalEventError | None:
         """Enter the frame's epoch, which must begin with the event that says so."""
         is_new = frame.epoch != self.epoch
         if is_new:
@@ -107,7 +133,7 @@ class StreamFold:
         residencies = self.residencies
         residencies.miss_events()
         known = set(residencies.pools) or set(Tier)  # without a beginning, any tier may hold something
-        self.doubtful = {t for t in Tier if (t in known or residencies.held[t]) and not residencies.is_cluster(t)}
+        self.doubtful = {t for t in Tier if (t in known or residencies.count(t)) and not residencies.is_cluster(t)}
 
 
 def _tiers(event: Event) -> tuple[Tier, ...]:

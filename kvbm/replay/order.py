@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from kvbm.core.codec import Frame
+from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located
@@ -32,7 +32,7 @@ class Next(NamedTuple):
     """A frame to fold: it continues the stream."""
 
     located: Located
-    frame: Frame
+    frame: ScannedFrame
 
 
 class Missing(NamedTuple):
@@ -73,14 +73,14 @@ class Conflict(NamedTuple):
     """A frame for offsets that were seen, with other bytes."""
 
     located: Located
-    frame: Frame
+    frame: ScannedFrame
 
 
 class WentBack(NamedTuple):
     """A frame of an older epoch that was not seen before. `epoch` is the newer one."""
 
     located: Located
-    frame: Frame
+    frame: ScannedFrame
     epoch: Epoch
 
 
@@ -121,7 +121,7 @@ class _Seen:
         self.prints = array("Q")
         self.end = Offset(0)  # the offset after the last of them
 
-    def add(self, frame: Frame, data: bytes) -> None:
+    def add(self, frame: ScannedFrame, data: bytes) -> None:
         self.firsts.append(frame.first_offset)
         self.prints.append(_fingerprint(data))
         self.end = frame.next_offset
@@ -150,7 +150,7 @@ class _Order:
         self._aside_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
 
-    def take(self, located: Located, frame: Frame) -> Iterator[Step]:
+    def take(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """The steps that this frame makes possible."""
         place = (frame.epoch, frame.first_offset)
         if not self._aside and self._seen and place == (self._epoch, self._next):
@@ -184,7 +184,7 @@ class _Order:
         self._last_order = max(self._last_order, located.order)
         return step
 
-    def _judge_old(self, located: Located, frame: Frame) -> Iterator[Step]:
+    def _judge_old(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """A frame before the place that was reached."""
         seen = self._seen.get(frame.epoch) or _Seen()
         if seen.is_same(frame.first_offset, located.data):

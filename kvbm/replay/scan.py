@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvbm.core.codec import MAGIC, VERSION, Frame, FrameHeader, decode_header
+from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
 from kvbm.core.kernels import Kernels
 
@@ -14,6 +14,7 @@ CORRUPT, NEWER, TORN = "corrupt-frame", "newer-frame", "torn-tail"
 
 _HEADER_MOST = 48 + 255  # header and the longest name
 _SCAN_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 20  # frames are proven good so many bytes at a time
 
 ReadAt = Callable[[int, int], bytes]  # (at, size) → that many bytes, fewer only at the end
 
@@ -33,33 +34,50 @@ class Damage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A frame with its bytes, or damage; and where it begins."""
+    """A frame with its bytes, or damage; and where it begins. `at` counts; the frame's own says where it lay in some buffer."""
 
     at: int
-    found: Frame | Damage
+    found: ScannedFrame | Damage
     data: bytes
 
 
 def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
     """The frames of the bytes [0, end), each with its position, and damage where there is none."""
-    at = 0
+    at = base = 0
+    batch = b""  # the bytes from `base` on
     while at < end:
+        frames, error = kernels.scan_frames(batch, at - base)
+        if not frames and (error is None or isinstance(error, TornFrameError)) and (at > base or not batch):
+            base, batch = at, read(at, min(_BATCH_BYTES, end - at))
+            frames, error = kernels.scan_frames(batch)
+        for frame in frames:
+            yield Piece(base + frame.at, frame, batch[frame.at : frame.end])
+        if frames:
+            at = base + frames[-1].end
+            continue
         try:
-            frame, data = _decode_at(read, at, end, kernels)
-        except FrameError as error:
-            damage = _damage(read, at, end, kernels, error)
+            found, data = _scan_at(read, at, end, kernels)  # it may only be longer than a batch
+        except FrameError as refusal:
+            damage = _damage(read, at, end, kernels, refusal)
             yield Piece(at, damage, b"")
             at += damage.size
         else:
-            yield Piece(at, frame, data)
+            yield Piece(at, found, data)
             at += len(data)
 
 
-def _decode_at(read: ReadAt, at: int, end: int, kernels: Kernels) -> tuple[Frame, bytes]:
+def _scan_at(read: ReadAt, at: int, end: int, kernels: Kernels) -> tuple[ScannedFrame, bytes]:
     header = decode_header(read(at, min(_HEADER_MOST, end - at)))
     data = read(at, min(header.frame_bytes, end - at))
-    frame, _ = kernels.decode_frame(data)
-    return frame, data
+    return _only_frame(data, kernels), data
+
+
+def _only_frame(data: bytes, kernels: Kernels) -> ScannedFrame:
+    """The one frame these bytes are. Raises FrameError."""
+    frames, error = kernels.scan_frames(data)
+    if error is not None:
+        raise error
+    return frames[0]
 
 
 def _damage(read: ReadAt, at: int, end: int, kernels: Kernels, error: FrameError) -> Damage:
@@ -113,7 +131,7 @@ def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: Frame
     position = at + 1
     while (position := _find_magic(read, position, stop)) < stop:
         try:
-            _decode_at(read, position, end, kernels)
+            _scan_at(read, position, end, kernels)
         except FrameError:
             position += 1
         else:

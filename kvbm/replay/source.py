@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from kvbm.core.codec import MAGIC, Frame
+from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
 from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
@@ -50,7 +50,7 @@ class Located(NamedTuple):
         order: the place among all that was read, from 0.
     """
 
-    found: Frame | Damage
+    found: ScannedFrame | Damage
     place: Place
     data: bytes
     group: str
@@ -193,5 +193,5 @@ def _open_folder(name: str, folder: Path) -> FileSource:
 def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:
     """The frames of one instance, or of all. Damage stays: nobody knows whose it is."""
     for one in located:
-        if instance is None or not isinstance(one.found, Frame) or one.found.instance == instance:
+        if instance is None or isinstance(one.found, Damage) or one.found.instance == instance:
             yield one

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.codec import Frame
-from kvbm.core.ids import InstanceId
-from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.codec import RUN_EVENTS, ScannedFrame
+from kvbm.core.ids import InstanceId, Tier
+from kvbm.core.kernels import REFERENCE, Kernels, NewFold
 from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
-from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.fold import StreamFold
 from kvbm.replay.order import Begins, Missing, Next, Repeat, StreamKey, in_order
 from kvbm.replay.source import Located, Source, only
-from kvbm.replay.words import block_count, counted, time_text
+from kvbm.replay.words import counted, time_text
 
 
 class InstanceStat(msgspec.Struct, kw_only=True):
@@ -96,12 +96,12 @@ def size_text(size: int, blocks: int) -> str:
 class _Counter:
     """Counts one stream."""
 
-    def __init__(self, key: StreamKey, new_fold: NewFold) -> None:
+    def __init__(self, key: StreamKey, new_fold: NewFold, kernels: Kernels) -> None:
         self.stat = InstanceStat(instance=key.instance, group=key.group)
-        self.fold = StreamFold(new_fold)
+        self.fold = StreamFold(new_fold, kernels.decode_frame)
         self._epochs: set[int] = set()
 
-    def take(self, frame: Frame, size: int) -> None:
+    def take(self, frame: ScannedFrame, data: bytes) -> None:
         stat = self.stat
         if not stat.frames:
             stat.first_wall_time_ns = frame.wall_time_ns
@@ -109,18 +109,18 @@ class _Counter:
         self._epochs.add(frame.epoch)
         stat.epochs = len(self._epochs)
         stat.frames += 1
-        stat.bytes += size
-        stat.events += len(frame.events)
-        for event in frame.events:
-            if blocks := block_count(event):
-                name = type(event).__name__
-                stat.blocks[name] = stat.blocks.get(name, 0) + blocks
-            self.fold.evolve(frame, event)
+        stat.bytes += len(data)
+        stat.events += frame.event_count
+        for kind, blocks in zip(RUN_EVENTS, frame.blocks, strict=True):
+            if blocks:
+                stat.blocks[kind.__name__] = stat.blocks.get(kind.__name__, 0) + blocks
+        for _ in self.fold.evolve(frame, data):
+            pass  # stat judges nothing
         self.fold.agrees(frame.digest)
 
     def finish(self) -> InstanceStat:
-        held = self.fold.residencies.held
-        self.stat.held = {tier.name: len(blocks) for tier, blocks in held.items() if blocks}
+        residencies = self.fold.residencies
+        self.stat.held = {tier.name: count for tier in Tier if (count := residencies.count(tier))}
         self.stat.is_doubtful = bool(self.fold.doubtful)
         return self.stat
 
@@ -145,10 +145,10 @@ def stats_of(
     for key, step in undamaged(items, stats.notes, stats.findings):
         counter = counters.get(key)
         if counter is None:
-            counter = counters[key] = _Counter(key, fold)
+            counter = counters[key] = _Counter(key, fold, kernels)
         match step:
             case Next():
-                counter.take(step.frame, len(step.located.data))
+                counter.take(step.frame, step.located.data)
             case Missing():
                 counter.stat.missing_events += step.next - step.first
                 counter.fold.miss(step.epoch, step.next)

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.codec import Frame
-from kvbm.core.ids import InstanceId, Tier
-from kvbm.core.kernels import REFERENCE, Kernels
-from kvbm.core.residency import Residencies, residency_mix
+from kvbm.core.codec import ScannedFrame
+from kvbm.core.ids import InstanceId, Tier, split_hashes
+from kvbm.core.kernels import REFERENCE, Fold, Kernels, NewFold
+from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
-from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.fold import StreamFold
 from kvbm.replay.order import Begins, Missing, Next, StreamKey, in_order
+from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import END, At, counted, time_text
 
@@ -86,14 +87,14 @@ class States(msgspec.Struct, kw_only=True):
 class _Cut:
     """Folds one stream up to a place and no further."""
 
-    def __init__(self, at: At, new_fold: NewFold) -> None:
-        self.fold = StreamFold(new_fold)
-        self.last: Frame | None = None
+    def __init__(self, at: At, new_fold: NewFold, kernels: Kernels) -> None:
+        self.fold = StreamFold(new_fold, kernels.decode_frame)
+        self.last: ScannedFrame | None = None
         self.is_whole_frame = False
         self._at = at
         self._is_over = False
 
-    def take(self, frame: Frame) -> None:
+    def take(self, frame: ScannedFrame, data: bytes) -> None:
         """Fold what of this frame lies before the place."""
         at = self._at
         if at.time_us is not None and frame.wall_time_ns // 1000 > at.time_us:
@@ -101,18 +102,18 @@ class _Cut:
         if self._is_over or (at.epoch is not None and frame.epoch > at.epoch):
             return
         bound = at.offset if at.offset is not None and at.epoch in (None, frame.epoch) else frame.next_offset
-        events = frame.events[: max(0, bound - frame.first_offset)]
-        for event in events:
-            self.fold.evolve(frame, event)
-        if events:
+        stop = max(0, bound - frame.first_offset)
+        if stop:
             self.last = frame
-            self.is_whole_frame = len(events) == len(frame.events)
+            self.is_whole_frame = stop >= frame.event_count
+            for _ in self.fold.evolve(frame, data, None if self.is_whole_frame else stop):
+                pass  # verify judges, state shows
 
     def miss(self, step: Missing | Begins) -> None:
         """Events were missed, unless they lie beyond the place."""
         at, after = self._at, step.after if isinstance(step, Missing) else step.located
         frame = after.found
-        is_late = at.time_us is not None and isinstance(frame, Frame) and frame.wall_time_ns // 1000 > at.time_us
+        is_late = at.time_us is not None and not isinstance(frame, Damage) and frame.wall_time_ns // 1000 > at.time_us
         if self._is_over or is_late or (at.epoch is not None and step.epoch > at.epoch):
             return
         first, following = (step.first, step.next) if isinstance(step, Missing) else (step.offset, step.offset)
@@ -152,9 +153,9 @@ def states_at(
     for key, step in undamaged(items, states.notes, states.findings):
         cut = cuts.get(key)
         if cut is None:
-            cut = cuts[key] = _Cut(at, fold)
+            cut = cuts[key] = _Cut(at, fold, kernels)
         if isinstance(step, Next):
-            cut.take(step.frame)
+            cut.take(step.frame, step.located.data)
         elif isinstance(step, Missing | Begins):
             cut.miss(step)
     for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
@@ -181,7 +182,7 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
     tiers = [
         _tier_state(residencies, tier, tier in fold.doubtful, with_blocks)
         for tier in Tier
-        if residencies.held[tier]
+        if residencies.count(tier)
         or tier in fold.doubtful
         or (tier in residencies.pools and not residencies.is_cluster(tier))
     ]
@@ -193,13 +194,19 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
     )  # fmt: skip
 
 
-def _tier_state(residencies: Residencies, tier: Tier, is_doubtful: bool, with_blocks: bool) -> TierState:
-    held = residencies.held[tier]
-    digest = sum(residency_mix(tier, block) for block in held) % (1 << 64)
-    blocks = None
-    if with_blocks:
-        blocks = [
-            BlockState(hash=block.hex(), namespace=held[block].namespace.hex(), slot=held[block].slot)
-            for block in sorted(held)
-        ]
-    return TierState(tier=tier.name, held=len(held), digest=f"{digest:016x}", doubtful=is_doubtful, blocks=blocks)
+def _tier_state(residencies: Fold, tier: Tier, is_doubtful: bool, with_blocks: bool) -> TierState:
+    return TierState(
+        tier=tier.name, held=residencies.count(tier), digest=f"{residencies.tier_digest(tier):016x}",
+        doubtful=is_doubtful, blocks=_block_states(residencies, tier) if with_blocks else None,
+    )  # fmt: skip
+
+
+def _block_states(residencies: Fold, tier: Tier) -> list[BlockState]:
+    blocks = residencies.blocks(tier)
+    owners = (namespace.hex() for namespace, count in blocks.namespaces for _ in range(count))
+    slots = memoryview(blocks.slots).cast("q")
+    found = [
+        BlockState(hash=block.hex(), namespace=owner, slot=None if slot < 0 else slot)
+        for block, owner, slot in zip(split_hashes(blocks.hashes), owners, slots, strict=True)
+    ]
+    return sorted(found, key=lambda block: block.hash)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvbm.core.codec import Frame
-from kvbm.core.errors import IllegalEventError
-from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.core.codec import ScannedFrame
+from kvbm.core.kernels import REFERENCE, DecodeFrame, Kernels, NewFold
 from kvbm.core.residency import Residencies
 from kvbm.replay.findings import (
     CONFLICT,
@@ -22,7 +21,7 @@ from kvbm.replay.findings import (
     damage_finding,
     damage_words,
 )
-from kvbm.replay.fold import NewFold, StreamFold
+from kvbm.replay.fold import Illegal, StreamFold
 from kvbm.replay.holes import Hole, explained_by
 from kvbm.replay.order import (
     Begins,
@@ -39,7 +38,7 @@ from kvbm.replay.order import (
 )
 from kvbm.replay.scan import TORN
 from kvbm.replay.source import Located, Source, only
-from kvbm.replay.words import block_count, counted, offsets
+from kvbm.replay.words import counted, offsets
 
 
 class Verified(msgspec.Struct, kw_only=True):
@@ -92,7 +91,7 @@ def verify(
         instance: only this one's frames.
         located: what was read from the source, where somebody watches it pass.
     """
-    verifier = _Verifier(source.name, fold)
+    verifier = _Verifier(source.name, fold, kernels.decode_frame)
     read = source.read(kernels) if located is None else located
     for item in in_order(only(read, instance), source.is_trimmed):
         verifier.take(item)
@@ -100,9 +99,10 @@ def verify(
 
 
 class _Verifier:
-    def __init__(self, name: str, new_fold: NewFold) -> None:
+    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame) -> None:
         self.report = Verified(source=name)
         self._new_fold = new_fold
+        self._decode_frame = decode_frame
         self._folds: dict[StreamKey, StreamFold] = {}
         self._epochs: set[tuple[StreamKey, int]] = set()
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
@@ -150,19 +150,17 @@ class _Verifier:
     def _fold_of(self, key: StreamKey) -> StreamFold:
         fold = self._folds.get(key)
         if fold is None:
-            fold = self._folds[key] = StreamFold(self._new_fold)
+            fold = self._folds[key] = StreamFold(self._new_fold, self._decode_frame)
         return fold
 
     def _fold(self, key: StreamKey, step: Next) -> None:
         frame, fold = step.frame, self._fold_of(key)
         self._epochs.add((key, frame.epoch))
         self.report.frames += 1
-        self.report.events += len(frame.events)
-        for index, event in enumerate(frame.events):
-            self.report.blocks += block_count(event)
-            illegal = fold.evolve(frame, event)
-            if illegal is not None:
-                self._find_illegal(step, index, illegal)
+        self.report.events += frame.event_count
+        self.report.blocks += sum(frame.blocks)
+        for illegal in fold.evolve(frame, step.located.data):
+            self._find_illegal(step, illegal)
         if not fold.agrees(frame.digest):
             why = (
                 f"after {offsets(frame)} the fold holds {fold.residencies.count():,} blocks with digest "
@@ -171,11 +169,11 @@ class _Verifier:
             self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
             fold.diverge()
 
-    def _find_illegal(self, step: Next, index: int, error: IllegalEventError) -> None:
-        frame = step.frame
-        name = type(frame.events[index]).__name__
-        kind = SKIPPED if error.rule in ROUND_RULES else ILLEGAL
-        self._find(kind, f"{name} breaks {error}", step.located, frame, frame.first_offset + index, error.rule)
+    def _find_illegal(self, step: Next, illegal: Illegal) -> None:
+        frame, rule = step.frame, illegal.error.rule
+        kind = SKIPPED if rule in ROUND_RULES else ILLEGAL
+        why = f"{illegal.event} breaks {illegal.error}"
+        self._find(kind, why, step.located, frame, frame.first_offset + illegal.place, rule)
 
     def _find_hole(self, hole: Hole) -> None:
         step = hole.step
@@ -194,7 +192,7 @@ class _Verifier:
         kind: str,
         message: str,
         located: Located,
-        frame: Frame,
+        frame: ScannedFrame,
         offset: int | None = None,
         rule: str | None = None,
     ) -> None:

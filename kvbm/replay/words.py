@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, NamedTuple, assert_never
 
-from kvbm.core.codec import Frame
+from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import (
     BlocksCreated,
@@ -76,17 +76,10 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def offsets(frame: Frame) -> str:
+def offsets(frame: ScannedFrame) -> str:
     """The offsets a frame covers."""
     last = frame.next_offset - 1
     return f"offset {last:,}" if last == frame.first_offset else f"offsets {frame.first_offset:,} to {last:,}"
-
-
-def block_count(event: Event) -> int:
-    """How many blocks an event covers."""
-    if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated):
-        return len(event.hashes) // HASH_BYTES
-    return 0
 
 
 def event_text(event: Event) -> str:

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import structlog
 
-from kvbm.core.codec import VERSION, Frame, FrameBytes
+from kvbm.core.codec import VERSION, FrameBytes, ScannedFrame
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.kernels import Kernels
@@ -196,21 +196,16 @@ class Journal:
 
     def _scan(self, segment: Segment) -> Segment:
         data = segment.path.read_bytes()
-        at = 0
-        while at < len(data):
-            try:
-                frame, end = self._kernels.decode_frame(data, at)
-            except NewerFrameError as error:
-                raise JournalError(
-                    f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
-                    f"{VERSION}); upgrade kvbm or use another folder"
-                ) from None
-            except FrameError as error:
-                self._cut(segment, data, at, error)
-                break
-            segment.entries.append(_Entry(frame.first_offset, frame.next_offset, at, end - at))
-            at = end
-        segment.size = at
+        frames, error = self._kernels.scan_frames(data)
+        if isinstance(error, NewerFrameError):
+            raise JournalError(
+                f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
+                f"{VERSION}); upgrade kvbm or use another folder"
+            )
+        segment.entries += [_Entry(one.first_offset, one.next_offset, one.at, one.end - one.at) for one in frames]
+        segment.size = frames[-1].end if frames else 0
+        if error is not None:
+            self._cut(segment, data, segment.size, error)
         return segment
 
     def _cut(self, segment: Segment, data: bytes, at: int, error: FrameError) -> None:
@@ -327,16 +322,20 @@ class Journal:
                         room -= entry.size
         return found
 
-    def frames(self, epoch: Epoch) -> Iterator[Frame]:
-        """The frames of one epoch, decoded, in order. Raises FrameError: the file has changed since it was opened."""
+    def frames(self, epoch: Epoch) -> Iterator[tuple[ScannedFrame, bytes]]:
+        """The frames of one epoch, in order, each with the segment's bytes it lies in.
+
+        Raises: FrameError: the file has changed since it was opened.
+        """
         with self._guard:
             paths = [(segment.path, segment.size) for segment in self._segments if segment.epoch == epoch]
         for path, size in paths:
             data = path.read_bytes()[:size]
-            at = 0
-            while at < len(data):
-                frame, at = self._kernels.decode_frame(data, at)
-                yield frame
+            frames, error = self._kernels.scan_frames(data)
+            for frame in frames:
+                yield frame, data
+            if error is not None:
+                raise error
 
     def close(self) -> None:
         """Close the files and unlock the folder. Idempotent."""

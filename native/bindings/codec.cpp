@@ -1,12 +1,17 @@
 #include "kvbm/codec.hpp"
 
+#include <Python.h>
+#include <structmember.h>
+
 #include <algorithm>
-#include <initializer_list>
+#include <array>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "frames.hpp"
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -29,20 +34,46 @@ nb::object attribute(nb::handle object, const nb::object& name) {
   return nb::steal(value);
 }
 
-// A msgspec struct made from keyword arguments, in a fixed order, without a dictionary.
+// Where a class keeps a field inside its objects, in bytes; -1 when it does not say.
+Py_ssize_t offset_of(nb::handle kind, const nb::object& field) {
+  const nb::object descriptor = attribute(kind, field);
+  if (Py_TYPE(descriptor.ptr()) != &PyMemberDescr_Type) {
+    return -1;
+  }
+  const PyMemberDef* const member = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member;
+  return member->type == T_OBJECT_EX ? member->offset : -1;
+}
+
+// A msgspec struct: made from keyword arguments without a dictionary, and read without a search for its attributes.
+template <std::size_t kFields>
 class StructClass {
  public:
-  StructClass(const nb::module_& module, const char* name, std::initializer_list<const char*> fields)
+  StructClass(const nb::module_& module, const char* name, const std::array<const char*, kFields>& fields)
       : kind_(module.attr(name)) {
     nb::list names;
-    for (const char* const field : fields) {
-      names.append(interned(field));
+    for (std::size_t index = 0; index < kFields; ++index) {
+      names.append(interned(fields[index]));
+      offsets_[index] = offset_of(kind_, names[index]);
     }
     names_ = nb::tuple(names);
   }
 
+  std::array<nb::object, kFields> fields(nb::handle object) const {
+    const bool is_ours = is_type_of(object);
+    std::array<nb::object, kFields> values;
+    for (std::size_t index = 0; index < kFields; ++index) {
+      PyObject* value = nullptr;
+      if (is_ours && offsets_[index] >= 0) {
+        std::memcpy(&value, reinterpret_cast<const char*>(object.ptr()) + offsets_[index], sizeof value);
+      }
+      values[index] = value != nullptr ? nb::borrow(value) : attribute(object, names_[index]);
+    }
+    return values;
+  }
+
   template <class... Values>
   nb::object operator()(const Values&... values) const {
+    static_assert(sizeof...(values) == kFields);
     PyObject* const arguments[] = {values.ptr()...};
     PyObject* const made = PyObject_Vectorcall(kind_.ptr(), arguments, 0, names_.ptr());
     if (made == nullptr) {
@@ -56,8 +87,9 @@ class StructClass {
   }
 
  private:
-  nb::object kind_;  // the class
-  nb::tuple names_;  // its fields, in the order values are given
+  nb::object kind_;                               // the class
+  nb::tuple names_;                               // its fields, in the order values are given and returned
+  std::array<Py_ssize_t, kFields> offsets_ = {};  // where each lies in an object, or -1
 };
 
 // The members of an IntEnum that counts from 0.
@@ -113,11 +145,10 @@ std::string_view utf8(nb::handle name, const char* whose) {
   return {text, static_cast<std::size_t>(size)};
 }
 
-nb::object python_text(std::string_view text) { return nb::str(text.data(), text.size()); }
-
 // A hash or namespace id of exactly 16 bytes. Throws Error: kLayout.
-std::array<std::uint8_t, kHashBytes> sixteen(nb::object value, const char* what, Keepers& keepers) {
-  const Bytes view = kept_bytes(std::move(value), keepers);
+std::array<std::uint8_t, kHashBytes> sixteen(const nb::object& value, const char* what) {
+  const nb::object owner = as_bytes(value);
+  const Bytes view = view_of(owner);
   if (view.size() != kHashBytes) {
     throw Error(ErrorCode::kLayout, std::string(what) + " of " + std::to_string(view.size()) + " bytes, not " +
                                         std::to_string(kHashBytes));
@@ -126,6 +157,8 @@ std::array<std::uint8_t, kHashBytes> sixteen(nb::object value, const char* what,
   std::copy_n(view.begin(), kHashBytes, id.begin());
   return id;
 }
+
+}  // namespace
 
 // The Python classes and attribute names of frames. Made once at import, immutable; GIL held.
 struct FrameClasses {
@@ -138,31 +171,32 @@ struct FrameClasses {
   EnumClass migrate_cause{events, "MigrateCause"};
   EnumClass stop_reason{events, "StopReason"};
 
-  StructClass started{events, "InstanceStarted", {}};
-  StructClass created{events, "BlocksCreated", {"namespace", "tier", "hashes", "slots", "parent", "start"}};
-  StructClass migrated{events, "BlocksMigrated", {"namespace", "source", "target", "kept", "cause", "hashes", "slots"}};
-  StructClass evicted{events, "BlocksEvicted", {"namespace", "tier", "reason", "hashes"}};
-  StructClass stated{events, "ResidenciesStated", {"namespace", "tier", "round", "hashes", "slots"}};
-  StructClass round_ended{events, "RoundEnded", {"tier", "round", "count"}};
-  StructClass stopped{events, "InstanceStopped", {"reason"}};
-  StructClass frame{codec, "Frame", {"instance", "epoch", "first_offset", "wall_time_ns", "digest", "events"}};
+  StructClass<0> started{events, "InstanceStarted", {}};
+  StructClass<6> created{events, "BlocksCreated", {{"namespace", "tier", "hashes", "slots", "parent", "start"}}};
+  StructClass<7> migrated{events, "BlocksMigrated", {{"namespace", "source", "target", "kept", "cause", "hashes", "slots"}}};
+  StructClass<4> evicted{events, "BlocksEvicted", {{"namespace", "tier", "reason", "hashes"}}};
+  StructClass<5> stated{events, "ResidenciesStated", {{"namespace", "tier", "round", "hashes", "slots"}}};
+  StructClass<3> round_ended{events, "RoundEnded", {{"tier", "round", "count"}}};
+  StructClass<1> stopped{events, "InstanceStopped", {{"reason"}}};
+  StructClass<6> frame{codec, "Frame", {{"instance", "epoch", "first_offset", "wall_time_ns", "digest", "events"}}};
 
   nb::object encode_started = codec.attr("encode_started");
   nb::object decode_started = codec.attr("decode_started");
   nb::object no_parent = ids.attr("NO_PARENT");
   nb::object no_slots = nb::bytes("", 0);
-
-  // One for each attribute that is read.
-  nb::object a_namespace = interned("namespace"), a_tier = interned("tier"), a_hashes = interned("hashes");
-  nb::object a_slots = interned("slots"), a_parent = interned("parent"), a_start = interned("start");
-  nb::object a_source = interned("source"), a_target = interned("target"), a_kept = interned("kept");
-  nb::object a_cause = interned("cause"), a_reason = interned("reason"), a_round = interned("round");
-  nb::object a_count = interned("count"), a_instance = interned("instance"), a_epoch = interned("epoch");
-  nb::object a_first_offset = interned("first_offset"), a_wall_time_ns = interned("wall_time_ns");
-  nb::object a_digest = interned("digest"), a_events = interned("events");
 };
 
-using SharedClasses = std::shared_ptr<const FrameClasses>;
+SharedClasses frame_classes() { return std::make_shared<const FrameClasses>(); }
+
+nb::object python_text(std::string_view text) { return nb::str(text.data(), text.size()); }
+
+const nb::object& python_tier(const FrameClasses& classes, Tier tier) { return classes.tier(tier); }
+
+nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t at) {
+  return classes.decode_started(copy_bytes(blob), at);
+}
+
+namespace {
 
 // -- Python → C++ ------------------------------------------------------------------------------------------------------
 
@@ -174,27 +208,29 @@ bool is_true(nb::handle value) {
   return truth != 0;
 }
 
+}  // namespace
+
 Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) {
-  const auto get = [&](const nb::object& name) { return attribute(event, name); };
-  const auto bytes = [&](const nb::object& name) { return kept_bytes(get(name), keepers); };
-  const auto namespace_id = [&] { return sixteen(get(classes.a_namespace), "a namespace id", keepers); };
+  const auto bytes = [&](nb::object& value) { return kept_bytes(std::move(value), keepers); };
+  const auto namespace_of = [](const nb::object& value) { return sixteen(value, "a namespace id"); };
   if (classes.created.is_type_of(event)) {
-    return BlocksCreated{.namespace_id = namespace_id(),
-                         .tier = code<Tier>(get(classes.a_tier)),
-                         .start = number<std::uint32_t>(get(classes.a_start)),
-                         .parent = sixteen(get(classes.a_parent), "a parent hash", keepers),
-                         .hashes = bytes(classes.a_hashes),
-                         .slots = bytes(classes.a_slots)};
+    auto [namespace_id, tier, hashes, slots, parent, start] = classes.created.fields(event);
+    return BlocksCreated{.namespace_id = namespace_of(namespace_id),
+                         .tier = code<Tier>(tier),
+                         .start = number<std::uint32_t>(start),
+                         .parent = sixteen(parent, "a parent hash"),
+                         .hashes = bytes(hashes),
+                         .slots = bytes(slots)};
   }
   if (classes.migrated.is_type_of(event)) {
-    BlocksMigrated migrated{.namespace_id = namespace_id(),
+    auto [namespace_id, source, target, kept, cause, hashes, slots] = classes.migrated.fields(event);
+    BlocksMigrated migrated{.namespace_id = namespace_of(namespace_id),
                             .source = Tier::kHbm,
-                            .target = code<Tier>(get(classes.a_target)),
-                            .kept = is_true(get(classes.a_kept)),
-                            .cause = code<MigrateCause>(get(classes.a_cause)),
-                            .hashes = bytes(classes.a_hashes),
-                            .slots = bytes(classes.a_slots)};
-    nb::object source = get(classes.a_source);
+                            .target = code<Tier>(target),
+                            .kept = is_true(kept),
+                            .cause = code<MigrateCause>(cause),
+                            .hashes = bytes(hashes),
+                            .slots = bytes(slots)};
     if (classes.tier.has(source)) {
       migrated.source = code<Tier>(source);
     } else {
@@ -204,25 +240,29 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
     return migrated;
   }
   if (classes.evicted.is_type_of(event)) {
-    return BlocksEvicted{.namespace_id = namespace_id(),
-                         .tier = code<Tier>(get(classes.a_tier)),
-                         .reason = code<EvictReason>(get(classes.a_reason)),
-                         .hashes = bytes(classes.a_hashes)};
+    auto [namespace_id, tier, reason, hashes] = classes.evicted.fields(event);
+    return BlocksEvicted{.namespace_id = namespace_of(namespace_id),
+                         .tier = code<Tier>(tier),
+                         .reason = code<EvictReason>(reason),
+                         .hashes = bytes(hashes)};
   }
   if (classes.stated.is_type_of(event)) {
-    return ResidenciesStated{.namespace_id = namespace_id(),
-                             .tier = code<Tier>(get(classes.a_tier)),
-                             .round = number<std::uint32_t>(get(classes.a_round)),
-                             .hashes = bytes(classes.a_hashes),
-                             .slots = bytes(classes.a_slots)};
+    auto [namespace_id, tier, round, hashes, slots] = classes.stated.fields(event);
+    return ResidenciesStated{.namespace_id = namespace_of(namespace_id),
+                             .tier = code<Tier>(tier),
+                             .round = number<std::uint32_t>(round),
+                             .hashes = bytes(hashes),
+                             .slots = bytes(slots)};
   }
   if (classes.round_ended.is_type_of(event)) {
-    return RoundEnded{.tier = code<Tier>(get(classes.a_tier)),
-                      .round = number<std::uint32_t>(get(classes.a_round)),
-                      .count = number<std::uint32_t>(get(classes.a_count))};
+    const auto [tier, round, count] = classes.round_ended.fields(event);
+    return RoundEnded{.tier = code<Tier>(tier),
+                      .round = number<std::uint32_t>(round),
+                      .count = number<std::uint32_t>(count)};
   }
   if (classes.stopped.is_type_of(event)) {
-    return InstanceStopped{.reason = code<StopReason>(get(classes.a_reason))};
+    const auto [reason] = classes.stopped.fields(event);
+    return InstanceStopped{.reason = code<StopReason>(reason)};
   }
   if (classes.started.is_type_of(event)) {
     return InstanceStarted{.blob = kept_bytes(classes.encode_started(event), keepers)};
@@ -230,17 +270,20 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
   throw nb::type_error("a frame holds events of kvbm.core.events only");
 }
 
+namespace {
+
 nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
-  const nb::object name = attribute(frame, classes.a_instance);
-  const nb::object events = attribute(frame, classes.a_events);
+  const auto [name, epoch, first_offset, wall_time_ns, digest, events] = classes.frame.fields(frame);
   FrameHeader header;
   header.instance = utf8(name, "the instance's name");
-  header.epoch = number<std::uint64_t>(attribute(frame, classes.a_epoch));
-  header.first_offset = number<std::uint64_t>(attribute(frame, classes.a_first_offset));
-  header.wall_time_ns = number<std::uint64_t>(attribute(frame, classes.a_wall_time_ns));
-  header.digest = number<std::uint64_t>(attribute(frame, classes.a_digest));
-  FrameWriter writer(header);
+  header.epoch = number<std::uint64_t>(epoch);
+  header.first_offset = number<std::uint64_t>(first_offset);
+  header.wall_time_ns = number<std::uint64_t>(wall_time_ns);
+  header.digest = number<std::uint64_t>(digest);
+  const std::size_t event_count = nb::len_hint(events);
+  FrameWriter writer(header, event_count);
   Keepers keepers;
+  keepers.reserve(2 * event_count);  // the hashes and slots of each
   for (nb::handle event : events) {
     writer.add(event_of(event, classes, keepers));
   }
@@ -261,7 +304,7 @@ class EventMaker {
  public:
   EventMaker(const FrameClasses& classes, std::uint64_t at) : classes_(classes), at_(at) {}
 
-  nb::object operator()(const InstanceStarted& event) { return classes_.decode_started(copy_bytes(event.blob), at_); }
+  nb::object operator()(const InstanceStarted& event) { return decode_started(classes_, event.blob, at_); }
 
   nb::object operator()(const BlocksCreated& event) {
     const nb::object parent = event.parent == kNoParent ? classes_.no_parent : copy_bytes(event.parent);
@@ -334,7 +377,7 @@ nb::object decode(Bytes data, std::size_t at, const FrameClasses& classes) {
 }  // namespace
 
 void bind_codec(nb::module_& module, const SharedErrors& errors) {
-  const auto classes = std::make_shared<const FrameClasses>();
+  const SharedClasses classes = frame_classes();
   module.def(
       "encode_frame",
       [errors, classes](nb::handle frame) { return translated(errors, [&] { return encode(frame, *classes); }); },

@@ -65,33 +65,82 @@ struct ExtraKeys {
   std::vector<Bytes> views;  // the same as spans
 };
 
-void check_sizes(const Tokens& tokens, std::int64_t block_tokens, const nb::bytes& root, const ExtraKeys& keys) {
+std::size_t checked_block_tokens(std::int64_t block_tokens) {
   if (block_tokens < 1) {
     throw Error(ErrorCode::kLayout,
                 "block_tokens is " + std::to_string(block_tokens) + "; a block holds at least 1 token");
   }
+  return static_cast<std::size_t>(block_tokens);
+}
+
+SequenceHash root_hash(const nb::bytes& root) {
   if (root.size() != kHashBytes) {
     throw Error(ErrorCode::kLayout,
                 "the root has " + std::to_string(root.size()) + " bytes, not " + std::to_string(kHashBytes));
   }
-  const std::size_t count = tokens.span().size() / static_cast<std::size_t>(block_tokens);
+  SequenceHash hash;
+  std::copy_n(static_cast<const std::uint8_t*>(root.data()), kHashBytes, hash.begin());
+  return hash;
+}
+
+nb::bytes hash_sequence(const Tokens& tokens, std::int64_t given_block_tokens, const nb::bytes& root,
+                        const ExtraKeys& keys) {
+  const std::size_t block_tokens = checked_block_tokens(given_block_tokens);
+  const SequenceHash start = root_hash(root);
+  const auto span = tokens.span();
+  const std::size_t count = span.size() / block_tokens;
   if (!keys.views.empty() && keys.views.size() != count) {
     throw Error(ErrorCode::kLayout, std::to_string(keys.views.size()) + " extra keys for " + std::to_string(count) +
                                         " full blocks; give one a block, or none");
   }
-}
-
-nb::bytes hash_sequence(const Tokens& tokens, std::int64_t block_tokens, const nb::bytes& root, const ExtraKeys& keys) {
-  check_sizes(tokens, block_tokens, root, keys);
-  SequenceHash start;
-  std::copy_n(static_cast<const std::uint8_t*>(root.data()), kHashBytes, start.begin());
-  const auto span = tokens.span();
-  const nb::bytes hashes = new_bytes(span.size() / static_cast<std::size_t>(block_tokens) * kHashBytes);
+  const nb::bytes hashes = new_bytes(count * kHashBytes);
   std::optional<nb::gil_scoped_release> released;
   if (span.size_bytes() > kReleaseGilBytes) {
     released.emplace();
   }
-  sequence_hashes(span, static_cast<std::size_t>(block_tokens), start, keys.views, writable(hashes));
+  sequence_hashes(span, block_tokens, start, keys.views, writable(hashes));
+  return hashes;
+}
+
+nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::handle roots, const nb::object& token_column) {
+  const std::size_t prompt_count = nb::len(prompts);
+  std::vector<Tokens> tokens;
+  tokens.reserve(prompt_count);
+  for (nb::handle prompt : prompts) {
+    tokens.emplace_back(prompt, token_column);
+  }
+  const std::size_t block_tokens = checked_block_tokens(given_block_tokens);
+  std::vector<SequenceHash> starts;
+  if (PyBytes_Check(roots.ptr())) {
+    starts.assign(tokens.size(), root_hash(nb::borrow<nb::bytes>(roots)));
+  } else {
+    for (nb::handle root : roots) {
+      if (!PyBytes_Check(root.ptr())) {
+        throw nb::type_error("a root is bytes");
+      }
+      starts.push_back(root_hash(nb::borrow<nb::bytes>(root)));
+    }
+  }
+  if (starts.size() != tokens.size()) {
+    throw Error(ErrorCode::kLayout, std::to_string(starts.size()) + " roots for " + std::to_string(tokens.size()) +
+                                        " prompts; give one a prompt, or one for all");
+  }
+  nb::list hashes;
+  std::vector<HashJob> jobs;
+  jobs.reserve(tokens.size());
+  std::size_t bytes = 0;
+  for (std::size_t index = 0; index < tokens.size(); ++index) {
+    const auto span = tokens[index].span();
+    const nb::bytes packed = new_bytes(span.size() / block_tokens * kHashBytes);
+    jobs.push_back({.tokens = span, .root = starts[index], .out = writable(packed).data()});
+    hashes.append(packed);
+    bytes += span.size_bytes();
+  }
+  std::optional<nb::gil_scoped_release> released;
+  if (bytes > kReleaseGilBytes) {
+    released.emplace();
+  }
+  sequence_hashes_batch(jobs, block_tokens);
   return hashes;
 }
 
@@ -108,6 +157,13 @@ void bind_hashing(nb::module_& module, const SharedErrors& errors) {
       },
       nb::arg("tokens"), nb::arg("block_tokens"), nb::arg("root"), nb::arg("extra_keys") = nb::tuple(),
       "Chain-hash the full blocks of a token sequence: T // block_tokens hashes, packed, 16 bytes each.");
+  module.def(
+      "sequence_hashes_batch",
+      [errors, token_column](nb::sequence prompts, std::int64_t block_tokens, nb::handle roots) {
+        return translated(errors, [&] { return hash_batch(std::move(prompts), block_tokens, roots, token_column); });
+      },
+      nb::arg("prompts"), nb::arg("block_tokens"), nb::arg("roots"),
+      "What sequence_hashes gives for each prompt, hashed side by side. `roots`: one for all, or one each.");
 }
 
 }  // namespace kvbm::bindings

@@ -11,33 +11,35 @@ ErrorClasses::ErrorClasses() {
   torn_frame_ = errors.attr("TornFrameError");
   corrupt_frame_ = errors.attr("CorruptFrameError");
   malformed_frame_ = errors.attr("MalformedFrameError");
+  illegal_event_ = errors.attr("IllegalEventError");
+  checkpoint_ = errors.attr("CheckpointError");
+}
+
+nb::object ErrorClasses::made(const Error& error) const {
+  switch (error.code()) {
+    case ErrorCode::kLayout:
+      return layout_(error.detail());
+    case ErrorCode::kNotAFrame:
+      return not_a_frame_(error.at(), error.detail());
+    case ErrorCode::kNewerFrame:
+      return newer_frame_(error.at(), error.version(), error.supported());
+    case ErrorCode::kTornFrame:
+      return torn_frame_(error.at(), error.detail());
+    case ErrorCode::kCorruptFrame:
+      return corrupt_frame_(error.at(), error.detail());
+    case ErrorCode::kMalformedFrame:
+      return malformed_frame_(error.at(), error.detail());
+    case ErrorCode::kIllegalEvent:
+      return illegal_event_(nb::str(error.rule().data(), error.rule().size()), error.detail());
+    case ErrorCode::kCheckpoint:
+      return checkpoint_(error.at(), error.detail());
+  }
+  throw nb::type_error("an error of no class");
 }
 
 void ErrorClasses::raise(const Error& error) const {
-  const auto set = [](const nb::object& kind, const nb::object& instance) {
-    PyErr_SetObject(kind.ptr(), instance.ptr());
-  };
-  const auto set_frame = [&](const nb::object& kind) { set(kind, kind(error.at(), error.detail())); };
-  switch (error.code()) {
-    case ErrorCode::kLayout:
-      set(layout_, layout_(error.detail()));
-      break;
-    case ErrorCode::kNotAFrame:
-      set_frame(not_a_frame_);
-      break;
-    case ErrorCode::kNewerFrame:
-      set(newer_frame_, newer_frame_(error.at(), error.version(), error.supported()));
-      break;
-    case ErrorCode::kTornFrame:
-      set_frame(torn_frame_);
-      break;
-    case ErrorCode::kCorruptFrame:
-      set_frame(corrupt_frame_);
-      break;
-    case ErrorCode::kMalformedFrame:
-      set_frame(malformed_frame_);
-      break;
-  }
+  const nb::object instance = made(error);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(instance.ptr())), instance.ptr());
   throw nb::python_error();
 }
 
@@ -51,4 +53,8 @@ NB_MODULE(_native, module) {
   bind_event(module);
   bind_hashing(module, errors);
   bind_codec(module, errors);
+  bind_scan(module, errors);
+  bind_residencies(module, errors);
+  bind_cluster_index(module, errors);
+  bind_columns(module, errors);
 }

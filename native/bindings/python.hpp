@@ -24,7 +24,9 @@ class ErrorClasses {
  public:
   ErrorClasses();
 
-  // Raises the Python error an Error stands for.
+  // The Python error an Error stands for.
+  nb::object made(const Error& error) const;
+  // Raises it.
   [[noreturn]] void raise(const Error& error) const;
 
  private:
@@ -34,6 +36,8 @@ class ErrorClasses {
   nb::object torn_frame_;       // TornFrameError
   nb::object corrupt_frame_;    // CorruptFrameError
   nb::object malformed_frame_;  // MalformedFrameError
+  nb::object illegal_event_;    // IllegalEventError
+  nb::object checkpoint_;       // CheckpointError
 };
 
 using SharedErrors = std::shared_ptr<const ErrorClasses>;
@@ -86,24 +90,35 @@ inline nb::bytes copy_bytes(Bytes data) { return nb::bytes(data.data(), data.siz
 // Python objects that spans point into, kept alive while those are read.
 using Keepers = std::vector<nb::object>;
 
-// The bytes of an object; a bytearray or memoryview is copied first, for it may change.
-inline Bytes kept_bytes(nb::object value, Keepers& keepers) {
-  if (!PyBytes_Check(value.ptr())) {
-    PyObject* const copy = PyBytes_FromObject(value.ptr());
-    if (copy == nullptr) {
-      throw nb::python_error();
-    }
-    value = nb::steal(copy);
+// An object as bytes; a bytearray or memoryview is copied, for it may change.
+inline nb::object as_bytes(nb::object value) {
+  if (PyBytes_Check(value.ptr())) {
+    return value;
   }
-  const Bytes view(reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(value.ptr())),
-                   static_cast<std::size_t>(PyBytes_GET_SIZE(value.ptr())));
-  keepers.push_back(std::move(value));
-  return view;
+  PyObject* const copy = PyBytes_FromObject(value.ptr());
+  if (copy == nullptr) {
+    throw nb::python_error();
+  }
+  return nb::steal(copy);
+}
+
+inline Bytes view_of(const nb::object& bytes) noexcept {
+  return {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())),
+          static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
+}
+
+// The bytes of an object, which then are kept.
+inline Bytes kept_bytes(nb::object value, Keepers& keepers) {
+  return view_of(keepers.emplace_back(as_bytes(std::move(value))));
 }
 
 void bind_checksum(nb::module_& module);
 void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
 void bind_codec(nb::module_& module, const SharedErrors& errors);
+void bind_scan(nb::module_& module, const SharedErrors& errors);
+void bind_residencies(nb::module_& module, const SharedErrors& errors);
+void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
+void bind_columns(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

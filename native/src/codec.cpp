@@ -38,11 +38,15 @@ enum class Kind : std::uint8_t {
   kStopped = 7,
 };
 
-template <class Integer>
-Integer load(const std::uint8_t* at) noexcept {
-  Integer value{};
+template <class Value>
+Value load(const std::uint8_t* at) noexcept {
+  Value value;
   std::memcpy(&value, at, sizeof value);
   return value;
+}
+
+bool is_no_parent(const std::uint8_t* hash) noexcept {
+  return (load<std::uint64_t>(hash) | load<std::uint64_t>(hash + 8)) == 0;
 }
 
 std::string hex(std::uint32_t value, const char* format) {
@@ -120,6 +124,12 @@ void check_name(std::string_view name, const char* whose) {
     throw Error(ErrorCode::kLayout, std::string(whose) + " has " + std::to_string(name.size()) +
                                         " bytes; it needs 1 to " + std::to_string(kMaxNameBytes));
   }
+}
+
+// A new event of a kind, where next() returns it from.
+template <class Kind>
+Kind& emplaced(std::optional<Event>& event) noexcept {
+  return *std::get_if<Kind>(&event.emplace(std::in_place_type<Kind>));
 }
 
 template <class... Functions>
@@ -262,15 +272,14 @@ NamespaceId FrameReader::namespace_at(std::uint8_t index) {
   } else if (index > namespaces_seen_) {
     in_order_ = false;
   }
-  NamespaceId id;
-  std::memcpy(id.data(), table_.data() + index * kHashBytes, kHashBytes);
-  return id;
+  return load<NamespaceId>(table_.data() + index * kHashBytes);
 }
 
 std::optional<Event> FrameReader::next() {
+  std::optional<Event> event;  // filled in place: copying one waits for the stores that made it
   if (events_read_ == header_.event_count) {
     finish();
-    return std::nullopt;
+    return event;
   }
   if (position_ >= end_) {
     throw malformed(at_, "fewer events than the header says");
@@ -279,39 +288,46 @@ std::optional<Event> FrameReader::next() {
   const std::uint8_t kind = data_[position_];
   switch (static_cast<Kind>(kind)) {
     case Kind::kStarted:
-      return started();
+      read(emplaced<InstanceStarted>(event));
+      return event;
     case Kind::kCreated:
-      return created();
+      read(emplaced<BlocksCreated>(event));
+      return event;
     case Kind::kMigrated:
-      return migrated();
+      read(emplaced<BlocksMigrated>(event));
+      return event;
     case Kind::kEvicted:
-      return evicted();
+      read(emplaced<BlocksEvicted>(event));
+      return event;
     case Kind::kStated:
-      return stated();
+      read(emplaced<ResidenciesStated>(event));
+      return event;
     case Kind::kRoundEnded:
-      return round_ended();
+      read(emplaced<RoundEnded>(event));
+      return event;
     case Kind::kStopped:
-      return stopped();
+      read(emplaced<InstanceStopped>(event));
+      return event;
   }
   throw malformed(at_, "event kind " + std::to_string(kind) + " does not exist");
 }
 
-Event FrameReader::started() {
+void FrameReader::read(InstanceStarted& event) {
   const Bytes fields = take(kStartedBytes);
-  return InstanceStarted{.blob = take(load<std::uint32_t>(fields.data() + 1))};
+  event.blob = take(load<std::uint32_t>(fields.data() + 1));
 }
 
-Event FrameReader::created() {
+void FrameReader::read(BlocksCreated& event) {
   // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) start, [8, 12) count
   const Bytes fields = take(kCreatedBytes);
   const std::uint8_t flags = fields[3];
   check_flags(flags, kFlagSlots | kFlagParent, at_);
-  BlocksCreated event{};
   if ((flags & kFlagParent) != 0) {
-    std::memcpy(event.parent.data(), take(kHashBytes).data(), kHashBytes);
-    if (event.parent == kNoParent) {
+    const Bytes parent = take(kHashBytes);
+    if (is_no_parent(parent.data())) {
       throw malformed(at_, "a parent that is no parent");
     }
+    event.parent = load<SequenceHash>(parent.data());
   }
   const auto count = load<std::uint32_t>(fields.data() + 8);
   event.hashes = take_hashes(count);
@@ -319,15 +335,13 @@ Event FrameReader::created() {
   event.namespace_id = namespace_at(fields[1]);
   event.tier = tier_of(fields[2], at_);
   event.start = load<std::uint32_t>(fields.data() + 4);
-  return event;
 }
 
-Event FrameReader::migrated() {
+void FrameReader::read(BlocksMigrated& event) {
   // fields: [0] kind, [1] namespace, [2] source, [3] target, [4] flags, [5] cause, [6, 10) count
   const Bytes fields = take(kMigratedBytes);
   const std::uint8_t flags = fields[4];
   check_flags(flags, kFlagSlots | kFlagKept, at_);
-  BlocksMigrated event{};
   if (fields[2] == kFromInstance) {
     event.source = take_source_instance();
   } else {
@@ -340,7 +354,6 @@ Event FrameReader::migrated() {
   event.target = tier_of(fields[3], at_);
   event.kept = (flags & kFlagKept) != 0;
   event.cause = member<MigrateCause>(fields[5], kMigrateCauseCount, "MigrateCause", at_);
-  return event;
 }
 
 std::string_view FrameReader::take_source_instance() {
@@ -355,43 +368,39 @@ std::string_view FrameReader::take_source_instance() {
   return {reinterpret_cast<const char*>(name.data()), name.size()};
 }
 
-Event FrameReader::evicted() {
+void FrameReader::read(BlocksEvicted& event) {
   // fields: [0] kind, [1] namespace, [2] tier, [3] reason, [4, 8) count
   const Bytes fields = take(kEvictedBytes);
-  BlocksEvicted event{};
   event.hashes = take_hashes(load<std::uint32_t>(fields.data() + 4));
   event.namespace_id = namespace_at(fields[1]);
   event.tier = tier_of(fields[2], at_);
   event.reason = member<EvictReason>(fields[3], kEvictReasonCount, "EvictReason", at_);
-  return event;
 }
 
-Event FrameReader::stated() {
+void FrameReader::read(ResidenciesStated& event) {
   // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) round, [8, 12) count
   const Bytes fields = take(kStatedBytes);
   const std::uint8_t flags = fields[3];
   check_flags(flags, kFlagSlots, at_);
   const auto count = load<std::uint32_t>(fields.data() + 8);
-  ResidenciesStated event{};
   event.hashes = take_hashes(count);
   event.slots = take_slots(count, flags);
   event.namespace_id = namespace_at(fields[1]);
   event.tier = tier_of(fields[2], at_);
   event.round = load<std::uint32_t>(fields.data() + 4);
-  return event;
 }
 
-Event FrameReader::round_ended() {
+void FrameReader::read(RoundEnded& event) {
   // fields: [0] kind, [1] tier, [2, 6) round, [6, 10) count
   const Bytes fields = take(kRoundEndedBytes);
-  return RoundEnded{.tier = tier_of(fields[1], at_),
-                    .round = load<std::uint32_t>(fields.data() + 2),
-                    .count = load<std::uint32_t>(fields.data() + 6)};
+  event.tier = tier_of(fields[1], at_);
+  event.round = load<std::uint32_t>(fields.data() + 2);
+  event.count = load<std::uint32_t>(fields.data() + 6);
 }
 
-Event FrameReader::stopped() {
+void FrameReader::read(InstanceStopped& event) {
   const Bytes fields = take(kStoppedBytes);
-  return InstanceStopped{.reason = member<StopReason>(fields[1], kStopReasonCount, "StopReason", at_)};
+  event.reason = member<StopReason>(fields[1], kStopReasonCount, "StopReason", at_);
 }
 
 void FrameReader::finish() {
@@ -411,8 +420,9 @@ void FrameReader::finish() {
 
 // -- writing -----------------------------------------------------------------------------------------------------------
 
-FrameWriter::FrameWriter(const FrameHeader& header) : header_(header) {
+FrameWriter::FrameWriter(const FrameHeader& header, std::size_t event_count) : header_(header) {
   check_name(header.instance, "the instance's name");
+  events_.reserve(event_count);
 }
 
 void FrameWriter::register_namespace(const NamespaceId& id) {
@@ -437,7 +447,7 @@ void FrameWriter::add(const Event& event) {
           [this](const BlocksCreated& created) {
             check_run(created.hashes, created.slots);
             register_namespace(created.namespace_id);
-            const std::size_t parent_bytes = created.parent == kNoParent ? 0 : kHashBytes;
+            const std::size_t parent_bytes = is_no_parent(created.parent.data()) ? 0 : kHashBytes;
             return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
           },
           [this](const BlocksMigrated& migrated) {
@@ -505,7 +515,7 @@ void FrameWriter::write(std::span<std::uint8_t> out) const {
                      pen.bytes(started.blob);
                    },
                    [&](const BlocksCreated& created) {
-                     const bool has_parent = created.parent != kNoParent;
+                     const bool has_parent = !is_no_parent(created.parent.data());
                      pen.code(Kind::kCreated);
                      pen.number(namespace_index(created.namespace_id));
                      pen.code(created.tier);

@@ -5,179 +5,389 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
 namespace kvbm {
 namespace {
 
-// The round constants of FIPS 180-4.
-alignas(16) constexpr std::uint32_t kRounds[64] = {
-    0x428A2F98, 0x71374491, 0xB5C0FBCF, 0xE9B5DBA5, 0x3956C25B, 0x59F111F1, 0x923F82A4, 0xAB1C5ED5,
-    0xD807AA98, 0x12835B01, 0x243185BE, 0x550C7DC3, 0x72BE5D74, 0x80DEB1FE, 0x9BDC06A7, 0xC19BF174,
-    0xE49B69C1, 0xEFBE4786, 0x0FC19DC6, 0x240CA1CC, 0x2DE92C6F, 0x4A7484AA, 0x5CB0A9DC, 0x76F988DA,
-    0x983E5152, 0xA831C66D, 0xB00327C8, 0xBF597FC7, 0xC6E00BF3, 0xD5A79147, 0x06CA6351, 0x14292967,
-    0x27B70A85, 0x2E1B2138, 0x4D2C6DFC, 0x53380D13, 0x650A7354, 0x766A0ABB, 0x81C2C92E, 0x92722C85,
-    0xA2BFE8A1, 0xA81A664B, 0xC24B8B70, 0xC76C51A3, 0xD192E819, 0xD6990624, 0xF40E3585, 0x106AA070,
-    0x19A4C116, 0x1E376C08, 0x2748774C, 0x34B0BCB5, 0x391C0CB3, 0x4ED8AA4A, 0x5B9CCA4F, 0x682E6FF3,
-    0x748F82EE, 0x78A5636F, 0x84C87814, 0x8CC70208, 0x90BEFFFA, 0xA4506CEB, 0xBEF9A3F7, 0xC67178F2};
+// One chain on its way.
+struct Lane {
+  const std::uint8_t* tokens;  // of its next block
+  std::uint8_t* out;           // where that block's hash goes
+  std::size_t blocks;          // blocks left
+  SequenceHash parent;         // the hash before
+};
 
-std::uint32_t load_big_u32(const std::uint8_t* at) noexcept {
-  std::uint32_t value = 0;
-  std::memcpy(&value, at, sizeof value);
-  return __builtin_bswap32(value);
-}
+// Hashes the next `blocks` blocks of each of `live` lanes, whose tokens, out and parent move on.
+using Advance = void (*)(Lane* lanes, std::size_t live, std::size_t blocks, std::size_t block_tokens) noexcept;
 
-}  // namespace
+// Where a block's bytes lie in its message: the parent, the tokens, 0x80, zeros, and the length in bits.
+struct BlockShape {
+  constexpr explicit BlockShape(std::size_t block_tokens) noexcept
+      : token_bytes(block_tokens * sizeof(std::uint32_t)),
+        bytes(kHashBytes + token_bytes),
+        whole_chunks(bytes / kSha256ChunkBytes),
+        rest(bytes % kSha256ChunkBytes),
+        tail_chunks(rest + 1 + sizeof(std::uint64_t) > kSha256ChunkBytes ? 2 : 1) {}
 
-void sha256_compress_portable(std::uint32_t* state, const std::uint8_t* data, std::size_t chunks) noexcept {
-  for (; chunks > 0; --chunks, data += 64) {
-    std::uint32_t w[64];
-    for (int t = 0; t < 16; ++t) {
-      w[t] = load_big_u32(data + 4 * t);
+  std::size_t token_bytes;   // of one block
+  std::size_t bytes;         // parent and tokens
+  std::size_t whole_chunks;  // chunks of nothing but these
+  std::size_t rest;          // what is left of them for the tail
+  std::size_t tail_chunks;   // chunks that the padding is in
+};
+
+void advance_portable(Lane* lanes, std::size_t live, std::size_t blocks, std::size_t block_tokens) noexcept {
+  const BlockShape shape(block_tokens);
+  for (Lane& lane : std::span(lanes, live)) {
+    for (std::size_t block = 0; block < blocks; ++block) {
+      Sha256 sha(sha256_compress_portable);
+      sha.update(lane.parent);
+      sha.update({lane.tokens, shape.token_bytes});
+      const auto digest = sha.finish();
+      std::memcpy(lane.parent.data(), digest.data(), kHashBytes);
+      std::memcpy(lane.out, digest.data(), kHashBytes);
+      lane.tokens += shape.token_bytes;
+      lane.out += kHashBytes;
     }
-    for (int t = 16; t < 64; ++t) {
-      const std::uint32_t s0 = std::rotr(w[t - 15], 7) ^ std::rotr(w[t - 15], 18) ^ (w[t - 15] >> 3);
-      const std::uint32_t s1 = std::rotr(w[t - 2], 17) ^ std::rotr(w[t - 2], 19) ^ (w[t - 2] >> 10);
-      w[t] = w[t - 16] + s0 + w[t - 7] + s1;
-    }
-    std::uint32_t a = state[0], b = state[1], c = state[2], d = state[3];
-    std::uint32_t e = state[4], f = state[5], g = state[6], h = state[7];
-    for (int t = 0; t < 64; ++t) {
-      const std::uint32_t s1 = std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25);
-      const std::uint32_t t1 = h + s1 + ((e & f) ^ (~e & g)) + kRounds[t] + w[t];
-      const std::uint32_t s0 = std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22);
-      const std::uint32_t t2 = s0 + ((a & b) ^ (a & c) ^ (b & c));
-      h = g, g = f, f = e, e = d + t1;
-      d = c, c = b, b = a, a = t1 + t2;
-    }
-    state[0] += a, state[1] += b, state[2] += c, state[3] += d;
-    state[4] += e, state[5] += f, state[6] += g, state[7] += h;
   }
 }
 
 #if defined(__x86_64__)
 
-// The SHA instructions keep the state as ABEF and CDGH and do four rounds with the four message words of one register.
-__attribute__((target("sha,sse4.1,ssse3"))) void sha256_compress_hardware(std::uint32_t* state, const std::uint8_t* data,
-                                                                          std::size_t chunks) noexcept {
-  const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
-  const __m128i cdab = _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(state)), 0xB1);
-  const __m128i efgh = _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(state + 4)), 0x1B);
-  __m128i abef = _mm_alignr_epi8(cdab, efgh, 8);
-  __m128i cdgh = _mm_blend_epi16(efgh, cdab, 0xF0);
-  for (; chunks > 0; --chunks, data += 64) {
-    const __m128i abef_before = abef;
-    const __m128i cdgh_before = cdgh;
-    __m128i words[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      words[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)), big_endian);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      const __m128i current = words[i & 3];
-      __m128i sums = _mm_add_epi32(current, _mm_load_si128(reinterpret_cast<const __m128i*>(kRounds + 4 * i)));
-      cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sums);
-      if (i >= 3 && i < 15) {  // the words of the next four rounds are due
-        const __m128i tail = _mm_alignr_epi8(current, words[(i + 3) & 3], 4);
-        words[(i + 1) & 3] = _mm_sha256msg2_epu32(_mm_add_epi32(words[(i + 1) & 3], tail), current);
-      }
-      sums = _mm_shuffle_epi32(sums, 0x0E);
-      abef = _mm_sha256rnds2_epu32(abef, cdgh, sums);
-      if (i >= 1 && i < 13) {
-        words[(i + 3) & 3] = _mm_sha256msg1_epu32(words[(i + 3) & 3], current);
-      }
-    }
-    abef = _mm_add_epi32(abef, abef_before);
-    cdgh = _mm_add_epi32(cdgh, cdgh_before);
+#define KVBM_SHA __attribute__((target("sha,sse4.1,ssse3")))
+#define KVBM_SHA_INLINE __attribute__((target("sha,sse4.1,ssse3"), always_inline)) inline
+
+// Folds one chunk of each lane. The states are ABEF and CDGH, as the instructions keep them; the words are used up.
+template <std::size_t kLanes>
+KVBM_SHA_INLINE void fold_chunk(__m128i (&abef)[kLanes], __m128i (&cdgh)[kLanes], __m128i (&words)[kLanes][4]) noexcept {
+  __m128i abef_before[kLanes];
+  __m128i cdgh_before[kLanes];
+#pragma GCC unroll 2
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    abef_before[lane] = abef[lane];
+    cdgh_before[lane] = cdgh[lane];
   }
-  const __m128i feba = _mm_shuffle_epi32(abef, 0x1B);
-  const __m128i dchg = _mm_shuffle_epi32(cdgh, 0xB1);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state), _mm_blend_epi16(feba, dchg, 0xF0));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(state + 4), _mm_alignr_epi8(dchg, feba, 8));
+#pragma GCC unroll 16
+  for (std::size_t i = 0; i < 16; ++i) {
+    const __m128i constants = _mm_load_si128(reinterpret_cast<const __m128i*>(kSha256Rounds + 4 * i));
+#pragma GCC unroll 2
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      __m128i(&w)[4] = words[lane];
+      const __m128i current = w[i & 3];
+      const __m128i sums = _mm_add_epi32(current, constants);
+      cdgh[lane] = _mm_sha256rnds2_epu32(cdgh[lane], abef[lane], sums);
+      if (i >= 3 && i < 15) {  // the words of the next four rounds are due
+        const __m128i tail = _mm_alignr_epi8(current, w[(i + 3) & 3], 4);
+        w[(i + 1) & 3] = _mm_sha256msg2_epu32(_mm_add_epi32(w[(i + 1) & 3], tail), current);
+      }
+      abef[lane] = _mm_sha256rnds2_epu32(abef[lane], cdgh[lane], _mm_shuffle_epi32(sums, 0x0E));
+      if (i >= 1 && i < 13) {
+        w[(i + 3) & 3] = _mm_sha256msg1_epu32(w[(i + 3) & 3], current);
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    abef[lane] = _mm_add_epi32(abef[lane], abef_before[lane]);
+    cdgh[lane] = _mm_add_epi32(cdgh[lane], cdgh_before[lane]);
+  }
 }
 
-bool sha256_has_hardware() noexcept {
-  unsigned int a = 0, b = 0, c = 0, d = 0;
-  const bool has_sha = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & (1U << 29)) != 0;
-  return has_sha && __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("ssse3");
+// The states stay in registers: a hash becomes the first words of the next block's message as it is.
+template <std::size_t kLanes>
+KVBM_SHA_INLINE void hash_blocks(Lane* lanes, std::size_t blocks, std::size_t block_tokens) noexcept {
+  const BlockShape shape(block_tokens);
+  // The last chunks: what is left of the message goes over the zeros. Where no chunk is whole, the parent is in them too;
+  // it never goes through memory, so its place stays zero.
+  const std::size_t lead = shape.whole_chunks == 0 ? kHashBytes : 0;
+  const std::size_t tail_bytes = shape.rest - lead;
+  alignas(16) std::uint8_t tails[kLanes][2 * kSha256ChunkBytes] = {};
+  const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
+  __m128i parents[kLanes];
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    tails[lane][shape.rest] = 0x80;
+    const std::uint64_t bits = __builtin_bswap64(std::uint64_t{shape.bytes} * 8);
+    std::memcpy(tails[lane] + shape.tail_chunks * kSha256ChunkBytes - sizeof bits, &bits, sizeof bits);
+    const auto* const parent = reinterpret_cast<const __m128i*>(lanes[lane].parent.data());
+    parents[lane] = _mm_shuffle_epi8(_mm_loadu_si128(parent), big_endian);
+  }
+  for (std::size_t block = 0; block < blocks; ++block) {
+    __m128i abef[kLanes];
+    __m128i cdgh[kLanes];
+#pragma GCC unroll 2
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      std::memcpy(tails[lane] + lead, lanes[lane].tokens + shape.token_bytes - tail_bytes, tail_bytes);
+      abef[lane] = _mm_set_epi32(static_cast<int>(kSha256Initial[0]), static_cast<int>(kSha256Initial[1]),
+                                 static_cast<int>(kSha256Initial[4]), static_cast<int>(kSha256Initial[5]));
+      cdgh[lane] = _mm_set_epi32(static_cast<int>(kSha256Initial[2]), static_cast<int>(kSha256Initial[3]),
+                                 static_cast<int>(kSha256Initial[6]), static_cast<int>(kSha256Initial[7]));
+    }
+    for (std::size_t chunk = 0; chunk < shape.whole_chunks + shape.tail_chunks; ++chunk) {
+      __m128i words[kLanes][4];
+#pragma GCC unroll 2
+      for (std::size_t lane = 0; lane < kLanes; ++lane) {
+        const bool is_whole = chunk < shape.whole_chunks;
+        const std::uint8_t* const base = is_whole ? lanes[lane].tokens : tails[lane];
+        const std::size_t at = is_whole ? chunk * kSha256ChunkBytes : (chunk - shape.whole_chunks) * kSha256ChunkBytes;
+        const std::size_t before = is_whole ? kHashBytes : 0;  // the tokens begin after the parent
+        words[lane][0] = parents[lane];
+#pragma GCC unroll 4
+        for (std::size_t i = 0; i < 4; ++i) {
+          if (chunk > 0 || i > 0) {
+            const auto* const quad = reinterpret_cast<const __m128i*>(base + (at + 16 * i - before));
+            words[lane][i] = _mm_shuffle_epi8(_mm_loadu_si128(quad), big_endian);
+          }
+        }
+      }
+      fold_chunk(abef, cdgh, words);
+    }
+#pragma GCC unroll 2
+    for (std::size_t lane = 0; lane < kLanes; ++lane) {
+      parents[lane] = _mm_shuffle_epi32(_mm_unpackhi_epi64(abef[lane], cdgh[lane]), 0xB1);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes[lane].out), _mm_shuffle_epi8(parents[lane], big_endian));
+      lanes[lane].tokens += shape.token_bytes;
+      lanes[lane].out += kHashBytes;
+    }
+  }
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes[lane].parent.data()), _mm_shuffle_epi8(parents[lane], big_endian));
+  }
 }
 
-#else
-
-void sha256_compress_hardware(std::uint32_t* state, const std::uint8_t* data, std::size_t chunks) noexcept {
-  sha256_compress_portable(state, data, chunks);
+KVBM_SHA void advance_sha(Lane* lanes, std::size_t live, std::size_t blocks, std::size_t block_tokens) noexcept {
+  if (live == 2) {
+    hash_blocks<2>(lanes, blocks, block_tokens);
+  } else {
+    hash_blocks<1>(lanes, blocks, block_tokens);
+  }
 }
 
-bool sha256_has_hardware() noexcept { return false; }
+#undef KVBM_SHA
+#undef KVBM_SHA_INLINE
+
+constexpr std::size_t kWideLanes = 8;
+
+// One word of each lane's message or state.
+using Wide = std::uint32_t __attribute__((vector_size(kWideLanes * sizeof(std::uint32_t))));
+
+#define KVBM_AVX2 __attribute__((target("avx2")))
+#define KVBM_AVX2_INLINE __attribute__((target("avx2"), always_inline)) inline
+
+template <int kBits>
+KVBM_AVX2_INLINE Wide rotate_right(Wide value) noexcept {
+  return (value >> kBits) | (value << (32 - kBits));
+}
+
+// Folds one chunk of each lane: the portable rounds, a lane in each element.
+KVBM_AVX2_INLINE void fold_wide(Wide (&state)[8], Wide (&w)[16]) noexcept {
+  Wide a = state[0], b = state[1], c = state[2], d = state[3];
+  Wide e = state[4], f = state[5], g = state[6], h = state[7];
+  for (std::size_t group = 0; group < 64; group += 16) {
+#pragma GCC unroll 16
+    for (std::size_t t = 0; t < 16; ++t) {
+      if (group > 0) {  // w[t] is sixteen rounds old, and the others lie around it
+        const Wide early = w[(t + 1) & 15];
+        const Wide late = w[(t + 14) & 15];
+        const Wide s0 = rotate_right<7>(early) ^ rotate_right<18>(early) ^ (early >> 3);
+        const Wide s1 = rotate_right<17>(late) ^ rotate_right<19>(late) ^ (late >> 10);
+        w[t] += s0 + w[(t + 9) & 15] + s1;
+      }
+      const Wide s1 = rotate_right<6>(e) ^ rotate_right<11>(e) ^ rotate_right<25>(e);
+      const Wide t1 = h + s1 + (g ^ (e & (f ^ g))) + kSha256Rounds[group + t] + w[t];
+      const Wide s0 = rotate_right<2>(a) ^ rotate_right<13>(a) ^ rotate_right<22>(a);
+      const Wide t2 = s0 + ((a & b) | (c & (a | b)));
+      h = g, g = f, f = e, e = d + t1;
+      d = c, c = b, b = a, a = t1 + t2;
+    }
+  }
+  state[0] += a, state[1] += b, state[2] += c, state[3] += d;
+  state[4] += e, state[5] += f, state[6] += g, state[7] += h;
+}
+
+KVBM_AVX2 void advance_wide(Lane* lanes, std::size_t live, std::size_t blocks, std::size_t block_tokens) noexcept {
+  const BlockShape shape(block_tokens);
+  const std::size_t words = (shape.whole_chunks + shape.tail_chunks) * 16;
+  const std::uint64_t bits = std::uint64_t{shape.bytes} * 8;
+  const std::uint8_t* tokens[kWideLanes];
+  Wide parents[4];
+  for (std::size_t lane = 0; lane < kWideLanes; ++lane) {
+    const Lane& source = lanes[lane < live ? lane : 0];  // elements without a lane repeat the first and are not stored
+    tokens[lane] = source.tokens;
+    for (std::size_t word = 0; word < 4; ++word) {
+      std::uint32_t value = 0;
+      std::memcpy(&value, source.parent.data() + 4 * word, sizeof value);
+      parents[word][lane] = __builtin_bswap32(value);
+    }
+  }
+  for (std::size_t block = 0; block < blocks; ++block) {
+    Wide state[8];
+    for (std::size_t word = 0; word < 8; ++word) {
+      state[word] = Wide{} + kSha256Initial[word];
+    }
+    for (std::size_t first = 0; first < words; first += 16) {
+      Wide w[16];
+      for (std::size_t t = 0; t < 16; ++t) {
+        // A message's words: [0, 4) parent, [4, 4 + B) tokens, 4 + B the end mark, zeros, the last two the length.
+        const std::size_t word = first + t;
+        if (word < 4) {
+          w[t] = parents[word];
+        } else if (word < 4 + block_tokens) {
+          std::uint32_t column[kWideLanes];
+          for (std::size_t lane = 0; lane < kWideLanes; ++lane) {
+            std::memcpy(&column[lane], tokens[lane] + 4 * (word - 4), sizeof column[lane]);
+            column[lane] = __builtin_bswap32(column[lane]);
+          }
+          std::memcpy(&w[t], column, sizeof column);
+        } else if (word == 4 + block_tokens) {
+          w[t] = Wide{} + 0x80000000U;
+        } else if (word == words - 2) {
+          w[t] = Wide{} + static_cast<std::uint32_t>(bits >> 32);
+        } else if (word == words - 1) {
+          w[t] = Wide{} + static_cast<std::uint32_t>(bits);
+        } else {
+          w[t] = Wide{};
+        }
+      }
+      fold_wide(state, w);
+    }
+    for (std::size_t word = 0; word < 4; ++word) {
+      parents[word] = state[word];
+      for (std::size_t lane = 0; lane < live; ++lane) {
+        const std::uint32_t value = __builtin_bswap32(state[word][lane]);
+        std::memcpy(lanes[lane].out + 4 * word, &value, sizeof value);
+      }
+    }
+    for (std::size_t lane = 0; lane < live; ++lane) {
+      lanes[lane].out += kHashBytes;
+    }
+    for (const std::uint8_t*& at : tokens) {
+      at += shape.token_bytes;
+    }
+  }
+  for (std::size_t lane = 0; lane < live; ++lane) {
+    lanes[lane].tokens = tokens[lane];
+    std::memcpy(lanes[lane].parent.data(), lanes[lane].out - kHashBytes, kHashBytes);
+  }
+}
+
+void advance_avx2(Lane* lanes, std::size_t live, std::size_t blocks, std::size_t block_tokens) noexcept {
+  if (live == 1) {
+    advance_portable(lanes, live, blocks, block_tokens);
+  } else {
+    advance_wide(lanes, live, blocks, block_tokens);
+  }
+}
+
+#undef KVBM_AVX2
+#undef KVBM_AVX2_INLINE
 
 #endif
 
-Sha256Compress sha256_compress() noexcept {
-  static const Sha256Compress chosen = sha256_has_hardware() ? sha256_compress_hardware : sha256_compress_portable;
-  return chosen;  // cpuid traps in virtual machines, so it is asked once
-}
+// A kernel's lanes, at most kMaxLanes, and how they move on.
+struct Lanes {
+  std::size_t count;  // chains at once
+  Advance advance;    // hashes up to so many
+};
 
-void Sha256::update(Bytes data) noexcept {
-  total_bytes_ += data.size();
-  if (held_ > 0) {
-    const std::size_t piece = std::min(data.size(), kChunkBytes - held_);
-    if (piece > 0) {
-      std::memcpy(chunk_.data() + held_, data.data(), piece);
-    }
-    held_ += piece;
-    data = data.subspan(piece);
-    if (held_ == kChunkBytes) {
-      compress_(state_.data(), chunk_.data(), 1);
-      held_ = 0;
-    }
-  }
-  if (const std::size_t chunks = data.size() / kChunkBytes; chunks > 0) {
-    compress_(state_.data(), data.data(), chunks);
-    data = data.subspan(chunks * kChunkBytes);
-  }
-  if (!data.empty()) {  // chunk_ is empty here, or the data would have been used up
-    std::memcpy(chunk_.data(), data.data(), data.size());
-    held_ = data.size();
+constexpr std::size_t kMaxLanes = 8;
+
+Lanes lanes_of(HashKernel kernel) noexcept {
+  switch (kernel) {
+#if defined(__x86_64__)
+    case HashKernel::kSha:
+      return {2, advance_sha};
+    case HashKernel::kAvx2:
+      return {kWideLanes, advance_avx2};
+#endif
+    default:
+      return {1, advance_portable};
   }
 }
 
-std::array<std::uint8_t, 32> Sha256::finish() noexcept {
-  chunk_[held_++] = 0x80;
-  if (held_ > kChunkBytes - 8) {
-    std::memset(chunk_.data() + held_, 0, kChunkBytes - held_);
-    compress_(state_.data(), chunk_.data(), 1);
-    held_ = 0;
+Lane lane_of(std::span<const std::uint32_t> tokens, std::size_t block_tokens, const SequenceHash& root,
+             std::uint8_t* out) noexcept {
+  return {.tokens = reinterpret_cast<const std::uint8_t*>(tokens.data()),
+          .out = out,
+          .blocks = tokens.size() / block_tokens,
+          .parent = root};
+}
+
+}  // namespace
+
+bool has_hash_kernel(HashKernel kernel) noexcept {
+  switch (kernel) {
+    case HashKernel::kPortable:
+      return true;
+    case HashKernel::kSha:
+      return sha256_has_hardware();
+    case HashKernel::kAvx2:
+#if defined(__x86_64__)
+      return __builtin_cpu_supports("avx2") != 0;
+#else
+      return false;
+#endif
   }
-  std::memset(chunk_.data() + held_, 0, kChunkBytes - 8 - held_);
-  const std::uint64_t bits = __builtin_bswap64(total_bytes_ * 8);
-  std::memcpy(chunk_.data() + kChunkBytes - 8, &bits, sizeof bits);
-  compress_(state_.data(), chunk_.data(), 1);
-  std::array<std::uint8_t, 32> digest;
-  for (std::size_t word = 0; word < state_.size(); ++word) {
-    const std::uint32_t value = __builtin_bswap32(state_[word]);
-    std::memcpy(digest.data() + 4 * word, &value, sizeof value);
-  }
-  return digest;
+  return false;
+}
+
+HashKernel fastest_hash_kernel() noexcept {
+  static const HashKernel fastest = [] {  // cpuid traps in virtual machines, so it is asked once
+    for (const HashKernel kernel : {HashKernel::kSha, HashKernel::kAvx2}) {
+      if (has_hash_kernel(kernel)) {
+        return kernel;
+      }
+    }
+    return HashKernel::kPortable;
+  }();
+  return fastest;
 }
 
 void sequence_hashes(std::span<const std::uint32_t> tokens, std::size_t block_tokens, const SequenceHash& root,
-                     std::span<const Bytes> extra_keys, std::span<std::uint8_t> out, Sha256Compress compress) noexcept {
-  const std::size_t count = tokens.size() / block_tokens;
-  Bytes parent(root);
-  for (std::size_t index = 0; index < count; ++index) {
-    const auto block = tokens.subspan(index * block_tokens, block_tokens);
+                     std::span<const Bytes> extra_keys, std::span<std::uint8_t> out, HashKernel kernel) noexcept {
+  Lane lane = lane_of(tokens, block_tokens, root, out.data());
+  if (extra_keys.empty()) {
+    lanes_of(kernel).advance(&lane, 1, lane.blocks, block_tokens);
+    return;
+  }
+  const std::size_t token_bytes = block_tokens * sizeof(std::uint32_t);
+  const Sha256Compress compress = kernel == HashKernel::kSha ? sha256_compress_hardware : sha256_compress_portable;
+  for (const Bytes key : extra_keys.first(lane.blocks)) {
     Sha256 sha(compress);
-    sha.update(parent);
-    sha.update({reinterpret_cast<const std::uint8_t*>(block.data()), block.size_bytes()});
-    if (!extra_keys.empty()) {
-      sha.update(extra_keys[index]);
-    }
+    sha.update(lane.parent);
+    sha.update({lane.tokens, token_bytes});
+    sha.update(key);
     const auto digest = sha.finish();
-    std::memcpy(out.data() + index * kHashBytes, digest.data(), kHashBytes);
-    parent = out.subspan(index * kHashBytes, kHashBytes);
+    std::memcpy(lane.parent.data(), digest.data(), kHashBytes);
+    std::memcpy(lane.out, digest.data(), kHashBytes);
+    lane.tokens += token_bytes;
+    lane.out += kHashBytes;
+  }
+}
+
+void sequence_hashes_batch(std::span<HashJob> jobs, std::size_t block_tokens, HashKernel kernel) noexcept {
+  const Lanes kind = lanes_of(kernel);
+  std::ranges::sort(jobs, std::ranges::greater{}, [](const HashJob& job) { return job.tokens.size(); });
+  Lane lanes[kMaxLanes];
+  std::size_t live = 0;
+  for (std::size_t next = 0;;) {
+    for (; live < kind.count && next < jobs.size(); ++next) {
+      const HashJob& job = jobs[next];
+      lanes[live] = lane_of(job.tokens, block_tokens, job.root, job.out);
+      live += lanes[live].blocks > 0 ? 1 : 0;
+    }
+    if (live == 0) {
+      return;
+    }
+    const auto shortest = std::ranges::min_element(std::span(lanes, live), {}, &Lane::blocks);
+    const std::size_t blocks = shortest->blocks;
+    kind.advance(lanes, live, blocks, block_tokens);
+    for (Lane& lane : std::span(lanes, live)) {
+      lane.blocks -= blocks;
+    }
+    Lane* const end = std::remove_if(lanes, lanes + live, [](const Lane& lane) { return lane.blocks == 0; });
+    live = static_cast<std::size_t>(end - lanes);
   }
 }
 

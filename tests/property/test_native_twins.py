@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -11,9 +11,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.core import checksum, codec, hashing, residency
+from kvbm.core import checksum, codec, columns, hashing, residency
 from kvbm.core.codec import Frame
-from kvbm.core.errors import CorruptFrameError, FrameError, KvbmError, LayoutError, MalformedFrameError
+from kvbm.core.columns import FrameColumns
+from kvbm.core.errors import (
+    CorruptFrameError,
+    FrameError,
+    KvbmError,
+    LayoutError,
+    MalformedFrameError,
+    TornFrameError,
+)
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.kernels import reference_checksums
@@ -43,6 +51,24 @@ def with_checksum(data: bytes) -> bytes:
 def agree_on(data: bytes, at: int = 0) -> object:
     native, reference = outcome(_native.decode_frame, data, at), outcome(codec.decode_frame, data, at)
     assert native == reference
+    agree_on_columns(data, at)
+    return native
+
+
+def agree_on_columns(data: bytes, at: int = 0, limit: int | None = None) -> object:
+    """Both read the same columns, or refuse the same frame in the same words."""
+    native = outcome(_native.decode_columns, data, at, limit)
+    reference = outcome(columns.decode_columns, data, at, limit)
+    if isinstance(native, tuple) and isinstance(native[0], FrameColumns):
+        assert isinstance(reference, tuple) and native[1] == reference[1]
+        for ours, theirs in zip(native[0], reference[0], strict=True):
+            if isinstance(ours, np.ndarray):
+                assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+                assert (ours == theirs).all()
+            else:
+                assert ours == theirs
+    else:
+        assert native == reference
     return native
 
 
@@ -210,6 +236,48 @@ def test_as_many_namespaces_as_fit_are_written_and_read():
     assert _native.decode_frame(data) == (frame, len(data))
 
 
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(frames(max_events=6), max_size=5), st.binary(max_size=20), st.none() | st.integers(0, 6))
+def test_columns_of_many_frames_agree(several: list[Frame], before: bytes, limit: int | None):
+    data = before + b"".join(map(codec.encode_frame, several))
+    found = agree_on_columns(data, len(before), limit)
+    assert isinstance(found, tuple)
+    assert len(found[0].frames) == min(len(several), len(several) if limit is None else limit)
+
+
+@given(st.lists(frames(max_events=4), min_size=2, max_size=4), st.data())
+def test_columns_refuse_the_first_frame_that_is_wrong(several: list[Frame], draw: st.DataObject):
+    data = bytearray(b"".join(map(codec.encode_frame, several)))
+    for _ in range(draw.draw(st.integers(1, 2))):
+        data[draw.draw(st.integers(0, len(data) - 1))] ^= draw.draw(st.integers(1, 255))
+    agree_on_columns(bytes(data))
+    agree_on_columns(bytes(data[: draw.draw(st.integers(0, len(data)))]))
+
+
+def test_a_start_that_is_wrong_is_told_before_what_is_wrong_behind_it():
+    start, later = (
+        codec.encode_frame(frame_of(InstanceStarted(epoch=Epoch(3)))),
+        codec.encode_frame(frame_of(created())),
+    )
+    start = with_checksum(start.replace(bytes([0x96, 3]), bytes([0x96, 0xC0])))
+    found = agree_on_columns(start + later[:-1])
+    assert isinstance(found, tuple) and found[:2] == (MalformedFrameError, 0)
+    found = agree_on_columns(later + start[:-1])
+    assert isinstance(found, tuple) and found[:2] == (TornFrameError, len(later))
+
+
+def test_columns_outlive_the_buffer_they_were_read_from():
+    data = bytearray(codec.encode_frame(frame_of(created(slots=b"slotslot"), instance="worker")))
+    found, _ = _native.decode_columns(data)
+    data[:] = bytes(len(data))
+    assert found.hashes.tobytes() == b"h" * 32
+    assert found.slots.tobytes() == b"slotslot"
+    assert found.namespaces.tobytes() == b"n" * 16
+    assert found.names == ("worker",)
+
+
 # -- checksums ---------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +362,49 @@ def test_blocks_of_every_padding_hash_alike(block_tokens: int):
 def test_tokens_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
     words = []
     for function in (hashing.sequence_hashes, _native.sequence_hashes):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)  # type: ignore[operator, arg-type]
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=120), max_size=12),
+    block_tokens=st.integers(1, 40),
+    root=hashes,
+    kinds=st.lists(st.sampled_from([list, tuple, lambda tokens: np.array(tokens, dtype=np.int64)]), min_size=1),
+)
+def test_a_batch_of_prompts_hashes_as_each_alone(
+    prompts: list[list[int]], block_tokens: int, root: bytes, kinds: list[Callable[[list[int]], Sequence[int]]]
+):
+    given_as = [kinds[index % len(kinds)](tokens) for index, tokens in enumerate(prompts)]
+    roots = [bytes([index]) * 16 for index in range(len(prompts))]
+    for starts, each in ((root, [root] * len(prompts)), (roots, roots)):
+        expected = [
+            hashing.sequence_hashes(tokens, block_tokens, start) for tokens, start in zip(prompts, each, strict=True)
+        ]
+        assert hashing.sequence_hashes_batch(prompts, block_tokens, starts) == expected
+        assert _native.sequence_hashes_batch(given_as, block_tokens, starts) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([], 0, ROOT),
+        ([[1, 2]], 0, ROOT),
+        ([], 1, b"short"),
+        ([[1], [2]], 1, [ROOT, b"short"]),
+        ([[1], [2]], 1, [ROOT]),
+        ([[1]], 1, [ROOT, ROOT]),
+        ([[1], [-1]], 1, ROOT),
+        ([[1], [2**32]], 0, b"short"),
+        ([np.zeros((2, 2), dtype=np.uint32)], 1, ROOT),
+    ],
+    ids=range(9),
+)
+def test_a_batch_that_cannot_be_hashed_is_refused_in_the_same_words(arguments: tuple[object, ...]):
+    words = []
+    for function in (hashing.sequence_hashes_batch, _native.sequence_hashes_batch):
         with pytest.raises(LayoutError) as raised:
             function(*arguments)  # type: ignore[operator, arg-type]
         words.append(str(raised.value))

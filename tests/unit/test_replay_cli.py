@@ -230,6 +230,6 @@ def test_a_frame_inside_damage_is_found_again_by_its_magic() -> None:
     second = lengths[0] + 100
     third = second + lengths[1] + 64
     assert found == [
-        (0, "Frame"), (lengths[0], "Damage"), (second, "Frame"), (second + lengths[1], "Damage"), (third, "Frame"),
+        (0, "ScannedFrame"), (lengths[0], "Damage"), (second, "ScannedFrame"), (second + lengths[1], "Damage"), (third, "ScannedFrame"),
         (third + lengths[2], "Damage"),
     ]  # fmt: skip

@@ -61,13 +61,13 @@ class FrameReader {
   Bytes take_hashes(std::uint32_t count);
   std::string_view take_source_instance();
   NamespaceId namespace_at(std::uint8_t index);
-  Event started();
-  Event created();
-  Event migrated();
-  Event evicted();
-  Event stated();
-  Event round_ended();
-  Event stopped();
+  void read(InstanceStarted& event);
+  void read(BlocksCreated& event);
+  void read(BlocksMigrated& event);
+  void read(BlocksEvicted& event);
+  void read(ResidenciesStated& event);
+  void read(RoundEnded& event);
+  void read(InstanceStopped& event);
   void finish();
 
   Bytes data_;                        // the caller's buffer
@@ -84,8 +84,9 @@ class FrameReader {
 class FrameWriter {
  public:
   // header: instance, epoch, first_offset, wall_time_ns and digest are written, the rest is computed.
+  // event_count: how many events will come, as far as is known; room is made for them at once.
   // Throws Error: kLayout, when the name's length does not fit.
-  explicit FrameWriter(const FrameHeader& header);
+  explicit FrameWriter(const FrameHeader& header, std::size_t event_count = 0);
 
   // Adds an event. Throws Error: kLayout, when a run is empty, its slots do not count as its hashes, or a limit is passed.
   void add(const Event& event);

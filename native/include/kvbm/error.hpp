@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <exception>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace kvbm {
@@ -17,6 +18,8 @@ enum class ErrorCode : std::uint8_t {
   kTornFrame,       // TornFrameError(at, detail)
   kCorruptFrame,    // CorruptFrameError(at, detail)
   kMalformedFrame,  // MalformedFrameError(at, detail)
+  kCheckpoint,      // CheckpointError(at, detail)
+  kIllegalEvent,    // IllegalEventError(rule, detail)
 };
 
 class Error : public std::exception {
@@ -31,10 +34,18 @@ class Error : public std::exception {
     return error;
   }
 
+  // An event that contradicts what a fold holds. `rule` is a literal.
+  static Error illegal_event(std::string_view rule, std::string detail) {
+    Error error(ErrorCode::kIllegalEvent, std::move(detail));
+    error.rule_ = rule;
+    return error;
+  }
+
   ErrorCode code() const noexcept { return code_; }
   std::uint64_t at() const noexcept { return at_; }
   std::uint32_t version() const noexcept { return version_; }
   std::uint32_t supported() const noexcept { return supported_; }
+  std::string_view rule() const noexcept { return rule_; }
   const std::string& detail() const noexcept { return detail_; }
   const char* what() const noexcept override { return detail_.c_str(); }
 
@@ -43,6 +54,7 @@ class Error : public std::exception {
   std::uint64_t at_;             // frame errors: position of the frame in the buffer, in bytes
   std::uint32_t version_ = 0;    // kNewerFrame: the frame's version
   std::uint32_t supported_ = 0;  // kNewerFrame: the newest version this build reads
+  std::string_view rule_;        // kIllegalEvent: the rule that was broken, a literal
   std::string detail_;           // what happened, in numbers
 };
 

@@ -1,52 +1,44 @@
-// Token ids → sequence hashes. Twin of kvbm/core/hashing.py.
-// Sha256: made on the stack, fed, finished once; its owner's thread only. The functions are pure; any thread.
+// Token ids → sequence hashes. Twin of kvbm/core/hashing.py. Pure functions without state; any thread.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
 #include "kvbm/event.hpp"
+#include "kvbm/sha256.hpp"
 
 namespace kvbm {
 
-// Folds whole 64-byte chunks into a SHA-256 state.
-using Sha256Compress = void (*)(std::uint32_t* state, const std::uint8_t* data, std::size_t chunks) noexcept;
-
-// The variants, so that tests can hold each to the other. sha256_compress() is the fastest this CPU has.
-void sha256_compress_portable(std::uint32_t* state, const std::uint8_t* data, std::size_t chunks) noexcept;
-bool sha256_has_hardware() noexcept;
-// Only when sha256_has_hardware().
-void sha256_compress_hardware(std::uint32_t* state, const std::uint8_t* data, std::size_t chunks) noexcept;
-Sha256Compress sha256_compress() noexcept;
-
-// One SHA-256 over bytes given in pieces.
-class Sha256 {
- public:
-  explicit Sha256(Sha256Compress compress) noexcept : compress_(compress) {}
-
-  void update(Bytes data) noexcept;
-  // The digest. Nothing may be fed after it.
-  std::array<std::uint8_t, 32> finish() noexcept;
-
- private:
-  static constexpr std::size_t kChunkBytes = 64;
-
-  Sha256Compress compress_;  // the variant in use
-  // The eight working words, from the initial value of FIPS 180-4.
-  std::array<std::uint32_t, 8> state_{0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A,
-                                      0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19};
-  std::array<std::uint8_t, kChunkBytes> chunk_;  // the bytes of a chunk not yet whole
-  std::size_t held_ = 0;                         // how many bytes of chunk_ are set
-  std::uint64_t total_bytes_ = 0;                // bytes fed so far
+// How blocks without extra keys are hashed. A chain waits for itself from block to block, so only other chains can fill the
+// time: a batch is hashed in as many lanes as the kernel has.
+enum class HashKernel : std::uint8_t {
+  kPortable = 0,  // one lane, any CPU
+  kAvx2 = 1,      // eight lanes of a vector; a chain alone is hashed as by kPortable
+  kSha = 2,       // the SHA instructions, two lanes
 };
+
+// Whether this CPU can run a kernel; asking for one it cannot is the caller's error.
+bool has_hash_kernel(HashKernel kernel) noexcept;
+HashKernel fastest_hash_kernel() noexcept;
 
 // Chain-hash the full blocks of `tokens` into `out`.
 // tokens: T ids. block_tokens: at least 1. extra_keys: one for each full block, or none at all.
 // out: (T / block_tokens) * 16 bytes. Sizes are the caller's to check; nothing is thrown.
 void sequence_hashes(std::span<const std::uint32_t> tokens, std::size_t block_tokens, const SequenceHash& root,
                      std::span<const Bytes> extra_keys, std::span<std::uint8_t> out,
-                     Sha256Compress compress = sha256_compress()) noexcept;
+                     HashKernel kernel = fastest_hash_kernel()) noexcept;
+
+// One prompt of a batch.
+struct HashJob {
+  std::span<const std::uint32_t> tokens;  // T ids, in prompt order
+  SequenceHash root;                      // the hash its chain starts from
+  std::uint8_t* out;                      // room for (T / block_tokens) * 16 bytes
+};
+
+// What sequence_hashes gives for each job without extra keys, hashed side by side. The jobs are sorted, longest first, for
+// lanes are full as long as chains are left.
+void sequence_hashes_batch(std::span<HashJob> jobs, std::size_t block_tokens,
+                           HashKernel kernel = fastest_hash_kernel()) noexcept;
 
 }  // namespace kvbm

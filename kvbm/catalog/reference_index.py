@@ -1,0 +1,380 @@
+"""The cluster index, readable: dictionaries, one block at a time. It says what the native index must do.
+
+Per instance and tier it has what `core.residency.Residencies` has for a reader that has missed events, with two differences: slots are
+not kept, and blocks are told apart by namespace and hash, so that what one tenant says never touches another's blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvbm.catalog.index import (
+    NOBODY,
+    Applied,
+    Claims,
+    Holder,
+    InstanceDepth,
+    InstanceView,
+    PoolDepth,
+    Prefixes,
+)
+from kvbm.core.codec import decode_frame
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    InstanceStarted,
+    InstanceStopped,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+    StopReason,
+)
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from kvbm.core.residency import residency_mix
+
+_MASK = (1 << 64) - 1
+_Key = tuple[NamespaceId, SequenceHash]
+
+
+class _TierFold:
+    """One tier of one instance."""
+
+    def __init__(self) -> None:
+        self.held: dict[_Key, int] = {}  # block → the round that was current when it was last gained or stated
+        self.round = 0  # the round last begun
+        self.stated = 0  # blocks it has stated
+        self.is_open = False  # it has begun and not ended
+        self.is_whole = False  # nothing was missed since a round ended
+        self.is_partial = False  # residencies were refused
+        self.has_refused = False  # the same, since the round began
+
+
+class _Instance:
+    def __init__(self) -> None:
+        self.epoch = Epoch(0)
+        self.stopped = False
+        self.pools: tuple[PoolStated, ...] = ()
+        self.pool_names: dict[Tier, str] = {}
+        self.pools_known = False
+        self.proven = False  # pools unknown, but a digest has agreed since a round ended
+        self.waiting = False
+        self.digest = 0
+        self.tiers = {tier: _TierFold() for tier in Tier}
+
+    def is_cluster(self, tier: Tier) -> bool:
+        reaches = {pool.tier: pool.reach for pool in self.pools}
+        return reaches[tier] == Reach.CLUSTER if tier in reaches else tier == Tier.OBJECT
+
+    def is_partial(self) -> bool:
+        return any(fold.is_partial for fold in self.tiers.values())
+
+    def is_whole(self) -> bool:
+        if not self.pools_known:
+            return self.proven
+        return all(self.tiers[pool.tier].is_whole for pool in self.pools if not self.is_cluster(pool.tier))
+
+    def is_doubtful(self) -> bool:
+        return self.waiting or self.is_partial() or not self.is_whole()
+
+
+class ReferenceIndex:
+    """See `index.ClusterIndex`.
+
+    Args:
+        capacity: residencies and claims at most; more are refused and counted, and their instance is marked partial.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._instances: dict[InstanceId, _Instance] = {}
+        self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
+        self._anomalies: Counter[str] = Counter()
+
+    # -- following instances ------------------------------------------------------------------------------------------
+
+    def apply(self, data: bytes, at: int = 0, skip: int = 0) -> Applied:
+        """As `ClusterIndex.apply`."""
+        frame, _ = decode_frame(data, at)
+        instance = self._entry(frame.instance)
+        blocks = 0
+        started: InstanceStarted | None = None
+        stopped: StopReason | None = None
+        claims: list[Claims] = []
+        for event in frame.events[skip:]:
+            match event:
+                case InstanceStarted():
+                    started = event
+                    self._begin(instance, frame.epoch, event.pools)
+                case InstanceStopped():
+                    instance.stopped, stopped = True, event.reason
+                case RoundEnded():
+                    self._end_round(instance, event)
+                case BlocksCreated():
+                    self._add(instance, event.tier, event.namespace, event.hashes, claims)
+                case BlocksMigrated():
+                    self._add(instance, event.target, event.namespace, event.hashes, claims)
+                    if isinstance(event.source, Tier) and not event.kept:
+                        self._withdraw(instance, event.source, event.namespace, event.hashes, claims)
+                case BlocksEvicted():
+                    self._withdraw(instance, event.tier, event.namespace, event.hashes, claims)
+                case ResidenciesStated():
+                    self._state(instance, event, claims)
+            if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
+                blocks += len(split_hashes(event.hashes))
+        return Applied(len(frame.events[skip:]), blocks, started, stopped, claims)
+
+    def begin_blind(
+        self,
+        instance: InstanceId,
+        epoch: Epoch,
+        pools: Iterable[PoolStated] | None = None,
+        likely: Iterable[PoolStated] = (),
+    ) -> None:
+        """As `ClusterIndex.begin_blind`."""
+        entry = self._entry(instance)
+        names = entry.pool_names
+        self._begin(entry, epoch, () if pools is None else pools)
+        if pools is None:
+            entry.pool_names = names or _cluster_names(likely)
+            entry.pools_known = False
+
+    def miss(self, instance: InstanceId) -> None:
+        """As `ClusterIndex.miss`."""
+        entry = self._entry(instance)
+        entry.proven = False
+        for fold in entry.tiers.values():
+            fold.is_open = fold.is_whole = False
+
+    def wait(self, instance: InstanceId, waiting: bool) -> None:
+        """As `ClusterIndex.wait`."""
+        self._entry(instance).waiting = waiting
+
+    def agrees(self, instance: InstanceId, digest: int) -> bool:
+        """As `ClusterIndex.agrees`."""
+        entry = self._entry(instance)
+        same = entry.digest == digest
+        if not entry.pools_known and same and any(fold.is_whole for fold in entry.tiers.values()):
+            entry.proven = True
+        return same or not entry.is_whole() or entry.is_partial()
+
+    def drop(self, instance: InstanceId) -> None:
+        """As `ClusterIndex.drop`."""
+        self._instances.pop(instance, None)
+
+    def claim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
+        """As `ClusterIndex.claim`."""
+        self._claim(pool, Tier.OBJECT, namespace, hashes)
+
+    def unclaim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
+        """As `ClusterIndex.unclaim`."""
+        claimed = self._claims.setdefault(pool, set())
+        for block in split_hashes(hashes):
+            claimed.difference_update((tier, namespace, block) for tier in Tier)
+
+    def sweep(self, pages: int = 256) -> bool:
+        """As `ClusterIndex.sweep`; here a death leaves nothing."""
+        return False
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
+        """As `ClusterIndex.prefixes`."""
+        blocks = split_hashes(hashes)
+        claimed = {
+            pool: [any((tier, namespace, block) in known for tier in Tier) for block in blocks]
+            for pool, known in self._claims.items()
+        }
+        pools = [PoolDepth(pool, depth) for pool, flags in claimed.items() if (depth := _run(flags))]
+        instances: list[InstanceDepth] = []
+        for name, entry in self._instances.items():
+            by_tier = [0, 0, 0, 0]
+            for block in blocks:
+                tiers = [tier for tier in Tier if (namespace, block) in entry.tiers[tier].held]
+                if not tiers:
+                    break
+                by_tier[min(tiers)] += 1
+            depth = sum(by_tier)
+            rest = [any(claimed.get(pool, [False] * len(blocks))[at] for pool in entry.pool_names.values())
+                    for at in range(depth, len(blocks))]  # fmt: skip
+            reach = depth + _run(rest)
+            if reach:
+                counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
+                instances.append(InstanceDepth(name, depth, counts, reach, entry.is_doubtful()))
+        if best:
+            instances = sorted(instances, key=lambda entry: (-entry.depth, -entry.reach))[:best]
+        deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
+        return Prefixes(deepest, instances, pools) if deepest or instances else NOBODY
+
+    def deepest_held(self, namespace: NamespaceId, hashes: bytes) -> int:
+        """As `ClusterIndex.deepest_held`."""
+        blocks = split_hashes(hashes)
+        return max((at + 1 for at, block in enumerate(blocks) if self.holders(namespace, block)), default=0)
+
+    def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
+        """As `ClusterIndex.holders`."""
+        found = [
+            Holder(name, tier, False)
+            for name, entry in self._instances.items()
+            for tier, fold in entry.tiers.items()
+            if (namespace, block) in fold.held
+        ]
+        found += [
+            Holder(pool, tier, True)
+            for pool, known in self._claims.items()
+            for tier in Tier
+            if (tier, namespace, block) in known
+        ]
+        return sorted(found)
+
+    def instances(self) -> list[InstanceId]:
+        """As `ClusterIndex.instances`."""
+        return list(self._instances)
+
+    def view(self, instance: InstanceId) -> InstanceView | None:
+        """As `ClusterIndex.view`."""
+        entry = self._instances.get(instance)
+        if entry is None:
+            return None
+        declared = {pool.tier for pool in entry.pools if not entry.is_cluster(pool.tier)}
+        counts = {tier: len(fold.held) for tier, fold in entry.tiers.items() if fold.held or tier in declared}
+        return InstanceView(
+            entry.epoch, entry.stopped, entry.is_doubtful(), entry.is_partial(), entry.digest, entry.pools, counts
+        )
+
+    def pool_name(self, instance: InstanceId, tier: Tier) -> str | None:
+        """As `ClusterIndex.pool_name`."""
+        entry = self._instances.get(instance)
+        return None if entry is None else entry.pool_names.get(tier)
+
+    def claim_counts(self) -> dict[str, int]:
+        """As `ClusterIndex.claim_counts`."""
+        return {pool: len({key[1:] for key in known}) for pool, known in self._claims.items()}
+
+    def residency_count(self) -> int:
+        """As `ClusterIndex.residency_count`."""
+        return sum(len(fold.held) for entry in self._instances.values() for fold in entry.tiers.values())
+
+    def block_count(self) -> int:
+        """As `ClusterIndex.block_count`."""
+        held = {key for entry in self._instances.values() for fold in entry.tiers.values() for key in fold.held}
+        return len(held | {key[1:] for known in self._claims.values() for key in known})
+
+    def anomalies(self) -> dict[str, int]:
+        """As `ClusterIndex.anomalies`."""
+        return dict(self._anomalies)
+
+    def memory(self) -> dict[str, int]:
+        """As `ClusterIndex.memory`; not known here."""
+        return {}
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _entry(self, instance: InstanceId) -> _Instance:
+        return self._instances.setdefault(instance, _Instance())
+
+    def _begin(self, entry: _Instance, epoch: Epoch, pools: Iterable[PoolStated]) -> None:
+        entry.epoch, entry.stopped, entry.digest = epoch, False, 0
+        entry.tiers = {tier: _TierFold() for tier in Tier}
+        entry.pools = tuple(pools)
+        entry.pool_names = _cluster_names(entry.pools)
+        for pool in entry.pool_names.values():
+            self._claims.setdefault(pool, set())
+        entry.pools_known, entry.proven = True, False
+
+    def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
+        if entry.is_cluster(tier):
+            self._say(entry, Claims(tier, namespace, hashes, False), claims)
+            return
+        fold = entry.tiers[tier]
+        for block in split_hashes(hashes):
+            if (namespace, block) in fold.held:
+                self._anomalies["created-twice"] += 1
+                fold.held[namespace, block] = fold.round
+            else:
+                self._gain(entry, tier, namespace, block)
+
+    def _state(self, entry: _Instance, event: ResidenciesStated, claims: list[Claims]) -> None:
+        fold = entry.tiers[event.tier]
+        self._enter_round(fold, event.round)
+        blocks = split_hashes(event.hashes)
+        fold.stated += len(blocks)
+        if entry.is_cluster(event.tier):
+            self._say(entry, Claims(event.tier, event.namespace, event.hashes, False), claims)
+            return
+        for block in blocks:
+            if (event.namespace, block) in fold.held:
+                fold.held[event.namespace, block] = fold.round
+            else:
+                self._anomalies["round-added"] += fold.is_whole
+                self._gain(entry, event.tier, event.namespace, block)
+
+    def _withdraw(
+        self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]
+    ) -> None:
+        if entry.is_cluster(tier):
+            self._say(entry, Claims(tier, namespace, hashes, True), claims)
+            return
+        for block in split_hashes(hashes):
+            if (namespace, block) in entry.tiers[tier].held:
+                self._lose(entry, tier, namespace, block)
+            else:
+                self._anomalies["evicted-unheld"] += 1
+
+    def _enter_round(self, fold: _TierFold, number: int) -> None:
+        if number != fold.round:
+            fold.round, fold.stated, fold.is_open, fold.has_refused = number, 0, True, False
+
+    def _end_round(self, entry: _Instance, event: RoundEnded) -> None:
+        fold = entry.tiers[event.tier]
+        self._enter_round(fold, event.round)
+        if not fold.is_open or fold.stated != event.count:
+            self._anomalies["round-incomplete"] += 1
+            return
+        for namespace, block in [key for key, number in fold.held.items() if number != event.round]:
+            self._anomalies["round-withdrew"] += bool(fold.is_whole and event.count)
+            self._lose(entry, event.tier, namespace, block)
+        fold.is_open, fold.is_whole, fold.is_partial = False, True, fold.has_refused
+
+    def _gain(self, entry: _Instance, tier: Tier, namespace: NamespaceId, block: SequenceHash) -> None:
+        fold = entry.tiers[tier]
+        if self._is_full():
+            fold.is_partial = fold.has_refused = True
+            return
+        fold.held[namespace, block] = fold.round
+        entry.digest = (entry.digest + residency_mix(tier, block)) & _MASK
+
+    def _lose(self, entry: _Instance, tier: Tier, namespace: NamespaceId, block: SequenceHash) -> None:
+        del entry.tiers[tier].held[namespace, block]
+        entry.digest = (entry.digest - residency_mix(tier, block)) & _MASK
+
+    def _is_full(self) -> bool:
+        full = self.residency_count() + sum(map(len, self._claims.values())) >= self._capacity
+        self._anomalies["refused-at-capacity"] += full
+        return full
+
+    def _say(self, entry: _Instance, said: Claims, claims: list[Claims]) -> None:
+        claims.append(said)
+        pool = entry.pool_names.get(said.tier)
+        if pool is None:
+            self._anomalies["unnamed-claim"] += len(split_hashes(said.hashes))
+        elif said.withdrawn:
+            self.unclaim(pool, said.namespace, said.hashes)
+        else:
+            self._claim(pool, said.tier, said.namespace, said.hashes)
+
+    def _claim(self, pool: str, tier: Tier, namespace: NamespaceId, hashes: bytes) -> None:
+        known = self._claims.setdefault(pool, set())
+        for block in split_hashes(hashes):
+            if (tier, namespace, block) not in known and not self._is_full():
+                known.add((tier, namespace, block))
+
+
+def _cluster_names(pools: Iterable[PoolStated]) -> dict[Tier, str]:
+    return {pool.tier: pool.name or pool.tier.name.lower() for pool in pools if pool.reach == Reach.CLUSTER}
+
+
+def _run(flags: list[bool]) -> int:
+    """How many flags are set, from the first on."""
+    return flags.index(False) if False in flags else len(flags)

@@ -1,0 +1,475 @@
+#include "kvbm/cluster_index.hpp"
+
+#include <fcntl.h>
+#include <nanobind/stl/string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "frames.hpp"
+#include "kvbm/checkpoint.hpp"
+#include "python.hpp"
+
+namespace kvbm::bindings {
+namespace {
+
+// Frames of more bytes than this are applied without the GIL: what is shorter takes less time than handing it over.
+constexpr std::size_t kApplyWithoutGilBytes = 16 * 1024;
+
+const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "round-added",        "round-incomplete",
+                                                  "round-withdrew",   "unnamed-claim",  "refused-at-capacity"};
+
+// A NamedTuple class whose instances are made without a call.
+class TupleClass {
+ public:
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+
+  // Steals the references of its values.
+  template <class... Values>
+  nb::object operator()(Values... values) const {
+    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
+    PyObject* const made = type->tp_alloc(type, sizeof...(Values));
+    Py_ssize_t at = 0;
+    (PyTuple_SET_ITEM(made, at++, values), ...);
+    if (made == nullptr || PyErr_Occurred() != nullptr) {
+      throw nb::python_error();
+    }
+    return nb::steal(made);
+  }
+
+ private:
+  nb::object kind_;  // the class
+};
+
+PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
+PyObject* flag_of(bool value) { return Py_NewRef(value ? Py_True : Py_False); }
+
+// Classes of kvbm.catalog.index and the core, found when the first index is made: the catalog is not imported by an engine.
+struct IndexClasses {
+  IndexClasses()
+      : module(nb::module_::import_("kvbm.catalog.index")),
+        depth(module, "InstanceDepth"),
+        pool_depth(module, "PoolDepth"),
+        prefixes(module, "Prefixes"),
+        holder(module, "Holder"),
+        view(module, "InstanceView"),
+        applied(module, "Applied"),
+        claims(module, "Claims"),
+        frames(frame_classes()),
+        stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")) {}
+
+  nb::module_ module;    // kvbm.catalog.index
+  TupleClass depth;      // InstanceDepth
+  TupleClass pool_depth; // PoolDepth
+  TupleClass prefixes;   // Prefixes
+  TupleClass holder;     // Holder
+  TupleClass view;       // InstanceView
+  TupleClass applied;    // Applied
+  TupleClass claims;     // Claims
+  SharedClasses frames;  // of events
+  nb::object stop_reason;  // StopReason
+};
+
+Bytes packed(const nb::bytes& data, const char* what) {
+  if (data.size() % kHashBytes != 0) {
+    throw Error(ErrorCode::kLayout, std::string("a run of ") + what + " has " + std::to_string(data.size()) +
+                                        " bytes, which is no multiple of " + std::to_string(kHashBytes));
+  }
+  return {static_cast<const std::uint8_t*>(data.data()), data.size()};
+}
+
+NamespaceId namespace_id(const nb::bytes& data) {
+  if (data.size() != kHashBytes) {
+    throw Error(ErrorCode::kLayout, "a namespace id of " + std::to_string(data.size()) + " bytes, not " + std::to_string(kHashBytes));
+  }
+  NamespaceId id;
+  std::memcpy(id.data(), data.data(), kHashBytes);
+  return id;
+}
+
+// A file mapped to be read, for this object's life.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat found {};
+    if (file < 0 || ::fstat(file, &found) != 0) {
+      const std::string why = std::strerror(errno);
+      if (file >= 0) {
+        ::close(file);
+      }
+      throw Error(ErrorCode::kCheckpoint, path + " cannot be read (" + why + ")");
+    }
+    size_ = static_cast<std::size_t>(found.st_size);
+    void* const mapped = size_ > 0 ? ::mmap(nullptr, size_, PROT_READ, MAP_PRIVATE | MAP_POPULATE, file, 0) : nullptr;
+    const std::string why = std::strerror(errno);
+    ::close(file);
+    if (mapped == MAP_FAILED) {
+      throw Error(ErrorCode::kCheckpoint, path + " cannot be mapped (" + why + ")");
+    }
+    data_ = mapped;
+  }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  ~MappedFile() {
+    if (data_ != nullptr) {
+      ::munmap(data_, size_);
+    }
+  }
+
+  Bytes bytes() const noexcept { return {static_cast<const std::uint8_t*>(data_), size_}; }
+
+ private:
+  void* data_ = nullptr;   // the mapping
+  std::size_t size_ = 0;   // its bytes
+};
+
+// A ClusterIndex, and what of it is Python's: names as strings, pools as they were declared.
+class PythonIndex {
+ public:
+  explicit PythonIndex(std::uint64_t capacity) : index_(capacity) {}
+
+  nb::object apply(const nb::bytes& data, std::size_t at, std::uint32_t skip) {
+    const Bytes bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
+    const FrameHeader header = decode_header(bytes, at);
+    const std::uint32_t instance = number_for(header.instance);
+    std::vector<std::vector<DeclaredPool>> starts;
+    nb::object started = nb::none();
+    std::uint32_t position = 0;
+    FrameReader reader(bytes, at);  // everything is read before anything is applied
+    while (const std::optional<Event> event = reader.next()) {
+      if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
+        nb::object decoded = decode_started(*classes_.frames, start->blob, at);
+        starts.push_back(declared(decoded.attr("pools")));
+        if (position >= skip) {
+          pools_[instance] = decoded.attr("pools");
+          started = std::move(decoded);
+        }
+      }
+      ++position;
+    }
+    AppliedFrame applied;
+    if (header.frame_bytes > kApplyWithoutGilBytes) {
+      const nb::gil_scoped_release released;
+      applied = index_.apply(instance, bytes, at, skip, starts);
+    } else {
+      applied = index_.apply(instance, bytes, at, skip, starts);
+    }
+    nb::list claims;
+    for (const ClaimRun& run : applied.claims) {
+      claims.append(classes_.claims(tier_of(run.tier), copy_bytes(run.namespace_id).release().ptr(),
+                                    copy_bytes(run.hashes).release().ptr(), flag_of(run.is_withdrawn)));
+    }
+    nb::object stopped = nb::none();
+    if (applied.stopped) {
+      stopped = classes_.stop_reason(static_cast<int>(*applied.stopped));
+    }
+    return classes_.applied(number_of(applied.events), number_of(applied.blocks), started.release().ptr(),
+                            stopped.release().ptr(), claims.release().ptr());
+  }
+
+  void begin_blind(std::string_view name, std::uint64_t epoch, const nb::object& pools, const nb::object& likely) {
+    const std::uint32_t instance = number_for(name);
+    const bool is_known = !pools.is_none();
+    const auto stated = is_known ? declared(pools) : std::vector<DeclaredPool>{};
+    pools_[instance] = is_known ? nb::object(nb::tuple(pools)) : nb::object(nb::make_tuple());
+    index_.begin_blind(instance, epoch, is_known ? &stated : nullptr, declared(likely));
+  }
+
+  void miss(std::string_view name) { index_.miss(number_for(name)); }
+  void wait(std::string_view name, bool is_waiting) { index_.wait(number_for(name), is_waiting); }
+  bool agrees(std::string_view name, std::uint64_t digest) { return index_.agrees(number_for(name), digest); }
+
+  void drop(std::string_view name) {
+    if (const std::uint32_t instance = index_.find_instance(name); instance != ClusterIndex::kNone) {
+      index_.drop(instance);
+    }
+  }
+
+  void claim(std::string_view pool, const nb::bytes& id, const nb::bytes& hashes) {
+    index_.claim(pool, namespace_id(id), packed(hashes, "hashes"));
+  }
+  void unclaim(std::string_view pool, const nb::bytes& id, const nb::bytes& hashes) {
+    index_.unclaim(pool, namespace_id(id), packed(hashes, "hashes"));
+  }
+
+  bool sweep(std::size_t pages) {
+    const nb::gil_scoped_release released;
+    return index_.sweep(pages);
+  }
+
+  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best) {
+    // One answer is kept for all calls: they hold the GIL.
+    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_);
+    nb::object instances = nb::steal(PyList_New(static_cast<Py_ssize_t>(answer_.instances.size())));
+    Py_ssize_t at = 0;
+    for (const InstanceDepth& one : answer_.instances) {
+      PyObject* const tiers = PyTuple_New(kTierCount);
+      for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+        PyTuple_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
+      }
+      PyList_SET_ITEM(instances.ptr(), at++,
+                      classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
+                                     flag_of(one.is_doubtful))
+                          .release()
+                          .ptr());
+    }
+    nb::list pools;
+    for (const PoolDepth& pool : answer_.pools) {
+      const std::string name = index_.pool_name(pool.pool);
+      pools.append(classes_.pool_depth(nb::str(name.data(), name.size()).release().ptr(), number_of(pool.depth)));
+    }
+    return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr());
+  }
+
+  std::uint32_t deepest_held(const nb::bytes& id, const nb::bytes& hashes) const {
+    return index_.deepest_held(namespace_id(id), packed(hashes, "hashes"));
+  }
+
+  nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
+    if (packed(hash, "a block's hash").size() != kHashBytes) {
+      throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
+    }
+    nb::list found;
+    for (const BlockHolder& holder : index_.holders(namespace_id(id), packed(hash, "a block's hash").data())) {
+      const std::string pool = holder.is_pool ? index_.pool_name(holder.holder) : std::string();
+      PyObject* const name = holder.is_pool ? nb::str(pool.data(), pool.size()).release().ptr() : name_of(holder.holder);
+      found.append(classes_.holder(name, tier_of(holder.tier), flag_of(holder.is_pool)));
+    }
+    found.attr("sort")();
+    return found;
+  }
+
+  nb::object instances() {
+    nb::list names;
+    const std::size_t count = index_.instance_count();
+    for (std::uint32_t instance = 0; instance < count; ++instance) {
+      if (index_.state(instance)) {
+        names.append(nb::steal(name_of(instance)));
+      }
+    }
+    return names;
+  }
+
+  nb::object view(std::string_view name) {
+    const std::uint32_t instance = index_.find_instance(name);
+    const std::optional<InstanceState> state = instance == ClusterIndex::kNone ? std::nullopt : index_.state(instance);
+    if (!state) {
+      return nb::none();
+    }
+    nb::dict counts;
+    for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+      if (state->is_listed[tier]) {
+        counts[python_tier(*classes_.frames, static_cast<Tier>(tier))] = state->counts[tier];
+      }
+    }
+    number_for(name);  // an index that was loaded knows names that were not asked for yet
+    return classes_.view(number_of(state->epoch), flag_of(state->is_stopped), flag_of(state->is_doubtful),
+                         flag_of(state->is_partial), number_of(state->digest), nb::object(pools_[instance]).release().ptr(),
+                         counts.release().ptr());
+  }
+
+  nb::object pool_name(std::string_view name, std::uint8_t tier) {
+    const std::uint32_t instance = index_.find_instance(name);
+    const std::uint32_t pool =
+        instance == ClusterIndex::kNone || tier >= kTierCount ? ClusterIndex::kNone : index_.pool_of(instance, static_cast<Tier>(tier));
+    return pool == ClusterIndex::kNone ? nb::none() : nb::object(nb::str(index_.pool_name(pool).c_str()));
+  }
+
+  nb::object claim_counts() {
+    nb::dict counts;
+    std::uint32_t pool = 0;
+    for (const std::uint64_t count : index_.claim_counts()) {
+      counts[nb::str(index_.pool_name(pool++).c_str())] = count;
+    }
+    return counts;
+  }
+
+  nb::object anomalies() {
+    nb::dict counts;
+    const auto found = index_.anomalies();
+    for (std::size_t at = 0; at < kAnomalyCount; ++at) {
+      if (found[at] != 0) {
+        counts[kAnomalyNames[at]] = found[at];
+      }
+    }
+    return counts;
+  }
+
+  nb::object memory() {
+    const IndexMemory memory = index_.memory();
+    nb::dict bytes;
+    bytes["table"] = memory.table;
+    bytes["sets"] = memory.sets;
+    bytes["rest"] = memory.rest;
+    return bytes;
+  }
+
+  nb::object write_checkpoint(const std::string& path, const nb::bytes& note) {
+    const Bytes bytes(static_cast<const std::uint8_t*>(note.data()), note.size());
+    const int file = ::open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0644);
+    if (file < 0) {
+      throw Error(ErrorCode::kCheckpoint, path + " cannot be written (" + std::strerror(errno) + ")");
+    }
+    CheckpointSize size{};
+    {
+      const nb::gil_scoped_release released;
+      try {
+        size = kvbm::write_checkpoint(index_, file, bytes);
+      } catch (...) {
+        ::close(file);
+        throw;
+      }
+      ::close(file);
+    }
+    return nb::make_tuple(size.bytes, size.blocks);
+  }
+
+  nb::bytes load_checkpoint(const std::string& path) {
+    std::string note;
+    {
+      const nb::gil_scoped_release released;
+      note = kvbm::load_checkpoint(index_, MappedFile(path).bytes());
+    }
+    return nb::bytes(note.data(), note.size());
+  }
+
+  const ClusterIndex& index() const noexcept { return index_; }
+  ClusterIndex& index() noexcept { return index_; }
+
+ private:
+  // The number of an instance; from here on Python has its name and pools.
+  std::uint32_t number_for(std::string_view name) {
+    const std::uint32_t instance = index_.instance(name);
+    if (instance >= names_.size()) {
+      names_.resize(std::size_t{instance} + 1);
+      pools_.resize(names_.size(), nb::make_tuple());
+    }
+    if (!names_[instance].is_valid()) {
+      names_[instance] = nb::str(name.data(), name.size());
+    }
+    return instance;
+  }
+
+  PyObject* tier_of(Tier tier) const { return Py_NewRef(python_tier(*classes_.frames, tier).ptr()); }
+
+  // A new reference.
+  PyObject* name_of(std::uint32_t instance) {
+    if (instance >= names_.size() || !names_[instance].is_valid()) {
+      number_for(index_.instance_name(instance));
+    }
+    return Py_NewRef(names_[instance].ptr());
+  }
+
+  static std::vector<DeclaredPool> declared(nb::handle pools) {
+    std::vector<DeclaredPool> found;
+    for (const nb::handle pool : pools) {
+      const auto tier = nb::cast<std::uint8_t>(nb::int_(pool.attr("tier")));
+      auto name = nb::cast<std::string>(pool.attr("name"));
+      if (name.empty()) {
+        name = nb::cast<std::string>(pool.attr("tier").attr("name").attr("lower")());
+      }
+      constexpr int kReachCluster = 2;
+      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name)});
+    }
+    return found;
+  }
+
+  const IndexClasses classes_;     // what answers are made of
+  ClusterIndex index_;             // the index
+  PrefixAnswer answer_;            // of the last query
+  std::vector<nb::object> names_;  // by number, where asked for
+  std::vector<nb::object> pools_;  // as the start declared them, by number
+};
+
+}  // namespace
+
+void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
+  using Self = PythonIndex;
+  nb::class_<PythonIndex>(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.ClusterIndex.")
+      .def(nb::init<std::uint64_t>(), nb::arg("capacity"))
+      .def(
+          "apply",
+          [errors](Self& self, const nb::bytes& data, std::size_t at, std::uint32_t skip) {
+            return translated(errors, [&] { return self.apply(data, at, skip); });
+          },
+          nb::arg("data"), nb::arg("at") = 0, nb::arg("skip") = 0)
+      .def("begin_blind", [](Self& self, const std::string& name, std::uint64_t epoch, const nb::object& pools,
+                             const nb::object& likely) { self.begin_blind(name, epoch, pools, likely); },
+           nb::arg("instance"), nb::arg("epoch"), nb::arg("pools") = nb::none(), nb::arg("likely") = nb::make_tuple())
+      .def("miss", [](Self& self, const std::string& name) { self.miss(name); }, nb::arg("instance"))
+      .def("wait", [](Self& self, const std::string& name, bool waiting) { self.wait(name, waiting); }, nb::arg("instance"),
+           nb::arg("waiting"))
+      .def("agrees", [](Self& self, const std::string& name, std::uint64_t digest) { return self.agrees(name, digest); },
+           nb::arg("instance"), nb::arg("digest"))
+      .def("drop", [](Self& self, const std::string& name) { self.drop(name); }, nb::arg("instance"))
+      .def(
+          "claim",
+          [errors](Self& self, const std::string& pool, const nb::bytes& id, const nb::bytes& hashes) {
+            translated(errors, [&] { self.claim(pool, id, hashes); });
+          },
+          nb::arg("pool"), nb::arg("namespace"), nb::arg("hashes"))
+      .def(
+          "unclaim",
+          [errors](Self& self, const std::string& pool, const nb::bytes& id, const nb::bytes& hashes) {
+            translated(errors, [&] { self.unclaim(pool, id, hashes); });
+          },
+          nb::arg("pool"), nb::arg("namespace"), nb::arg("hashes"))
+      .def("sweep", &Self::sweep, nb::arg("pages") = 256)
+      .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })
+      .def(
+          "prefixes",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best) {
+            return translated(errors, [&] { return self.prefixes(id, hashes, best); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0)
+      .def(
+          "deepest_held",
+          [errors](const Self& self, const nb::bytes& id, const nb::bytes& hashes) {
+            return translated(errors, [&] { return self.deepest_held(id, hashes); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"))
+      .def(
+          "holders",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
+            return translated(errors, [&] { return self.holders(id, block); });
+          },
+          nb::arg("namespace"), nb::arg("block"))
+      .def("instances", &Self::instances)
+      .def("view", [](Self& self, const std::string& name) { return self.view(name); }, nb::arg("instance"))
+      .def("pool_name", [](Self& self, const std::string& name, std::uint8_t tier) { return self.pool_name(name, tier); },
+           nb::arg("instance"), nb::arg("tier"))
+      .def("claim_counts", &Self::claim_counts)
+      .def("residency_count", [](const Self& self) { return self.index().residency_count(); })
+      .def("block_count", [](const Self& self) { return self.index().block_count(); })
+      .def("anomalies", &Self::anomalies)
+      .def("memory", &Self::memory)
+      .def(
+          "recomputed_digest",
+          [](const Self& self, const std::string& name) {
+            const std::uint32_t instance = self.index().find_instance(name);
+            const nb::gil_scoped_release released;
+            return instance == ClusterIndex::kNone ? 0 : self.index().recomputed_digest(instance);
+          },
+          nb::arg("instance"))
+      .def(
+          "write_checkpoint",
+          [errors](Self& self, const std::string& path, const nb::bytes& note) {
+            return translated(errors, [&] { return self.write_checkpoint(path, note); });
+          },
+          nb::arg("path"), nb::arg("note") = nb::bytes("", 0))
+      .def(
+          "load_checkpoint",
+          [errors](Self& self, const std::string& path) {
+            return translated(errors, [&] { return self.load_checkpoint(path); });
+          },
+          nb::arg("path"));
+}
+
+}  // namespace kvbm::bindings

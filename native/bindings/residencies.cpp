@@ -1,0 +1,197 @@
+#include "kvbm/residencies.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "frames.hpp"
+#include "kvbm/scan.hpp"
+#include "python.hpp"
+
+namespace kvbm::bindings {
+namespace {
+
+// The Python classes of a fold's results. Made once at import, immutable; GIL held.
+struct FoldClasses {
+  SharedClasses frames = frame_classes();
+  nb::module_ residency = nb::module_::import_("kvbm.core.residency");
+  nb::object scanned = nb::module_::import_("kvbm.core.codec").attr("ScannedFrame");
+  nb::object folded = residency.attr("FoldedFrame");
+  nb::object tier_blocks = residency.attr("TierBlocks");
+  nb::object pool = nb::module_::import_("kvbm.core.events").attr("PoolStated");
+  nb::object reach = nb::module_::import_("kvbm.core.ids").attr("Reach");
+  nb::object frame_error = nb::module_::import_("kvbm.core.errors").attr("FrameError");
+};
+
+WireInteger wire_integer(nb::handle value) {
+  int overflow = 0;
+  const long long narrow = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  if (overflow == 0 && narrow == -1 && PyErr_Occurred() != nullptr) {
+    throw nb::python_error();
+  }
+  if (overflow == 0) {
+    return WireInteger::negative(narrow);
+  }
+  const unsigned long long wide = PyLong_AsUnsignedLongLong(value.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    throw nb::python_error();
+  }
+  return WireInteger(wide);
+}
+
+nb::object python_integer(const WireInteger& value) {
+  return value.is_negative() ? nb::object(nb::int_(static_cast<std::int64_t>(value.bits()))) : nb::int_(value.bits());
+}
+
+EpochStart epoch_start(nb::handle event) {
+  EpochStart start{.epoch = wire_integer(event.attr("epoch")), .pools = {}};
+  for (nb::handle pool : event.attr("pools")) {
+    start.pools.push_back({.tier = static_cast<Tier>(nb::cast<std::uint8_t>(nb::int_(pool.attr("tier")))),
+                           .slots = wire_integer(pool.attr("slots")),
+                           .block_bytes = wire_integer(pool.attr("block_bytes")),
+                           .reach = static_cast<Reach>(nb::cast<std::uint8_t>(nb::int_(pool.attr("reach")))),
+                           .name = nb::cast<std::string>(pool.attr("name"))});
+  }
+  return start;
+}
+
+nb::list python_anomalies(const std::vector<Anomaly>& anomalies) {
+  nb::list made;
+  for (const Anomaly& anomaly : anomalies) {
+    made.append(nb::make_tuple(python_text(anomaly.rule), anomaly.detail));
+  }
+  return made;
+}
+
+nb::list evolve(Residencies& fold, nb::handle event, const FoldClasses& classes) {
+  Keepers keepers;
+  const Event view = event_of(event, *classes.frames, keepers);
+  std::optional<EpochStart> start;
+  if (std::holds_alternative<InstanceStarted>(view)) {
+    start = epoch_start(event);
+  }
+  FoldDelta delta;
+  fold.evolve(view, start ? &*start : nullptr, delta);
+  return python_anomalies(delta.anomalies);
+}
+
+nb::object evolve_frame(Residencies& fold, nb::handle data, std::size_t at, std::uint32_t first,
+                        const FoldClasses& classes, const ErrorClasses& errors) {
+  const BufferView view(data);
+  const FrameReader reader(view.bytes(), at);
+  std::vector<EpochStart> starts;
+  std::vector<Bytes> blobs;
+  const auto decode_starts = [&] {
+    for (const Bytes& blob : blobs) {
+      starts.push_back(epoch_start(decode_started(*classes.frames, blob, at)));
+    }
+  };
+  ScannedFrame scanned;
+  try {
+    scanned = scan_frame(reader, at, blobs);
+  } catch (const Error&) {
+    decode_starts();  // a fault in a start before it is told first
+    throw;
+  }
+  decode_starts();
+  const FoldedFrame folded = fold.evolve_frame(reader, first, starts);
+  nb::object illegal = nb::none();
+  if (folded.illegal) {
+    illegal = errors.made(Error::illegal_event(folded.illegal->rule, folded.illegal->detail));
+  }
+  const FoldDelta& delta = folded.delta;
+  return named_tuple(classes.folded, python_scanned(classes.scanned, scanned), folded.folded,
+                     python_anomalies(delta.anomalies), illegal,
+                     nb::make_tuple(delta.added, delta.withdrawn, delta.claimed, delta.unclaimed));
+}
+
+nb::dict pools(const Residencies& fold, const FoldClasses& classes) {
+  nb::dict made;
+  for (const PoolStated& pool : fold.pools()) {
+    const nb::object& tier = python_tier(*classes.frames, pool.tier);
+    made[tier] = classes.pool(tier, python_integer(pool.slots), python_integer(pool.block_bytes),
+                              classes.reach(static_cast<std::uint8_t>(pool.reach)), pool.name);
+  }
+  return made;
+}
+
+nb::object blocks(const Residencies& fold, Tier tier, const FoldClasses& classes) {
+  const std::vector<Residency> held = fold.held(tier);
+  const nb::bytes hashes = new_bytes(held.size() * kHashBytes);
+  const nb::bytes slots = new_bytes(held.size() * sizeof(std::int64_t));
+  std::uint8_t* hash = writable(hashes).data();
+  std::uint8_t* slot = writable(slots).data();
+  nb::list runs;
+  for (std::size_t begin = 0, end = 0; end < held.size(); ++end) {
+    const Residency& one = held[end];
+    const std::int64_t number = TierTable::has_slot(one) ? std::int64_t{one.slot} : -1;
+    hash = std::copy(one.hash.begin(), one.hash.end(), hash);
+    std::memcpy(slot, &number, sizeof number);
+    slot += sizeof number;
+    const NamespaceId& id = fold.namespace_id(one);
+    if (end + 1 == held.size() || fold.namespace_id(held[end + 1]) != id) {
+      runs.append(nb::make_tuple(copy_bytes(id), end + 1 - begin));
+      begin = end + 1;
+    }
+  }
+  return named_tuple(classes.tier_blocks, hashes, slots, runs);
+}
+
+Tier tier_of(nb::handle tier) {
+  const auto value = nb::cast<std::uint8_t>(nb::int_(tier));
+  if (value >= kTierCount) {
+    throw nb::value_error("no such tier");
+  }
+  return static_cast<Tier>(value);
+}
+
+}  // namespace
+
+void bind_residencies(nb::module_& module, const SharedErrors& errors) {
+  const auto classes = std::make_shared<const FoldClasses>();
+  nb::class_<Residencies>(module, "Residencies", "What one instance holds, by tier. As kvbm.core.residency.Residencies.")
+      .def(nb::init<bool>(), nb::arg("strict") = true)
+      .def_rw("strict", &Residencies::strict)
+      .def_prop_ro("epoch", [](const Residencies& fold) { return python_integer(fold.epoch()); })
+      .def_prop_ro("stopped", &Residencies::is_stopped)
+      .def_prop_ro("digest", &Residencies::digest)
+      .def_prop_ro("pools", [classes](const Residencies& fold) { return pools(fold, *classes); })
+      .def_prop_ro("memory_bytes", &Residencies::memory_bytes)
+      .def(
+          "evolve",
+          [errors, classes](Residencies& fold, nb::handle event) {
+            return translated(errors, [&] { return evolve(fold, event, *classes); });
+          },
+          nb::arg("event"))
+      .def(
+          "evolve_frame",
+          [errors, classes](Residencies& fold, nb::handle data, std::size_t at, std::uint32_t first) {
+            return translated(errors, [&] { return evolve_frame(fold, data, at, first, *classes, *errors); });
+          },
+          nb::arg("data"), nb::arg("at") = 0, nb::arg("first") = 0)
+      .def("count",
+           [](const Residencies& fold, nb::handle tier) {
+             return tier.is_none() ? fold.count() : fold.count(tier_of(tier));
+           },
+           nb::arg("tier").none() = nb::none())
+      .def("blocks", [classes](const Residencies& fold, nb::handle tier) { return blocks(fold, tier_of(tier), *classes); },
+           nb::arg("tier"))
+      .def("tier_digest", [](const Residencies& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
+           nb::arg("tier"))
+      .def("recomputed_digest", &Residencies::recomputed_digest)
+      .def("is_whole", [](const Residencies& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); }, nb::arg("tier"))
+      .def("is_cluster", [](const Residencies& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
+           nb::arg("tier"))
+      .def("miss_events", &Residencies::miss_events)
+      .def(
+          "begin_blind",
+          [](Residencies& fold, nb::handle epoch) {
+            FoldDelta delta;
+            fold.begin_blind(wire_integer(epoch), delta);
+          },
+          nb::arg("epoch"));
+}
+
+}  // namespace kvbm::bindings

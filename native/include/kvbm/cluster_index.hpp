@@ -1,0 +1,362 @@
+// ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: twin of
+// kvbm/catalog/reference_index.py.
+// Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
+// number of readers ask between batches. Every public function may be called from any thread.
+//
+// A residency is a *seat* (holder_sets.hpp) in the set of its block's holders. A seat whose bit in its pair's `live` mask is off
+// counts for nobody: so an instance's death, and the end of a round for what it has not stated, is a mask that changes. A sweep
+// goes through the table later and takes such seats out; until it has, their numbers are not used again.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "kvbm/batch_lock.hpp"
+#include "kvbm/block_table.hpp"
+#include "kvbm/codec.hpp"
+#include "kvbm/event.hpp"
+#include "kvbm/holder_sets.hpp"
+
+namespace kvbm {
+
+// One pool as an instance's start declares it, as far as the index needs it.
+struct DeclaredPool {
+  Tier tier;          // its tier
+  bool is_cluster;    // whether it is everybody's: then its blocks are claims, and their holder is the pool
+  std::string name;   // of a cluster pool
+};
+
+// What an event broke; counted.
+enum class Anomaly : std::uint8_t {
+  kCreatedTwice,
+  kEvictedUnheld,
+  kRoundAdded,
+  kRoundIncomplete,
+  kRoundWithdrew,
+  kUnnamedClaim,
+  kRefusedAtCapacity,
+};
+inline constexpr std::size_t kAnomalyCount = 7;
+
+// How far one instance has a prefix; InstanceDepth of kvbm/catalog/index.py.
+struct InstanceDepth {
+  std::uint32_t instance;                              // its number
+  std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
+  std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
+  std::uint32_t reach;                                 // where the run ends with its cluster pools
+  bool is_doubtful;                                    // events of it were missed
+};
+
+// How many blocks of a prefix, from the first on, a cluster pool is claimed to hold.
+struct PoolDepth {
+  std::uint32_t pool;   // its number
+  std::uint32_t depth;  // blocks
+};
+
+// Who has how much of a prefix. Kept by its reader from query to query, so that asking allocates nothing.
+struct PrefixAnswer {
+  std::vector<InstanceDepth> instances;  // those that have, or reach, at least the first block
+  std::vector<PoolDepth> pools;          // those that have it
+  std::uint32_t deepest = 0;             // the largest depth of all
+};
+
+// One residency or claim of a block.
+struct BlockHolder {
+  std::uint32_t holder;  // number of the instance or pool
+  bool is_pool;          // which of the two
+  Tier tier;             // where
+};
+
+// A run of claims, or of their withdrawal, in an applied frame.
+struct ClaimRun {
+  Tier tier;                 // the instance's tier that is a cluster pool
+  NamespaceId namespace_id;  // whose blocks
+  Bytes hashes;              // packed; points into the frame
+  bool is_withdrawn;         // whether the claims are taken back
+};
+
+// What a frame did, for those who keep more than the index.
+struct AppliedFrame {
+  std::uint64_t events = 0;           // events applied
+  std::uint64_t blocks = 0;           // blocks their runs named
+  std::optional<StopReason> stopped;  // set when the instance ended in it
+  std::vector<ClaimRun> claims;       // in order
+};
+
+// The state of an instance.
+struct InstanceState {
+  std::uint64_t epoch = 0;                                // its epoch
+  std::uint64_t digest = 0;                               // of what it holds
+  bool is_stopped = false;                                // it ended cleanly
+  bool is_doubtful = false;                               // events were missed, wait, or were refused
+  bool is_partial = false;                                // residencies were refused at the cap
+  std::array<std::uint64_t, kTierCount> counts{};         // blocks held by tier
+  std::array<bool, kTierCount> is_listed{};               // tiers that it declared or holds blocks in, cluster pools left out
+};
+
+// Bytes by what they are for.
+struct IndexMemory {
+  std::uint64_t table;  // buckets of blocks
+  std::uint64_t sets;   // sets of holders
+  std::uint64_t rest;   // instances, pairs, namespaces
+};
+
+class ClusterIndex {
+ public:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;  // no such instance, pool or namespace
+
+  // capacity: residencies and claims at most; more are refused and counted.
+  // secret: what blinds keys; random in production, so that no sender can aim at a bucket or at another namespace's block.
+  explicit ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret = random_secret());
+
+  static std::array<std::uint64_t, 3> random_secret();
+
+  // -- following instances --
+
+  // The number of an instance; made when it is new. Numbers are never used for another name.
+  std::uint32_t instance(std::string_view name);
+  std::uint32_t find_instance(std::string_view name) const;
+  std::string instance_name(std::uint32_t instance) const;
+  std::size_t instance_count() const;
+
+  // Folds the events of a frame from `skip` on. The frame has been checked; an InstanceStarted in it is folded by `starts`.
+  // starts: the pools of each InstanceStarted of the frame, in order, skipped ones included.
+  AppliedFrame apply(std::uint32_t instance, Bytes data, std::size_t at, std::uint32_t skip,
+                     std::span<const std::vector<DeclaredPool>> starts);
+
+  // Enters an epoch whose start was not seen: nothing is held, all of it is doubtful.
+  // pools: what its start declared, when that is known. likely: the best guess for the names of its claims' pools otherwise.
+  void begin_blind(std::uint32_t instance, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
+                   std::span<const DeclaredPool> likely);
+  void miss(std::uint32_t instance);
+  void wait(std::uint32_t instance, bool is_waiting);
+  bool agrees(std::uint32_t instance, std::uint64_t digest);
+  void drop(std::uint32_t instance);
+  void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
+  void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
+
+  // Takes out what dead seats have left, up to this many pages of the table. Whether there is more to do.
+  bool sweep(std::size_t pages);
+  bool needs_sweep() const;
+
+  // -- asking --
+
+  // best: how many instances, the deepest first; 0 for all, in no order. Ties are in no order.
+  void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const;
+  // Position after the last block of the run that anybody holds, holes or not; 0 when nobody holds any.
+  std::uint32_t deepest_held(const NamespaceId& id, Bytes hashes) const;
+  std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash) const;
+  std::optional<InstanceState> state(std::uint32_t instance) const;
+  // Number of the cluster pool that an instance's claims in a tier belong to, or kNone.
+  std::uint32_t pool_of(std::uint32_t instance, Tier tier) const;
+  std::string pool_name(std::uint32_t pool) const;
+  // Blocks claimed, by pool number.
+  std::vector<std::uint64_t> claim_counts() const;
+  std::uint64_t residency_count() const;
+  // Distinct blocks in the table; those that only dead seats had are in it until they are swept.
+  std::uint64_t block_count() const;
+  std::array<std::uint64_t, kAnomalyCount> anomalies() const;
+  IndexMemory memory() const;
+  // The digest of an instance, computed anew from the table.
+  std::uint64_t recomputed_digest(std::uint32_t instance) const;
+
+ private:
+  friend class CheckpointWriter;
+  friend class CheckpointLoader;
+  friend class PrefixWalk;
+
+  static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
+  static constexpr std::uint8_t kGenerations = 4;
+
+  struct Namespace {
+    NamespaceId id;                         // its public name
+    BlockKey salt;                          // secret: a block's key is its hash xor this
+    std::vector<std::uint32_t> pool_pairs;  // pairs of cluster pools
+  };
+
+  // A holder in a namespace.
+  struct Pair {
+    std::uint32_t holder = 0;     // number of the instance or pool
+    std::uint32_t space = 0;      // number of the namespace
+    std::uint32_t incarnation = 0;  // of the instance when the pair was made
+    std::uint16_t live = 0;       // bit (tier * 4 + generation): that seat counts
+    bool is_pool = false;         // which kind of holder
+  };
+
+  // One tier of one instance.
+  struct TierFold {
+    std::uint64_t stated = 0;                               // blocks the round has stated
+    std::uint32_t round = 0;                                // the round last begun
+    bool is_open = false;                                   // it has begun and not ended
+    bool is_whole = false;                                  // nothing was missed since a round ended
+    bool is_declared = false;                               // the start named a pool in this tier
+    bool is_cluster = false;                                // and it is the cluster's
+    bool is_partial = false;                                // residencies were refused
+    bool has_refused = false;                               // the same, since the round began
+    std::uint8_t generation = 0;                            // of what is gained or stated now
+    std::uint8_t live = 1;                                  // bit g: residencies of generation g count
+    std::uint8_t dirty = 0;                                 // bit g: dead, and the sweep has not been everywhere since
+    std::uint32_t pool = kNone;                             // number of the cluster pool, where its name is known
+    std::array<std::uint64_t, kGenerations> counts{};       // residencies, by generation
+    std::array<std::uint64_t, kGenerations> digests{};      // sums of their mixes, by generation
+  };
+
+  struct Instance {
+    std::string name;                        // its id
+    std::uint64_t epoch = 0;                 // its epoch
+    std::uint32_t incarnation = 0;           // counts its deaths
+    bool is_known = false;                   // not dropped
+    bool is_stopped = false;                 // it ended cleanly
+    bool pools_known = false;                // its start, or somebody who has seen it, told the pools
+    bool is_proven = false;                  // pools unknown, but a digest has agreed since a round ended
+    bool is_waiting = false;                 // later events than the next are there already
+    std::array<TierFold, kTierCount> tiers;  // what it holds
+    std::vector<std::uint32_t> pairs;        // its pairs of this incarnation
+  };
+
+  struct Pool {
+    std::string name;           // its name
+    std::uint64_t claims = 0;   // blocks claimed
+  };
+
+  enum class Work : std::uint8_t { kCreate, kState, kEvict, kClaim, kUnclaim };
+
+  // A stretch of a run that waits for its batch.
+  struct Piece {
+    Work work;                   // what is done with the blocks
+    std::uint32_t instance;      // whose event; kNone for claims from elsewhere
+    std::uint32_t space;         // namespace
+    std::uint32_t pair;          // the holder's
+    Tier tier;                   // where
+    const std::uint8_t* hashes;  // packed
+    std::uint32_t count;         // blocks
+  };
+
+  // What to do to a set: seats from first_removed to last_removed leave it, `added` joins it unless it is 0.
+  struct SetChange {
+    HolderValue value;   // the set as it is
+    Seat first_removed;  // with last_removed below it, nothing leaves
+    Seat last_removed;
+    Seat added;
+
+    bool operator==(const SetChange&) const = default;
+  };
+
+  // -- under writer_ alone --
+  void add(const Piece& piece);
+  void add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes);
+  void flush();
+  void run_batch();
+  std::uint32_t space_of(const NamespaceId& id);
+  std::uint32_t pair_of_instance(std::uint32_t instance, std::uint32_t space);
+  std::uint32_t pair_of_pool(std::uint32_t pool, std::uint32_t space);
+  std::uint32_t new_pair(const Pair& pair);
+  std::uint32_t pool_number(std::string_view name);
+  void fold(std::uint32_t instance, const Event& event, AppliedFrame& applied);
+  void start(std::uint32_t instance, std::uint64_t epoch, std::span<const DeclaredPool> pools);
+  void claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work);
+
+  // -- under writer_ and lock_ --
+  void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash);
+  void withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash);
+  void gain_claim(const Piece& piece, BlockKey key, std::uint64_t place);
+  void withdraw_claim(const Piece& piece, BlockKey key, std::uint64_t place);
+  HolderValue changed(const SetChange& change);
+  void set_value(HolderValue* at, BlockKey key, std::uint64_t place, HolderValue now);
+  bool is_full(const Piece& piece);
+  void kill(std::uint32_t instance);
+  void declare(Instance& instance, std::span<const DeclaredPool> pools);
+  void begin_round(std::uint32_t instance, Tier tier, std::uint32_t round);
+  void end_round(std::uint32_t instance, const RoundEnded& event);
+  void retire(std::uint32_t instance, Tier tier, std::uint8_t generation);
+  void sweep_page(std::size_t shard, std::size_t page);
+  void begin_pass();
+  void end_pass();
+  void sweep_all(std::uint32_t instance, Tier tier);
+  HolderValue cleaned(HolderValue value);
+
+  // -- under lock_, shared or not --
+  bool is_live(Seat seat) const noexcept { return (pairs_[kvbm::pair_of(seat)].live >> (seat & 15) & 1) != 0; }
+  BlockKey key_of(std::uint32_t space, const std::uint8_t* hash) const noexcept;
+  // The live seat of a pair in a tier, or 0.
+  Seat find_seat(const HolderValue& value, std::uint32_t pair, Tier tier) const noexcept;
+  bool is_whole(const Instance& instance) const noexcept;
+  bool is_partial(const Instance& instance) const noexcept;
+  std::uint32_t find_space(const NamespaceId& id) const noexcept;
+  void count(Anomaly anomaly, std::uint64_t times = 1) noexcept { anomalies_[static_cast<std::size_t>(anomaly)] += times; }
+
+  struct IdHash {
+    std::size_t operator()(const NamespaceId& id) const noexcept;
+  };
+  struct NameHash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view name) const noexcept { return std::hash<std::string_view>{}(name); }
+  };
+  struct NameEqual {
+    using is_transparent = void;
+    bool operator()(std::string_view a, std::string_view b) const noexcept { return a == b; }
+  };
+  using Numbers = std::unordered_map<std::string, std::uint32_t, NameHash, NameEqual>;
+
+  const std::uint64_t capacity_;   // residencies and claims at most
+  std::mt19937_64 salts_;          // secrets of namespaces
+  mutable std::mutex writer_;      // held by the one who changes anything, frame by frame
+  mutable BatchLock lock_;         // held shared to read, exclusively to change what readers see
+
+  BlockTable table_;                    // (namespace, hash) → who holds it
+  HolderSets sets_;                     // the sets of holders
+  std::vector<Namespace> spaces_;       // by number
+  std::vector<Instance> instances_;     // by number
+  std::vector<Pool> pools_;             // by number
+  std::vector<Pair> pairs_;             // by number; 0 is nobody's
+  std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
+  Numbers instance_numbers_;                                              // by name
+  Numbers pool_numbers_;                                                  // by name
+  std::unordered_map<std::uint64_t, std::uint32_t> pair_numbers_;  // kind and holder in the high half, namespace in the low one
+  std::vector<std::uint32_t> free_pairs_;                          // numbers to use again
+
+  std::uint64_t residencies_ = 0;                           // live ones of all instances
+  std::uint64_t claims_ = 0;                                // (pool, tier, block) claimed
+  std::array<std::uint64_t, kAnomalyCount> anomalies_{};    // by rule
+
+  // The batch.
+  std::vector<Piece> pieces_;     // what it consists of
+  std::size_t piece_blocks_ = 0;  // blocks in it
+
+  // The set change made last, which the next block of a run mostly makes too.
+  SetChange last_change_{};         // what it was
+  HolderValue last_result_ = 0;     // what it gave
+  std::uint64_t last_frees_ = 0;    // sets_.frees() then: results of before a free may be gone
+  std::uint64_t last_deaths_ = 0;   // deaths_ then: results hold no seats that were dead
+  std::uint64_t deaths_ = 0;        // counts changes of live masks from on to off
+  std::vector<Seat> scratch_;       // seats of the set being made
+
+  // Deaths that the table has not forgotten yet.
+  struct DeadGeneration {
+    std::uint32_t instance;     // whose
+    std::uint32_t incarnation;  // when
+    Tier tier;                  // where
+    std::uint8_t generation;    // which
+  };
+  std::vector<std::uint32_t> dead_pairs_;          // since the pass under way began
+  std::vector<DeadGeneration> dead_generations_;   // the same
+  std::vector<std::uint32_t> pass_pairs_;          // before it began: free when it ends
+  std::vector<DeadGeneration> pass_generations_;   // the same
+  bool has_pass_ = false;                          // a sweep is under way
+  std::size_t pass_shard_ = 0;                     // where it is
+  std::size_t pass_page_ = 0;                      // and in which page
+  std::uint64_t pass_moves_ = 0;                   // the shard's moves when the pass came to it
+  std::uint32_t pass_ = 0;                         // its number
+  std::vector<std::uint32_t> clean_in_;            // by set number: the pass that found all its seats alive
+};
+
+}  // namespace kvbm

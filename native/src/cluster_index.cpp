@@ -1,0 +1,919 @@
+#include "kvbm/cluster_index.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+namespace kvbm {
+namespace {
+
+constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;
+
+std::size_t at_tier(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
+
+}  // namespace
+
+std::size_t ClusterIndex::IdHash::operator()(const NamespaceId& id) const noexcept {
+  std::uint64_t low = 0;
+  std::memcpy(&low, id.data(), sizeof low);
+  return static_cast<std::size_t>(low);
+}
+
+std::array<std::uint64_t, 3> ClusterIndex::random_secret() {
+  std::random_device device;
+  const auto word = [&device] { return std::uint64_t{device()} << 32 | device(); };
+  return {word(), word(), word()};
+}
+
+ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret)
+    : capacity_(capacity), salts_(secret[2]), table_(secret[0], secret[1]), pairs_(1) {
+  pieces_.reserve(kBatchBlocks);
+}
+
+// -- names -------------------------------------------------------------------------------------------------------------
+
+std::uint32_t ClusterIndex::instance(std::string_view name) {
+  const std::lock_guard turn(writer_);
+  const auto known = instance_numbers_.find(name);
+  const std::uint32_t number = known != instance_numbers_.end() ? known->second : static_cast<std::uint32_t>(instances_.size());
+  if (known == instance_numbers_.end() || !instances_[number].is_known) {
+    const WriteGuard change(lock_);
+    if (known == instance_numbers_.end()) {
+      instances_.emplace_back().name = name;
+      instance_numbers_.emplace(name, number);
+    }
+    instances_[number].is_known = true;
+  }
+  return number;
+}
+
+std::uint32_t ClusterIndex::find_instance(std::string_view name) const {
+  const ReadGuard reading(lock_);
+  const auto known = instance_numbers_.find(name);
+  return known != instance_numbers_.end() && instances_[known->second].is_known ? known->second : kNone;
+}
+
+std::string ClusterIndex::instance_name(std::uint32_t instance) const {
+  const ReadGuard reading(lock_);
+  return instances_[instance].name;
+}
+
+std::size_t ClusterIndex::instance_count() const {
+  const ReadGuard reading(lock_);
+  return instances_.size();
+}
+
+std::uint32_t ClusterIndex::pool_number(std::string_view name) {
+  const auto known = pool_numbers_.find(name);
+  if (known != pool_numbers_.end()) {
+    return known->second;
+  }
+  const WriteGuard change(lock_);
+  const auto number = static_cast<std::uint32_t>(pools_.size());
+  pools_.push_back({.name = std::string(name)});
+  pool_numbers_.emplace(name, number);
+  return number;
+}
+
+std::string ClusterIndex::pool_name(std::uint32_t pool) const {
+  const ReadGuard reading(lock_);
+  return pools_[pool].name;
+}
+
+std::uint32_t ClusterIndex::find_space(const NamespaceId& id) const noexcept {
+  const auto known = space_numbers_.find(id);
+  return known != space_numbers_.end() ? known->second : kNone;
+}
+
+std::uint32_t ClusterIndex::space_of(const NamespaceId& id) {
+  if (const std::uint32_t known = find_space(id); known != kNone) {
+    return known;
+  }
+  const WriteGuard change(lock_);
+  const auto number = static_cast<std::uint32_t>(spaces_.size());
+  spaces_.push_back({.id = id, .salt = {salts_(), salts_()}, .pool_pairs = {}});
+  space_numbers_.emplace(id, number);
+  return number;
+}
+
+std::uint32_t ClusterIndex::new_pair(const Pair& pair) {
+  if (!free_pairs_.empty()) {
+    const std::uint32_t number = free_pairs_.back();
+    free_pairs_.pop_back();
+    pairs_[number] = pair;
+    return number;
+  }
+  if (pairs_.size() == kMaxPairs) {
+    throw std::bad_alloc();
+  }
+  pairs_.push_back(pair);
+  free_pairs_.reserve(pairs_.size());
+  return static_cast<std::uint32_t>(pairs_.size() - 1);
+}
+
+std::uint32_t ClusterIndex::pair_of_instance(std::uint32_t number, std::uint32_t space) {
+  const std::uint64_t key = std::uint64_t{number} << 32 | space;
+  const auto known = pair_numbers_.find(key);
+  if (known != pair_numbers_.end()) {
+    return known->second;
+  }
+  const WriteGuard change(lock_);
+  Instance& instance = instances_[number];
+  Pair pair{.holder = number, .space = space, .incarnation = instance.incarnation};
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+    pair.live = static_cast<std::uint16_t>(pair.live | instance.tiers[tier].live << (tier * kGenerations));
+  }
+  const std::uint32_t made = new_pair(pair);
+  instance.pairs.push_back(made);
+  pair_numbers_.emplace(key, made);
+  return made;
+}
+
+std::uint32_t ClusterIndex::pair_of_pool(std::uint32_t pool, std::uint32_t space) {
+  const std::uint64_t key = kPoolKind | std::uint64_t{pool} << 32 | space;
+  const auto known = pair_numbers_.find(key);
+  if (known != pair_numbers_.end()) {
+    return known->second;
+  }
+  const WriteGuard change(lock_);
+  const std::uint32_t made = new_pair({.holder = pool, .space = space, .live = 0x1111, .is_pool = true});
+  spaces_[space].pool_pairs.push_back(made);
+  pair_numbers_.emplace(key, made);
+  return made;
+}
+
+BlockKey ClusterIndex::key_of(std::uint32_t space, const std::uint8_t* hash) const noexcept {
+  BlockKey key;
+  std::memcpy(&key.low, hash, sizeof key.low);
+  std::memcpy(&key.high, hash + sizeof key.low, sizeof key.high);
+  const BlockKey& salt = spaces_[space].salt;
+  return {key.low ^ salt.low, key.high ^ salt.high};
+}
+
+// -- frames → batches --------------------------------------------------------------------------------------------------
+
+AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t at, std::uint32_t skip,
+                                 std::span<const std::vector<DeclaredPool>> starts) {
+  const std::lock_guard turn(writer_);
+  FrameReader reader(data, at);
+  AppliedFrame applied;
+  std::size_t next_start = 0;
+  std::uint32_t position = 0;
+  while (const std::optional<Event> event = reader.next()) {
+    const bool is_start = std::holds_alternative<InstanceStarted>(*event);
+    next_start += is_start ? 1 : 0;
+    if (position++ < skip) {
+      continue;
+    }
+    ++applied.events;
+    if (is_start) {
+      start(number, reader.header().epoch, starts[next_start - 1]);
+    } else {
+      fold(number, *event, applied);
+    }
+  }
+  flush();
+  return applied;
+}
+
+void ClusterIndex::start(std::uint32_t number, std::uint64_t epoch, std::span<const DeclaredPool> pools) {
+  flush();
+  for (const DeclaredPool& pool : pools) {
+    if (pool.is_cluster) {
+      pool_number(pool.name);
+    }
+  }
+  const WriteGuard change(lock_);
+  kill(number);
+  instances_[number].epoch = epoch;
+  instances_[number].is_stopped = false;
+  declare(instances_[number], pools);
+}
+
+void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& applied) {
+  // instances_ grows only in instance(), which takes its turn like us.
+  Instance& instance = instances_[number];
+  const auto run = [&](Work work, const NamespaceId& id, Tier tier, Bytes hashes) {
+    const TierFold& fold = instance.tiers[at_tier(tier)];
+    if (!(fold.is_declared ? fold.is_cluster : tier == Tier::kObject)) {
+      add_run(work, number, id, tier, hashes);
+      return;
+    }
+    const bool is_withdrawn = work == Work::kEvict;
+    applied.claims.push_back({tier, id, hashes, is_withdrawn});
+    if (fold.pool == kNone) {
+      count(Anomaly::kUnnamedClaim, hashes.size() / kHashBytes);
+      return;
+    }
+    const std::uint32_t space = space_of(id);
+    add({is_withdrawn ? Work::kUnclaim : Work::kClaim, kNone, space, pair_of_pool(fold.pool, space), tier, hashes.data(),
+         static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+  };
+  if (const auto* const created = std::get_if<BlocksCreated>(&event)) {
+    applied.blocks += created->hashes.size() / kHashBytes;
+    run(Work::kCreate, created->namespace_id, created->tier, created->hashes);
+  } else if (const auto* const evicted = std::get_if<BlocksEvicted>(&event)) {
+    applied.blocks += evicted->hashes.size() / kHashBytes;
+    run(Work::kEvict, evicted->namespace_id, evicted->tier, evicted->hashes);
+  } else if (const auto* const migrated = std::get_if<BlocksMigrated>(&event)) {
+    applied.blocks += migrated->hashes.size() / kHashBytes;
+    run(Work::kCreate, migrated->namespace_id, migrated->target, migrated->hashes);
+    const auto* const source = std::get_if<Tier>(&migrated->source);
+    if (source != nullptr && !migrated->kept) {
+      run(Work::kEvict, migrated->namespace_id, *source, migrated->hashes);
+    }
+  } else if (const auto* const stated = std::get_if<ResidenciesStated>(&event)) {
+    applied.blocks += stated->hashes.size() / kHashBytes;
+    TierFold& fold = instance.tiers[at_tier(stated->tier)];
+    if (stated->round != fold.round) {
+      flush();
+      begin_round(number, stated->tier, stated->round);
+    }
+    fold.stated += stated->hashes.size() / kHashBytes;
+    run(Work::kState, stated->namespace_id, stated->tier, stated->hashes);
+  } else if (const auto* const ended = std::get_if<RoundEnded>(&event)) {
+    flush();
+    end_round(number, *ended);
+  } else if (const auto* const stopped = std::get_if<InstanceStopped>(&event)) {
+    flush();
+    const WriteGuard change(lock_);
+    instance.is_stopped = true;
+    applied.stopped = stopped->reason;
+  }
+}
+
+void ClusterIndex::add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes) {
+  const std::uint32_t space = space_of(id);
+  add({work, instance, space, pair_of_instance(instance, space), tier, hashes.data(),
+       static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+}
+
+void ClusterIndex::add(const Piece& piece) {
+  Piece rest = piece;
+  while (rest.count > 0) {
+    const auto room = static_cast<std::uint32_t>(kBatchBlocks - piece_blocks_);
+    Piece part = rest;
+    part.count = std::min(room, rest.count);
+    pieces_.push_back(part);
+    piece_blocks_ += part.count;
+    rest.hashes += std::size_t{part.count} * kHashBytes;
+    rest.count -= part.count;
+    if (piece_blocks_ == kBatchBlocks) {
+      flush();
+    }
+  }
+}
+
+void ClusterIndex::flush() {
+  if (!pieces_.empty()) {
+    run_batch();
+    pieces_.clear();
+    piece_blocks_ = 0;
+  }
+}
+
+void ClusterIndex::run_batch() {
+  // The buckets of the whole batch are fetched before the first is needed. Only writers move them, so this needs no lock.
+  std::array<BlockKey, kBatchBlocks> keys;
+  std::array<std::uint64_t, kBatchBlocks> places;
+  std::size_t block = 0;
+  for (const Piece& piece : pieces_) {
+    for (std::uint32_t index = 0; index < piece.count; ++index, ++block) {
+      keys[block] = key_of(piece.space, piece.hashes + std::size_t{index} * kHashBytes);
+      places[block] = table_.place(keys[block]);
+      table_.prefetch(places[block]);
+    }
+  }
+  for (std::size_t index = 0; index < piece_blocks_; ++index) {
+    table_.prefetch_next(keys[index], places[index]);
+  }
+  block = 0;
+  const WriteGuard change(lock_);
+  for (const Piece& piece : pieces_) {
+    const std::uint8_t* hash = piece.hashes;
+    for (std::uint32_t index = 0; index < piece.count; ++index, ++block, hash += kHashBytes) {
+      switch (piece.work) {
+        case Work::kCreate:
+        case Work::kState:
+          gain(piece, keys[block], places[block], hash);
+          break;
+        case Work::kEvict:
+          withdraw(piece, keys[block], places[block], hash);
+          break;
+        case Work::kClaim:
+          gain_claim(piece, keys[block], places[block]);
+          break;
+        case Work::kUnclaim:
+          withdraw_claim(piece, keys[block], places[block]);
+          break;
+      }
+    }
+  }
+}
+
+// -- blocks ------------------------------------------------------------------------------------------------------------
+
+Seat ClusterIndex::find_seat(const HolderValue& value, std::uint32_t pair, Tier tier) const noexcept {
+  for (const Seat seat : sets_.seats_of_pair(value, pair)) {
+    if (tier_of(seat) == tier && is_live(seat)) {
+      return seat;
+    }
+  }
+  return 0;
+}
+
+HolderValue ClusterIndex::changed(const SetChange& change) {
+  if (change == last_change_ && last_frees_ == sets_.frees() && last_deaths_ == deaths_) {
+    sets_.retain(last_result_);
+    return last_result_;
+  }
+  scratch_.clear();
+  Seat added = change.added;
+  for (const Seat seat : sets_.seats(change.value)) {
+    if ((seat >= change.first_removed && seat <= change.last_removed) || !is_live(seat)) {
+      continue;
+    }
+    if (added != 0 && added < seat) {
+      scratch_.push_back(std::exchange(added, 0));
+    }
+    scratch_.push_back(seat);
+  }
+  if (added != 0) {
+    scratch_.push_back(added);
+  }
+  last_result_ = sets_.intern(scratch_);
+  last_change_ = change;
+  last_frees_ = sets_.frees();
+  last_deaths_ = deaths_;
+  return last_result_;
+}
+
+void ClusterIndex::set_value(HolderValue* at, BlockKey key, std::uint64_t place, HolderValue now) {
+  const HolderValue before = *at;
+  if (now != 0) {
+    *at = now;
+  } else {
+    table_.erase(key, place);
+  }
+  sets_.release(before);
+}
+
+bool ClusterIndex::is_full(const Piece& piece) {
+  if (residencies_ + claims_ < capacity_) {
+    return false;
+  }
+  count(Anomaly::kRefusedAtCapacity);
+  if (piece.instance != kNone) {
+    TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
+    fold.is_partial = fold.has_refused = true;
+  }
+  return true;
+}
+
+void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
+  TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
+  const Seat seat = seat_of(piece.pair, piece.tier, fold.generation);
+  HolderValue* at = table_.find(key, place);
+  const Seat old = at == nullptr ? 0 : *at == seat ? seat : find_seat(*at, piece.pair, piece.tier);
+  if (old != 0 && piece.work == Work::kCreate) {
+    count(Anomaly::kCreatedTwice);
+  }
+  if (old == seat) {
+    return;
+  }
+  const std::uint64_t mix = residency_mix(piece.tier, hash);
+  if (old != 0) {  // stated or created again since a round began: it moves to the generation that stays
+    set_value(at, key, place, changed({*at, old, old, seat}));
+    --fold.counts[generation_of(old)];
+    fold.digests[generation_of(old)] -= mix;
+  } else {
+    if (piece.work == Work::kState && fold.is_whole) {
+      count(Anomaly::kRoundAdded);
+    }
+    if (is_full(piece)) {
+      return;
+    }
+    if (at == nullptr) {
+      *table_.insert(key, place) = seat;
+    } else {
+      set_value(at, key, place, changed({*at, 1, 0, seat}));
+    }
+    ++residencies_;
+  }
+  ++fold.counts[fold.generation];
+  fold.digests[fold.generation] += mix;
+}
+
+void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
+  TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
+  HolderValue* const at = table_.find(key, place);
+  const Seat seat = at == nullptr ? 0 : find_seat(*at, piece.pair, piece.tier);
+  if (seat == 0) {
+    count(Anomaly::kEvictedUnheld);
+    return;
+  }
+  if (*at == seat) {
+    table_.erase(key, place);
+  } else {
+    set_value(at, key, place, changed({*at, seat, seat, 0}));
+  }
+  --residencies_;
+  --fold.counts[generation_of(seat)];
+  fold.digests[generation_of(seat)] -= residency_mix(piece.tier, hash);
+}
+
+void ClusterIndex::gain_claim(const Piece& piece, BlockKey key, std::uint64_t place) {
+  const Seat seat = seat_of(piece.pair, piece.tier, 0);
+  HolderValue* const at = table_.find(key, place);
+  if (at != nullptr && find_seat(*at, piece.pair, piece.tier) != 0) {
+    return;
+  }
+  if (is_full(piece)) {
+    return;
+  }
+  ++claims_;
+  if (at == nullptr || sets_.seats_of_pair(*at, piece.pair).empty()) {
+    ++pools_[pairs_[piece.pair].holder].claims;
+  }
+  if (at == nullptr) {
+    *table_.insert(key, place) = seat;
+  } else {
+    set_value(at, key, place, changed({*at, 1, 0, seat}));
+  }
+}
+
+void ClusterIndex::withdraw_claim(const Piece& piece, BlockKey key, std::uint64_t place) {
+  HolderValue* const at = table_.find(key, place);
+  if (at == nullptr) {
+    return;
+  }
+  const std::size_t claimed = sets_.seats_of_pair(*at, piece.pair).size();
+  if (claimed == 0) {
+    return;
+  }
+  claims_ -= claimed;
+  --pools_[pairs_[piece.pair].holder].claims;
+  const Seat first = piece.pair << 4;
+  set_value(at, key, place, changed({*at, first, first | 15, 0}));
+}
+
+// -- epochs and rounds -------------------------------------------------------------------------------------------------
+
+void ClusterIndex::kill(std::uint32_t number) {
+  Instance& instance = instances_[number];
+  bool is_referenced = false;
+  for (TierFold& fold : instance.tiers) {
+    for (const std::uint64_t held : fold.counts) {
+      residencies_ -= held;
+      is_referenced = is_referenced || held != 0;
+    }
+    is_referenced = is_referenced || fold.dirty != 0;
+    fold = TierFold{};
+  }
+  for (const std::uint32_t pair : instance.pairs) {
+    pair_numbers_.erase(std::uint64_t{number} << 32 | pairs_[pair].space);
+    pairs_[pair].live = 0;
+    (is_referenced ? dead_pairs_ : free_pairs_).push_back(pair);
+  }
+  instance.pairs.clear();
+  ++instance.incarnation;
+  ++deaths_;
+}
+
+void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> pools) {
+  for (TierFold& fold : instance.tiers) {
+    fold.is_declared = fold.is_cluster = false;
+    fold.pool = kNone;
+  }
+  for (const DeclaredPool& pool : pools) {
+    TierFold& fold = instance.tiers[at_tier(pool.tier)];
+    fold.is_declared = true;
+    fold.is_cluster = pool.is_cluster;
+    fold.pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
+  }
+  instance.pools_known = true;
+  instance.is_proven = false;
+}
+
+void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
+                               std::span<const DeclaredPool> likely) {
+  const std::lock_guard turn(writer_);
+  for (const DeclaredPool& pool : pools != nullptr ? std::span<const DeclaredPool>(*pools) : likely) {
+    if (pool.is_cluster) {
+      pool_number(pool.name);
+    }
+  }
+  const WriteGuard change(lock_);
+  Instance& instance = instances_[number];
+  std::array<std::uint32_t, kTierCount> names{};
+  bool has_names = false;
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+    names[tier] = instance.tiers[tier].pool;
+    has_names = has_names || names[tier] != kNone;
+  }
+  kill(number);
+  instance.epoch = epoch;
+  instance.is_stopped = false;
+  if (pools != nullptr) {
+    declare(instance, *pools);
+    return;
+  }
+  // Which tiers are the cluster's is not known, so the rule of thumb holds; the names of the last known start are the best guess.
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+    instance.tiers[tier].pool = names[tier];
+  }
+  if (!has_names) {
+    for (const DeclaredPool& pool : likely) {
+      instance.tiers[at_tier(pool.tier)].pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
+    }
+  }
+  instance.pools_known = instance.is_proven = false;
+}
+
+void ClusterIndex::miss(std::uint32_t number) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  for (TierFold& fold : instances_[number].tiers) {
+    fold.is_open = fold.is_whole = false;
+  }
+  instances_[number].is_proven = false;
+}
+
+void ClusterIndex::wait(std::uint32_t number, bool is_waiting) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  instances_[number].is_waiting = is_waiting;
+}
+
+bool ClusterIndex::is_whole(const Instance& instance) const noexcept {
+  if (!instance.pools_known) {
+    return instance.is_proven;
+  }
+  return std::all_of(instance.tiers.begin(), instance.tiers.end(), [](const TierFold& fold) {
+    return fold.is_whole || !fold.is_declared || fold.is_cluster;
+  });
+}
+
+bool ClusterIndex::is_partial(const Instance& instance) const noexcept {
+  return std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierFold& fold) { return fold.is_partial; });
+}
+
+bool ClusterIndex::agrees(std::uint32_t number, std::uint64_t digest) {
+  const std::lock_guard turn(writer_);
+  Instance& instance = instances_[number];
+  std::uint64_t own = 0;
+  bool has_round = false;
+  for (const TierFold& fold : instance.tiers) {
+    for (const std::uint64_t part : fold.digests) {
+      own += part;
+    }
+    has_round = has_round || fold.is_whole;
+  }
+  const bool is_same = own == digest;
+  if (!instance.pools_known && is_same && has_round && !instance.is_proven) {
+    const WriteGuard change(lock_);
+    instance.is_proven = true;
+  }
+  return is_same || !is_whole(instance) || is_partial(instance);
+}
+
+void ClusterIndex::drop(std::uint32_t number) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  kill(number);
+  Instance& instance = instances_[number];
+  instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
+  instance.epoch = 0;
+}
+
+void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generation) {
+  Instance& instance = instances_[number];
+  TierFold& fold = instance.tiers[at_tier(tier)];
+  const auto bit = static_cast<std::uint8_t>(1U << generation);
+  fold.live = static_cast<std::uint8_t>(fold.live & ~bit);
+  const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
+  for (const std::uint32_t pair : instance.pairs) {
+    pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live & ~seat_bit);
+  }
+  if (fold.counts[generation] != 0) {
+    residencies_ -= fold.counts[generation];
+    fold.counts[generation] = fold.digests[generation] = 0;
+    fold.dirty = static_cast<std::uint8_t>(fold.dirty | bit);
+    dead_generations_.push_back({number, instance.incarnation, tier, generation});
+  }
+  ++deaths_;
+}
+
+void ClusterIndex::begin_round(std::uint32_t number, Tier tier, std::uint32_t round) {
+  TierFold& fold = instances_[number].tiers[at_tier(tier)];
+  {
+    const WriteGuard change(lock_);
+    fold.round = round;
+    fold.stated = 0;
+    fold.is_open = true;
+    fold.has_refused = false;
+    // Generations that are empty by now are as good as never used.
+    for (std::uint8_t generation = 0; generation < kGenerations; ++generation) {
+      if (generation != fold.generation && (fold.live >> generation & 1) != 0 && fold.counts[generation] == 0) {
+        retire(number, tier, generation);
+      }
+    }
+    if (fold.counts[fold.generation] == 0) {
+      return;
+    }
+  }
+  if ((fold.live | fold.dirty) == (1U << kGenerations) - 1) {
+    sweep_all(number, tier);
+  }
+  const auto generation = static_cast<std::uint8_t>(std::countr_one(static_cast<std::uint8_t>(fold.live | fold.dirty)));
+  const WriteGuard change(lock_);
+  fold.live = static_cast<std::uint8_t>(fold.live | 1U << generation);
+  fold.generation = generation;
+  const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
+  for (const std::uint32_t pair : instances_[number].pairs) {
+    pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live | seat_bit);
+  }
+}
+
+void ClusterIndex::end_round(std::uint32_t number, const RoundEnded& event) {
+  TierFold& fold = instances_[number].tiers[at_tier(event.tier)];
+  if (event.round != fold.round) {
+    begin_round(number, event.tier, event.round);
+  }
+  const WriteGuard change(lock_);
+  if (!fold.is_open || fold.stated != event.count) {
+    count(Anomaly::kRoundIncomplete);
+    return;
+  }
+  for (std::uint8_t generation = 0; generation < kGenerations; ++generation) {
+    if (generation != fold.generation && (fold.live >> generation & 1) != 0) {
+      if (fold.is_whole && event.count != 0) {
+        count(Anomaly::kRoundWithdrew, fold.counts[generation]);
+      }
+      retire(number, event.tier, generation);
+    }
+  }
+  fold.is_open = false;
+  fold.is_whole = true;
+  fold.is_partial = fold.has_refused;
+}
+
+// -- claims from elsewhere ---------------------------------------------------------------------------------------------
+
+void ClusterIndex::claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work) {
+  const std::lock_guard turn(writer_);
+  const std::uint32_t space = space_of(id);
+  add({work, kNone, space, pair_of_pool(pool_number(pool), space), Tier::kObject, hashes.data(),
+       static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+  flush();
+}
+
+void ClusterIndex::claim(std::string_view pool, const NamespaceId& id, Bytes hashes) {
+  claim_all(pool, id, hashes, Work::kClaim);
+}
+
+void ClusterIndex::unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes) {
+  claim_all(pool, id, hashes, Work::kUnclaim);
+}
+
+// -- sweeping ----------------------------------------------------------------------------------------------------------
+
+bool ClusterIndex::needs_sweep() const {
+  const std::lock_guard turn(writer_);
+  return has_pass_ || !dead_pairs_.empty() || !dead_generations_.empty();
+}
+
+bool ClusterIndex::sweep(std::size_t pages) {
+  for (; pages > 0; --pages) {
+    const std::lock_guard turn(writer_);  // let go after every page, so that frames are applied in between
+    if (!has_pass_) {
+      if (dead_pairs_.empty() && dead_generations_.empty()) {
+        return false;
+      }
+      begin_pass();
+    }
+    if (pass_moves_ != table_.moves(pass_shard_)) {
+      pass_moves_ = table_.moves(pass_shard_);
+      pass_page_ = 0;
+    }
+    if (pass_page_ < table_.page_count(pass_shard_)) {
+      const WriteGuard change(lock_);
+      sweep_page(pass_shard_, pass_page_++);
+      continue;
+    }
+    {
+      const WriteGuard change(lock_);
+      table_.shrink(pass_shard_);
+    }
+    pass_page_ = 0;
+    if (++pass_shard_ == BlockTable::kShards) {
+      end_pass();
+    } else {
+      pass_moves_ = table_.moves(pass_shard_);
+    }
+  }
+  const std::lock_guard turn(writer_);
+  return has_pass_ || !dead_pairs_.empty() || !dead_generations_.empty();
+}
+
+void ClusterIndex::begin_pass() {
+  has_pass_ = true;
+  ++pass_;
+  pass_shard_ = pass_page_ = 0;
+  pass_moves_ = table_.moves(0);
+  pass_pairs_.swap(dead_pairs_);
+  pass_generations_.swap(dead_generations_);
+}
+
+void ClusterIndex::end_pass() {
+  const WriteGuard change(lock_);
+  has_pass_ = false;
+  free_pairs_.insert(free_pairs_.end(), pass_pairs_.begin(), pass_pairs_.end());
+  for (const DeadGeneration& dead : pass_generations_) {
+    Instance& instance = instances_[dead.instance];
+    if (instance.incarnation == dead.incarnation) {
+      TierFold& fold = instance.tiers[at_tier(dead.tier)];
+      fold.dirty = static_cast<std::uint8_t>(fold.dirty & ~(1U << dead.generation));
+    }
+  }
+  pass_pairs_.clear();
+  pass_generations_.clear();
+}
+
+void ClusterIndex::sweep_page(std::size_t shard, std::size_t page) {
+  table_.update_page(shard, page, [this](BlockKey, HolderValue value) { return cleaned(value); });
+}
+
+HolderValue ClusterIndex::cleaned(HolderValue value) {
+  if ((value & kSetBit) == 0) {
+    return is_live(value) ? value : 0;
+  }
+  const std::uint32_t number = value & ~kSetBit;
+  if (number >= clean_in_.size()) {
+    clean_in_.resize(std::size_t{number} + 1024, 0);
+  }
+  if (clean_in_[number] == pass_) {
+    return value;
+  }
+  const auto seats = sets_.seats(value);
+  if (std::all_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
+    clean_in_[number] = pass_;
+    return value;
+  }
+  const HolderValue now = changed({value, 1, 0, 0});
+  sets_.release(value);
+  return now;
+}
+
+void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
+  // One generation after the other moves into the first old one: rounds that were begun and given up left them.
+  TierFold& fold = instances_[number].tiers[at_tier(tier)];
+  std::uint8_t target = kGenerations;
+  for (std::uint8_t generation = 0; generation < kGenerations && target == kGenerations; ++generation) {
+    if (generation != fold.generation && (fold.live >> generation & 1) != 0) {
+      target = generation;
+    }
+  }
+  // Finish what is under way, then one pass of our own over everything that has died by now.
+  for (int passes = has_pass_ ? 2 : 1; passes > 0; --passes) {
+    if (!has_pass_) {
+      begin_pass();
+    }
+    for (; pass_shard_ < BlockTable::kShards; ++pass_shard_, pass_page_ = 0) {
+      for (pass_page_ = 0; pass_page_ < table_.page_count(pass_shard_); ++pass_page_) {
+        const WriteGuard change(lock_);
+        table_.update_page(pass_shard_, pass_page_, [&](BlockKey, HolderValue value) {
+          value = cleaned(value);
+          if (value == 0 || target == kGenerations || passes > 1) {
+            return value;
+          }
+          for (const std::uint32_t pair : instances_[number].pairs) {
+            for (const Seat seat : sets_.seats_of_pair(value, pair)) {
+              if (tier_of(seat) == tier && generation_of(seat) != fold.generation && generation_of(seat) != target) {
+                const HolderValue now = changed({value, seat, seat, seat_of(pair, tier, target)});
+                sets_.release(value);
+                return now;
+              }
+            }
+          }
+          return value;
+        });
+      }
+    }
+    end_pass();
+  }
+  const WriteGuard change(lock_);
+  for (std::uint8_t generation = 0; generation < kGenerations; ++generation) {
+    if (generation != fold.generation && generation != target && (fold.live >> generation & 1) != 0) {
+      fold.counts[target] += std::exchange(fold.counts[generation], 0);
+      fold.digests[target] += std::exchange(fold.digests[generation], 0);
+      retire(number, tier, generation);
+    }
+  }
+}
+
+// -- numbers -----------------------------------------------------------------------------------------------------------
+
+std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
+  const ReadGuard reading(lock_);
+  if (number >= instances_.size() || !instances_[number].is_known) {
+    return std::nullopt;
+  }
+  const Instance& instance = instances_[number];
+  InstanceState state;
+  state.epoch = instance.epoch;
+  state.is_stopped = instance.is_stopped;
+  state.is_partial = is_partial(instance);
+  state.is_doubtful = instance.is_waiting || state.is_partial || !is_whole(instance);
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+    const TierFold& fold = instance.tiers[tier];
+    for (std::size_t generation = 0; generation < kGenerations; ++generation) {
+      state.counts[tier] += fold.counts[generation];
+      state.digest += fold.digests[generation];
+    }
+    state.is_listed[tier] = (fold.is_declared && !fold.is_cluster) || state.counts[tier] != 0;
+  }
+  return state;
+}
+
+std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {
+  const ReadGuard reading(lock_);
+  return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool : kNone;
+}
+
+std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash) const {
+  const ReadGuard reading(lock_);
+  std::vector<BlockHolder> found;
+  const std::uint32_t space = find_space(id);
+  if (space == kNone) {
+    return found;
+  }
+  const BlockKey key = key_of(space, hash);
+  const HolderValue* const value = table_.find(key, table_.place(key));
+  if (value != nullptr) {
+    for (const Seat seat : sets_.seats(*value)) {
+      if (is_live(seat)) {
+        const Pair& pair = pairs_[kvbm::pair_of(seat)];
+        found.push_back({pair.holder, pair.is_pool, tier_of(seat)});
+      }
+    }
+  }
+  return found;
+}
+
+std::vector<std::uint64_t> ClusterIndex::claim_counts() const {
+  const ReadGuard reading(lock_);
+  std::vector<std::uint64_t> counts;
+  counts.reserve(pools_.size());
+  for (const Pool& pool : pools_) {
+    counts.push_back(pool.claims);
+  }
+  return counts;
+}
+
+std::uint64_t ClusterIndex::residency_count() const {
+  const ReadGuard reading(lock_);
+  return residencies_;
+}
+
+std::uint64_t ClusterIndex::block_count() const {
+  const ReadGuard reading(lock_);
+  return table_.size();
+}
+
+std::array<std::uint64_t, kAnomalyCount> ClusterIndex::anomalies() const {
+  const ReadGuard reading(lock_);
+  return anomalies_;
+}
+
+IndexMemory ClusterIndex::memory() const {
+  const ReadGuard reading(lock_);
+  const std::size_t maps = (space_numbers_.size() + pair_numbers_.size()) * 48 + instance_numbers_.size() * 96;
+  return {table_.bytes(), sets_.bytes(),
+          instances_.capacity() * sizeof(Instance) + pairs_.capacity() * sizeof(Pair) + spaces_.capacity() * sizeof(Namespace) +
+              clean_in_.capacity() * sizeof(std::uint32_t) + maps};
+}
+
+std::uint64_t ClusterIndex::recomputed_digest(std::uint32_t number) const {
+  std::uint64_t digest = 0;
+  const std::lock_guard turn(writer_);
+  const ReadGuard reading(lock_);
+  for (std::size_t shard = 0; shard < BlockTable::kShards; ++shard) {
+    for (std::size_t page = 0; page < table_.page_count(shard); ++page) {
+      table_.visit_page(shard, page, [&](BlockKey key, const HolderValue& value) {
+        for (const Seat seat : sets_.seats(value)) {
+          const Pair& pair = pairs_[kvbm::pair_of(seat)];
+          if (!pair.is_pool && pair.holder == number && is_live(seat)) {
+            const BlockKey& salt = spaces_[pair.space].salt;
+            const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
+            digest += residency_mix(tier_of(seat), reinterpret_cast<const std::uint8_t*>(hash.data()));
+          }
+        }
+      });
+    }
+  }
+  return digest;
+}
+
+}  // namespace kvbm

@@ -1,0 +1,354 @@
+// Prefix queries of ClusterIndex. A prefix is walked once for everybody: neighbouring blocks mostly have the same holders, and then the
+// next block is one comparison. Buckets are fetched ahead in windows that grow as long as somebody still has the run.
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "kvbm/cluster_index.hpp"
+
+namespace kvbm {
+
+// One walk along a prefix, under the read lock. Exact with holes: nobody is followed beyond the first block they lack.
+class PrefixWalk {
+ public:
+  PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, PrefixAnswer& answer)
+      : index_(index), space_(space), hashes_(hashes), best_(best), answer_(answer), work_(scratch()) {
+    answer_.instances.clear();
+    answer_.pools.clear();
+    answer_.deepest = 0;
+    work_.alive.clear();
+    work_.named.clear();
+    work_.stretches.clear();
+  }
+
+  void run() {
+    const std::size_t count = hashes_.size() / kHashBytes;
+    HolderValue current = 0;
+    std::uint32_t begin = 0;
+    std::uint32_t at = 0;
+    std::size_t window = kFirstWindow;
+    bool goes_on = true;
+    while (goes_on && at < count) {
+      const auto ahead = static_cast<std::uint32_t>(std::min(window, count - at));
+      fetch(at, ahead);
+      for (std::uint32_t index = 0; index < ahead; ++index, ++at) {
+        const HolderValue* const value = index_.table_.find(keys_[index], places_[index]);
+        const HolderValue here = value != nullptr ? *value : 0;
+        if (here == current && at != 0) {
+          continue;
+        }
+        if (at != 0) {
+          end_run(current, begin, at);
+        }
+        current = here;
+        begin = at;
+        goes_on = begin_run(here, at);
+        if (!goes_on) {
+          break;
+        }
+      }
+      window = std::min(2 * window, kWindow);
+    }
+    if (goes_on && at > begin) {
+      end_run(current, begin, at);
+    }
+    finish(goes_on ? at : begin);
+  }
+
+ private:
+  static constexpr std::size_t kFirstWindow = 16;
+  static constexpr std::size_t kWindow = 64;
+
+  // An instance that has every block so far.
+  struct Alive {
+    std::uint32_t pair;                             // it, in this namespace
+    std::array<std::uint32_t, kTierCount> by_tier;  // its blocks so far
+  };
+
+  // Consecutive blocks that a cluster pool has.
+  struct Stretch {
+    std::uint32_t pair;   // the pool, in this namespace
+    std::uint32_t begin;  // first block
+    std::uint32_t end;    // behind the last
+  };
+
+  // Kept by each thread, so that walking allocates nothing.
+  struct Scratch {
+    std::vector<Alive> alive;          // who has every block, once the holders have changed
+    std::vector<std::uint32_t> named;  // pairs of those who were alive after the first change, in order
+    std::vector<Stretch> stretches;    // of all pools
+    std::vector<std::uint32_t> told;   // instances in the answer, sorted
+  };
+
+  static Scratch& scratch() {
+    thread_local Scratch mine;
+    return mine;
+  }
+
+  void fetch(std::uint32_t at, std::uint32_t count) {
+    for (std::uint32_t index = 0; index < count; ++index) {
+      keys_[index] = index_.key_of(space_, hashes_.data() + std::size_t{at + index} * kHashBytes);
+      places_[index] = index_.table_.place(keys_[index]);
+      index_.table_.prefetch(places_[index]);
+    }
+    for (std::uint32_t index = 0; index < count; ++index) {
+      index_.table_.prefetch_next(keys_[index], places_[index]);
+    }
+  }
+
+  // The tiers in which a pair is among the holders: bit t for tier t.
+  unsigned tiers_of(const HolderValue& value, std::uint32_t pair) const noexcept {
+    unsigned tiers = 0;
+    for (const Seat seat : index_.sets_.seats_of_pair(value, pair)) {
+      tiers |= index_.is_live(seat) ? 1U << (seat >> 2 & 3) : 0;
+    }
+    return tiers;
+  }
+
+  // Calls visit(pair, tiers) for every instance among the holders, until it returns false.
+  template <class Visit>
+  void for_instances(const HolderValue& value, Visit&& visit) const {
+    const auto seats = index_.sets_.seats(value);
+    for (std::size_t at = 0; at < seats.size();) {
+      const std::uint32_t pair = kvbm::pair_of(seats[at]);
+      unsigned tiers = 0;
+      for (; at < seats.size() && kvbm::pair_of(seats[at]) == pair; ++at) {
+        tiers |= index_.is_live(seats[at]) ? 1U << (seats[at] >> 2 & 3) : 0;
+      }
+      if (tiers != 0 && !index_.pairs_[pair].is_pool && !visit(pair, tiers)) {
+        return;
+      }
+    }
+  }
+
+  bool has_instance(const HolderValue& value) const {
+    bool found = false;
+    for_instances(value, [&found](std::uint32_t, unsigned) {
+      found = true;
+      return false;
+    });
+    return found;
+  }
+
+  // The holders from block `at` on. Whether anybody's run can go on.
+  bool begin_run(HolderValue value, std::uint32_t at) {
+    if (at == 0) {
+      first_ = value;
+      is_alive_ = is_all_of_first_ = has_instance(value);
+    } else if (is_all_of_first_) {
+      leave_first(value, at);
+    } else if (is_alive_) {
+      keep_alive(value, at);
+    }
+    bool has_pool = false;
+    for (const std::uint32_t pair : index_.spaces_[space_].pool_pairs) {
+      has_pool = has_pool || tiers_of(value, pair) != 0;
+    }
+    return is_alive_ || has_pool;
+  }
+
+  void end_run(HolderValue value, std::uint32_t begin, std::uint32_t end) {
+    for (const std::uint32_t pair : index_.spaces_[space_].pool_pairs) {
+      if (tiers_of(value, pair) == 0) {
+        continue;
+      }
+      const auto known = std::find_if(work_.stretches.rbegin(), work_.stretches.rend(),
+                                      [pair](const Stretch& stretch) { return stretch.pair == pair; });
+      if (known != work_.stretches.rend() && known->end == begin) {
+        known->end = end;
+      } else {
+        work_.stretches.push_back({pair, begin, end});
+      }
+    }
+    for (Alive& one : work_.alive) {
+      one.by_tier[hottest(tiers_of(value, one.pair))] += end - begin;
+    }
+  }
+
+  static std::size_t hottest(unsigned tiers) noexcept { return static_cast<std::size_t>(std::countr_zero(tiers)); }
+
+  // The holders change for the first time: whoever is among both goes on by name. The rest stays unnamed until it is asked for.
+  void leave_first(HolderValue value, std::uint32_t at) {
+    is_all_of_first_ = false;
+    first_end_ = at;
+    const bool is_smaller = index_.sets_.seats(value).size() < index_.sets_.seats(first_).size();
+    const HolderValue fewer = is_smaller ? value : first_;
+    const HolderValue others = is_smaller ? first_ : value;
+    for_instances(fewer, [&](std::uint32_t pair, unsigned tiers) {
+      const unsigned tiers_there = tiers_of(others, pair);
+      if (tiers_there != 0) {
+        Alive one{pair, {}};
+        one.by_tier[hottest(is_smaller ? tiers_there : tiers)] = at;
+        work_.alive.push_back(one);
+        work_.named.push_back(pair);
+      }
+      return true;
+    });
+    is_alive_ = !work_.alive.empty();
+  }
+
+  void keep_alive(HolderValue value, std::uint32_t at) {
+    std::size_t kept = 0;
+    for (const Alive& one : work_.alive) {
+      if (tiers_of(value, one.pair) != 0) {
+        work_.alive[kept++] = one;
+      } else {
+        tell(one.pair, at, one.by_tier);
+      }
+    }
+    work_.alive.resize(kept);
+    is_alive_ = kept != 0;
+  }
+
+  void tell(std::uint32_t pair, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
+    const std::uint32_t number = index_.pairs_[pair].holder;
+    const ClusterIndex::Instance& instance = index_.instances_[number];
+    answer_.instances.push_back({number, depth, by_tier, reach(instance, depth), is_doubtful(instance)});
+  }
+
+  // Where a run of `depth` blocks ends when the instance's cluster pools go on with it.
+  std::uint32_t reach(const ClusterIndex::Instance& instance, std::uint32_t depth) const noexcept {
+    bool goes_on = !work_.stretches.empty();
+    while (goes_on) {
+      goes_on = false;
+      for (const Stretch& stretch : work_.stretches) {
+        if (stretch.begin <= depth && depth < stretch.end && uses(instance, index_.pairs_[stretch.pair].holder)) {
+          depth = stretch.end;
+          goes_on = true;
+        }
+      }
+    }
+    return depth;
+  }
+
+  static bool uses(const ClusterIndex::Instance& instance, std::uint32_t pool) noexcept {
+    return std::any_of(instance.tiers.begin(), instance.tiers.end(),
+                       [pool](const ClusterIndex::TierFold& fold) { return fold.pool == pool; });
+  }
+
+  bool wants_more() const noexcept { return best_ == 0 || answer_.instances.size() < best_; }
+
+  // Everybody who has not been told of yet. `end`: blocks that were walked.
+  void finish(std::uint32_t end) {
+    for (const Alive& one : work_.alive) {
+      tell(one.pair, end, one.by_tier);
+    }
+    tell_rest_of_first(is_all_of_first_ ? end : first_end_);
+    for (const Stretch& stretch : work_.stretches) {
+      if (stretch.begin == 0) {
+        answer_.pools.push_back({index_.pairs_[stretch.pair].holder, stretch.end});
+        answer_.deepest = std::max(answer_.deepest, stretch.end);
+      }
+    }
+    tell_who_only_reaches();
+    for (const InstanceDepth& one : answer_.instances) {
+      answer_.deepest = std::max(answer_.deepest, one.depth);
+    }
+    if (best_ != 0 && answer_.instances.size() > 1) {
+      const auto deeper = [](const InstanceDepth& a, const InstanceDepth& b) {
+        return a.depth != b.depth ? a.depth > b.depth : a.reach > b.reach;
+      };
+      const std::size_t kept = std::min(best_, answer_.instances.size());
+      std::partial_sort(answer_.instances.begin(), answer_.instances.begin() + static_cast<std::ptrdiff_t>(kept),
+                        answer_.instances.end(), deeper);
+      answer_.instances.resize(kept);
+    }
+  }
+
+  // Those who had the first blocks and not the next one. All others are deeper, so the best may be known without them.
+  void tell_rest_of_first(std::uint32_t depth) {
+    if (!wants_more()) {
+      return;
+    }
+    auto named = work_.named.cbegin();  // in order of the pair, like the set
+    for_instances(first_, [&](std::uint32_t pair, unsigned tiers) {
+      if (named != work_.named.cend() && *named == pair) {
+        ++named;
+        return true;
+      }
+      std::array<std::uint32_t, kTierCount> by_tier{};
+      by_tier[hottest(tiers)] = depth;
+      tell(pair, depth, by_tier);
+      return wants_more();
+    });
+  }
+
+  // Those who have not even the first block, while a pool of theirs has it.
+  void tell_who_only_reaches() {
+    if (answer_.pools.empty() || !wants_more()) {
+      return;
+    }
+    work_.told.clear();
+    for (const InstanceDepth& one : answer_.instances) {
+      work_.told.push_back(one.instance);
+    }
+    std::sort(work_.told.begin(), work_.told.end());
+    for (std::uint32_t number = 0; number < index_.instances_.size() && wants_more(); ++number) {
+      const ClusterIndex::Instance& instance = index_.instances_[number];
+      if (!instance.is_known || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
+        continue;
+      }
+      if (const std::uint32_t end = reach(instance, 0); end > 0) {
+        answer_.instances.push_back({number, 0, {}, end, is_doubtful(instance)});
+      }
+    }
+  }
+
+  bool is_doubtful(const ClusterIndex::Instance& instance) const noexcept {
+    return instance.is_waiting || index_.is_partial(instance) || !index_.is_whole(instance);
+  }
+
+  const ClusterIndex& index_;   // what is asked
+  const std::uint32_t space_;   // in which namespace
+  const Bytes hashes_;          // the prefix
+  const std::size_t best_;      // how many instances are wanted, 0 for all
+  PrefixAnswer& answer_;        // what is found
+  Scratch& work_;               // this thread's
+  HolderValue first_ = 0;         // the holders of the first blocks
+  std::uint32_t first_end_ = 0;   // where they change
+  bool is_all_of_first_ = false;  // they have not changed yet, and some are instances
+  bool is_alive_ = false;         // an instance has every block so far
+  std::array<BlockKey, kWindow> keys_;         // of the window
+  std::array<std::uint64_t, kWindow> places_;  // of the window
+};
+
+void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const {
+  const ReadGuard reading(lock_);
+  const std::uint32_t space = find_space(id);
+  if (space == kNone || hashes.empty()) {
+    answer.instances.clear();
+    answer.pools.clear();
+    answer.deepest = 0;
+    return;
+  }
+  PrefixWalk(*this, space, hashes, best, answer).run();
+}
+
+std::uint32_t ClusterIndex::deepest_held(const NamespaceId& id, Bytes hashes) const {
+  constexpr std::size_t kWindow = 32;
+  const ReadGuard reading(lock_);
+  const std::uint32_t space = find_space(id);
+  std::size_t end = space == kNone ? 0 : hashes.size() / kHashBytes;
+  std::array<BlockKey, kWindow> keys;
+  std::array<std::uint64_t, kWindow> places;
+  while (end > 0) {
+    const std::size_t begin = end - std::min(end, kWindow);
+    for (std::size_t at = begin; at < end; ++at) {
+      keys[at - begin] = key_of(space, hashes.data() + at * kHashBytes);
+      places[at - begin] = table_.place(keys[at - begin]);
+      table_.prefetch(places[at - begin]);
+    }
+    for (; end > begin; --end) {
+      const HolderValue* const value = table_.find(keys[end - 1 - begin], places[end - 1 - begin]);
+      if (value != nullptr) {
+        const auto seats = sets_.seats(*value);
+        if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
+          return static_cast<std::uint32_t>(end);
+        }
+      }
+    }
+  }
+  return 0;
+}
+
+}  // namespace kvbm
