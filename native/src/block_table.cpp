@@ -12,9 +12,9 @@ namespace {
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 
 // A shard is resized when it is fuller than kMostFull, or emptier than kLeastFull, to kResized of its slots.
-constexpr double kMostFull = 0.74;
-constexpr double kResized = 0.62;
-constexpr double kLeastFull = 0.40;
+constexpr double kMostFull = 0.67;
+constexpr double kResized = 0.58;
+constexpr double kLeastFull = 0.38;
 
 }  // namespace
 
@@ -88,10 +88,44 @@ void BlockTable::erase(BlockKey key, std::uint64_t place) noexcept {
     if (const std::size_t slot = here.find(key); slot < kSlots) {
       here.values[slot] = 0;
       --shard.entries;
+      if (here.passed != 0) {
+        pull_back(shard, at, slot);
+      }
       return;
     }
     here.unpass();
     at = next(shard, at);
+  }
+}
+
+// Fills a free slot with an entry that found its bucket full and went on, then that entry's slot, and so on. Entries stay in their
+// page, so that whoever goes through the table page by page misses none.
+void BlockTable::pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept {
+  const std::uint32_t page_end = (at / kPageBuckets + 1) * kPageBuckets;
+  std::uint32_t from = at;
+  while (bucket(shard, from).passed != 0 && from + 1 < page_end) {
+    ++from;
+    Bucket& there = bucket(shard, from);
+    for (std::size_t other = 0; other < kSlots; ++other) {
+      if (there.values[other] == 0) {
+        continue;
+      }
+      const std::uint32_t ideal = home(shard, place(there.keys[other]));
+      const std::uint32_t distance = from >= ideal ? from - ideal : from + shard.buckets - ideal;
+      if (distance < from - at) {
+        continue;
+      }
+      Bucket& here = bucket(shard, at);
+      here.keys[slot] = there.keys[other];
+      here.values[slot] = there.values[other];
+      there.values[other] = 0;
+      for (std::uint32_t passed = at; passed < from; ++passed) {
+        bucket(shard, passed).unpass();
+      }
+      at = from;
+      slot = other;
+      break;
+    }
   }
 }
 

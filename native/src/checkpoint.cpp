@@ -527,8 +527,9 @@ class CheckpointLoader {
       }
       keys[index] = index_.key_of(sets_[positions[index]].space, block);
       places[index] = index_.table_.place(keys[index]);
-      index_.table_.prefetch(places[index]);
     }
+    std::array<HolderValue, kBatch> values;
+    index_.table_.find_all({keys.data(), count}, {places.data(), count}, values.data());
     for (std::size_t index = 0; index < count; ++index) {
       const Set& set = sets_[positions[index]];
       const std::span<const Seat> seats(seats_.data() + set.first_member, set.members);

@@ -277,17 +277,15 @@ void ClusterIndex::run_batch() {
   // The buckets of the whole batch are fetched before the first is needed. Only writers move them, so this needs no lock.
   std::array<BlockKey, kBatchBlocks> keys;
   std::array<std::uint64_t, kBatchBlocks> places;
+  std::array<HolderValue, kBatchBlocks> values;
   std::size_t block = 0;
   for (const Piece& piece : pieces_) {
     for (std::uint32_t index = 0; index < piece.count; ++index, ++block) {
       keys[block] = key_of(piece.space, piece.hashes + std::size_t{index} * kHashBytes);
       places[block] = table_.place(keys[block]);
-      table_.prefetch(places[block]);
     }
   }
-  for (std::size_t index = 0; index < piece_blocks_; ++index) {
-    table_.prefetch_next(keys[index], places[index]);
-  }
+  table_.find_all({keys.data(), block}, {places.data(), block}, values.data());
   block = 0;
   const WriteGuard change(lock_);
   for (const Piece& piece : pieces_) {

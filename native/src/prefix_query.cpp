@@ -32,8 +32,7 @@ class PrefixWalk {
       const auto ahead = static_cast<std::uint32_t>(std::min(window, count - at));
       fetch(at, ahead);
       for (std::uint32_t index = 0; index < ahead; ++index, ++at) {
-        const HolderValue* const value = index_.table_.find(keys_[index], places_[index]);
-        const HolderValue here = value != nullptr ? *value : 0;
+        const HolderValue here = values_[index];
         if (here == current && at != 0) {
           continue;
         }
@@ -47,7 +46,7 @@ class PrefixWalk {
           break;
         }
       }
-      window = std::min(2 * window, kWindow);
+      window = std::min(4 * window, kWindow);
     }
     if (goes_on && at > begin) {
       end_run(current, begin, at);
@@ -57,7 +56,7 @@ class PrefixWalk {
 
  private:
   static constexpr std::size_t kFirstWindow = 16;
-  static constexpr std::size_t kWindow = 64;
+  static constexpr std::size_t kWindow = BlockTable::kMostAtOnce;
 
   // An instance that has every block so far.
   struct Alive {
@@ -89,11 +88,8 @@ class PrefixWalk {
     for (std::uint32_t index = 0; index < count; ++index) {
       keys_[index] = index_.key_of(space_, hashes_.data() + std::size_t{at + index} * kHashBytes);
       places_[index] = index_.table_.place(keys_[index]);
-      index_.table_.prefetch(places_[index]);
     }
-    for (std::uint32_t index = 0; index < count; ++index) {
-      index_.table_.prefetch_next(keys_[index], places_[index]);
-    }
+    index_.table_.find_all({keys_.data(), count}, {places_.data(), count}, values_.data());
   }
 
   // The tiers in which a pair is among the holders: bit t for tier t.
@@ -310,6 +306,7 @@ class PrefixWalk {
   bool is_alive_ = false;         // an instance has every block so far
   std::array<BlockKey, kWindow> keys_;         // of the window
   std::array<std::uint64_t, kWindow> places_;  // of the window
+  std::array<HolderValue, kWindow> values_;    // of the window
 };
 
 void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const {
@@ -331,20 +328,18 @@ std::uint32_t ClusterIndex::deepest_held(const NamespaceId& id, Bytes hashes) co
   std::size_t end = space == kNone ? 0 : hashes.size() / kHashBytes;
   std::array<BlockKey, kWindow> keys;
   std::array<std::uint64_t, kWindow> places;
+  std::array<HolderValue, kWindow> values;
   while (end > 0) {
     const std::size_t begin = end - std::min(end, kWindow);
     for (std::size_t at = begin; at < end; ++at) {
       keys[at - begin] = key_of(space, hashes.data() + at * kHashBytes);
       places[at - begin] = table_.place(keys[at - begin]);
-      table_.prefetch(places[at - begin]);
     }
+    table_.find_all({keys.data(), end - begin}, {places.data(), end - begin}, values.data());
     for (; end > begin; --end) {
-      const HolderValue* const value = table_.find(keys[end - 1 - begin], places[end - 1 - begin]);
-      if (value != nullptr) {
-        const auto seats = sets_.seats(*value);
-        if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
-          return static_cast<std::uint32_t>(end);
-        }
+      const auto seats = sets_.seats(values[end - 1 - begin]);
+      if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
+        return static_cast<std::uint32_t>(end);
       }
     }
   }

@@ -3,7 +3,7 @@
 //
 // A bucket is one cache line: three keys and three values, how many entries found it full and went on, and a filter of those. A search
 // goes beyond a bucket only when the filter lets it, so a removal leaves no tombstone and what is not there mostly costs one
-// line. Buckets lie in pages of 32 KiB from an arena of huge pages; a shard's buckets are a list of pages, so memory follows the
+// line. A removal lets an entry that had gone on come back, so churn does not scatter them. Buckets lie in pages of 32 KiB from an arena of huge pages; a shard's buckets are a list of pages, so memory follows the
 // number of entries in steps of a page.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <span>
 #include <vector>
 
 namespace kvbm {
@@ -65,24 +66,40 @@ class BlockTable {
     return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
   }
 
-  // Begins to bring a place's bucket into the cache.
-  void prefetch(std::uint64_t place) const noexcept {
-    const Shard& shard = shards_[place % kShards];
-    if (shard.buckets != 0) {
-      __builtin_prefetch(&bucket(shard, home(shard, place)));
-    }
-  }
-
-  // Looks into the bucket that `prefetch` brought, and when the search will go beyond it, begins to bring the next one. For runs: all
-  // buckets are asked for, then all next ones, then the entries are used.
-  void prefetch_next(BlockKey key, std::uint64_t place) const noexcept {
-    const Shard& shard = shards_[place % kShards];
-    if (shard.buckets != 0) {
-      const std::uint32_t at = home(shard, place);
-      const Bucket& here = bucket(shard, at);
-      if (here.may_have_passed(place) && here.find(key) == kSlots) {
-        __builtin_prefetch(&bucket(shard, next(shard, at)));
+  // Up to kMostAtOnce keys looked for side by side: while one waits for memory, the others go on. values[i]: of keys[i], 0 for none.
+  // What was looked at is in the cache afterwards, so a writer calls it before it works through a batch.
+  static constexpr std::size_t kMostAtOnce = 256;
+  void find_all(std::span<const BlockKey> keys, std::span<const std::uint64_t> places, Value* values) const noexcept {
+    std::array<const Shard*, kMostAtOnce> shards;
+    std::array<std::uint32_t, kMostAtOnce> buckets;
+    std::array<std::uint16_t, kMostAtOnce> waiting;
+    std::size_t count = 0;
+    for (std::size_t index = 0; index < keys.size(); ++index) {
+      const Shard& shard = shards_[places[index] % kShards];
+      values[index] = 0;
+      if (shard.buckets != 0) {
+        shards[index] = &shard;
+        buckets[index] = home(shard, places[index]);
+        __builtin_prefetch(&bucket(shard, buckets[index]));
+        waiting[count++] = static_cast<std::uint16_t>(index);
       }
+    }
+    while (count > 0) {
+      std::size_t kept = 0;
+      for (std::size_t position = 0; position < count; ++position) {
+        const std::uint16_t index = waiting[position];
+        const Shard& shard = *shards[index];
+        const Bucket& here = bucket(shard, buckets[index]);
+        const std::size_t slot = here.find(keys[index]);
+        if (slot < kSlots) {
+          values[index] = here.values[slot];
+        } else if (here.may_have_passed(places[index])) {
+          buckets[index] = next(shard, buckets[index]);
+          __builtin_prefetch(&bucket(shard, buckets[index]));
+          waiting[kept++] = index;
+        }
+      }
+      count = kept;
     }
   }
 
@@ -113,7 +130,7 @@ class BlockTable {
   // The value of a key that is not in the table yet, to be set to something other than 0 at once. Throws std::bad_alloc.
   Value* insert(BlockKey key, std::uint64_t place);
 
-  // Removes a key that is in the table.
+  // Removes a key that is in the table. Other entries may move, but not to another page.
   void erase(BlockKey key, std::uint64_t place) noexcept;
 
   // Makes room for this many entries altogether, so that their insertion moves nothing. Throws std::bad_alloc.
@@ -141,6 +158,7 @@ class BlockTable {
           if (now == 0) {
             const BlockKey key = buckets[at].keys[slot];
             erase(key, place(key));
+            slot -= value != 0 ? 1 : 0;  // another entry came to this place: it is next
           } else {
             value = now;
           }
@@ -218,6 +236,7 @@ class BlockTable {
   }
   static std::uint32_t next(const Shard& shard, std::uint32_t at) noexcept { return at + 1 == shard.buckets ? 0 : at + 1; }
 
+  void pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept;
   static Value* put(Shard& shard, BlockKey key, std::uint64_t place) noexcept;
   void resize(Shard& shard, std::size_t entries);
 
