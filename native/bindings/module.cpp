@@ -11,6 +11,8 @@ ErrorClasses::ErrorClasses() {
   torn_frame_ = errors.attr("TornFrameError");
   corrupt_frame_ = errors.attr("CorruptFrameError");
   malformed_frame_ = errors.attr("MalformedFrameError");
+  ledger_ = errors.attr("LedgerError");
+  illegal_event_ = errors.attr("IllegalEventError");
 }
 
 void ErrorClasses::raise(const Error& error) const {
@@ -37,6 +39,12 @@ void ErrorClasses::raise(const Error& error) const {
     case ErrorCode::kMalformedFrame:
       set_frame(malformed_frame_);
       break;
+    case ErrorCode::kLedger:
+      set(ledger_, ledger_(error.detail()));
+      break;
+    case ErrorCode::kIllegalEvent:
+      set(illegal_event_, illegal_event_(error.rule(), error.detail()));
+      break;
   }
   throw nb::python_error();
 }
@@ -51,4 +59,5 @@ NB_MODULE(_native, module) {
   bind_event(module);
   bind_hashing(module, errors);
   bind_codec(module, errors);
+  bind_ledger(module, errors);
 }

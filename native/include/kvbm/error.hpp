@@ -17,6 +17,8 @@ enum class ErrorCode : std::uint8_t {
   kTornFrame,       // TornFrameError(at, detail)
   kCorruptFrame,    // CorruptFrameError(at, detail)
   kMalformedFrame,  // MalformedFrameError(at, detail)
+  kLedger,          // LedgerError(detail)
+  kIllegalEvent,    // IllegalEventError(rule, detail)
 };
 
 class Error : public std::exception {
@@ -31,10 +33,18 @@ class Error : public std::exception {
     return error;
   }
 
+  // An event that contradicts what is held; rule: a literal, such as "created-twice".
+  static Error illegal_event(const char* rule, std::string detail) {
+    Error error(ErrorCode::kIllegalEvent, std::move(detail));
+    error.rule_ = rule;
+    return error;
+  }
+
   ErrorCode code() const noexcept { return code_; }
   std::uint64_t at() const noexcept { return at_; }
   std::uint32_t version() const noexcept { return version_; }
   std::uint32_t supported() const noexcept { return supported_; }
+  const char* rule() const noexcept { return rule_; }
   const std::string& detail() const noexcept { return detail_; }
   const char* what() const noexcept override { return detail_.c_str(); }
 
@@ -43,6 +53,7 @@ class Error : public std::exception {
   std::uint64_t at_;             // frame errors: position of the frame in the buffer, in bytes
   std::uint32_t version_ = 0;    // kNewerFrame: the frame's version
   std::uint32_t supported_ = 0;  // kNewerFrame: the newest version this build reads
+  const char* rule_ = "";        // kIllegalEvent: the rule that was broken
   std::string detail_;           // what happened, in numbers
 };
 
