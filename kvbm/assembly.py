@@ -19,7 +19,7 @@ from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import Kernels
+from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
@@ -47,6 +47,15 @@ log = structlog.get_logger()
 NATIVE = Kernels(
     "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame
 )
+
+
+def _kernels(settings: Settings) -> Kernels:
+    return REFERENCE if settings.core == "reference" else NATIVE
+
+
+def _ledger_class(settings: Settings) -> Callable[[Sequence[PoolStated], str, int], LedgerTwin]:
+    """Which of the two ledgers runs; the native one is not there yet."""
+    return Ledger
 
 
 def kvbm_version() -> str:
@@ -88,17 +97,17 @@ def open_manager(
     if not namespaces:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
-    instance = InstanceId(settings.instance.id)
+    instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
         if not settings.journal.in_memory:
             _make_data_dir(settings)
             journal = Journal.open(
-                journal_folder(settings), instance, NATIVE, settings.journal.fsync, settings.journal.segment_bytes
+                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes
             )
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
-        ledger = Ledger(_stated(pools), settings.pools.eviction)
+        ledger = _ledger_class(settings)(_stated(pools), settings.pools.eviction, settings.journal.waiting_bytes)
         locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
@@ -107,7 +116,7 @@ def open_manager(
         on_stream = _epoch_on_stream(settings, instance, url) if url else Epoch(0)
         epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
         manager = Manager(
-            instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), NATIVE,
+            instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), kernels,
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns,
         )  # fmt: skip
@@ -146,7 +155,8 @@ def run_catalog(settings: Settings) -> int:
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),
         )
-        run(service, NATIVE, lambda at: print(f"kvbm-catalog: {at} follows {shown(url)}", file=sys.stderr, flush=True))
+        say = f"follows {shown(url)}"
+        run(service, _kernels(settings), lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True))
     return 0
 
 
@@ -210,7 +220,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
 
 
 def _begin_epoch(
-    ledger: Ledger,
+    ledger: LedgerTwin,
     settings: Settings,
     journal: Journal | None,
     pools: Pools,
@@ -267,7 +277,7 @@ def _open_pools(
     opened: ExitStack,
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
-    wanted = settings.pools
+    wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
 
     def keep(pool: SlotPool) -> None:
@@ -278,21 +288,21 @@ def _open_pools(
     if not count:
         raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
     if wanted.hbm.device == "memory":
-        keep(MemoryPool(Tier.HBM, count, block_bytes, NATIVE.checksums))
+        keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        keep(HbmPool(count, block_bytes, NATIVE.checksums, wanted.hbm.device))
+        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device))
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
-        keep(MemoryPool(Tier.HOST, count, block_bytes, NATIVE.checksums) if in_memory else HostPool(count, block_bytes))
+        keep(MemoryPool(Tier.HOST, count, block_bytes, checksums) if in_memory else HostPool(count, block_bytes))
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
-        nvme = NvmePool(path, count, block_bytes, shape, instance, NATIVE.checksums)
+        nvme = NvmePool(path, count, block_bytes, shape, instance, checksums)
         if nvme.notice:
             log.info("pool.opened", tier="NVME", path=str(path), notice=nvme.notice)
         keep(nvme)
     objects = object_pool
     if objects is None and wanted.object.url:
         objects = S3Pool(
-            wanted.object.url, block_bytes, NATIVE.checksums, endpoint_url=wanted.object.endpoint,
+            wanted.object.url, block_bytes, checksums, endpoint_url=wanted.object.endpoint,
             region=wanted.object.region, deadline_s=wanted.object.timeout_s,
             on_trouble=lambda message: log.warning("object.troubled", why=message),
         )  # fmt: skip

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbm.core.errors import ConfigError
+from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
 
 ENVIRONMENT_PREFIX = "KVBM_"
@@ -75,7 +76,7 @@ class ObjectSettings(_Group, frozen=True):
 
 
 class PoolsSettings(_Group, frozen=True):
-    """The pools, and how blocks leave them. `eviction`: "lru"."""
+    """The pools, and how blocks leave them. `eviction`: "lru", or "s3fifo" where many blocks are used only once."""
 
     hbm: HbmSettings = HbmSettings()
     host: HostSettings = HostSettings()
@@ -102,10 +103,14 @@ class OnboardSettings(_Group, frozen=True):
 
 
 class JournalSettings(_Group, frozen=True):
-    """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between."""
+    """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between.
+
+    `waiting_bytes`: room for events while its device hangs; beyond it the instance's stream ends and the engine goes on.
+    """
 
     fsync: str = "off"
     segment_bytes: int = 64 << 20
+    waiting_bytes: int = 64 << 20
     in_memory: bool = False
 
 
@@ -165,8 +170,9 @@ class CatalogSettings(_Group, frozen=True):
 
 
 class Settings(_Group, frozen=True):
-    """Everything that can be set."""
+    """Everything that can be set. `core`: "native", or "reference" for the readable twin of everything native, which is slow."""
 
+    core: str = "native"
     instance: InstanceSettings = InstanceSettings()
     pools: PoolsSettings = PoolsSettings()
     offload: OffloadSettings = OffloadSettings()
@@ -207,6 +213,7 @@ def default_lines() -> list[str]:
 
 def check_settings(settings: Settings) -> None:
     """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
+    _one_of("core", settings.core, ("native", "reference"))
     _check_names(settings)
     _check_pools(settings.pools)
     _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
@@ -219,6 +226,10 @@ def check_settings(settings: Settings) -> None:
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")
+    if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
+        raise ConfigError(
+            f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
+        )
     for key, wait_s in (
         ("onboard.wait_s", settings.onboard.wait_s),
         ("onboard.locate_s", settings.onboard.locate_s),

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import Frame, FrameBytes, decode_frame, encode_frame
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import (
     HASH_BYTES,
@@ -23,7 +23,6 @@ from kvbm.core.ids import (
 )
 from kvbm.core.ledger import Copy, Ledger, Recovered
 from kvbm.core.residency import Residencies
-from kvbm.streams.base import FrameBytes
 
 POOLS = (
     PoolStated(Tier.HBM, 24, 64),
@@ -60,6 +59,7 @@ class _Driver:
         self.recorded: list[Recorded] = []
         self.cuts: set[int] = set()  # after how many events a frame was cut
         self.ledger = Ledger(POOLS)
+        self.fold = Residencies()  # of what was drained
         self.copies: list[Copy] = []
         self.restart()
 
@@ -80,8 +80,10 @@ class _Driver:
 
     def drain(self) -> None:
         """What waits becomes a frame."""
-        _, pending = self.ledger.take_events()
-        self.recorded += [Recorded(self.epoch, entry.event, entry.digest) for entry in pending]
+        for taken in self.ledger.take_frames(InstanceId("driver"), 0):
+            for event in decode_frame(taken.data)[0].events:
+                self.fold.evolve(event)
+                self.recorded.append(Recorded(self.epoch, event, self.fold.digest))
         self.cuts.add(len(self.recorded))
 
     def step(self) -> None:

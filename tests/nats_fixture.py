@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.streams.base import FrameBytes
 from tests.servers import nats_server
 
 

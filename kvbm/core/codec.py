@@ -33,9 +33,9 @@ written in two ways are refused.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import TypeVar, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
 
@@ -59,6 +59,7 @@ from kvbm.core.events import (
     MigrateCause,
     ResidenciesStated,
     RoundEnded,
+    RunEvent,
     StopReason,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, SLOT_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
@@ -68,6 +69,8 @@ VERSION = 1
 MAX_FRAME_BYTES = 1 << 26  # a length beyond this is taken for damage, not for a frame
 MAX_FRAME_NAMESPACES = 255
 FRAME_OVERHEAD_BYTES = 52  # header and checksum, names not counted
+FRAME_EVENT_BYTES = 64 << 10  # a frame is cut once its events reach this size
+STOPPED_BYTES = 2  # of an InstanceStopped
 
 _HEADER = struct.Struct("<4sHBBIIQQQQ")
 _CREATED = struct.Struct("<BBBBII")
@@ -122,6 +125,70 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     def next_offset(self) -> Offset:
         """The offset after the last event."""
         return Offset(self.first_offset + self.event_count)
+
+
+class FrameBytes(NamedTuple):
+    """One whole frame as bytes, with what its header says of its place.
+
+    Attributes:
+        next_offset: offset after its last event.
+    """
+
+    epoch: Epoch
+    first_offset: Offset
+    next_offset: Offset
+    data: bytes
+
+
+def cut_frames(
+    instance: InstanceId,
+    epoch: Epoch,
+    first: Offset,
+    events: Sequence[Event],
+    digests: Sequence[int],
+    wall_time_ns: int,
+) -> Iterator[Frame]:
+    """Consecutive events as frames of bounded size, in order.
+
+    A frame ends before the event at which those in it have reached FRAME_EVENT_BYTES, or at which it would name more than
+    MAX_FRAME_NAMESPACES namespaces.
+
+    Args:
+        first: offset of `events[0]`.
+        digests: of the residencies after each event.
+    """
+
+    def frame(begin: int, end: int) -> Frame:
+        return Frame(
+            instance=instance, epoch=epoch, first_offset=Offset(first + begin), wall_time_ns=wall_time_ns,
+            digest=digests[end - 1], events=tuple(events[begin:end]),
+        )  # fmt: skip
+
+    begin = size = 0
+    namespaces: set[bytes] = set()
+    for index, event in enumerate(events):
+        own = {event.namespace} if isinstance(event, RunEvent) else set()
+        if size >= FRAME_EVENT_BYTES or len(namespaces | own) > MAX_FRAME_NAMESPACES:
+            yield frame(begin, index)
+            begin, size, namespaces = index, 0, set()
+        size += _estimated_bytes(event)
+        namespaces |= own
+    if begin < len(events):
+        yield frame(begin, len(events))
+
+
+def _estimated_bytes(event: Event) -> int:
+    if isinstance(event, RunEvent):
+        return 32 + len(event.hashes) + (0 if isinstance(event, BlocksEvicted) else len(event.slots))
+    return 256 * (1 + len(event.namespaces)) if isinstance(event, InstanceStarted) else 16
+
+
+def encoded_bytes(event: Event) -> int:
+    """How many bytes of a frame's body the event takes. Raises LayoutError: it does not encode, as `encode_frame`."""
+    try:
+        return len(_encode_event(event, {}))
+    except struct.error as error:
+        raise LayoutError(f"a number does not fit the frame: {error}") from None
 
 
 def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> bytes:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
+from array import array
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import NewType
 
 import msgspec
-import numpy as np
 
 from kvbm.core.errors import LayoutError
 
@@ -109,15 +110,22 @@ def split_hashes(hashes: bytes) -> list[SequenceHash]:
 
 
 def pack_slots(slots: Iterable[int]) -> bytes:
-    """Slots as packed little-endian u32."""
-    return np.fromiter(slots, dtype="<u4").tobytes()
+    """Slots as packed little-endian u32. Raises OverflowError: one does not fit."""
+    column = array("I", slots)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
 
 
 def split_slots(slots: bytes) -> list[int]:
     """A packed run of slots as integers, in order. Raises LayoutError when its length is no multiple of 4 bytes."""
     if len(slots) % SLOT_BYTES:
         raise LayoutError(f"a run of slots has {len(slots)} bytes, which is no multiple of {SLOT_BYTES}")
-    return [int(slot) for slot in np.frombuffer(slots, dtype="<u4")]
+    column = array("I")
+    column.frombytes(slots)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tolist()
 
 
 def short(hash_or_id: bytes) -> str:

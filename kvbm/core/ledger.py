@@ -1,22 +1,29 @@
-"""Decide: commands → results, events, copies. The readable ledger; its native twin comes to replace it in production.
+"""Decide: commands → results, events, copies. The readable ledger; its native twin does the same in production.
 
 The caller holds one lock around every call. A command that changes residencies is turned into events, which the fold applies at
-once and which wait in order, each with its offset, until `take_events` hands them to whoever cuts frames. Everything else here
-(pins, recency, free lists, copies in flight) is soft state and never an event.
+once and which wait in order, each with its offset, until `take_frames` hands them out. Everything else here (pins, what is kept,
+recency, free lists, copies in flight) is soft state and never an event. Runs go in and out packed: 16 bytes a hash, 4
+little-endian bytes a slot, 1 byte a tier.
 
 A slot is in one of these states, and only its owner may touch its bytes:
 
     free ──allocate──► allocated ──create / end_copy──► held ──evict──► free, or orphaned while pinned ──unpin──► free
                            └────────release──► free
+
+Nothing takes the events for as long as the journal's device hangs, and the engine is not held up for it: events wait in
+bounded room. One that does not fit any more is an *overflow*: the stream ends there with InstanceStopped, commands go on without
+being recorded, and durable tiers take nothing, because nobody would ever know of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from kvbm.core.codec import STOPPED_BYTES, FrameBytes, cut_frames, encode_frame, encoded_bytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import (
     MAX_RUN_BLOCKS,
@@ -45,23 +52,26 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
     pack_slots,
-    short,
     split_hashes,
+    split_slots,
 )
 from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.residency import Delta, Residencies
+
+LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
+HIGHEST_PRIORITY = 100  # of a kept block: never given up
 
 
 class Match(NamedTuple):
     """The longest run of held blocks, each in its hottest tier.
 
     Attributes:
-        tiers, slots: where block i is; both have `depth` entries.
+        tiers, slots: where block i is, packed; both have `depth` entries.
     """
 
     depth: int
-    tiers: list[Tier]
-    slots: list[int]
+    tiers: bytes
+    slots: bytes
 
 
 class Allocation(NamedTuple):
@@ -71,7 +81,7 @@ class Allocation(NamedTuple):
         after: the offset that must be durable before the slots are overwritten; 0 for a tier that dies with the process.
     """
 
-    slots: list[int]
+    slots: bytes
     after: Offset
 
 
@@ -80,8 +90,8 @@ class Copy(NamedTuple):
 
     Attributes:
         source: a tier, or the instance to fetch from.
-        source_slots: empty when the source has no slots of ours.
-        target_slots: empty for a target without slots.
+        source_slots: packed; empty when the source has no slots of ours.
+        target_slots: packed; empty for a target without slots.
         after: offset that must be durable before the target slots are overwritten.
     """
 
@@ -90,8 +100,8 @@ class Copy(NamedTuple):
     source: Tier | InstanceId
     target: Tier
     hashes: bytes
-    source_slots: list[int]
-    target_slots: list[int]
+    source_slots: bytes
+    target_slots: bytes
     after: Offset
 
 
@@ -101,13 +111,6 @@ class Recovered(NamedTuple):
     hash: SequenceHash
     namespace: NamespaceId
     slot: int
-
-
-class Pending(NamedTuple):
-    """An event that waits for its frame, with the digest after it."""
-
-    event: Event
-    digest: int
 
 
 class TierCounts(NamedTuple):
@@ -120,12 +123,19 @@ class TierCounts(NamedTuple):
     allocated: int
 
 
+class _Kept(NamedTuple):
+    """What `keep` has said of a block. The block with the least of these is given up first."""
+
+    priority: int
+    until_s: float
+
+
 class _TierState:
     """The slots of one pool."""
 
     def __init__(self, pool: PoolStated, eviction: str) -> None:
         self.pool = pool
-        self.policy = EVICTION_POLICIES[eviction]()
+        self.policy = EVICTION_POLICIES[eviction](pool.slots)
         self.unused = 0  # slots from here on were never used
         self.free: deque[int] = deque()
         self.free_after: dict[int, Offset] = {}  # slots → offset after the event that last withdrew a block from them
@@ -135,13 +145,27 @@ class _TierState:
         )  # those of `allocated` that a copy writes to: they are the copy's, nobody else's
         self.orphaned: set[int] = set()  # withdrawn while pinned
         self.pins: dict[int, int] = {}
+        self.kept: dict[int, _Kept] = {}  # by slot
         self.arriving: set[SequenceHash] = set()  # on their way here by a copy
 
     def free_count(self) -> int:
         return len(self.free) + self.pool.slots - self.unused
 
-    def take(self, count: int) -> Allocation:
-        """Free slots, of which there must be enough."""
+    def is_evictable(self, slot: int) -> bool:
+        """Whether the block held in a slot is neither pinned nor kept."""
+        return slot not in self.pins and slot not in self.kept
+
+    def yielding(self) -> list[int]:
+        """Slots whose kept blocks are given up when an allocation would be short, the first to go first."""
+        slots = [s for s, kept in self.kept.items() if s not in self.pins and kept.priority < HIGHEST_PRIORITY]
+        return sorted(slots, key=lambda slot: (self.kept[slot], slot))
+
+    def room(self) -> int:
+        """The slots an allocation can have at most."""
+        return self.free_count() + len(self.policy) + len(self.yielding())
+
+    def take(self, count: int) -> tuple[list[int], Offset]:
+        """Free slots, of which there must be enough, and the offset after which what they held was withdrawn."""
         slots: list[int] = []
         after = Offset(0)
         for _ in range(count):
@@ -153,7 +177,7 @@ class _TierState:
                 self.unused += 1
             slots.append(slot)
         self.allocated.update(slots)
-        return Allocation(slots, after)
+        return slots, after
 
 
 class Ledger:
@@ -162,20 +186,45 @@ class Ledger:
     Args:
         pools: the instance's pools; a pool without slots (OBJECT) is only ever the target or source of a copy.
         eviction: name of the eviction policy, one of `policy.EVICTION_POLICIES`.
+        event_bytes: room for events that wait, as large as frames would make them; what `start` records comes on top.
+    Raises: LedgerError: no such policy, or too little room.
     """
 
-    def __init__(self, pools: Sequence[PoolStated], eviction: str = "lru") -> None:
+    def __init__(self, pools: Sequence[PoolStated], eviction: str = "lru", event_bytes: int = 64 << 20) -> None:
+        if eviction not in EVICTION_POLICIES:
+            raise LedgerError(f"there is no eviction policy {eviction!r}; use one of {', '.join(EVICTION_POLICIES)}")
+        if event_bytes < LEAST_EVENT_BYTES:
+            raise LedgerError(f"event_bytes is {event_bytes}; give waiting events at least {LEAST_EVENT_BYTES}")
         self.pools = tuple(pools)
         self.residencies = Residencies(strict=True)
         self.applied = Offset(0)  # offset the next event gets
+        self.overflowed = False  # the stream has ended for want of room
         self._tiers = {pool.tier: _TierState(pool, eviction) for pool in pools if pool.slots}
-        self._pending: list[Pending] = []
+        self._event_bytes = event_bytes
+        self._waiting: list[Event] = []
+        self._digests: list[int] = []  # after each waiting event
+        self._waiting_bytes = 0  # of waiting events, those of `start` not counted
         self._copies: dict[int, Copy] = {}
         self._next_copy = 1
         self._round = 0
         self._round_left: deque[tuple[Tier, deque[SequenceHash] | None, int]] = deque()  # None: not begun yet
 
     # -- the life of the stream ---------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch begun; 0 before."""
+        return self.residencies.epoch
+
+    @property
+    def digest(self) -> int:
+        """Of what is held now."""
+        return self.residencies.digest
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the stream has ended, by `stop` or by an overflow."""
+        return self.residencies.stopped or self.overflowed
 
     def start(
         self,
@@ -184,21 +233,22 @@ class Ledger:
         topology: Sequence[str] = (),
         engine: str = "",
         version: str = "",
-        recovered: dict[Tier, list[Recovered]] | None = None,
+        recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
     ) -> None:
-        """Begin an epoch: InstanceStarted, then a round of what durable tiers have kept.
+        """Begin an epoch: InstanceStarted, then a round of what durable tiers have kept. Never an overflow: pools bound it.
+
+        Args:
+            recovered: blocks in the order they are to be stated, which is the order they count as used in.
 
         Raises: LedgerError: the ledger has started already, or a recovered slot does not exist.
         """
         if self.applied:
-            raise LedgerError(
-                f"the ledger is in epoch {self.residencies.epoch} already; make a new one for a new epoch"
-            )
+            raise LedgerError(f"the ledger is in epoch {self.epoch} already; make a new one for a new epoch")
         self._record(
             InstanceStarted(
                 epoch=epoch, pools=self.pools, namespaces=tuple(namespaces), topology=tuple(topology),
                 engine=engine, version=version,
-            )
+            ), counted=False,
         )  # fmt: skip
         self._round = 1
         for tier, state in self._tiers.items():
@@ -212,23 +262,38 @@ class Ledger:
                         ResidenciesStated(
                             namespace=namespace, tier=tier, round=self._round, hashes=b"".join(e.hash for e in run),
                             slots=pack_slots(e.slot for e in run),
-                        )
+                        ), counted=False,
                     )  # fmt: skip
-            self._record(RoundEnded(tier=tier, round=self._round, count=len(kept)))
+            self._record(RoundEnded(tier=tier, round=self._round, count=len(kept)), counted=False)
+            for entry in kept:
+                state.policy.gain(entry.hash, pinned=False)
 
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
-        """End the stream cleanly; nothing may be recorded after it."""
-        self._record(InstanceStopped(reason=reason))
+        """End the stream cleanly; nothing may be recorded after it. Nothing to do after an overflow."""
+        if not self.overflowed:
+            self._record(InstanceStopped(reason=reason), counted=False)  # its room is always kept
 
-    def take_events(self) -> tuple[Offset, list[Pending]]:
-        """The events recorded since the last call, and the offset of the first of them."""
-        taken, self._pending = self._pending, []
-        return Offset(self.applied - len(taken)), taken
+    def take_frames(self, instance: InstanceId, wall_time_ns: int) -> list[FrameBytes]:
+        """The events recorded since the last call, cut into frames; [] when there are none.
+
+        Raises: LayoutError: the instance's name does not fit a frame; the events wait on.
+        """
+        first = Offset(self.applied - len(self._waiting))
+        frames = [
+            FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, encode_frame(frame))
+            for frame in cut_frames(instance, self.epoch, first, self._waiting, self._digests, wall_time_ns)
+        ]
+        self._waiting, self._digests, self._waiting_bytes = [], [], 0
+        return frames
 
     # -- what an engine asks ------------------------------------------------------------------------------------------
 
-    def match(self, hashes: bytes) -> Match:
-        """The longest run of held blocks from the first hash on. Nothing is pinned and nothing counts as used."""
+    def match(self, hashes: bytes, pinned: bool = False) -> Match:
+        """The longest run of held blocks from the first hash on.
+
+        Args:
+            pinned: whether the caller gets a pin on each block found in HBM; else nothing is pinned or counts as used.
+        """
         tiers: list[Tier] = []
         slots: list[int] = []
         order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers)]
@@ -241,29 +306,47 @@ class Ledger:
                     break
             else:
                 break
-        return Match(len(tiers), tiers, slots)
+        if pinned:
+            local = [slot for tier, slot in zip(tiers, slots, strict=True) if tier == Tier.HBM]
+            if local:
+                self.pin(Tier.HBM, pack_slots(local))
+        return Match(len(tiers), bytes(tiers), pack_slots(slots))
 
     def holds(self, tier: Tier, block: SequenceHash) -> bool:
         """Whether a tier of this instance holds the block."""
         return block in self.residencies.held[tier]
 
-    def pin(self, tier: Tier, slots: Iterable[int]) -> None:
-        """Forbid the eviction of held blocks; counted. Raises LedgerError: a slot holds no block."""
+    def lacking(self, tier: Tier, hashes: bytes) -> bytes:
+        """The hashes of a run that the tier does not hold, in order."""
+        held = self.residencies.held[tier]
+        return b"".join(block for block in split_hashes(hashes) if block not in held)
+
+    def residency(self, tier: Tier, block: SequenceHash) -> tuple[NamespaceId, int] | None:
+        """Namespace and slot of a block that the tier holds; None when it does not."""
+        entry = self.residencies.held[tier].get(block)
+        return None if entry is None or entry.slot is None else (entry.namespace, entry.slot)
+
+    def held(self, tier: Tier) -> bytes:
+        """The hashes of all blocks the tier holds, in the order it gained them."""
+        return b"".join(self.residencies.held[tier])
+
+    def pin(self, tier: Tier, slots: bytes) -> None:
+        """Forbid the eviction of held blocks; counted. Each pin is a use. Raises LedgerError: a slot holds no block."""
         state = self._state(tier)
-        for slot in slots:
+        for slot in split_slots(slots):
             block = self.residencies.slot_owner(tier, slot)
             if block is None:
                 raise LedgerError(f"{tier.name} slot {slot} holds no block, so it cannot be pinned")
             state.pins[slot] = state.pins.get(slot, 0) + 1
-            state.policy.remove(block)
+            state.policy.hold(block)
 
-    def unpin(self, tier: Tier, slots: Sequence[int]) -> None:
+    def unpin(self, tier: Tier, slots: bytes) -> None:
         """Take back one pin of each slot. Slots in prompt order: the deepest block becomes the first to be evicted.
 
         Raises: LedgerError: a slot is not pinned.
         """
         state = self._state(tier)
-        for slot in reversed(slots):
+        for slot in reversed(split_slots(slots)):
             left = state.pins.get(slot, 0) - 1
             if left < 0:
                 raise LedgerError(f"{tier.name} slot {slot} is not pinned, so it cannot be unpinned")
@@ -273,48 +356,64 @@ class Ledger:
             del state.pins[slot]
             block = self.residencies.slot_owner(tier, slot)
             if block is not None:
-                state.policy.add(block)
+                if slot not in state.kept:
+                    state.policy.free(block)
             elif slot in state.orphaned:
                 state.orphaned.discard(slot)
                 state.free.append(slot)
 
     def allocate(self, tier: Tier, count: int) -> Allocation | None:
-        """Slots to write, evicting what the policy gives up; None when pins leave too few."""
-        state = self._state(tier)
-        short_by = count - state.free_count()
-        if short_by > 0:
-            victims = state.policy.victims(short_by)
-            if len(victims) < short_by:
-                return None
-            self._evict(tier, victims, EvictReason.CAPACITY)
-        slots, after = state.take(count)
-        return Allocation(slots, after if tier in DURABLE_TIERS else Offset(0))
+        """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept.
 
-    def release(self, tier: Tier, slots: Iterable[int]) -> None:
+        Returns: None when pins and kept blocks leave too few, or after an overflow in a durable tier.
+        """
+        state = self._state(tier)
+        if self._is_closed(tier):
+            return None
+        short_by = count - state.free_count()
+        if short_by > 0 and not self._make_room(tier, state, short_by):
+            return None
+        if self._is_closed(tier):  # by that very eviction: a slot whose withdrawal nobody hears of must not be written
+            return None
+        slots, after = state.take(count)
+        return Allocation(pack_slots(slots), after if tier in DURABLE_TIERS else Offset(0))
+
+    def _make_room(self, tier: Tier, state: _TierState, count: int) -> bool:
+        """Evict so many blocks: the policy's victims, then kept blocks. False and no change when there are too few."""
+        from_kept = max(0, count - len(state.policy))
+        yielding = state.yielding() if from_kept else []
+        if len(yielding) < from_kept:
+            return False
+        owners = [self.residencies.slot_owner(tier, slot) for slot in yielding[:from_kept]]
+        given_up = [block for block in owners if block is not None]
+        self._evict(tier, state.policy.victims(count - from_kept) + given_up, EvictReason.CAPACITY)
+        return True
+
+    def release(self, tier: Tier, slots: bytes) -> None:
         """Give back allocated slots that hold no block yet. Raises LedgerError: a slot is not allocated, or is a copy's."""
         state = self._state(tier)
-        for slot in slots:
+        for slot in split_slots(slots):
             _require_own(state, slot, "it cannot be released")
             state.allocated.discard(slot)
             state.free.append(slot)
 
     def create(
-        self, namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, slots: Sequence[int]
-    ) -> list[int]:
+        self, namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, slots: bytes
+    ) -> bytes:
         """Declare allocated slots full; they are pinned for the caller.
 
-        Returns: the slot that holds each block. Where the hash was held already that is the holder's, now pinned once more,
-            and the slot given goes back to the pool.
+        Returns: the slot that holds each block, packed. Where the hash was held already that is the holder's, now pinned once
+            more, and the slot given goes back to the pool.
         Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice; nothing
             has changed then.
         """
         state = self._state(tier)
-        blocks = split_hashes(hashes)
-        if len(blocks) != len(slots):
-            raise LedgerError(f"{len(blocks)} hashes for {len(slots)} slots; give one slot a block")
-        if len(set(blocks)) != len(blocks) or len(set(slots)) != len(slots):
+        blocks, given = split_hashes(hashes), split_slots(slots)
+        if len(blocks) != len(given):
+            raise LedgerError(f"{len(blocks)} hashes for {len(given)} slots; give one slot a block")
+        if len(set(blocks)) != len(blocks) or len(set(given)) != len(given):
             raise LedgerError(f"{len(blocks)} blocks to create in {tier.name} name a hash or a slot twice")
-        for slot in slots:
+        for slot in given:
             _require_own(state, slot, "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
@@ -322,7 +421,7 @@ class Ledger:
         for repeated, group in groupby(known):
             end = at + len(list(group))
             if repeated:
-                self.release(tier, slots[at:end])
+                self.release(tier, pack_slots(given[at:end]))
             else:
                 for first in range(at, end, MAX_RUN_BLOCKS):
                     last = min(end, first + MAX_RUN_BLOCKS)
@@ -331,13 +430,14 @@ class Ledger:
                         BlocksCreated(
                             namespace=namespace, tier=tier, parent=before if start + first else NO_PARENT,
                             start=start + first, hashes=hashes[first * HASH_BYTES : last * HASH_BYTES],
-                            slots=pack_slots(slots[first:last]),
+                            slots=pack_slots(given[first:last]),
                         )
                     )  # fmt: skip
             at = end
-        holders = [holder for block in blocks if (holder := held[block].slot) is not None]
-        self.pin(tier, holders)
-        return holders
+        fresh = [block for block, repeated in zip(blocks, known, strict=True) if not repeated]
+        self._gain_pinned(tier, fresh)
+        self.pin(tier, self._slots_of(tier, [b for b, repeated in zip(blocks, known, strict=True) if repeated]))
+        return self._slots_of(tier, blocks)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason) -> int:
         """Withdraw blocks that are held; others are ignored. A pinned block's slot stays untouched until it is unpinned.
@@ -357,6 +457,50 @@ class Ledger:
             raise LedgerError(f"{tier.name} is not a pool of cluster reach; use evict")
         self._record(BlocksEvicted(namespace=namespace, tier=tier, reason=reason, hashes=hashes))
 
+    def keep(self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0) -> int:
+        """Forbid the eviction of those blocks of a run that are held, for a time.
+
+        They do not count as evictable. Where an allocation would be short all the same they are given up: lowest priority
+        first, then the earliest time, then the lowest slot; priority 100 never. To be kept is a use of a block that was
+        evictable. Keeping a block again takes the later time and the higher priority.
+
+        Args:
+            until_s: on the clock that `expire` is told.
+            priority: 0 to 100.
+        Returns: how many of the run are held.
+        Raises: LedgerError: a priority that does not exist, a time that is none, or the tier has no slots.
+        """
+        state = self._state(tier)
+        if not 0 <= priority <= HIGHEST_PRIORITY:
+            raise LedgerError(f"priority is {priority}; give 0 to {HIGHEST_PRIORITY}")
+        if math.isnan(until_s):
+            raise LedgerError("until_s is not a number; give a time on the clock that expire is told")
+        held = self.residencies.held[tier]
+        count = 0
+        for block in split_hashes(hashes):
+            slot = held[block].slot if block in held else None
+            if slot is None:
+                continue
+            if state.is_evictable(slot):
+                state.policy.hold(block)
+            before = state.kept.get(slot, _Kept(priority, until_s))
+            state.kept[slot] = _Kept(max(priority, before.priority), max(until_s, before.until_s))
+            count += 1
+        return count
+
+    def expire(self, now_s: float) -> int:
+        """Let go of kept blocks whose time has come, hottest tier first, lowest slot first; returns how many."""
+        count = 0
+        for tier in sorted(self._tiers):
+            state = self._tiers[tier]
+            for slot in sorted(slot for slot, kept in state.kept.items() if kept.until_s <= now_s):
+                del state.kept[slot]
+                count += 1
+                block = self.residencies.slot_owner(tier, slot)
+                if block is not None and state.is_evictable(slot):
+                    state.policy.free(block)
+        return count
+
     # -- copies -------------------------------------------------------------------------------------------------------
 
     def begin_copy(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
@@ -364,38 +508,41 @@ class Ledger:
 
         Both ends are the copy's from now on. Blocks already on their way, and repeats, are left out. When the target is short,
         the run is cut to what fits.
-        Returns: None when nothing is to be copied or nothing fits.
+        Returns: None when nothing is to be copied or nothing fits, or after an overflow for a durable target.
         """
+        if self._is_closed(target):
+            return None
         state = self._tiers.get(target)
         blocks = list(dict.fromkeys(split_hashes(hashes)))
         if isinstance(source, Tier) and source in self._tiers:
             held = self.residencies.held[source]
             blocks = [b for b in blocks if (entry := held.get(b)) is not None and entry.namespace == namespace]
         after = Offset(0)
-        target_slots: list[int] = []
+        target_slots = b""
         if state is not None:
             blocks = [b for b in blocks if b not in self.residencies.held[target] and b not in state.arriving]
-            blocks = blocks[: state.free_count() + len(state.policy)]
+            blocks = blocks[: state.room()]
         if not blocks:
             return None
         source_slots = self._pin_source(source, blocks)
         if state is not None:
             allocation = self.allocate(target, len(blocks))
-            if allocation is None:
-                raise LedgerError(f"{target.name} could not give {len(blocks)} slots it had counted")
+            if allocation is None:  # the room was counted; making it was an overflow
+                if isinstance(source, Tier) and source_slots:
+                    self.unpin(source, source_slots)
+                return None
             target_slots, after = allocation
             state.arriving.update(blocks)
-            state.receiving.update(target_slots)
+            state.receiving.update(split_slots(target_slots))
         copy = Copy(self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after)
         self._next_copy += 1
         self._copies[copy.id] = copy
         return copy
 
-    def _pin_source(self, source: Tier | InstanceId, blocks: list[SequenceHash]) -> list[int]:
+    def _pin_source(self, source: Tier | InstanceId, blocks: list[SequenceHash]) -> bytes:
         if not isinstance(source, Tier) or source not in self._tiers:
-            return []
-        held = self.residencies.held[source]
-        slots = [slot for block in blocks if (slot := held[block].slot) is not None]
+            return b""
+        slots = self._slots_of(source, blocks)
         self.pin(source, slots)
         return slots
 
@@ -425,25 +572,28 @@ class Ledger:
             self._unpin_source(copy)
             return [None] * len(blocks)
         state.arriving.difference_update(blocks)
-        state.receiving.difference_update(copy.target_slots)
+        target_slots = split_slots(copy.target_slots)
+        state.receiving.difference_update(target_slots)
         held = self.residencies.held[copy.target]
         fresh: list[SequenceHash] = []
         fresh_slots: list[int] = []
-        for block, slot, ok in zip(blocks, copy.target_slots, arrived, strict=True):
+        for block, slot, ok in zip(blocks, target_slots, arrived, strict=True):
             if ok and block not in held:
                 fresh.append(block)
                 fresh_slots.append(slot)
             else:
-                self.release(copy.target, [slot])
+                self.release(copy.target, pack_slots([slot]))
         if fresh:
             self._migrate(copy, fresh, fresh_slots, kept, cause)
         self._unpin_source(copy)
         holders = [held[block].slot if ok else None for block, ok in zip(blocks, arrived, strict=True)]
         if pinned:
-            self.pin(copy.target, [slot for slot in holders if slot is not None])
+            created = set(good).difference(fresh)  # meanwhile, by somebody else
+            self._gain_pinned(copy.target, fresh)
+            self.pin(copy.target, self._slots_of(copy.target, [block for block in good if block in created]))
         else:
             for block in reversed(fresh):
-                state.policy.add(block)
+                state.policy.gain(block, pinned=False)
         return holders
 
     def _still_at_source(self, copy: Copy, block: SequenceHash) -> bool:
@@ -474,8 +624,11 @@ class Ledger:
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def begin_round(self) -> bool:
-        """Begin to restate what is held, tier by tier; `step_round` goes on with it. False when a round is under way."""
-        if self._round_left:
+        """Begin to restate what is held, tier by tier; `step_round` goes on with it.
+
+        Returns: False when a round is under way already, or after an overflow.
+        """
+        if self._round_left or self.overflowed:
             return False
         self._round += 1
         self._round_left.extend((tier, None, 0) for tier in self._tiers)
@@ -485,7 +638,10 @@ class Ledger:
         """State one more run, cut here and now. Returns whether the round goes on.
 
         A tier's round begins at its first step: what is gained before it is stated, what is gained later needs no statement.
+        An overflow ends the round.
         """
+        if self.overflowed:
+            self._round_left.clear()
         if not self._round_left:
             return False
         tier, left, count = self._round_left.popleft()
@@ -501,11 +657,10 @@ class Ledger:
                 break
             run.append(left.popleft())
         if run:
-            slots = [slot for block in run if (slot := held[block].slot) is not None]
             self._record(
                 ResidenciesStated(
                     namespace=held[run[0]].namespace, tier=tier, round=self._round, hashes=b"".join(run),
-                    slots=pack_slots(slots),
+                    slots=self._slots_of(tier, run),
                 )
             )  # fmt: skip
             count += len(run)
@@ -513,7 +668,7 @@ class Ledger:
             self._round_left.appendleft((tier, left, count))
         else:
             self._record(RoundEnded(tier=tier, round=self._round, count=count))
-        return bool(self._round_left)
+        return bool(self._round_left) and not self.overflowed
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -536,6 +691,23 @@ class Ledger:
             raise LedgerError(f"this instance has no {tier.name} pool with slots")
         return state
 
+    def _is_closed(self, tier: Tier) -> bool:
+        """Whether a tier takes nothing any more, because nothing about it would be durable."""
+        return self.overflowed and tier in DURABLE_TIERS
+
+    def _slots_of(self, tier: Tier, blocks: list[SequenceHash]) -> bytes:
+        held = self.residencies.held[tier]
+        return pack_slots(slot for block in blocks if (slot := held[block].slot) is not None)
+
+    def _gain_pinned(self, tier: Tier, blocks: list[SequenceHash]) -> None:
+        """Pin blocks the tier has just gained, which is no use. The deepest enters the policy first, so that it leaves first."""
+        state, held = self._tiers[tier], self.residencies.held[tier]
+        for block in reversed(blocks):
+            slot = held[block].slot
+            if slot is not None:
+                state.pins[slot] = state.pins.get(slot, 0) + 1
+                state.policy.gain(block, pinned=True)
+
     def _evict(self, tier: Tier, blocks: list[SequenceHash], reason: EvictReason) -> None:
         held = self.residencies.held[tier]
         for namespace, group in groupby(blocks, key=lambda block: held[block].namespace):
@@ -554,19 +726,36 @@ class Ledger:
         state.free.extend(slot for slot in range(state.unused) if slot not in taken)
         state.allocated.update(taken)
 
-    def _record(self, event: Event) -> None:
-        delta = self.residencies.evolve(event)
-        self.applied = Offset(self.applied + 1)
-        self._pending.append(Pending(event, self.residencies.digest))
-        self._listen(event, delta)
+    def _record(self, event: Event, counted: bool = True) -> None:
+        """Apply an event and let it wait, or overflow.
 
-    def _listen(self, event: Event, delta: Delta) -> None:
-        """Keep free lists and recency in step with the fold."""
+        Args:
+            counted: whether it counts against the room for waiting events.
+        """
+        size, before = encoded_bytes(event), self.digest
+        delta = self.residencies.evolve(event)
+        if not self.overflowed:
+            if counted and self._waiting_bytes + size + STOPPED_BYTES > self._event_bytes:
+                self.overflowed = True
+                self._wait(InstanceStopped(reason=StopReason.OVERFLOW), before)
+            else:
+                self._wait(event, self.digest)
+                self._waiting_bytes += size if counted else 0
+        self._listen(delta)
+
+    def _wait(self, event: Event, digest: int) -> None:
+        self._waiting.append(event)
+        self._digests.append(digest)
+        self.applied = Offset(self.applied + 1)
+
+    def _listen(self, delta: Delta) -> None:
+        """Keep free lists, what is kept and recency in step with the fold."""
         for change in delta.withdrawn:
             state, slot = self._tiers[change.tier], change.slot
-            state.policy.remove(change.hash)
+            state.policy.lose(change.hash)
             if slot is None:
                 continue
+            state.kept.pop(slot, None)
             state.free_after[slot] = self.applied
             if state.pins.get(slot):
                 state.orphaned.add(slot)
@@ -576,13 +765,6 @@ class Ledger:
             state = self._tiers[change.tier]
             if change.slot is not None:
                 state.allocated.discard(change.slot)
-            if isinstance(event, ResidenciesStated):
-                state.policy.add(change.hash)
-
-    def describe(self, block: SequenceHash) -> str:
-        """Where this instance holds a block, in words, for messages."""
-        tiers = [tier.name for tier in Tier if block in self.residencies.held[tier]]
-        return f"{short(block)} in {', '.join(tiers) or 'no tier'}"
 
 
 def _require_own(state: _TierState, slot: int, consequence: str) -> None:

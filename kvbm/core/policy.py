@@ -8,46 +8,147 @@ from typing import Protocol
 
 from kvbm.core.ids import SequenceHash
 
+MAX_USES = 3  # what S3-FIFO counts up to
+
 
 class EvictionPolicy(Protocol):
-    """The order in which a tier's blocks are given up. It knows only blocks that may be evicted now: unpinned ones."""
+    """The order in which a tier's blocks are given up. It knows every block the tier holds, and which of them are *held back*:
+    pinned, or kept, so not to be evicted."""
 
-    def add(self, block: SequenceHash) -> None:
-        """The block may be evicted from now on, and has just been used."""
+    def gain(self, block: SequenceHash, pinned: bool) -> None:
+        """The block has entered the tier, held back if pinned. Neither that pin nor the gain counts as a use."""
 
-    def remove(self, block: SequenceHash) -> None:
-        """The block may not be evicted any more: pinned, or gone. Unknown blocks are ignored."""
+    def hold(self, block: SequenceHash) -> None:
+        """The block was used, and is held back from now on. A block that is held back already was used once more."""
+
+    def free(self, block: SequenceHash) -> None:
+        """Nobody holds the block back any more."""
+
+    def lose(self, block: SequenceHash) -> None:
+        """The block was withdrawn. One that `victims` has given up is not known any more, and ignored."""
 
     def victims(self, count: int) -> list[SequenceHash]:
-        """Up to `count` blocks to evict, the first to go first. They stay known until removed."""
+        """Give up exactly `count` blocks, the first to go first; [] and no change when fewer may be evicted."""
 
     def __len__(self) -> int:
-        """How many blocks may be evicted."""
+        """How many blocks may be evicted now."""
 
 
 class LeastRecentlyUsed:
-    """Evicts what was used longest ago."""
+    """Evicts what was let go longest ago."""
 
-    def __init__(self) -> None:
-        self._order: OrderedDict[SequenceHash, None] = OrderedDict()
+    def __init__(self, slots: int) -> None:
+        self._order: OrderedDict[SequenceHash, None] = OrderedDict()  # those that may be evicted, the next victim first
 
-    def add(self, block: SequenceHash) -> None:
+    def gain(self, block: SequenceHash, pinned: bool) -> None:
+        if not pinned:
+            self._order[block] = None
+
+    def hold(self, block: SequenceHash) -> None:
+        self._order.pop(block, None)
+
+    def free(self, block: SequenceHash) -> None:
         self._order[block] = None
-        self._order.move_to_end(block)
 
-    def remove(self, block: SequenceHash) -> None:
+    def lose(self, block: SequenceHash) -> None:
         self._order.pop(block, None)
 
     def victims(self, count: int) -> list[SequenceHash]:
-        chosen: list[SequenceHash] = []
-        for block in self._order:
-            if len(chosen) == count:
-                break
-            chosen.append(block)
-        return chosen
+        if count > len(self._order):
+            return []
+        return [self._order.popitem(last=False)[0] for _ in range(count)]
 
     def __len__(self) -> int:
         return len(self._order)
+
+
+class S3Fifo:
+    """Evicts what was used once before what was used again: three queues, no reordering on use.
+
+    New blocks enter the *small* queue, a tenth of the pool. Who was not used again when it reaches the head is evicted, and its
+    hash is remembered as a *ghost*; who was moves on to the *main* queue, as does who comes back while it is a ghost. In main a
+    block goes round once for each use, three at most, before it is evicted. What is held back is passed over.
+
+    Args:
+        slots: of the tier's pool.
+    Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, algorithm 1.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._small_slots = max(1, slots // 10)
+        self._ghosts = slots - self._small_slots  # as many as main has slots
+        self._small: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._main: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._ghost: OrderedDict[SequenceHash, None] = OrderedDict()
+        self._uses: dict[SequenceHash, int] = {}  # of every block in small or main, since it was last looked at
+        self._held: set[SequenceHash] = set()  # held back
+        self._main_free: set[SequenceHash] = set()  # in main and not held back
+
+    def gain(self, block: SequenceHash, pinned: bool) -> None:
+        self._uses[block] = 0
+        if pinned:
+            self._held.add(block)
+        if block in self._ghost:
+            del self._ghost[block]
+            self._append_main(block)
+        else:
+            self._small[block] = None
+
+    def hold(self, block: SequenceHash) -> None:
+        self._uses[block] = min(MAX_USES, self._uses[block] + 1)
+        self._held.add(block)
+        self._main_free.discard(block)
+
+    def free(self, block: SequenceHash) -> None:
+        self._held.discard(block)
+        if block in self._main:
+            self._main_free.add(block)
+
+    def lose(self, block: SequenceHash) -> None:
+        if block in self._uses:
+            del (self._main if block in self._main else self._small)[block]
+            self._forget(block)
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        return [self._victim() for _ in range(count)] if count <= len(self) else []
+
+    def __len__(self) -> int:
+        return len(self._uses) - len(self._held)
+
+    def _victim(self) -> SequenceHash:
+        """Look at heads until one may go. Ends, because at least one block is not held back: small only gets shorter, and main
+        is looked at only while it has such a block, whose uses run out."""
+        while True:
+            if len(self._small) > self._small_slots or not self._main_free:
+                block = self._small.popitem(last=False)[0]
+                if block not in self._held and not self._uses[block]:
+                    self._forget(block)
+                    self._remember(block)
+                    return block
+                self._uses[block] = 0
+            else:
+                block = self._main.popitem(last=False)[0]
+                if block not in self._held:
+                    if not self._uses[block]:
+                        self._forget(block)
+                        return block
+                    self._uses[block] -= 1
+            self._append_main(block)
+
+    def _append_main(self, block: SequenceHash) -> None:
+        self._main[block] = None
+        if block not in self._held:
+            self._main_free.add(block)
+
+    def _forget(self, block: SequenceHash) -> None:
+        del self._uses[block]
+        self._held.discard(block)
+        self._main_free.discard(block)
+
+    def _remember(self, block: SequenceHash) -> None:
+        self._ghost[block] = None
+        if len(self._ghost) > self._ghosts:
+            self._ghost.popitem(last=False)
 
 
 class OffloadPolicy(Protocol):
@@ -83,4 +184,7 @@ OFFLOAD_POLICIES: dict[str, Callable[[], OffloadPolicy]] = {
     "second_use": SecondUse,
     "never": Never,
 }
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LeastRecentlyUsed}
+EVICTION_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {  # name → policy of a pool with so many slots
+    "lru": LeastRecentlyUsed,
+    "s3fifo": S3Fifo,
+}

@@ -8,7 +8,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import HASH_BYTES, Epoch, Tier
+from kvbm.core.ids import HASH_BYTES, Epoch, Tier, split_slots
 from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
@@ -73,7 +73,8 @@ def move(copy: Copy, pools: Pools, epoch: Epoch, offsets: Offsets, durable_wait_
             arrived[index] = ok
         return Moved(arrived, result.outcomes, "" if all(stored) else "the object store did not take every block")
     try:
-        pools.slots[copy.target].write([copy.target_slots[i] for i in kept], chosen, proof)
+        target_slots = split_slots(copy.target_slots)
+        pools.slots[copy.target].write([target_slots[i] for i in kept], chosen, proof)
     except PoolError as error:
         return Moved([False] * count, result.outcomes, str(error))
     return Moved(good, result.outcomes)
@@ -91,4 +92,4 @@ def _read(copy: Copy, pools: Pools, rows: np.ndarray) -> ReadResult:
         assert pools.object is not None
         return pools.object.get(copy.namespace, copy.hashes, rows)
     assert isinstance(copy.source, Tier)
-    return pools.slots[copy.source].read(copy.source_slots, copy.namespace, copy.hashes, rows)
+    return pools.slots[copy.source].read(split_slots(copy.source_slots), copy.namespace, copy.hashes, rows)

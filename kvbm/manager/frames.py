@@ -1,62 +1,20 @@
-"""Events that wait → frames in the journal. The cutter is pure; a thread drives it."""
+"""The ledger's frames → the journal, by a thread of their own."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
 
-from kvbm.core.codec import MAX_FRAME_NAMESPACES, Frame
-from kvbm.core.events import BlocksEvicted, Event, InstanceStarted, RunEvent
-from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.core.kernels import Kernels
-from kvbm.core.ledger import Pending
+from kvbm.core.codec import FrameBytes
+from kvbm.core.ids import InstanceId
 from kvbm.manager.offsets import Offsets
-from kvbm.streams.base import FrameBytes
 
 log = structlog.get_logger()
-
-FRAME_EVENT_BYTES = 64 << 10  # a frame is cut once its events reach this size
-
-
-def cut_frames(
-    instance: InstanceId, epoch: Epoch, first: Offset, pending: Sequence[Pending], wall_time_ns: int
-) -> Iterator[Frame]:
-    """Waiting events as frames of bounded size, in order.
-
-    Args:
-        first: offset of `pending[0]`.
-    """
-    begin = size = 0
-    namespaces: set[bytes] = set()
-    for index, entry in enumerate(pending):
-        own = {entry.event.namespace} if isinstance(entry.event, RunEvent) else set()
-        if size >= FRAME_EVENT_BYTES or len(namespaces | own) > MAX_FRAME_NAMESPACES:
-            yield _frame(instance, epoch, first, pending, begin, index, wall_time_ns)
-            begin, size, namespaces = index, 0, set()
-        size += _event_bytes(entry.event)
-        namespaces |= own
-    if begin < len(pending):
-        yield _frame(instance, epoch, first, pending, begin, len(pending), wall_time_ns)
-
-
-def _event_bytes(event: Event) -> int:
-    if isinstance(event, RunEvent):
-        return 32 + len(event.hashes) + (0 if isinstance(event, BlocksEvicted) else len(event.slots))
-    return 256 * (1 + len(event.namespaces)) if isinstance(event, InstanceStarted) else 16
-
-
-def _frame(
-    instance: InstanceId, epoch: Epoch, first: Offset, pending: Sequence[Pending], begin: int, end: int, wall: int
-) -> Frame:
-    return Frame(
-        instance=instance, epoch=epoch, first_offset=Offset(first + begin), wall_time_ns=wall,
-        digest=pending[end - 1].digest, events=tuple(entry.event for entry in pending[begin:end]),
-    )  # fmt: skip
 
 
 class FrameSink(Protocol):
@@ -67,10 +25,12 @@ class FrameSink(Protocol):
 
 
 class FrameWriter:
-    """The thread that cuts frames and makes them durable. The engine never waits for it.
+    """The thread that makes frames durable. The engine never waits for it.
+
+    Nothing is taken while the device refuses what was taken before, so that what waits stays in the ledger's bounded room.
 
     Args:
-        take: the ledger's waiting events under its lock: (offset of the first, events).
+        take: the ledger's waiting events as frames, under its lock.
         written: called after frames have become durable.
         linger_s: how long events may gather before a frame is cut.
     """
@@ -78,19 +38,16 @@ class FrameWriter:
     def __init__(
         self,
         instance: InstanceId,
-        epoch: Epoch,
         sink: FrameSink,
-        kernels: Kernels,
-        take: Callable[[], tuple[Offset, list[Pending]]],
+        take: Callable[[], list[FrameBytes]],
         offsets: Offsets,
         written: Callable[[], None],
         linger_s: float = 0.002,
         retry_s: float = 1.0,
-        wall_clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._instance, self._epoch = instance, epoch
-        self._sink, self._kernels, self._take, self._offsets, self._written = sink, kernels, take, offsets, written
-        self._linger_s, self._retry_s, self._wall_clock_ns = linger_s, retry_s, wall_clock_ns
+        self._instance = instance
+        self._sink, self._take, self._offsets, self._written = sink, take, offsets, written
+        self._linger_s, self._retry_s = linger_s, retry_s
         self._wake = threading.Event()
         self._stopping = False
         self._unwritten: deque[FrameBytes] = deque()
@@ -115,12 +72,13 @@ class FrameWriter:
         return not (self._thread.is_alive() or self._unwritten or self._broke)
 
     def drain(self) -> bool:
-        """Cut and write everything that waits now; False when the device refused, and it will be tried again."""
-        first, pending = self._take()
-        if pending:
-            for frame in cut_frames(self._instance, self._epoch, first, pending, self._wall_clock_ns()):
-                data = self._kernels.encode_frame(frame)
-                self._unwritten.append(FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, data))
+        """Take and write everything that waits now; False when the device refused, and it will be tried again."""
+        if not self._write():
+            return False
+        self._unwritten.extend(self._take())
+        return self._write()
+
+    def _write(self) -> bool:
         wrote = bool(self._unwritten)
         while self._unwritten:
             try:

@@ -16,12 +16,24 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.hashing import token_column
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier, split_hashes
-from kvbm.core.kernels import Kernels
-from kvbm.core.ledger import Copy, Ledger, Match, Pending, TierCounts
+from kvbm.core.ids import (
+    HASH_BYTES,
+    Epoch,
+    InstanceId,
+    NamespaceId,
+    Offset,
+    SequenceHash,
+    Tier,
+    pack_slots,
+    split_hashes,
+    split_slots,
+)
+from kvbm.core.kernels import Kernels, LedgerTwin
+from kvbm.core.ledger import Copy, Match, TierCounts
 from kvbm.locate.base import Locator
 from kvbm.manager.copies import Moved, Pools, move
 from kvbm.manager.frames import FrameSink, FrameWriter
@@ -32,6 +44,8 @@ from kvbm.pools.hbm import HbmPool
 from kvbm.streams.base import Heartbeat, Load, Position
 
 log = structlog.get_logger()
+
+_EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 
 
 class Prefix(NamedTuple):
@@ -104,6 +118,7 @@ class Manager:
         sink: the journal.
         pools: the bytes of the ledger's pools.
         wait_s: the longest a request waits for bytes.
+        clock: seconds that only grow; how long blocks are kept is measured by it.
     """
 
     def __init__(
@@ -111,7 +126,7 @@ class Manager:
         instance: InstanceId,
         cluster: str,
         epoch: Epoch,
-        ledger: Ledger,
+        ledger: LedgerTwin,
         pools: Pools,
         sink: FrameSink,
         kernels: Kernels,
@@ -121,11 +136,12 @@ class Manager:
         locate_s: float = 0.25,
         copy_threads: int = 2,
         wall_clock_ns: Callable[[], int] = time.time_ns,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.instance, self.cluster, self.epoch = instance, cluster, epoch
         self.pools = pools
         self._ledger, self._kernels, self._offloader, self._locator = ledger, kernels, offloader, locator
-        self._wait_s, self._locate_s, self._wall_clock_ns = wait_s, locate_s, wall_clock_ns
+        self._wait_s, self._locate_s, self._wall_clock_ns, self._clock = wait_s, locate_s, wall_clock_ns, clock
         self._lock = threading.Lock()
         self._offsets = Offsets()
         self._load = Load()
@@ -133,21 +149,14 @@ class Manager:
         self._publishing: Publishing | None = None
         self._stopped = False  # closing has begun
         self._ended = False  # InstanceStopped is recorded; nothing may follow
+        self._overflow_told = False
+        self._expire_at_s = 0.0
         self._running_copies = 0
         self._closers: list[Callable[[], None]] = []
         self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
         self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._offloaded: dict[Tier, int] = {tier: 0 for tier in Tier}
-        self._frames = FrameWriter(
-            instance,
-            epoch,
-            sink,
-            kernels,
-            self._take_events,
-            self._offsets,
-            self._on_written,
-            wall_clock_ns=wall_clock_ns,
-        )
+        self._frames = FrameWriter(instance, sink, self._take_frames, self._offsets, self._on_written)
         self._onboarders = ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
         self._offload_wanted = threading.Event()
         self._offload_thread = threading.Thread(target=self._run_offloads, name=f"kvbm-offload-{instance}", daemon=True)
@@ -198,22 +207,22 @@ class Manager:
         arrivals = _Arrivals()
         with self._lock:
             self._require_open()
+            self._expire()
             self._namespaces.setdefault(namespace)
-            found = self._ledger.match(hashes)
-            local = [slot for tier, slot in zip(found.tiers, found.slots, strict=True) if tier == Tier.HBM]
-            self._ledger.pin(Tier.HBM, local)
+            found = self._ledger.match(hashes, pinned=True)
+            all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
+            if all_in_hbm and (self.pools.object is None or found.depth * HASH_BYTES == len(hashes)):
+                return self._count(namespace, hashes, _local(found))
             begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
-        self._frames.notify()  # a copy may have evicted to make room
+        self._wake_writer()  # a copy may have evicted to make room
         wait([onboard.ended for onboard in begun], timeout=self._wait_s)
         with self._lock:
             arrivals.waiting = False
             self._give_up(begun)
-            prefix = self._collect(hashes, found, arrivals)
-            self._missed += len(hashes) // HASH_BYTES - prefix.depth
-            self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], uses=2)
-        self._frames.notify()
+            prefix = self._count(namespace, hashes, self._collect(hashes, found, arrivals))
+        self._wake_writer()
         return prefix
 
     def allocate(self, count: int) -> list[int] | None:
@@ -223,9 +232,10 @@ class Manager:
         """
         with self._lock:
             self._require_open()
+            self._expire()
             allocation = self._ledger.allocate(Tier.HBM, count)
-        self._frames.notify()
-        return None if allocation is None else allocation.slots
+        self._wake_writer()
+        return None if allocation is None else split_slots(allocation.slots)
 
     def create(
         self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, slots: Sequence[int]
@@ -238,31 +248,50 @@ class Manager:
         Returns: the slot that holds each block; not the given one where the block was held already.
         Raises: LedgerError: as `Ledger.create`, or the manager is closed.
         """
+        given = _packed(slots)
         with self._lock:
             self._require_open()
             self._namespaces.setdefault(namespace)
-            holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, slots)
-            self._created += len(holders)
+            holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, given)
+            self._created += len(slots)
             self._offer(namespace, Tier.HBM, hashes, uses=1)
-        self._frames.notify()
-        return holders
+        self._wake_writer()
+        return split_slots(holders)
 
     def unpin(self, slots: Sequence[int]) -> None:
         """The caller no longer uses these blocks of HBM; slots in prompt order. Raises LedgerError: one is not pinned."""
+        given = _packed(slots)
         with self._lock:
-            self._ledger.unpin(Tier.HBM, slots)
+            self._ledger.unpin(Tier.HBM, given)
 
     def release(self, slots: Sequence[int]) -> None:
         """Give back allocated HBM slots in which no block was created. Raises LedgerError: one is not allocated."""
+        given = _packed(slots)
         with self._lock:
-            self._ledger.release(Tier.HBM, slots)
+            self._ledger.release(Tier.HBM, given)
+
+    def keep(self, hashes: bytes, ttl_s: float, priority: int = 0) -> int:
+        """Keep blocks in HBM for a time, also while nobody has them pinned.
+
+        They are given up only where an allocation would be short, the lowest priority first, and 100 never. Keeping again takes
+        the later end and the higher priority.
+
+        Args:
+            ttl_s: for how long from now on.
+            priority: 0 to 100.
+        Returns: how many of the run are in HBM.
+        Raises: LedgerError: a priority or a time that does not exist, or the manager is closed.
+        """
+        with self._lock:
+            self._require_open()
+            return self._ledger.keep(Tier.HBM, hashes, self._clock() + ttl_s, priority)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
         """Withdraw blocks from a tier; returns how many it held. Raises LedgerError: no such pool, or the manager is closed."""
         with self._lock:
             self._require_open()
             count = self._ledger.evict(tier, hashes, reason)
-        self._frames.notify()
+        self._wake_writer()
         return count
 
     def restate(self) -> None:
@@ -277,7 +306,7 @@ class Manager:
         while going_on:
             with self._lock:
                 going_on = not self._ended and self._ledger.step_round()
-            self._frames.notify()
+            self._wake_writer()
 
     def report_load(self, queued_tokens: int, running_requests: int) -> None:
         """Tell routers how busy the engine is; goes out with the next heartbeat."""
@@ -299,14 +328,14 @@ class Manager:
         return self._publishing.published() if self._publishing else Position(Epoch(0), Offset(0))
 
     def digest(self) -> tuple[Offset, int]:
-        """The digest of what is held, and the offset it is true at."""
+        """The digest of what is held, and the offset it is true at; after an overflow no offset says what is held."""
         with self._lock:
-            return self._ledger.applied, self._ledger.residencies.digest
+            return self._ledger.applied, self._ledger.digest
 
     def held(self, tier: Tier) -> list[SequenceHash]:
         """The blocks a tier holds now."""
         with self._lock:
-            return list(self._ledger.residencies.held[tier])
+            return split_hashes(self._ledger.held(tier))
 
     def stats(self) -> ManagerStats:
         """Counters since the start, and what is in use now."""
@@ -394,9 +423,30 @@ class Manager:
         if self._stopped:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
 
-    def _take_events(self) -> tuple[Offset, list[Pending]]:
+    def _take_frames(self) -> list[FrameBytes]:
+        now_ns = self._wall_clock_ns()
         with self._lock:
-            return self._ledger.take_events()
+            return self._ledger.take_frames(self.instance, now_ns)
+
+    def _wake_writer(self) -> None:
+        """Events may have been recorded. Outside the lock."""
+        self._frames.notify()
+        if self._ledger.overflowed and not self._overflow_told:
+            with self._lock:
+                told, self._overflow_told = self._overflow_told, True
+            if not told:
+                log.warning(
+                    "ledger.overflowed", instance=self.instance, offset=self._ledger.applied,
+                    remedy="the journal took nothing for too long: see to its device (journal.write_failed, journal.writer_broke), "
+                    "then restart the engine; until then it is served, but unseen by the catalog and without NVME and OBJECT",
+                )  # fmt: skip
+
+    def _expire(self) -> None:
+        """Let go of kept blocks whose time is over, at most once a second. Under the lock."""
+        now_s = self._clock()
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + _EXPIRE_S
+            self._ledger.expire(now_s)
 
     def _on_written(self) -> None:
         if self._publishing is not None:
@@ -408,7 +458,7 @@ class Manager:
         """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
         begun: list[_Onboard] = []
         at = 0
-        for tier, group in groupby(found.tiers):
+        for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
             if tier != Tier.HBM:
                 wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
@@ -465,7 +515,7 @@ class Manager:
         finally:
             with self._lock:
                 self._running_copies -= 1
-        self._frames.notify()
+        self._wake_writer()
 
     def _onboard(self, copy: Copy, source: Tier, arrivals: _Arrivals) -> None:
         def finish(moved: Moved) -> None:
@@ -486,9 +536,10 @@ class Manager:
         behind: list[int] = []
         hits: dict[Tier, int] = {}
         whole = True
+        found_slots = split_slots(found.slots)
         for index, block in enumerate(split_hashes(hashes)):
             if index < found.depth and found.tiers[index] == Tier.HBM:
-                slot, tier = found.slots[index], Tier.HBM
+                slot, tier = found_slots[index], Tier.HBM
             elif block in arrivals.brought:
                 slot, tier = arrivals.brought[block]
             else:
@@ -499,13 +550,19 @@ class Manager:
                 hits[tier] = hits.get(tier, 0) + 1
             else:
                 behind.append(slot)
-        self._ledger.unpin(Tier.HBM, behind)
-        for tier, count in hits.items():
-            self._hits[tier] += count
+        self._ledger.unpin(Tier.HBM, pack_slots(behind))
         return Prefix(len(slots), slots, hits)
 
+    def _count(self, namespace: NamespaceId, hashes: bytes, prefix: Prefix) -> Prefix:
+        """Count hits and misses of a prompt, and offer what was used again. Under the lock."""
+        for tier, count in prefix.hits.items():
+            self._hits[tier] += count
+        self._missed += len(hashes) // HASH_BYTES - prefix.depth
+        self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], uses=2)
+        return prefix
+
     def _offer(self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int) -> None:
-        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.holds):
+        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking):
             self._offload_wanted.set()
 
     def _settle_trouble(self, copy: Copy, moved: Moved) -> None:
@@ -544,7 +601,7 @@ class Manager:
             copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
         if copy is None:
             return True
-        self._frames.notify()  # the copy may wait for the withdrawal of what its slots held
+        self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
 
         def finish(moved: Moved) -> None:
             self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
@@ -558,6 +615,19 @@ class Manager:
 
         self._carry_out(copy, finish)
         return True
+
+
+def _packed(slots: Sequence[int]) -> bytes:
+    """Slots of a caller as the ledger takes them. Raises LedgerError: one is no slot of any pool."""
+    try:
+        return pack_slots(slots)
+    except (OverflowError, TypeError):
+        raise LedgerError(f"slots {list(slots)} are not all whole numbers of 32 bits") from None
+
+
+def _local(found: Match) -> Prefix:
+    """What was found, all of it in HBM."""
+    return Prefix(found.depth, split_slots(found.slots), {Tier.HBM: found.depth} if found.depth else {})
 
 
 def _tell_trouble(copy: Copy, moved: Moved) -> None:

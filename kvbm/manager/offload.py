@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, split_hashes
@@ -46,6 +45,7 @@ class Offloader:
             remembered_claims,
         )
         self._queue: deque[Wish] = deque()
+        self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
         self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # blocks this instance has put in the object pool
         self.waiting_blocks = 0
         self.skipped_blocks = 0
@@ -56,22 +56,26 @@ class Offloader:
         tier: Tier,
         hashes: bytes,
         uses: int,
-        holds: Callable[[Tier, SequenceHash], bool],
+        lacking: Callable[[Tier, bytes], bytes],
     ) -> bool:
         """Blocks were created (uses 1), used again (uses 2), or arrived by a copy (uses 1) in `tier`.
 
         Args:
-            holds: whether a tier of this instance holds a block now.
+            lacking: which of a run's blocks a tier of this instance does not hold now.
         Returns: whether anything waits to be offloaded.
         """
-        blocks = split_hashes(hashes)
-        for source, target in self._routes(tier, uses):
+        for source, target in self._routes[tier, uses > 1]:
             if self._policies[target].wants(uses):
-                known = self._claims.__contains__ if target == Tier.OBJECT else partial(holds, target)
-                lacking = [block for block in blocks if not known(block)]
-                for at in range(0, len(lacking), self._run_blocks):
-                    self._push(Wish(namespace, source, target, b"".join(lacking[at : at + self._run_blocks])))
+                wanted = self._unclaimed(hashes) if target == Tier.OBJECT else lacking(target, hashes)
+                run_bytes = self._run_blocks * HASH_BYTES
+                for at in range(0, len(wanted), run_bytes):
+                    self._push(Wish(namespace, source, target, wanted[at : at + run_bytes]))
         return bool(self._queue)
+
+    def _unclaimed(self, hashes: bytes) -> bytes:
+        if not self._claims:
+            return hashes
+        return b"".join(block for block in split_hashes(hashes) if block not in self._claims)
 
     def claimed(self, hashes: bytes) -> None:
         """The object pool holds these blocks; they are not offered to it again while this is remembered."""
@@ -85,7 +89,8 @@ class Offloader:
         for block in split_hashes(hashes):
             self._claims.pop(block, None)
 
-    def _routes(self, tier: Tier, uses: int) -> list[tuple[Tier, Tier]]:
+    def _targets(self, tier: Tier, again: bool) -> list[tuple[Tier, Tier]]:
+        """From where to where blocks of a tier may go, created or arrived there, or used again."""
         below = [target for target in (Tier.NVME, Tier.OBJECT) if target in self._policies]
         if tier == Tier.HOST:
             return [(Tier.HOST, target) for target in below]
@@ -93,8 +98,7 @@ class Offloader:
             return []
         if Tier.HOST not in self._policies:
             return [(Tier.HBM, target) for target in below]
-        again = [(Tier.HOST, target) for target in below] if uses > 1 else []
-        return [(Tier.HBM, Tier.HOST), *again]
+        return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
     def _push(self, wish: Wish) -> None:
         count = len(wish.hashes) // HASH_BYTES

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.core.codec import decode_header
+from kvbm.core.codec import FrameBytes, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 
@@ -17,19 +17,6 @@ PULSE_PREFIX = "kvbm.v1.pulse"
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
-
-
-class FrameBytes(NamedTuple):
-    """One whole frame as bytes, with what its header says of its place.
-
-    Attributes:
-        next_offset: offset after its last event.
-    """
-
-    epoch: Epoch
-    first_offset: Offset
-    next_offset: Offset
-    data: bytes
 
 
 class Position(NamedTuple):

@@ -23,11 +23,11 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import structlog
 
-from kvbm.core.codec import VERSION, Frame
+from kvbm.core.codec import VERSION, Frame, FrameBytes
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.kernels import Kernels
-from kvbm.streams.base import FrameBytes, Position
+from kvbm.streams.base import Position
 
 log = structlog.get_logger()
 

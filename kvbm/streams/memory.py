@@ -9,12 +9,12 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator
 
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
     EVENTS_PREFIX,
     PULSE_PREFIX,
-    FrameBytes,
     Heartbeat,
     Position,
     StreamMessage,

@@ -13,9 +13,10 @@ from typing import NamedTuple, assert_never
 import msgspec
 import structlog
 
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import EventStream, FrameBytes, FrameLog, Heartbeat, Position, events_subject
+from kvbm.streams.base import EventStream, FrameLog, Heartbeat, Position, events_subject
 from kvbm.streams.nats import NatsStream, shown
 
 log = structlog.get_logger()

@@ -21,14 +21,23 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.store import Applied, InstanceState, Store, StoreBatch
 from kvbm.core.answers import MAX_HASHES, PositionWanted
-from kvbm.core.codec import encode_frame
 from kvbm.core.errors import CatalogError, ConfigError, StreamError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.hashing import sequence_hashes
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash, Tier
+from kvbm.core.ids import (
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+    Reach,
+    SequenceHash,
+    Tier,
+    pack_slots,
+)
 from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
-from kvbm.manager.frames import cut_frames
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
@@ -66,8 +75,7 @@ class Instance:
 
     def publish(self, lose: bool = False) -> PositionWanted:
         """Send what was not sent yet; gives the position it reaches."""
-        first, pending = self.ledger.take_events()
-        frames = [encode_frame(frame) for frame in cut_frames(self.name, self.epoch, first, pending, time.time_ns())]
+        frames = [frame.data for frame in self.ledger.take_frames(self.name, time.time_ns())]
         if not lose:
             self.run(lambda stream: self._send(stream, frames))
         return PositionWanted(instance=self.name, epoch=self.epoch, offset=self.ledger.applied)
@@ -151,7 +159,7 @@ def prepared(running: Running) -> list[PositionWanted]:
     a.copy(Tier.HOST, 0, 2)
     b.create(0, 8)
     b.copy(Tier.OBJECT, 0, 8)
-    b.ledger.unpin(Tier.HBM, list(range(8)))
+    b.ledger.unpin(Tier.HBM, pack_slots(range(8)))
     b.ledger.evict(Tier.HBM, HASHES[32:], EvictReason.CAPACITY)
     return [a.publish(), b.publish()]
 

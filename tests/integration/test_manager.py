@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvbm.core.codec import decode_frame
+from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import NamespaceId, Tier, split_hashes
 from kvbm.core.residency import Residencies
 from kvbm.pools.base import Proof, ReadResult, SlotPool
 from kvbm.pools.memory import MemoryObjectPool
-from kvbm.streams.base import FrameBytes, Position
+from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, KnowsAll, hashes_of, make_manager, serve
 
@@ -94,7 +94,7 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         with manager._lock:
-            slot = manager._ledger.residencies.held[Tier.NVME][split_hashes(hashes_of(1, 6))[2]].slot
+            _, slot = manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[2])
         manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
         assert manager.stats().corrupt_blocks == 1

@@ -13,16 +13,15 @@ import pytest
 import kvbm.pools.nvme
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.core.ledger import Pending
+from kvbm.core.ids import NO_PARENT, InstanceId, NamespaceId, Tier
 from kvbm.manager.frames import FrameWriter
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import Proof, ReadResult
-from kvbm.streams.base import FrameBytes
 from kvbm.streams.memory import MemoryLog
 from tests.integration.test_manager import Wrapped
-from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, hashes_of, make_manager, serve
+from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, make_manager, serve
 
 WAIT_S = 10.0
 
@@ -187,10 +186,7 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
 
 
 def make_writer(sink: MemoryLog) -> FrameWriter:
-    def nothing() -> tuple[Offset, list[Pending]]:
-        return Offset(0), []
-
-    return FrameWriter(InstanceId("i"), Epoch(1), sink, NATIVE, nothing, Offsets(), lambda: None)
+    return FrameWriter(InstanceId("i"), sink, list, Offsets(), lambda: None)
 
 
 def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:

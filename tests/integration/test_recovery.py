@@ -18,13 +18,13 @@ import pytest
 
 from kvbm.assembly import NATIVE, journal_folder, open_manager
 from kvbm.config import Settings, load_settings
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.errors import FrameError, JournalError, PoolError
 from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier
 from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ReadOutcome
-from kvbm.streams.base import FrameBytes, Position
+from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal, segment_files
 from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
 from tests.nats_fixture import cluster, make_frame, nats_url
@@ -111,7 +111,7 @@ def folded(folder: Path) -> tuple[Epoch, dict[SequenceHash, int | None]]:
 
 def slots_of(manager: Manager) -> dict[SequenceHash, int | None]:
     with manager._lock:
-        return {block: held.slot for block, held in manager._ledger.residencies.held[Tier.NVME].items()}
+        return {block: manager._ledger.residency(Tier.NVME, block)[1] for block in manager.held(Tier.NVME)}
 
 
 def read_all(manager: Manager) -> list[ReadOutcome]:

@@ -1,20 +1,33 @@
-"""Arbitrary command sequences: the journal replays to the live state, rounds heal readers, frames re-encode to themselves."""
+"""Arbitrary command sequences: the journal replays to the live state, rounds heal readers, frames re-encode to themselves, and
+an overflow ends all that without touching the engine."""
 
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.codec import FRAME_EVENT_BYTES, Frame, decode_frame, encode_frame, encoded_bytes
 from kvbm.core.errors import IllegalEventError
-from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated, ResidenciesStated, RoundEnded
+from kvbm.core.events import (
+    Event,
+    EvictReason,
+    InstanceStopped,
+    MigrateCause,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+    StopReason,
+)
 from kvbm.core.ids import (
+    DURABLE_TIERS,
     HASH_BYTES,
     NO_PARENT,
+    SLOT_BYTES,
     Epoch,
     InstanceId,
     Namespace,
@@ -24,9 +37,9 @@ from kvbm.core.ids import (
     Tier,
     split_hashes,
 )
-from kvbm.core.ledger import Copy, Ledger, Pending, Recovered
+from kvbm.core.ledger import Copy, Ledger, Recovered
+from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.residency import Residencies
-from kvbm.manager.frames import cut_frames
 
 POOLS = (
     PoolStated(Tier.HBM, 7, 64),
@@ -50,12 +63,12 @@ def chain(prompt: int, depth: int) -> bytes:
 class Driver:
     """Runs commands against a ledger as a manager would, and keeps every frame that was cut."""
 
-    def __init__(self) -> None:
-        self.epoch = Epoch(0)
+    def __init__(self, eviction: str = "lru") -> None:
+        self.epoch, self.eviction = Epoch(0), eviction
         self.frames: list[Frame] = []
-        self.ledger = Ledger(POOLS)
+        self.ledger = Ledger(POOLS, eviction)
         self.copies: list[Copy] = []
-        self.pinned: list[list[int]] = []
+        self.pinned: list[bytes] = []
         self.restart()
 
     def restart(self) -> None:
@@ -69,24 +82,26 @@ class Driver:
             key=lambda entry: entry.namespace,
         )
         self.epoch = Epoch(self.epoch + 1)
-        self.ledger = Ledger(POOLS)
+        self.ledger = Ledger(POOLS, self.eviction)
         self.copies, self.pinned = [], []
         self.ledger.start(self.epoch, NAMESPACES, recovered={Tier.NVME: kept})
         self.cut()
 
     def cut(self) -> None:
-        first, pending = self.ledger.take_events()
-        self.frames.extend(cut_frames(InstanceId("i"), self.epoch, first, pending, 7))
+        for taken in self.ledger.take_frames(InstanceId("i"), 7):
+            frame, end = decode_frame(taken.data)
+            assert (end, encode_frame(frame)) == (len(taken.data), taken.data)
+            assert taken[:3] == (frame.epoch, frame.first_offset, frame.next_offset)
+            self.frames.append(frame)
+        assert not self.frames or self.frames[-1].next_offset == self.ledger.applied
 
     def prefill(self, prompt: int, depth: int) -> None:
         hashes = chain(prompt, depth)
         namespace = NAMESPACES[prompt % len(NAMESPACES)].id
-        held = 0
-        match = self.ledger.match(hashes)
-        while held < match.depth and match.tiers[held] == Tier.HBM:
-            held += 1
-        slots = match.slots[:held]
-        self.ledger.pin(Tier.HBM, slots)
+        found = self.ledger.match(hashes)
+        held = len(found.tiers) - len(found.tiers.lstrip(bytes([Tier.HBM])))
+        slots = self.ledger.match(hashes[: held * HASH_BYTES], pinned=True).slots
+        assert slots == found.slots[: held * SLOT_BYTES]
         allocation = self.ledger.allocate(Tier.HBM, depth - held)
         if allocation is None:
             self.ledger.unpin(Tier.HBM, slots)
@@ -94,6 +109,13 @@ class Driver:
         parent = SequenceHash(hashes[(held - 1) * 16 : held * 16]) if held else NO_PARENT
         slots = slots + self.ledger.create(namespace, Tier.HBM, parent, held, hashes[held * 16 :], allocation.slots)
         self.pinned.append(slots)
+
+    def begin_copy(self, source: Tier, target: Tier, prompt: int, depth: int) -> None:
+        if source != target:
+            namespace = NAMESPACES[prompt % len(NAMESPACES)].id
+            copy = self.ledger.begin_copy(namespace, source, target, chain(prompt, depth))
+            if copy is not None:
+                self.copies.append(copy)
 
     def run(self, command: tuple[Any, ...]) -> None:
         match command:
@@ -103,11 +125,7 @@ class Driver:
                 if self.pinned:
                     self.ledger.unpin(Tier.HBM, self.pinned.pop(which % len(self.pinned)))
             case ("copy", source, target, prompt, depth):
-                if source != target:
-                    namespace = NAMESPACES[prompt % len(NAMESPACES)].id
-                    copy = self.ledger.begin_copy(namespace, source, target, chain(prompt, depth))
-                    if copy is not None:
-                        self.copies.append(copy)
+                self.begin_copy(source, target, prompt, depth)
             case ("arrive", which, mask, kept):
                 if self.copies:
                     copy = self.copies.pop(which % len(self.copies))
@@ -116,6 +134,10 @@ class Driver:
                     self.ledger.end_copy(copy, arrived, cause, kept or copy.source == Tier.OBJECT)
             case ("evict", tier, prompt, depth):
                 self.ledger.evict(tier, chain(prompt, depth), EvictReason.CLEARED)
+            case ("keep", tier, prompt, depth, until_s, priority):
+                self.ledger.keep(tier, chain(prompt, depth), until_s, priority)
+            case ("expire", now_s):
+                self.ledger.expire(now_s)
             case ("missing", prompt):
                 namespace = NAMESPACES[prompt % len(NAMESPACES)].id
                 self.ledger.forget(Tier.OBJECT, namespace, chain(prompt, 1), EvictReason.MISSING)
@@ -142,12 +164,15 @@ commands = st.one_of(
     st.tuples(st.just("arrive"), st.integers(0, 9), st.integers(0, 31), st.booleans()),
     st.tuples(st.just("arrive"), st.integers(0, 9), st.just(31), st.just(True)),
     st.tuples(st.just("evict"), slot_tiers, prompts, depths),
+    st.tuples(st.just("keep"), slot_tiers, prompts, depths, st.integers(0, 9), st.sampled_from([0, 50, 100])),
+    st.tuples(st.just("expire"), st.integers(0, 9)),
     st.tuples(st.just("missing"), prompts),
     st.tuples(st.just("round")),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("cut")),
     st.tuples(st.just("restart")),
 )
+evictions = st.sampled_from(sorted(EVICTION_POLICIES))
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -156,18 +181,15 @@ def held_by(fold: Residencies) -> dict[Tier, dict[SequenceHash, tuple[NamespaceI
 
 
 @thorough
-@given(st.lists(commands, max_size=60))
-def test_replaying_the_frames_gives_the_live_state(script: list[tuple[Any, ...]]) -> None:
-    driver = Driver()
+@given(st.lists(commands, max_size=60), evictions)
+def test_replaying_the_frames_gives_the_live_state(script: list[tuple[Any, ...]], eviction: str) -> None:
+    driver = Driver(eviction)
     for command in script:
         driver.run(command)
     driver.cut()
     fold = Residencies(strict=True)
     for frame in driver.frames:
-        data = encode_frame(frame)
-        decoded, end = decode_frame(data)
-        assert (decoded, end, encode_frame(decoded)) == (frame, len(data), data)
-        for event in decoded.events:
+        for event in frame.events:
             fold.evolve(event)
         assert fold.digest == frame.digest
     assert held_by(fold) == held_by(driver.ledger.residencies)
@@ -175,18 +197,55 @@ def test_replaying_the_frames_gives_the_live_state(script: list[tuple[Any, ...]]
 
 
 @thorough
-@given(st.lists(commands, max_size=60))
-def test_no_slot_is_ever_lost_or_given_twice(script: list[tuple[Any, ...]]) -> None:
-    driver = Driver()
+@given(st.lists(commands, max_size=60), evictions)
+def test_no_slot_is_ever_lost_or_given_twice(script: list[tuple[Any, ...]], eviction: str) -> None:
+    driver = Driver(eviction)
     for command in script:
         driver.run(command)
-        for pool in POOLS[:3]:
-            state = driver.ledger._tiers[pool.tier]
-            held = [h.slot for h in driver.ledger.residencies.held[pool.tier].values()]
-            free = list(state.free) + list(range(state.unused, pool.slots))
-            owned = sorted([*held, *free, *state.allocated, *state.orphaned])
-            assert owned == list(range(pool.slots)), (command, pool.tier)
-            assert len(state.policy) == sum(1 for slot in held if not state.pins.get(slot)), (command, pool.tier)
+        slots_are_whole(driver.ledger)
+
+
+def slots_are_whole(ledger: Ledger) -> None:
+    """Every slot is free, allocated, held or orphaned, and only one of them; only what is held can be kept or evictable."""
+    for pool in POOLS[:3]:
+        state = ledger._tiers[pool.tier]
+        held = [h.slot for h in ledger.residencies.held[pool.tier].values()]
+        free = list(state.free) + list(range(state.unused, pool.slots))
+        owned = sorted([*held, *free, *state.allocated, *state.orphaned])
+        assert owned == list(range(pool.slots)), pool.tier
+        assert set(state.kept) <= set(held)
+        assert len(state.policy) == sum(slot not in state.pins and slot not in state.kept for slot in held), pool.tier
+
+
+@thorough
+@given(st.lists(commands, max_size=30), st.integers(0, 400), st.lists(commands, max_size=50), evictions)
+def test_an_overflow_ends_the_stream_and_nothing_else(
+    before: list[tuple[Any, ...]], room_bytes: int, after: list[tuple[Any, ...]], eviction: str
+) -> None:
+    driver = Driver(eviction)
+    for command in before:
+        driver.run(command)
+    driver.cut()
+    driver.ledger._event_bytes = room_bytes + 2
+    for command in [c for c in after if c[0] not in ("restart", "cut")]:
+        was_over, copies = driver.ledger.overflowed, len(driver.copies)
+        driver.run(command)
+        if was_over and len(driver.copies) > copies:
+            assert driver.copies[-1].target not in DURABLE_TIERS
+        slots_are_whole(driver.ledger)
+    driver.cut()
+    driver.cut()  # hands out nothing more, and the offset stays
+    fold = Residencies(strict=True)
+    for frame in driver.frames:
+        for event in frame.events:
+            fold.evolve(event)
+        assert fold.digest == frame.digest
+    assert fold.stopped == driver.ledger.stopped == driver.ledger.overflowed
+    if driver.ledger.overflowed:
+        assert driver.frames[-1].events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)
+    else:
+        assert held_by(fold) == held_by(driver.ledger.residencies)
+    assert driver.ledger.digest == driver.ledger.residencies.recomputed_digest()
 
 
 @thorough
@@ -286,14 +345,17 @@ def all_events(driver: Driver, start: int = 0) -> list[Event]:
 
 def test_frames_are_cut_at_their_size_and_carry_their_own_digest() -> None:
     driver = Driver()
-    pending: list[Pending] = []
     for index in range(3000):
         driver.prefill(index % 6, 5)
         driver.run(("finish", 0))
-    first, pending = driver.ledger.take_events()
-    frames = list(cut_frames(InstanceId("i"), driver.epoch, first, pending, 0))
+    cut_before = len(driver.frames)
+    driver.cut()
+    frames = driver.frames[cut_before:]
     assert len(frames) > 1
-    assert [f.first_offset for f in frames] == [
-        first + sum(len(g.events) for g in frames[:i]) for i in range(len(frames))
-    ]
-    assert frames[-1].digest == driver.ledger.residencies.digest
+    assert all(frame.next_offset == after.first_offset for frame, after in pairwise(frames))
+    fold = Residencies(strict=True)
+    for frame in driver.frames:
+        for event in frame.events:
+            fold.evolve(event)
+        assert fold.digest == frame.digest
+        assert sum(map(encoded_bytes, frame.events[:-1])) < FRAME_EVENT_BYTES

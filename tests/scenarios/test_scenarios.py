@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.core.codec import decode_frame
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import (
     BlocksCreated,
@@ -30,7 +31,20 @@ from kvbm.core.events import (
     ResidenciesStated,
     RoundEnded,
 )
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, Reach, SequenceHash, Tier, split_hashes, split_slots
+from kvbm.core.ids import (
+    HASH_BYTES,
+    NO_PARENT,
+    SLOT_BYTES,
+    Epoch,
+    InstanceId,
+    Namespace,
+    Reach,
+    SequenceHash,
+    Tier,
+    pack_slots,
+    split_hashes,
+    split_slots,
+)
 from kvbm.core.ledger import Copy, Ledger
 
 FOLDER = Path(__file__).parent
@@ -44,8 +58,7 @@ class Scenario:
         self.ledger = Ledger([])
         self.names: dict[bytes, str] = {NO_PARENT: "-"}
         self.copies: dict[str, Copy] = {}
-        self.pinned: dict[str, list[int]] = {}
-        self.offset = 0
+        self.pinned: dict[str, bytes] = {}
 
     def chain(self, prompt: str, depth: int) -> bytes:
         """Blocks of a prompt; each prompt letter is its own chain."""
@@ -63,11 +76,11 @@ class Scenario:
             result = getattr(self, f"do_{name}")(*words)
         except KvbmError as error:
             result = f"error {error}"
-        _, pending = self.ledger.take_events()
         lines = [f"= {result}"] if result else []
-        for entry in pending:
-            lines.append(f"{self.offset} {self.words(entry.event)}")
-            self.offset += 1
+        for taken in self.ledger.take_frames(InstanceId("scenario"), 0):
+            frame, _ = decode_frame(taken.data)
+            for offset, event in enumerate(frame.events, frame.first_offset):
+                lines.append(f"{offset} {self.words(event)}")
         return lines
 
     def words(self, event: Event) -> str:
@@ -111,7 +124,7 @@ class Scenario:
         hashes = self.chain(prompt, int(depth))
         match = self.ledger.match(hashes)
         held = next((i for i, tier in enumerate(match.tiers) if tier != Tier.HBM), match.depth)
-        slots = match.slots[:held]
+        slots = match.slots[: held * SLOT_BYTES]
         self.ledger.pin(Tier.HBM, slots)
         allocation = self.ledger.allocate(Tier.HBM, int(depth) - held)
         if allocation is None:
@@ -123,21 +136,24 @@ class Scenario:
         self.pinned[name] = slots
         if not name:
             self.ledger.unpin(Tier.HBM, slots)
-        return f"{held} held, slots {slots}"
+        return f"{held} held, slots {split_slots(slots)}"
 
     def do_finish(self, name: str) -> None:
         self.ledger.unpin(Tier.HBM, self.pinned.pop(name))
 
     def do_match(self, prompt: str, depth: str) -> str:
         match = self.ledger.match(self.chain(prompt, int(depth)))
-        return " ".join(f"{tier.name}@{slot}" for tier, slot in zip(match.tiers, match.slots, strict=True)) or "nothing"
+        places = zip(match.tiers, split_slots(match.slots), strict=True)
+        return " ".join(f"{Tier(tier).name}@{slot}" for tier, slot in places) or "nothing"
 
     def do_allocate(self, tier: str, count: str) -> str:
         allocation = self.ledger.allocate(Tier[tier], int(count))
-        return "short" if allocation is None else f"slots {allocation.slots}, written after offset {allocation.after}"
+        if allocation is None:
+            return "short"
+        return f"slots {split_slots(allocation.slots)}, written after offset {allocation.after}"
 
     def do_release(self, tier: str, *slots: str) -> None:
-        self.ledger.release(Tier[tier], [int(slot) for slot in slots])
+        self.ledger.release(Tier[tier], pack_slots(int(slot) for slot in slots))
 
     def do_copy(self, name: str, source: str, target: str, prompt: str, depth: str) -> str:
         copy = self.ledger.begin_copy(NAMESPACE.id, Tier[source], Tier[target], self.chain(prompt, int(depth)))
@@ -145,7 +161,8 @@ class Scenario:
             return "nothing to copy"
         self.copies[name] = copy
         blocks = " ".join(self.names[block] for block in split_hashes(copy.hashes))
-        return f"{blocks} from {copy.source_slots} to {copy.target_slots}, written after offset {copy.after}"
+        source, target_slots = split_slots(copy.source_slots), split_slots(copy.target_slots)
+        return f"{blocks} from {source} to {target_slots}, written after offset {copy.after}"
 
     def do_arrive(self, name: str, *how: str) -> str:
         copy = self.copies.pop(name)

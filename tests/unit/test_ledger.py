@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.core.errors import LedgerError
+from kvbm.core.codec import decode_frame, encoded_bytes
+from kvbm.core.errors import LayoutError, LedgerError
 from kvbm.core.events import (
     BlocksCreated,
     BlocksEvicted,
@@ -17,9 +18,22 @@ from kvbm.core.events import (
     PoolStated,
     ResidenciesStated,
     RoundEnded,
+    StopReason,
 )
-from kvbm.core.ids import NO_PARENT, Epoch, Namespace, Reach, Tier, split_hashes
-from kvbm.core.ledger import Copy, Ledger, Recovered
+from kvbm.core.ids import (
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    Offset,
+    Reach,
+    SequenceHash,
+    Tier,
+    pack_slots,
+    split_hashes,
+    split_slots,
+)
+from kvbm.core.ledger import LEAST_EVENT_BYTES, Copy, Ledger, Recovered
 from kvbm.core.residency import Residencies
 
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -31,27 +45,37 @@ def blocks(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(16, "big") for number in numbers)
 
 
-def make_ledger(recovered: list[Recovered] | None = None) -> Ledger:
+def block(number: int) -> SequenceHash:
+    return SequenceHash(blocks(number))
+
+
+def slots(*numbers: int) -> bytes:
+    return pack_slots(numbers)
+
+
+def make_ledger(recovered: list[Recovered] | None = None, eviction: str = "lru") -> Ledger:
     ledger = Ledger(
         [
             PoolStated(HBM, 4, 64),
             PoolStated(HOST, 4, 64),
             PoolStated(NVME, 2, 64),
             PoolStated(OBJECT, 0, 64, Reach.CLUSTER, "s3://bucket"),
-        ]
+        ],
+        eviction,
+        LEAST_EVENT_BYTES,
     )
     ledger.start(Epoch(1), [NAMESPACE], recovered={NVME: recovered or []})
-    ledger.take_events()
+    said(ledger)
     return ledger
 
 
-def fill(ledger: Ledger, hashes: bytes, tier: Tier = HBM) -> list[int]:
+def fill(ledger: Ledger, hashes: bytes, tier: Tier = HBM) -> bytes:
     """Create blocks and leave them unpinned."""
     allocation = ledger.allocate(tier, len(hashes) // 16)
     assert allocation is not None
-    slots = ledger.create(NAMESPACE.id, tier, NO_PARENT, 0, hashes, allocation.slots)
-    ledger.unpin(tier, slots)
-    return slots
+    holders = ledger.create(NAMESPACE.id, tier, NO_PARENT, 0, hashes, allocation.slots)
+    ledger.unpin(tier, holders)
+    return holders
 
 
 def begin(ledger: Ledger, source: Tier, target: Tier, hashes: bytes) -> Copy:
@@ -61,7 +85,8 @@ def begin(ledger: Ledger, source: Tier, target: Tier, hashes: bytes) -> Copy:
 
 
 def said(ledger: Ledger) -> list[Event]:
-    return [pending.event for pending in ledger.take_events()[1]]
+    frames = [decode_frame(frame.data)[0] for frame in ledger.take_frames(InstanceId("i"), 7)]
+    return [event for frame in frames for event in frame.events]
 
 
 def slots_are_whole(ledger: Ledger) -> None:
@@ -81,9 +106,9 @@ def test_a_slot_goes_from_free_to_allocated_to_held_and_back() -> None:
     allocation = ledger.allocate(HBM, 2)
     assert allocation is not None
     assert ledger.counts(HBM) == (4, 2, 0, 0, 2)
-    slots = ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, blocks(1, 2), allocation.slots)
-    assert (slots, ledger.counts(HBM)) == (allocation.slots, (4, 2, 2, 0, 0))
-    ledger.unpin(HBM, slots)
+    holders = ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, blocks(1, 2), allocation.slots)
+    assert (holders, ledger.counts(HBM)) == (allocation.slots, (4, 2, 2, 0, 0))
+    ledger.unpin(HBM, holders)
     assert ledger.counts(HBM) == (4, 2, 2, 2, 0)
     assert ledger.evict(HBM, blocks(1, 2, 9), EvictReason.CLEARED) == 2
     assert ledger.counts(HBM) == (4, 4, 0, 0, 0)
@@ -97,32 +122,31 @@ def test_released_slots_are_free_again() -> None:
     ledger.release(HBM, allocation.slots)
     assert ledger.counts(HBM).free == 4
     with pytest.raises(LedgerError, match="not allocated, so it cannot be released"):
-        ledger.release(HBM, allocation.slots[:1])
+        ledger.release(HBM, allocation.slots[:4])
     slots_are_whole(ledger)
 
 
 def test_pinned_blocks_are_never_victims() -> None:
     ledger = make_ledger()
-    slots = fill(ledger, blocks(1, 2, 3, 4))
-    ledger.pin(HBM, slots[:3])
+    ledger.pin(HBM, fill(ledger, blocks(1, 2, 3, 4))[:12])
     assert ledger.allocate(HBM, 2) is None
     assert ledger.allocate(HBM, 1) is not None
-    assert ledger.holds(HBM, split_hashes(blocks(1))[0])
-    assert not ledger.holds(HBM, split_hashes(blocks(4))[0])
+    assert ledger.holds(HBM, block(1))
+    assert not ledger.holds(HBM, block(4))
 
 
 def test_a_withdrawn_block_keeps_its_slot_while_pinned() -> None:
     ledger = make_ledger()
-    slots = fill(ledger, blocks(1, 2, 3, 4))
-    ledger.pin(HBM, slots[:1])
-    ledger.pin(HBM, slots[:1])
+    first = fill(ledger, blocks(1, 2, 3, 4))[:4]
+    ledger.pin(HBM, first)
+    ledger.pin(HBM, first)
     ledger.evict(HBM, blocks(1), EvictReason.CLEARED)
     assert ledger.counts(HBM).free == 0
     with pytest.raises(LedgerError, match="holds no block"):
-        ledger.pin(HBM, slots[:1])
-    ledger.unpin(HBM, slots[:1])
+        ledger.pin(HBM, first)
+    ledger.unpin(HBM, first)
     assert ledger.counts(HBM).free == 0
-    ledger.unpin(HBM, slots[:1])
+    ledger.unpin(HBM, first)
     assert ledger.counts(HBM).free == 1
     slots_are_whole(ledger)
 
@@ -133,28 +157,30 @@ def test_a_created_block_that_is_held_already_answers_its_holder() -> None:
     allocation = ledger.allocate(HBM, 2)
     assert allocation is not None
     holders = ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, blocks(1, 2), allocation.slots)
-    assert holders == [first[0], allocation.slots[1]]
+    assert holders == first + allocation.slots[4:]
     assert ledger.counts(HBM) == (4, 2, 2, 0, 0)
     created = [event for event in said(ledger) if isinstance(event, BlocksCreated)]
     assert [(event.hashes, event.start) for event in created] == [(blocks(1), 0), (blocks(2), 1)]
     assert created[1].parent == blocks(1)
 
 
-@pytest.mark.parametrize(("hashes", "slots"), [(blocks(1, 1), [0, 1]), (blocks(1, 2), [0, 0]), (blocks(1, 2), [0, 3])])
-def test_a_creation_that_contradicts_itself_changes_nothing(hashes: bytes, slots: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("hashes", "given"), [(blocks(1, 1), slots(0, 1)), (blocks(1, 2), slots(0, 0)), (blocks(1, 2), slots(0, 3))]
+)
+def test_a_creation_that_contradicts_itself_changes_nothing(hashes: bytes, given: bytes) -> None:
     ledger = make_ledger()
     assert ledger.allocate(HBM, 3) is not None
     with pytest.raises(LedgerError):
-        ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, hashes, slots)
+        ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, hashes, given)
     assert said(ledger) == []
     assert ledger.counts(HBM) == (4, 1, 0, 0, 3)
 
 
 def test_unpinning_what_is_not_pinned_is_a_bug_of_the_caller() -> None:
     ledger = make_ledger()
-    slots = fill(ledger, blocks(1))
+    held = fill(ledger, blocks(1))
     with pytest.raises(LedgerError, match="not pinned"):
-        ledger.unpin(HBM, slots)
+        ledger.unpin(HBM, held)
 
 
 def test_a_tier_without_slots_has_nothing_to_evict() -> None:
@@ -173,15 +199,15 @@ def test_a_slot_that_dies_with_the_process_waits_for_nothing() -> None:
 
 
 def test_a_durable_slot_waits_for_the_withdrawal_of_what_it_held() -> None:
-    ledger = make_ledger([Recovered(split_hashes(blocks(1))[0], NAMESPACE.id, 0)])
+    ledger = make_ledger([Recovered(block(1), NAMESPACE.id, 0)])
     fill(ledger, blocks(7, 8))
     copy = begin(ledger, HBM, NVME, blocks(7, 8))
-    assert sorted(copy.target_slots) == [0, 1]
+    assert sorted(split_slots(copy.target_slots)) == [0, 1]
     assert copy.after == ledger.applied
 
 
 def test_a_durable_slot_that_was_given_back_unwritten_still_waits() -> None:
-    ledger = make_ledger([Recovered(split_hashes(blocks(1))[0], NAMESPACE.id, 0)])
+    ledger = make_ledger([Recovered(block(1), NAMESPACE.id, 0)])
     fill(ledger, blocks(7, 8))
     first = begin(ledger, HBM, NVME, blocks(7, 8))
     ledger.end_copy(first, [False, False], MigrateCause.OFFLOAD)  # its withdrawal was not durable in time
@@ -199,7 +225,7 @@ def test_a_copy_is_cut_to_what_fits_and_leaves_out_what_is_there_or_coming() -> 
     assert copy.hashes == blocks(1, 2)
     assert ledger.begin_copy(NAMESPACE.id, HBM, NVME, blocks(1, 2)) is None
     assert ledger.begin_copy(NAMESPACE.id, HBM, NVME, blocks(3)) is None
-    assert ledger.end_copy(copy, [True, False], MigrateCause.OFFLOAD) == [copy.target_slots[0], None]
+    assert ledger.end_copy(copy, [True, False], MigrateCause.OFFLOAD) == [split_slots(copy.target_slots)[0], None]
     assert begin(ledger, HBM, NVME, blocks(1, 2)).hashes == blocks(2)
     slots_are_whole(ledger)
 
@@ -231,7 +257,7 @@ def test_a_block_cleared_while_it_was_copied_has_not_arrived() -> None:
     copy = begin(ledger, HBM, HOST, blocks(1, 2))
     ledger.evict(HBM, blocks(1), EvictReason.CLEARED)
     assert ledger.counts(HBM).free == 2  # its slot is the copy's
-    assert ledger.end_copy(copy, [True, True], MigrateCause.OFFLOAD) == [None, copy.target_slots[1]]
+    assert ledger.end_copy(copy, [True, True], MigrateCause.OFFLOAD) == [None, split_slots(copy.target_slots)[1]]
     assert ledger.counts(HBM).free == 3
     assert [event.hashes for event in said(ledger) if isinstance(event, BlocksMigrated)] == [blocks(2)]
     slots_are_whole(ledger)
@@ -242,7 +268,7 @@ def test_a_block_that_was_created_meanwhile_keeps_its_slot() -> None:
     fill(ledger, blocks(1), HOST)
     copy = begin(ledger, HOST, HBM, blocks(1))
     created = fill(ledger, blocks(1))
-    assert ledger.end_copy(copy, [True], MigrateCause.ONBOARD, pinned=True) == created
+    assert ledger.end_copy(copy, [True], MigrateCause.ONBOARD, pinned=True) == split_slots(created)
     assert ledger.counts(HBM) == (4, 3, 1, 0, 0)
     slots_are_whole(ledger)
 
@@ -260,7 +286,7 @@ def test_a_copy_to_the_object_pool_is_a_claim() -> None:
     ledger = make_ledger()
     fill(ledger, blocks(1, 2))
     copy = begin(ledger, HBM, OBJECT, blocks(1, 2))
-    assert (copy.target_slots, copy.after) == ([], 0)
+    assert (copy.target_slots, copy.after) == (b"", 0)
     assert ledger.end_copy(copy, [False, True], MigrateCause.OFFLOAD) == [None, None]
     assert [event.hashes for event in said(ledger) if isinstance(event, BlocksMigrated)] == [blocks(2)]
     assert not ledger.residencies.held[OBJECT]
@@ -284,7 +310,7 @@ def test_an_epoch_begins_with_a_round_of_what_was_kept() -> None:
 
 def test_a_recovered_slot_outside_its_pool_is_refused() -> None:
     with pytest.raises(LedgerError, match="slot 2 was recovered; the pool has 2"):
-        make_ledger([Recovered(split_hashes(blocks(1))[0], NAMESPACE.id, 2)])
+        make_ledger([Recovered(block(1), NAMESPACE.id, 2)])
 
 
 def test_events_are_handed_out_once_with_their_offsets() -> None:
@@ -292,9 +318,20 @@ def test_events_are_handed_out_once_with_their_offsets() -> None:
     at = ledger.applied
     fill(ledger, blocks(1))
     ledger.stop()
-    first, pending = ledger.take_events()
-    assert (first, [type(p.event) for p in pending]) == (at, [BlocksCreated, InstanceStopped])
-    assert ledger.take_events() == (at + 2, [])
+    (taken,) = ledger.take_frames(InstanceId("i"), 7)
+    frame, _ = decode_frame(taken.data)
+    assert (taken.epoch, taken.first_offset, taken.next_offset) == (1, at, at + 2)
+    assert (frame.instance, frame.wall_time_ns, frame.digest) == ("i", 7, ledger.digest)
+    assert [type(event) for event in frame.events] == [BlocksCreated, InstanceStopped]
+    assert (ledger.take_frames(InstanceId("i"), 7), ledger.applied, ledger.stopped) == ([], at + 2, True)
+
+
+def test_events_whose_frame_cannot_be_cut_wait_on() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1))
+    with pytest.raises(LayoutError, match="the instance's name has 0 bytes"):
+        ledger.take_frames(InstanceId(""), 7)
+    assert [type(event) for event in said(ledger)] == [BlocksCreated]
 
 
 def test_a_round_states_what_is_held_while_commands_go_on() -> None:
@@ -315,7 +352,7 @@ def test_a_round_states_what_is_held_while_commands_go_on() -> None:
     for event in said(ledger):
         reader.evolve(event)
     assert reader.held == ledger.residencies.held
-    assert reader.digest == ledger.residencies.digest
+    assert reader.digest == ledger.digest
 
 
 def test_a_missing_object_is_said_only_of_a_pool_of_cluster_reach() -> None:
@@ -324,3 +361,271 @@ def test_a_missing_object_is_said_only_of_a_pool_of_cluster_reach() -> None:
     assert [type(event) for event in said(ledger)] == [BlocksEvicted]
     with pytest.raises(LedgerError, match="use evict"):
         ledger.forget(HBM, NAMESPACE.id, blocks(1), EvictReason.MISSING)
+
+
+# -- what an engine asks ------------------------------------------------------------------------------------------------
+
+
+def test_a_match_says_where_each_block_is_and_pins_only_when_asked() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2))
+    ledger.end_copy(begin(ledger, HBM, HOST, blocks(1, 2)), [True, True], MigrateCause.OFFLOAD)
+    ledger.evict(HBM, blocks(2), EvictReason.CLEARED)
+    run = blocks(1, 2, 3)
+    assert ledger.match(run) == (2, bytes([HBM, HOST]), slots(0, 1))
+    assert ledger.counts(HBM).evictable == 1
+    assert ledger.match(run, pinned=True) == (2, bytes([HBM, HOST]), slots(0, 1))
+    assert (ledger.counts(HBM).evictable, ledger.counts(HOST).evictable) == (0, 2)
+    ledger.unpin(HBM, slots(0))
+    with pytest.raises(LedgerError, match="not pinned"):
+        ledger.unpin(HBM, slots(0))
+
+
+def test_a_ledger_says_what_it_holds_in_the_order_it_was_gained() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(3, 1, 2))
+    ledger.evict(HBM, blocks(1), EvictReason.CLEARED)
+    fill(ledger, blocks(1))
+    assert ledger.held(HBM) == blocks(3, 2, 1)
+    assert ledger.lacking(HBM, blocks(9, 1, 8, 3)) == blocks(9, 8)
+    assert ledger.lacking(OBJECT, blocks(1)) == blocks(1)
+    assert ledger.residency(HBM, block(2)) == (NAMESPACE.id, 2)
+    assert ledger.residency(HOST, block(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("eviction", "event_bytes", "why"), [("fifo", 1 << 20, "use one of lru, s3fifo"), ("lru", 1000, "at least 1048576")]
+)
+def test_a_ledger_that_cannot_be_made_is_refused(eviction: str, event_bytes: int, why: str) -> None:
+    with pytest.raises(LedgerError, match=why):
+        Ledger([PoolStated(HBM, 4, 64)], eviction, event_bytes)
+
+
+# -- what is kept -------------------------------------------------------------------------------------------------------
+
+
+def test_kept_blocks_are_not_evictable_until_their_time_has_come() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3, 4))
+    assert ledger.keep(HBM, blocks(1, 2, 9), until_s=10.0) == 2
+    assert ledger.counts(HBM).evictable == 2
+    assert ledger.allocate(HBM, 2) is not None
+    assert ledger.held(HBM) == blocks(1, 2)
+    assert ledger.expire(9.9) == 0
+    assert ledger.expire(10.0) == 2
+    assert ledger.counts(HBM).evictable == 2
+    assert ledger.expire(10.0) == 0
+
+
+def test_what_expires_counts_as_just_used() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3, 4))
+    ledger.keep(HBM, blocks(4, 3), until_s=1.0)  # the first victims otherwise
+    ledger.expire(1.0)
+    ledger.allocate(HBM, 3)
+    assert ledger.held(HBM) == blocks(4)
+
+
+def test_a_short_allocation_gives_up_kept_blocks_by_priority_time_and_slot() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3, 4))
+    ledger.keep(HBM, blocks(1), until_s=1.0, priority=7)
+    ledger.keep(HBM, blocks(2), until_s=9.0)
+    ledger.keep(HBM, blocks(3), until_s=5.0)
+    ledger.keep(HBM, blocks(4), until_s=9.0)
+    left = [blocks(1, 2, 4), blocks(1, 4), blocks(1), b""]
+    for expected in left:
+        assert ledger.allocate(HBM, 1) is not None
+        assert ledger.held(HBM) == expected
+    assert {event.reason for event in said(ledger) if isinstance(event, BlocksEvicted)} == {EvictReason.CAPACITY}
+
+
+def test_the_highest_priority_and_pinned_blocks_are_never_given_up() -> None:
+    ledger = make_ledger()
+    held = fill(ledger, blocks(1, 2, 3, 4))
+    ledger.keep(HBM, blocks(1), until_s=1.0, priority=100)
+    ledger.keep(HBM, blocks(2, 3), until_s=1.0, priority=99)
+    ledger.pin(HBM, held[4:8])
+    assert ledger.allocate(HBM, 3) is None
+    assert ledger.held(HBM) == blocks(1, 2, 3, 4)
+    assert ledger.allocate(HBM, 2) is not None
+    assert ledger.held(HBM) == blocks(1, 2)
+
+
+def test_keeping_again_takes_the_later_time_and_the_higher_priority() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2))
+    ledger.keep(HBM, blocks(1), until_s=5.0, priority=100)
+    ledger.keep(HBM, blocks(1), until_s=3.0, priority=1)
+    assert ledger.expire(4.0) == 0
+    assert ledger.allocate(HBM, 4) is None
+    ledger.keep(HBM, blocks(1), until_s=8.0)
+    assert ledger.expire(5.0) == 0
+    assert ledger.expire(8.0) == 1
+
+
+def test_a_kept_block_that_is_pinned_stays_kept_after_it() -> None:
+    ledger = make_ledger()
+    held = fill(ledger, blocks(1))
+    ledger.pin(HBM, held)
+    ledger.keep(HBM, blocks(1), until_s=5.0)
+    ledger.unpin(HBM, held)
+    assert ledger.counts(HBM).evictable == 0
+    ledger.pin(HBM, held)
+    assert ledger.expire(5.0) == 1
+    assert ledger.counts(HBM).evictable == 0
+    ledger.unpin(HBM, held)
+    assert ledger.counts(HBM).evictable == 1
+
+
+def test_an_evicted_block_is_kept_no_more() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1))
+    ledger.keep(HBM, blocks(1), until_s=5.0, priority=100)
+    ledger.evict(HBM, blocks(1), EvictReason.CLEARED)
+    fill(ledger, blocks(2))
+    assert (ledger.expire(9.0), ledger.counts(HBM).evictable) == (0, 1)
+    slots_are_whole(ledger)
+
+
+@pytest.mark.parametrize(
+    ("tier", "until_s", "priority", "why"),
+    [
+        (HBM, 1.0, 101, "priority is 101"),
+        (HBM, 1.0, -1, "priority is -1"),
+        (HBM, float("nan"), 0, "not a number"),
+        (OBJECT, 1.0, 0, "no OBJECT pool"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(tier: Tier, until_s: float, priority: int, why: str) -> None:
+    with pytest.raises(LedgerError, match=why):
+        make_ledger().keep(tier, blocks(1), until_s, priority)
+
+
+# -- an overflow --------------------------------------------------------------------------------------------------------
+
+
+def overflow(ledger: Ledger) -> int:
+    """Create and withdraw blocks until events no longer fit; how often."""
+    for count in range(100_000):
+        fill(ledger, blocks(1, 2, 3, 4))
+        ledger.evict(HBM, blocks(1, 2, 3, 4), EvictReason.CLEARED)
+        if ledger.overflowed:
+            return count
+    raise AssertionError("the ledger takes everything")
+
+
+def test_an_overflow_ends_the_stream_and_the_engine_goes_on() -> None:
+    ledger = make_ledger([Recovered(block(1), NAMESPACE.id, 0)])
+    fill(ledger, blocks(9), HOST)
+    overflow(ledger)
+    applied, events = ledger.applied, said(ledger)
+    assert ledger.stopped
+    assert (
+        len(events) == applied - 5
+    )  # InstanceStarted and a round of three tiers, one of them with a block, came before
+    assert events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)
+    assert sum(map(encoded_bytes, events)) <= LEAST_EVENT_BYTES
+    assert sum(map(encoded_bytes, events)) > LEAST_EVENT_BYTES - 200  # no room was left unused
+    ledger.evict(HBM, ledger.held(HBM), EvictReason.CLEARED)
+    before = ledger.digest
+    fill(ledger, blocks(5, 6, 7, 8))
+    assert ledger.match(blocks(5, 6, 7, 8)).depth == 4
+    assert ledger.digest == ledger.residencies.recomputed_digest() != before
+    copy = begin(ledger, HBM, HOST, blocks(5))
+    assert ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)[0] is not None
+    assert ledger.evict(NVME, blocks(1), EvictReason.CLEARED) == 1
+    ledger.forget(OBJECT, NAMESPACE.id, blocks(1), EvictReason.MISSING)
+    ledger.stop()
+    assert (said(ledger), ledger.applied) == ([], applied)
+
+
+def test_what_waits_replays_to_the_last_event_before_the_overflow() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(5), HOST)
+    overflow(ledger)
+    reader = Residencies(strict=False)
+    reader.begin_blind(Epoch(1))
+    for taken in ledger.take_frames(InstanceId("i"), 7):
+        frame, _ = decode_frame(taken.data)
+        for event in frame.events:
+            reader.evolve(event)
+        assert frame.digest == reader.digest
+    assert reader.stopped
+
+
+def test_durable_tiers_take_nothing_after_an_overflow() -> None:
+    ledger = make_ledger()
+    overflow(ledger)
+    fill(ledger, blocks(1, 2))
+    for target in (NVME, OBJECT):
+        assert ledger.begin_copy(NAMESPACE.id, HBM, target, blocks(1, 2)) is None
+    assert ledger.allocate(NVME, 1) is None
+    assert ledger.counts(HBM).evictable == len(ledger.held(HBM)) // 16
+    assert not ledger.begin_round()
+
+
+def test_a_durable_slot_whose_withdrawal_overflows_is_not_written() -> None:
+    kept = [Recovered(block(number), NAMESPACE.id, number - 1) for number in (1, 2)]
+    ledger = make_ledger(kept)
+    fill(ledger, blocks(5))
+    while LEAST_EVENT_BYTES - ledger._waiting_bytes > 20:  # the withdrawal takes 24 bytes
+        ledger.forget(OBJECT, NAMESPACE.id, blocks(5), EvictReason.MISSING)
+    assert not ledger.overflowed
+    assert ledger.begin_copy(NAMESPACE.id, HBM, NVME, blocks(5)) is None
+    assert ledger.overflowed
+    assert ledger.counts(HBM).evictable == 1
+    assert ledger.copies_in_flight() == 0
+    slots_are_whole(ledger)
+
+
+def test_a_round_ends_with_the_overflow() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(9))
+    ledger.begin_round()
+    ledger.step_round(1)
+    ledger.evict(HBM, blocks(9), EvictReason.CLEARED)
+    overflow(ledger)
+    assert not ledger.step_round(1)
+    assert isinstance(said(ledger)[-1], InstanceStopped)
+
+
+def test_taking_events_makes_room_for_more() -> None:
+    ledger = make_ledger()
+    for _ in range(3):
+        for _ in range(4000):
+            fill(ledger, blocks(1, 2, 3, 4))
+            ledger.evict(HBM, blocks(1, 2, 3, 4), EvictReason.CLEARED)
+        assert not ledger.overflowed
+        assert ledger.take_frames(InstanceId("i"), 7)
+    assert Offset(24_004) == ledger.applied
+
+
+def test_what_an_epoch_begins_with_is_never_an_overflow() -> None:
+    count = LEAST_EVENT_BYTES // 16
+    ledger = Ledger([PoolStated(NVME, count, 64)], event_bytes=LEAST_EVENT_BYTES)
+    ledger.start(Epoch(1), recovered={NVME: [Recovered(block(at + 1), NAMESPACE.id, at) for at in range(count)]})
+    assert not ledger.overflowed
+    assert ledger.evict(NVME, blocks(1), EvictReason.CLEARED) == 1
+    assert not ledger.overflowed
+
+
+# -- who goes first -----------------------------------------------------------------------------------------------------
+
+
+def test_the_deepest_block_of_a_prompt_goes_first() -> None:
+    for eviction in ("lru", "s3fifo"):
+        ledger = make_ledger(eviction=eviction)
+        fill(ledger, blocks(1, 2, 3, 4))
+        ledger.allocate(HBM, 2)
+        assert ledger.held(HBM) == blocks(1, 2), eviction
+
+
+def test_creating_a_block_is_no_use_of_it_and_acquiring_it_is() -> None:
+    ledger = make_ledger(eviction="s3fifo")
+    fill(ledger, blocks(1, 2))
+    fill(ledger, blocks(3, 4))
+    found = ledger.match(blocks(1, 2), pinned=True)
+    ledger.unpin(HBM, found.slots)
+    ledger.allocate(HBM, 1)
+    assert ledger.held(HBM) == blocks(1, 2, 3)

@@ -12,7 +12,6 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.manager.frames import cut_frames
 from kvbm.streams.base import Heartbeat, Position, StreamMessage
 
 ONE = InstanceId("one")
@@ -39,8 +38,8 @@ class Instance:
         self.cut()
 
     def cut(self) -> Frame:
-        first, pending = self.ledger.take_events()
-        self.frames.extend(cut_frames(self.name, self.ledger.residencies.epoch, first, pending, 1000 + first))
+        taken = self.ledger.take_frames(self.name, 1000 + (self.frames[-1].next_offset if self.frames else 0))
+        self.frames.extend(decode_frame(frame.data)[0] for frame in taken)
         return self.frames[-1]
 
     def create(self, *numbers: int) -> Frame:

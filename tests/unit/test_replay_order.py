@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.core.codec import Frame
+from kvbm.core.codec import Frame, FrameBytes
 from kvbm.replay import order as order_module
 from kvbm.replay.order import Begins, Conflict, Damaged, Late, Missing, Next, Repeat, WentBack, in_order
 from kvbm.replay.source import Located, Place
-from kvbm.streams.base import FrameBytes
 from tests.nats_fixture import make_frame
 
 Lying = tuple[int, int]  # epoch, first offset; every frame has one event
