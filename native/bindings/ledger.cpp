@@ -1,5 +1,7 @@
 #include "kvbm/ledger.hpp"
 
+#include <nanobind/stl/string_view.h>
+
 #include <optional>
 #include <string>
 #include <string_view>
@@ -165,8 +167,8 @@ class PythonLedger {
           nb::arg("topology") = nb::tuple(nb::borrow(topology)), nb::arg("engine") = engine, nb::arg("version") = version);
       std::array<std::vector<Recovered>, kTierCount> by_tier;
       if (!recovered.is_none()) {
-        for (auto [tier, entries] : nb::borrow<nb::dict>(recovered)) {
-          by_tier[static_cast<std::size_t>(tier_of(tier))] = recovered_of(entries);
+        for (nb::handle item : recovered.attr("items")()) {
+          by_tier[static_cast<std::size_t>(tier_of(item[0]))] = recovered_of(item[1]);
         }
       }
       const nb::object blob = classes_->encode_started(event);

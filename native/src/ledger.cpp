@@ -238,13 +238,20 @@ void Ledger::clear_waiting() noexcept {
 // The encoded size of an event that may be recorded now. Throws Error: kLayout, kIllegalEvent.
 std::size_t Ledger::admit(const Event& event) const {
   const std::size_t bytes = event_bytes(event);
-  if (epoch_ == 0 && !std::holds_alternative<InstanceStarted>(event)) {
-    throw Error::illegal_event("not-started", std::string(kEventNames[event.index()]) + " before InstanceStarted");
-  }
-  if (stopped_) {
-    throw Error::illegal_event("already-stopped", std::string(kEventNames[event.index()]) + " after InstanceStopped");
+  if (!std::holds_alternative<InstanceStarted>(event)) {
+    require_open(kEventNames[event.index()]);
   }
   return bytes;
+}
+
+// Throws Error: kIllegalEvent, when no event of that name may be recorded now.
+void Ledger::require_open(const char* event_name) const {
+  if (epoch_ == 0) {
+    throw Error::illegal_event("not-started", std::string(event_name) + " before InstanceStarted");
+  }
+  if (stopped_) {
+    throw Error::illegal_event("already-stopped", std::string(event_name) + " after InstanceStopped");
+  }
 }
 
 // Lets an admitted event wait, or overflows. The caller changes the tables; `digest` is the one after that.
@@ -375,6 +382,7 @@ std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count) {
     return std::nullopt;
   }
   if (const std::size_t free = state.free_count(); count > free) {
+    require_open("BlocksEvicted");  // before the policy has given up anything
     victims_.resize(count - free);
     state.victims(victims_);
     withdraw(state, victims_, EvictReason::kCapacity);
@@ -417,15 +425,21 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
     slot_numbers_.resize(count);
   }
   const auto holders = std::span(slot_numbers_).first(count);
-  const auto undo = [&](std::size_t begin, std::size_t end) noexcept {
+  const auto is_new = [&](std::size_t at) { return holders[at] == slot_at(slots, at); };
+  const auto unmark = [&](std::size_t begin, std::size_t end, bool also_holders) noexcept {
     for (std::size_t at = begin; at < end; ++at) {
-      const std::uint32_t slot = slot_at(slots, at);
-      if (holders[at] == slot) {
-        state.unindex(slot);
+      if (is_new(at)) {
+        state.unindex(holders[at]);
+      } else if (also_holders) {
+        state.mark(holders[at], SlotState::kHeld);
       }
-      state.set_creating(slot, false);
+      state.mark(slot_at(slots, at), SlotState::kAllocated);
     }
   };
+  if (start + count > std::uint64_t{1} << 32) {
+    throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::to_string(start));
+  }
+  bool some_known = false;
   for (std::size_t at = 0; at < count; ++at) {
     if (at % kPrefetchedBlocks == 0) {
       for (std::size_t next = at; next < std::min(count, at + kPrefetchedBlocks); ++next) {
@@ -437,16 +451,24 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
     const bool is_own = slot < state.size() && state.slot(slot).state == SlotState::kAllocated;
     const bool is_repeated = holder != kNoSlot && state.slot(holder).state == SlotState::kCreating;
     if (!is_own || is_repeated) {
-      undo(0, at);
+      unmark(0, at, true);
       check_create(state, hashes, slots);
     }
-    state.set_creating(slot, true);
+    state.mark(slot, SlotState::kCreating);
     if (holder == kNoSlot) {
       state.index(slot, hash_at(hashes, at));
+      holders[at] = slot;
+    } else {
+      state.mark(holder, SlotState::kCreating);
+      holders[at] = holder;
+      some_known = true;
     }
-    holders[at] = holder == kNoSlot ? slot : holder;
   }
-  const auto is_new = [&](std::size_t at) { return holders[at] == slot_at(slots, at); };
+  for (std::size_t at = 0; some_known && at < count; ++at) {
+    if (!is_new(at)) {
+      state.mark(holders[at], SlotState::kHeld);
+    }
+  }
   for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
     const bool fresh = is_new(begin);
     while (end < count && is_new(end) == fresh && !(fresh && end - begin == kMaxRunBlocks)) {
@@ -466,7 +488,7 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
       create_run(state, namespace_id, start + begin > 0 ? before : kNoParent, start + begin,
                  blocks_of(hashes, begin, end), slots.subspan(begin * kSlotBytes, (end - begin) * kSlotBytes));
     } catch (...) {
-      undo(begin, count);
+      unmark(begin, count, false);
       throw;
     }
   }
@@ -475,7 +497,7 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
       state.enter(holders[at], true);
     }
   }
-  for (std::size_t at = 0; at < count; ++at) {
+  for (std::size_t at = 0; some_known && at < count; ++at) {
     if (!is_new(at)) {
       state.pin(holders[at]);
     }
@@ -504,9 +526,6 @@ void Ledger::check_create(const TierSlots& tier, Bytes hashes, Bytes slots) cons
 // Records one run of new blocks, whose hashes the index knows.
 void Ledger::create_run(TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,
                         Bytes hashes, Bytes slots) {
-  if (start > std::numeric_limits<std::uint32_t>::max()) {
-    throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::to_string(start));
-  }
   const BlocksCreated event{.namespace_id = namespace_id,
                             .tier = tier.tier(),
                             .start = static_cast<std::uint32_t>(start),

@@ -3,6 +3,7 @@
 // Owner thread only. Nothing allocates after construction and nothing throws.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -35,7 +36,7 @@ class HashIndex {
  public:
   // entries: how many it can hold at once. seed: makes the cells a hash falls on unknown to who chooses hashes.
   HashIndex(std::size_t entries, std::uint64_t seed)
-      : cells_(std::bit_ceil(2 * entries + 2)), mask_(static_cast<std::uint32_t>(cells_.size() - 1)), seed_(seed) {}
+      : cells_(std::bit_ceil(2 * std::max<std::size_t>(1, entries))), mask_(static_cast<std::uint32_t>(cells_.size() - 1)), seed_(seed) {}
 
   std::uint32_t tag(const std::uint8_t* hash) const noexcept { return hash_tag(hash, seed_); }
 

@@ -144,6 +144,7 @@ class Ledger {
   bool is_cluster(Tier tier) const noexcept { return is_cluster_[static_cast<std::size_t>(tier)]; }
   bool is_closed(Tier tier) const noexcept;
   std::size_t admit(const Event& event) const;
+  void require_open(const char* event_name) const;
   void record(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t digest,
               bool counted = true, std::size_t started_namespaces = 0);
   void withdraw(TierSlots& tier, std::span<const std::uint32_t> slots, EvictReason reason);

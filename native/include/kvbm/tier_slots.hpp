@@ -70,10 +70,8 @@ class TierSlots {
   void reserve(std::span<const std::uint32_t> taken) noexcept;
 
   // -- residencies
-  // A `create` looks at an allocated slot; a slot it names twice is found `creating` the second time.
-  void set_creating(std::uint32_t slot, bool is_creating) noexcept {
-    slots_[slot].state = is_creating ? SlotState::kCreating : SlotState::kAllocated;
-  }
+  // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
+  void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
   // `find` gives this slot for the hash from now on, though it is not held yet.
   void index(std::uint32_t slot, const std::uint8_t* hash) noexcept;
   void unindex(std::uint32_t slot) noexcept;
