@@ -447,22 +447,16 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
       }
     }
     const std::uint32_t slot = slot_at(slots, at);
-    const std::uint32_t holder = state.find(hash_at(hashes, at));
     const bool is_own = slot < state.size() && state.slot(slot).state == SlotState::kAllocated;
-    const bool is_repeated = holder != kNoSlot && state.slot(holder).state == SlotState::kCreating;
-    if (!is_own || is_repeated) {
+    const std::uint32_t holder = is_own ? state.index(slot, hash_at(hashes, at)) : kNoSlot;
+    if (!is_own || (holder != slot && state.slot(holder).state == SlotState::kCreating)) {
       unmark(0, at, true);
       check_create(state, hashes, slots);
     }
+    some_known = some_known || holder != slot;
     state.mark(slot, SlotState::kCreating);
-    if (holder == kNoSlot) {
-      state.index(slot, hash_at(hashes, at));
-      holders[at] = slot;
-    } else {
-      state.mark(holder, SlotState::kCreating);
-      holders[at] = holder;
-      some_known = true;
-    }
+    state.mark(holder, SlotState::kCreating);
+    holders[at] = holder;
   }
   for (std::size_t at = 0; some_known && at < count; ++at) {
     if (!is_new(at)) {

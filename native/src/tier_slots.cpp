@@ -93,11 +93,6 @@ void TierSlots::reserve(std::span<const std::uint32_t> taken) noexcept {
 
 // -- residencies -------------------------------------------------------------------------------------------------------
 
-void TierSlots::index(std::uint32_t slot, const std::uint8_t* hash) noexcept {
-  std::copy_n(hash, kHashBytes, slots_[slot].hash.begin());
-  index_.insert(index_.tag(hash), slot);
-}
-
 void TierSlots::unindex(std::uint32_t slot) noexcept { index_.erase(index_.tag(slots_[slot].hash.data()), slot); }
 
 void TierSlots::gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept {

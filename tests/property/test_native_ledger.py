@@ -45,6 +45,8 @@ NAMESPACES = (Namespace(model="a", block_tokens=16), Namespace(model="b", block_
 SOURCES = (*Tier, InstanceId("peer-é"))
 INSTANCE = InstanceId("wörker-0")
 
+AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25)  # the steps that ask for no slots: nobody does then
+
 Step = tuple[int, int, int, int, int]  # which command, and four numbers it takes its arguments from
 
 
@@ -134,64 +136,79 @@ class Twins:
 
     def step(self, step: Step) -> None:
         kind, a, b, c, d = step
-        if self.native.stopped and not self.native.overflowed and kind not in (8, 9, 11, 21, 22, 24, 25):
-            return  # after its stop nobody asks a ledger for slots
+        if self.native.stopped and not self.native.overflowed and kind not in AFTER_A_STOP:
+            return
         tier, namespace = SLOT_TIERS[a % 3], NAMESPACES[d % 2].id
         match kind:
             case 0 | 1 | 2:
                 self.prefill(namespace, a, 1 + b % 6)
             case 3:
-                found = self.match(run_of(a, b % 8), bool(c % 2))
-                if c % 2:
-                    in_hbm = [s for t, s in zip(found.tiers, split_slots(found.slots), strict=True) if t == Tier.HBM]
-                    self.pinned.append((Tier.HBM, pack_slots(in_hbm)))
+                self.find(run_of(a, b % 8), bool(c % 2))
             case 4 | 5 | 6:
                 if self.pinned:
                     self.unpin(*self.pinned.pop(b % len(self.pinned)))
-            case 7:
-                allocation = self.allocate(tier, b % 5)
-                if isinstance(allocation, Allocation):
-                    self.allocated.append((tier, allocation.slots))
-            case 8:
-                self.create_some(namespace, a, b, c)
-            case 9:
-                if self.allocated:
-                    self.release(*self.allocated.pop(a % len(self.allocated)))
-            case 10:
-                self.evict(tier, run_of(b, 1 + c % 4, 1 + d % 2), EvictReason(d % 7))
-            case 11:
-                self.forget(Tier(a % 4), namespace, run_of(b, c % 25), EvictReason.MISSING)
-            case 12 | 13:
-                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), (0, 0, 50, 99, 100, 100, 101, -1)[c % 8])
-            case 14:
-                self.expire(float(a % 10))
+            case 7 | 8 | 9:
+                self.write(kind, namespace, tier, a, b, c)
+            case 10 | 11 | 12 | 13 | 14:
+                self.drop_or_keep(step, namespace, tier)
             case 15 | 16 | 17:
                 copy = self.begin_copy(namespace, SOURCES[b % 5], Tier(a % 4), run_of(c, 1 + d % 7, 1 + a % 2))
                 if isinstance(copy, Copy):
                     self.copies.append(copy)
             case 18 | 19 | 20:
                 if self.copies:
-                    copy = self.copies.pop(a % len(self.copies))
-                    arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]
-                    holders = self.end_copy(copy, arrived, MigrateCause(c % 3), kept=d % 3 > 0, pinned=b % 3 == 0)
-                    if b % 3 == 0 and isinstance(holders, list):
-                        self.pinned.append((copy.target, pack_slots(slot for slot in holders if slot is not None)))
-            case 21:
-                self.begin_round()
-            case 22 | 23:
-                self.step_round(1 + a % 4)
+                    self.arrive(self.copies.pop(a % len(self.copies)), b, c, d)
+            case 21 | 22 | 23:
+                self.begin_round() if kind == 21 else self.step_round(1 + a % 4)
             case 24:
                 self.cut()
             case 25:
                 self.ask(tier, a, b)
             case 26:
                 self.misuse(namespace, tier, a, b, c)
-            case 27:
-                if a % 4 == 0:
-                    self.restart()
             case _:
-                if a % 16 == 0:
-                    self.stop(StopReason(b % 3))
+                self.end(kind, a, b)
+
+    def find(self, hashes: bytes, pinned: bool) -> None:
+        found = self.match(hashes, pinned)
+        if pinned:
+            placed = zip(found.tiers, split_slots(found.slots), strict=True)
+            self.pinned.append((Tier.HBM, pack_slots(slot for tier, slot in placed if tier == Tier.HBM)))
+
+    def write(self, kind: int, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
+        if kind == 7:
+            allocation = self.allocate(tier, b % 5)
+            if isinstance(allocation, Allocation):
+                self.allocated.append((tier, allocation.slots))
+        elif self.allocated and kind == 8:
+            self.create_some(namespace, a, b, c)
+        elif self.allocated:
+            self.release(*self.allocated.pop(a % len(self.allocated)))
+
+    def drop_or_keep(self, step: Step, namespace: NamespaceId, tier: Tier) -> None:
+        kind, a, b, c, d = step
+        match kind:
+            case 10:
+                self.evict(tier, run_of(b, 1 + c % 4, 1 + d % 2), EvictReason(d % 7))
+            case 11:
+                self.forget(Tier(a % 4), namespace, run_of(b, c % 25), EvictReason.MISSING)
+            case 14:
+                self.expire(float(a % 10))
+            case _:
+                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), (0, 0, 50, 99, 100, 100, 101, -1)[c % 8])
+
+    def arrive(self, copy: Copy, b: int, c: int, d: int) -> None:
+        arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]
+        pinned = b % 3 == 0
+        holders = self.end_copy(copy, arrived, MigrateCause(c % 3), kept=d % 3 > 0, pinned=pinned)
+        if pinned and isinstance(holders, list):
+            self.pinned.append((copy.target, pack_slots(slot for slot in holders if slot is not None)))
+
+    def end(self, kind: int, a: int, b: int) -> None:
+        if kind == 27 and a % 4 == 0:
+            self.restart()
+        elif kind == 28 and a % 16 == 0:
+            self.stop(StopReason(b % 3))
 
     def prefill(self, namespace: NamespaceId, first: int, count: int) -> None:
         hashes = run_of(first, count)
@@ -212,8 +229,6 @@ class Twins:
 
     def create_some(self, namespace: NamespaceId, a: int, b: int, c: int) -> None:
         """Blocks in any tier, some of them held already, named twice, or too few or many."""
-        if not self.allocated:
-            return
         at = a % len(self.allocated)
         tier, slots = self.allocated[at]
         count = len(slots) // 4 + (c % 11 == 0)
@@ -230,17 +245,20 @@ class Twins:
         self.held(tier)
 
     def misuse(self, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
-        """Slots that are not the caller's. Where they happen to be, they are given back at once or stay as they are."""
-        slots = pack_slots([b % 14, *([c % 14] if a % 2 else [])])
+        """What a caller has no right to. Slots it has a right to by chance are left alone, or given back at once."""
+        numbers = [b % 14, c % 14]
+        slots = pack_slots(numbers[: 1 + a % 2])
+        is_ours = any(slot in numbers for _, run in self.allocated for slot in split_slots(run))
         match a % 7:
-            case 0 if not isinstance(self.pin(tier, pack_slots([b % 14])), tuple):
-                self.unpin(tier, pack_slots([b % 14]))
-            case 1 if not any(tier == t and s in slots for t, run in self.allocated for s in [run]):
-                if not {b % 14, c % 14} & {slot for _, run in self.allocated for slot in split_slots(run)}:
+            case 0:
+                if not isinstance(self.pin(tier, slots[:4]), tuple):
+                    self.unpin(tier, slots[:4])
+            case 1:
+                if not is_ours:
                     self.release(tier, slots)
             case 2:
-                if not {b % 14} & {slot for _, run in self.allocated for slot in split_slots(run)}:
-                    self.create(namespace, tier, NO_PARENT, 0, run_of(c, 1), pack_slots([b % 14]))
+                if not is_ours:
+                    self.create(namespace, tier, NO_PARENT, 0, run_of(c, 1), slots[:4])
             case 3:
                 self.pin(Tier.OBJECT, b"")
                 self.allocate(Tier.OBJECT, 1)

@@ -8,7 +8,6 @@
 #include <memory>
 #include <span>
 #include <string_view>
-#include <vector>
 
 #include "kvbm/hash_index.hpp"
 #include "kvbm/slots.hpp"
@@ -65,7 +64,7 @@ class Ghosts {
  private:
   void unlink(std::uint32_t entry) noexcept;
 
-  std::vector<Slot> entries_;  // hash and links of each; of a ghost nothing else is known
+  LargeArray<Slot> entries_;   // hash and links of each; of a ghost nothing else is known
   HashIndex index_;            // hash → entry
   SlotList order_;             // the oldest first
   SlotList spare_;             // entries in no use

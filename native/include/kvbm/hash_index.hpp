@@ -8,9 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
 #include "kvbm/event.hpp"
+#include "kvbm/large_array.hpp"
 
 namespace kvbm {
 
@@ -36,7 +36,7 @@ class HashIndex {
  public:
   // entries: how many it can hold at once. seed: makes the cells a hash falls on unknown to who chooses hashes.
   HashIndex(std::size_t entries, std::uint64_t seed)
-      : cells_(std::bit_ceil(2 * std::max<std::size_t>(1, entries))), mask_(static_cast<std::uint32_t>(cells_.size() - 1)), seed_(seed) {}
+      : cells_(std::bit_ceil(kCellsAnEntry * std::max<std::size_t>(1, entries))), mask_(static_cast<std::uint32_t>(cells_.size() - 1)), seed_(seed) {}
 
   std::uint32_t tag(const std::uint8_t* hash) const noexcept { return hash_tag(hash, seed_); }
 
@@ -48,6 +48,22 @@ class HashIndex {
     for (std::uint32_t at = tag & mask_;; at = (at + 1) & mask_) {
       const Cell cell = cells_[at];
       if (cell.entry == kNoEntry || (cell.tag == tag && same_hash(hash_of(cell.entry), hash))) {
+        return cell.entry;
+      }
+    }
+  }
+
+  // The entry whose hash it is, or else the one given, which is in the index from now on.
+  template <class HashOf>
+  std::uint32_t find_or_insert(std::uint32_t tag, const std::uint8_t* hash, std::uint32_t entry,
+                               HashOf&& hash_of) noexcept {
+    for (std::uint32_t at = tag & mask_;; at = (at + 1) & mask_) {
+      const Cell cell = cells_[at];
+      if (cell.entry == kNoEntry) {
+        cells_[at] = {tag, entry};
+        return entry;
+      }
+      if (cell.tag == tag && same_hash(hash_of(cell.entry), hash)) {
         return cell.entry;
       }
     }
@@ -84,7 +100,10 @@ class HashIndex {
     std::uint32_t entry = kNoEntry;  // the entry, or kNoEntry
   };
 
-  std::vector<Cell> cells_;  // a power of two, at least twice the entries, so that searches are short
+  // Most searches then end at their first cell, so that the processor guesses right where they end.
+  static constexpr std::size_t kCellsAnEntry = 4;
+
+  LargeArray<Cell> cells_;   // a power of two
   std::uint32_t mask_;       // cells_.size() - 1
   std::uint64_t seed_;       // part of every tag
 };

@@ -8,6 +8,7 @@
 
 #include "kvbm/event.hpp"
 #include "kvbm/hash_index.hpp"
+#include "kvbm/large_array.hpp"
 
 namespace kvbm {
 

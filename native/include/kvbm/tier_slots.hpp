@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <set>
 #include <span>
@@ -72,8 +73,15 @@ class TierSlots {
   // -- residencies
   // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
   void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
-  // `find` gives this slot for the hash from now on, though it is not held yet.
-  void index(std::uint32_t slot, const std::uint8_t* hash) noexcept;
+  // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one has.
+  std::uint32_t index(std::uint32_t slot, const std::uint8_t* hash) noexcept {
+    const std::uint32_t holder = index_.find_or_insert(
+        index_.tag(hash), hash, slot, [this](std::uint32_t at) { return slots_[at].hash.data(); });
+    if (holder == slot) {
+      std::memcpy(slots_[slot].hash.data(), hash, kHashBytes);
+    }
+    return holder;
+  }
   void unindex(std::uint32_t slot) noexcept;
   // An allocated slot holds the block that was indexed in it. What the policy is told follows with `enter`.
   void gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept;
@@ -105,7 +113,7 @@ class TierSlots {
   using InRank = std::tuple<std::uint8_t, double, std::uint32_t>;    // (priority, until_s, slot)
 
   Tier tier_;                               // of the pool
-  std::vector<Slot> slots_;                 // by number
+  LargeArray<Slot> slots_;                  // by number
   HashIndex index_;                         // hash → slot that holds it
   HashIndex arriving_;                      // hash → slot a copy brings it to
   std::unique_ptr<EvictionPolicy> policy_;  // which block is given up first
