@@ -69,6 +69,7 @@ void Ghosts::remember(const SequenceHash& hash) noexcept {
   order_.append(entries_, entry);
   if (order_.size() == entries_.size()) {
     unlink(order_.pop(entries_));
+    prefetch(entries_[order_.size() > 0 ? order_.first() : entry].hash.data());  // the one to go next
   }
 }
 

@@ -443,7 +443,7 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
   for (std::size_t at = 0; at < count; ++at) {
     if (at % kPrefetchedBlocks == 0) {
       for (std::size_t next = at; next < std::min(count, at + kPrefetchedBlocks); ++next) {
-        state.prefetch(hash_at(hashes, next));
+        state.prefetch_gain(hash_at(hashes, next));
       }
     }
     const std::uint32_t slot = slot_at(slots, at);

@@ -274,13 +274,13 @@ class Twins:
 numbers = st.integers(0, 63)
 steps = st.tuples(st.integers(0, 28), numbers, numbers, numbers, numbers)
 thorough = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
 @pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
 @thorough
-@given(script=st.lists(steps, max_size=80))
+@given(script=st.lists(steps, min_size=20, max_size=150))
 def test_any_script_comes_out_the_same(eviction: str, script: list[Step]):
     twins = Twins(eviction)
     twins.start(Epoch(1), NAMESPACES, ("zone-a", "rack-3"), "engine", "1.0")
@@ -290,7 +290,7 @@ def test_any_script_comes_out_the_same(eviction: str, script: list[Step]):
 
 
 @pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
-@settings(parent=thorough, max_examples=15)
+@settings(parent=thorough, max_examples=8)
 @given(room=st.integers(0, 900), script=st.lists(steps, min_size=10, max_size=60))
 def test_an_overflow_comes_at_the_same_event_and_ends_the_same_things(eviction: str, room: int, script: list[Step]):
     twins = Twins(eviction, LEAST_EVENT_BYTES)

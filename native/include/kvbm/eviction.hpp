@@ -18,6 +18,8 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
+  // A block of this hash will soon be gained: what is looked up for it may be fetched from memory already.
+  virtual void prefetch(const std::uint8_t*) const noexcept {}
   // The block of a slot has entered the tier, held back if pinned. Neither that pin nor the gain counts as a use.
   virtual void gain(std::uint32_t slot, bool pinned) noexcept = 0;
   // It was used, and is held back from now on.
@@ -56,6 +58,7 @@ class Ghosts {
  public:
   Ghosts(std::size_t capacity, std::uint64_t seed);
 
+  void prefetch(const std::uint8_t* hash) const noexcept { index_.prefetch(index_.tag(hash)); }
   // Forgets a hash; false when it was not remembered.
   bool take(const SequenceHash& hash) noexcept;
   // Remembers a hash that it does not remember, in place of the oldest when it is full.
@@ -75,6 +78,7 @@ class S3Fifo final : public EvictionPolicy {
  public:
   S3Fifo(std::span<Slot> slots, std::uint64_t seed);
 
+  void prefetch(const std::uint8_t* hash) const noexcept override { ghosts_.prefetch(hash); }
   void gain(std::uint32_t slot, bool pinned) noexcept override;
   void hold(std::uint32_t slot) noexcept override;
   void free(std::uint32_t slot) noexcept override;

@@ -64,6 +64,8 @@ class SlotList {
     return slot;
   }
 
+  // The slot appended before all others, or kNoSlot.
+  std::uint32_t first() const noexcept { return first_; }
   std::size_t size() const noexcept { return size_; }
 
  private:

@@ -46,7 +46,6 @@ class TierSlots {
 
   // -- finding blocks
   void prefetch(const std::uint8_t* hash) const noexcept { index_.prefetch(index_.tag(hash)); }
-  void prefetch_slot(std::uint32_t slot) const noexcept { __builtin_prefetch(&slots_[slot]); }
   // The slot that holds a block, or kNoSlot.
   std::uint32_t find(const std::uint8_t* hash) const noexcept {
     return index_.find(index_.tag(hash), hash, [this](std::uint32_t at) { return slots_[at].hash.data(); });
@@ -71,6 +70,11 @@ class TierSlots {
   void reserve(std::span<const std::uint32_t> taken) noexcept;
 
   // -- residencies
+  // As `prefetch`, for a block that is about to be gained.
+  void prefetch_gain(const std::uint8_t* hash) const noexcept {
+    prefetch(hash);
+    policy_->prefetch(hash);
+  }
   // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
   void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
   // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one has.
