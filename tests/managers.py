@@ -55,18 +55,20 @@ def make_manager(
     wait_s: float = 2.0,
     wrap: Callable[[SlotPool], SlotPool] = lambda pool: pool,
     offload: tuple[Tier, ...] = (Tier.HOST, Tier.NVME, Tier.OBJECT),
+    clock: Callable[[], float] = time.monotonic,
+    event_bytes: int = 64 << 20,
 ) -> Manager:
     """A started manager with memory pools of the given sizes."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects)
     stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
         stated.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
-    ledger = Ledger(stated)
+    ledger = Ledger(stated, event_bytes=event_bytes)
     ledger.start(Epoch(1), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
         InstanceId("test"), "tests", Epoch(1), ledger, pools, sink or MemoryLog(), NATIVE,
-        Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s,
+        Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s, clock=clock,
     )  # fmt: skip
     manager.start()
     return manager

@@ -189,7 +189,7 @@ class Manager:
         return self._kernels.sequence_hashes(token_column(tokens), block_tokens, root)
 
     def match(self, hashes: bytes) -> Match:
-        """The longest run this instance holds, and where; pins nothing."""
+        """The longest run this instance holds, and where, packed; pins nothing."""
         with self._lock:
             return self._ledger.match(hashes)
 
@@ -204,7 +204,6 @@ class Manager:
         Returns: slots stay pinned until `unpin`.
         Raises: LedgerError: the manager is closed.
         """
-        arrivals = _Arrivals()
         with self._lock:
             self._require_open()
             self._expire()
@@ -213,11 +212,13 @@ class Manager:
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (self.pools.object is None or found.depth * HASH_BYTES == len(hashes)):
                 return self._count(namespace, hashes, _local(found))
+            arrivals = _Arrivals()
             begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
         if reachable == found.depth:
             begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
         self._wake_writer()  # a copy may have evicted to make room
-        wait([onboard.ended for onboard in begun], timeout=self._wait_s)
+        if begun:
+            wait([onboard.ended for onboard in begun], timeout=self._wait_s)
         with self._lock:
             arrivals.waiting = False
             self._give_up(begun)

@@ -94,7 +94,9 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         with manager._lock:
-            _, slot = manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[2])
+            found = manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[2])
+        assert found is not None
+        _, slot = found
         manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
         assert manager.stats().corrupt_blocks == 1
@@ -258,6 +260,9 @@ def test_a_callers_bug_is_named() -> None:
             manager.create(NAMESPACE.id, bytes(16), 0, hashes_of(1, 1), [3])
         with pytest.raises(LedgerError, match="slot 2 is not pinned"):
             manager.unpin([2])
+        for slots in ([-1], [1 << 32], ["1"]):
+            with pytest.raises(LedgerError, match="not all whole numbers of 32 bits"):
+                manager.unpin(slots)  # type: ignore[arg-type]
         with pytest.raises(LedgerError, match="no tensor"):
             _ = manager.hbm
 
@@ -274,4 +279,33 @@ def test_unpinned_prompts_are_evicted_from_their_tail() -> None:
     with make_manager({Tier.HBM: 6}) as manager:
         serve(manager, 1, 4)
         serve(manager, 2, 4)
-        assert [len(manager.match(hashes_of(p, 4)).slots) for p in (1, 2)] == [2, 4]
+        assert [manager.match(hashes_of(p, 4)).depth for p in (1, 2)] == [2, 4]
+
+
+def test_kept_blocks_outlive_pressure_until_their_time_is_over() -> None:
+    now_s = 100.0
+    with make_manager({Tier.HBM: 6}, clock=lambda: now_s) as manager:
+        serve(manager, 1, 3)
+        assert manager.keep(hashes_of(1, 5), ttl_s=10.0) == 3
+        for prompt in (2, 3, 4):
+            serve(manager, prompt, 3)
+        assert manager.match(hashes_of(1, 3)).depth == 3
+        now_s += 10.0
+        serve(manager, 5, 3)
+        serve(manager, 6, 3)
+        assert manager.match(hashes_of(1, 3)).depth == 0
+
+
+def test_kept_blocks_give_way_to_a_request_unless_of_the_highest_priority() -> None:
+    with make_manager({Tier.HBM: 6}) as manager:
+        serve(manager, 1, 3)
+        serve(manager, 2, 3)
+        manager.keep(hashes_of(1, 3), ttl_s=1000.0, priority=100)
+        manager.keep(hashes_of(2, 3), ttl_s=1000.0, priority=99)
+        assert manager.allocate(4) is None
+        assert manager.allocate(3) is not None
+        assert [manager.match(hashes_of(p, 3)).depth for p in (1, 2)] == [3, 0]
+        with pytest.raises(LedgerError, match="priority is 101"):
+            manager.keep(hashes_of(1, 3), ttl_s=1.0, priority=101)
+        with pytest.raises(LedgerError, match="not a number"):
+            manager.keep(hashes_of(1, 3), ttl_s=float("nan"))

@@ -13,12 +13,14 @@ import pytest
 import kvbm.pools.nvme
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
-from kvbm.core.codec import FrameBytes
+from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
-from kvbm.core.ids import NO_PARENT, InstanceId, NamespaceId, Tier
+from kvbm.core.events import InstanceStopped, StopReason
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.manager.frames import FrameWriter
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import Proof, ReadResult
+from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.integration.test_manager import Wrapped
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, make_manager, serve
@@ -217,3 +219,41 @@ def test_a_writer_that_breaks_says_that_not_everything_is_written() -> None:
     assert manager.durable() == 0
     assert not manager._frames.stop(1.0)
     manager.close(0.1)
+
+
+def test_a_journal_that_hangs_ends_the_stream_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    told: list[tuple[str, dict[str, object]]] = []
+
+    class Hanging(MemoryLog):
+        def append(self, frame: FrameBytes) -> None:
+            if hangs.is_set():
+                raise OSError(5, "Input/output error")
+            super().append(frame)
+
+    class Reader:
+        def warning(self, event: str, **fields: object) -> None:
+            told.append((event, fields))
+
+    log = Hanging()
+    manager = make_manager({Tier.HBM: 64, Tier.NVME: 16}, sink=log, offload=(), event_bytes=1 << 20)
+    serve(manager, 1, 64)
+    hangs.set()
+    monkeypatch.setattr("kvbm.manager.manager.log", Reader())
+    serve(manager, 2, 64)
+    wait_until(lambda: manager._frames._failing, "the writer has not noticed")
+    refused = len(manager._frames._unwritten)
+    for prompt in range(3, 600):
+        serve(manager, prompt, 64)
+    ended = manager.applied()
+    assert [event for event, _ in told] == ["ledger.overflowed"]
+    assert told[0][1]["offset"] == ended
+    assert "restart the engine" in str(told[0][1]["remedy"])
+    assert manager._ledger.begin_copy(NAMESPACE.id, Tier.HBM, Tier.NVME, hashes_of(599, 4)) is None
+    assert manager.acquire(NAMESPACE.id, hashes_of(599, 64)).hits == {Tier.HBM: 64}
+    assert len(manager._frames._unwritten) == refused  # the rest waits in the ledger
+    hangs.clear()
+    manager.close()
+    assert manager.applied() == manager.durable() == ended
+    events = [e for f in log.read_after(Position(Epoch(1), Offset(0)), 1 << 30) for e in decode_frame(f.data)[0].events]
+    assert events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)

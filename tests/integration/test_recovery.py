@@ -20,7 +20,7 @@ from kvbm.assembly import NATIVE, journal_folder, open_manager
 from kvbm.config import Settings, load_settings
 from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.errors import FrameError, JournalError, PoolError
-from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier
+from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier, split_hashes
 from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ReadOutcome
@@ -111,7 +111,9 @@ def folded(folder: Path) -> tuple[Epoch, dict[SequenceHash, int | None]]:
 
 def slots_of(manager: Manager) -> dict[SequenceHash, int | None]:
     with manager._lock:
-        return {block: manager._ledger.residency(Tier.NVME, block)[1] for block in manager.held(Tier.NVME)}
+        blocks = split_hashes(manager._ledger.held(Tier.NVME))
+        found = {block: manager._ledger.residency(Tier.NVME, block) for block in blocks}
+    return {block: residency[1] for block, residency in found.items() if residency is not None}
 
 
 def read_all(manager: Manager) -> list[ReadOutcome]:
@@ -420,3 +422,17 @@ def test_older_epochs_stay_until_the_new_ones_round_is_on_the_stream(
             time.sleep(0.01)
         assert manager.published() >= begun
     assert len(folded(tmp_path)[1]) == 12
+
+
+def test_what_one_core_has_written_the_other_recovers(tmp_path: Path) -> None:
+    kept: list[dict[SequenceHash, int | None]] = []
+    for number, core in enumerate(("reference", "native", "reference")):
+        with open_at(tmp_path, core=core, pools__eviction="s3fifo") as manager:
+            assert manager._kernels.name == core
+            assert not kept or slots_of(manager) == kept[-1]
+            assert set(read_all(manager)) <= {ReadOutcome.GOOD}
+            serve(manager, number, 5)
+            assert manager.settle(WAIT_S)
+            kept.append(slots_of(manager))
+    assert len(kept[-1]) == 15
+    assert folded(tmp_path)[1] == kept[-1]

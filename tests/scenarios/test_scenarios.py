@@ -2,10 +2,11 @@
 
 `pytest tests/scenarios --rewrite` writes what happens now into the files; review the diff like code.
 
-    > pools HBM=4 HOST=4 NVME=4 OBJECT     begins epoch 1 with these pools
+    > pools HBM=4 HOST=4 NVME=4 OBJECT     begins epoch 1 with these pools;  > pools s3fifo HBM=4  evicts by another policy
     > prefill A 3 [as r]                   match, pin, allocate, create three blocks of prompt A; r names its pinned slots
     > finish r                             unpin
     > copy 1 HBM HOST A 3                  begin copy 1 of three blocks;  > arrive 1 [mask] [moved] [pinned]  ends it
+    > keep HBM A 3 10 [50]                 keep three blocks until second 10, priority 0 or as given;  > expire 10
     > allocate HBM 2 / release HBM 0 1 / evict HOST A 2 / missing A 1 / match A 3 / counts HBM
     > round / step 2                       begin a round / state a run of at most two blocks
     > stop
@@ -46,6 +47,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.ledger import Copy, Ledger
+from kvbm.core.policy import EVICTION_POLICIES
 
 FOLDER = Path(__file__).parent
 NAMESPACE = Namespace(model="scenario", block_tokens=16)
@@ -111,13 +113,14 @@ class Scenario:
             else " ".join(blocks)
         )
 
-    def do_pools(self, *pools: str) -> None:
+    def do_pools(self, *words: str) -> None:
         stated = []
-        for pool in pools:
+        eviction = words[0] if words[0] in EVICTION_POLICIES else "lru"
+        for pool in words[1:] if words[0] == eviction else words:
             tier, _, slots = pool.partition("=")
             reach = Reach.INSTANCE if slots else Reach.CLUSTER
             stated.append(PoolStated(Tier[tier], int(slots or 0), 64, reach, "" if slots else "s3://scenario"))
-        self.ledger = Ledger(stated)
+        self.ledger = Ledger(stated, eviction)
         self.ledger.start(Epoch(1), [NAMESPACE])
 
     def do_prefill(self, prompt: str, depth: str, _as: str = "", name: str = "") -> str:
@@ -182,6 +185,12 @@ class Scenario:
 
     def do_missing(self, prompt: str, depth: str) -> None:
         self.ledger.forget(Tier.OBJECT, NAMESPACE.id, self.chain(prompt, int(depth)), EvictReason.MISSING)
+
+    def do_keep(self, tier: str, prompt: str, depth: str, until_s: str, priority: str = "0") -> str:
+        return f"{self.ledger.keep(Tier[tier], self.chain(prompt, int(depth)), float(until_s), int(priority))} kept"
+
+    def do_expire(self, now_s: str) -> str:
+        return f"{self.ledger.expire(float(now_s))} expired"
 
     def do_counts(self, tier: str) -> str:
         counts = self.ledger.counts(Tier[tier])

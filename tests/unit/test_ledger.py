@@ -629,3 +629,22 @@ def test_creating_a_block_is_no_use_of_it_and_acquiring_it_is() -> None:
     ledger.unpin(HBM, found.slots)
     ledger.allocate(HBM, 1)
     assert ledger.held(HBM) == blocks(1, 2, 3)
+
+
+def test_keeping_a_block_again_and_again_is_one_use() -> None:
+    def use(number: int) -> None:
+        ledger.unpin(HBM, ledger.match(blocks(number), pinned=True).slots)
+
+    ledger = make_ledger(eviction="s3fifo")
+    for number in (1, 2, 3, 4):
+        fill(ledger, blocks(number))
+    ledger.pin(HBM, slots(0, 2))
+    ledger.allocate(HBM, 2)
+    ledger.unpin(HBM, slots(0, 2))
+    assert ledger.held(HBM) == blocks(1, 3)  # both in main now, their uses forgotten
+    for _ in range(3):
+        ledger.keep(HBM, blocks(1), until_s=1.0)
+    ledger.expire(1.0)
+    use(3)
+    ledger.allocate(HBM, 1)
+    assert ledger.held(HBM) == blocks(3)
