@@ -2,7 +2,7 @@
 // production runs. Made with an instance's pools, started once, asked until the process ends; a new epoch needs a new ledger.
 // Owner's lock around every call: no lock inside, no threads. Tables are sized at construction; a command on blocks that are
 // neither kept nor copied allocates nothing once its scratch and the waiting frames have grown to what they need.
-// A view that a command returns is valid until the next command.
+// A view that a command returns is valid until the next command, and must be copied before it is given to one.
 #pragma once
 
 #include <array>

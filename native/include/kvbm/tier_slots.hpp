@@ -1,6 +1,6 @@
 // TierSlots: the slots of one pool, who each belongs to, and which block lies where. Made once with a pool's size, lives as long
-// as its ledger, which alone calls it: owner thread only. Commands that were checked; nothing here throws, and only `keep` and
-// what undoes it allocate.
+// as its ledger, which alone calls it and has checked what it asks: owner thread only. Only `keep`, `expire` and `held_slots`
+// allocate. Not to be moved: the policy points into the slots.
 //
 //   free ──take──► allocated ──gain──► held ──lose──► free, or orphaned while pinned ──unpin──► free
 //                      └──give_back──► free
@@ -38,6 +38,9 @@ class TierSlots {
  public:
   // eviction: name of a policy that exists. seed: for the positions in hash tables; nothing it changes can be seen.
   TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed);
+
+  TierSlots(const TierSlots&) = delete;
+  TierSlots& operator=(const TierSlots&) = delete;
 
   Tier tier() const noexcept { return tier_; }
   std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(slots_.size()); }
