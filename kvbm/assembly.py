@@ -56,8 +56,7 @@ def _kernels(settings: Settings) -> Kernels:
 
 
 def _ledger_class(settings: Settings) -> Callable[[Sequence[PoolStated], str, int], LedgerTwin]:
-    """Which of the two ledgers runs; the native one is not there yet."""
-    return Ledger
+    return Ledger if settings.core == "reference" else _native.Ledger
 
 
 def kvbm_version() -> str:

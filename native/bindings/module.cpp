@@ -11,6 +11,7 @@ ErrorClasses::ErrorClasses() {
   torn_frame_ = errors.attr("TornFrameError");
   corrupt_frame_ = errors.attr("CorruptFrameError");
   malformed_frame_ = errors.attr("MalformedFrameError");
+  ledger_ = errors.attr("LedgerError");
   illegal_event_ = errors.attr("IllegalEventError");
   checkpoint_ = errors.attr("CheckpointError");
 }
@@ -29,6 +30,8 @@ nb::object ErrorClasses::made(const Error& error) const {
       return corrupt_frame_(error.at(), error.detail());
     case ErrorCode::kMalformedFrame:
       return malformed_frame_(error.at(), error.detail());
+    case ErrorCode::kLedger:
+      return ledger_(error.detail());
     case ErrorCode::kIllegalEvent:
       return illegal_event_(nb::str(error.rule().data(), error.rule().size()), error.detail());
     case ErrorCode::kCheckpoint:
@@ -57,4 +60,5 @@ NB_MODULE(_native, module) {
   bind_residencies(module, errors);
   bind_cluster_index(module, errors);
   bind_columns(module, errors);
+  bind_ledger(module, errors);
 }

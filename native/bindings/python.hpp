@@ -4,7 +4,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <array>
+#include <limits>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -38,6 +43,7 @@ class ErrorClasses {
   nb::object malformed_frame_;  // MalformedFrameError
   nb::object illegal_event_;    // IllegalEventError
   nb::object checkpoint_;       // CheckpointError
+  nb::object ledger_;           // LedgerError
 };
 
 using SharedErrors = std::shared_ptr<const ErrorClasses>;
@@ -112,6 +118,80 @@ inline Bytes kept_bytes(nb::object value, Keepers& keepers) {
   return view_of(keepers.emplace_back(as_bytes(std::move(value))));
 }
 
+// The members of an IntEnum that counts from 0.
+class EnumClass {
+ public:
+  EnumClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {
+    for (nb::handle member : kind_) {
+      members_.push_back(nb::borrow(member));
+    }
+  }
+
+  template <class Member>
+  const nb::object& operator()(Member member) const {
+    return members_[static_cast<std::size_t>(member)];
+  }
+
+  bool has(nb::handle object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == kind_.ptr(); }
+
+ private:
+  nb::object kind_;                  // the class
+  std::vector<nb::object> members_;  // by value
+};
+
+// A field of a frame or event as an unsigned number. Throws Error: kLayout, when it is none or too large.
+template <class Number>
+Number number(nb::handle value) {
+  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+  const unsigned long long wide = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
+  if (PyErr_Occurred() != nullptr || wide > std::numeric_limits<Number>::max()) {
+    PyErr_Clear();
+    throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::string(nb::repr(value).c_str()));
+  }
+  return static_cast<Number>(wide);
+}
+
+// An enum member's code; the enum's own type limits it no further than a byte.
+template <class Enum>
+Enum code(nb::handle value) {
+  return static_cast<Enum>(number<std::uint8_t>(value));
+}
+
+// A name's UTF-8, cached inside the string object. Throws Error: kLayout, when it has none.
+inline std::string_view utf8(nb::handle name, const char* whose) {
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+  if (text == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError) == 0) {
+      throw nb::python_error();
+    }
+    PyErr_Clear();
+    throw Error(ErrorCode::kLayout, std::string(whose) + " has no UTF-8");
+  }
+  return {text, static_cast<std::size_t>(size)};
+}
+
+// A hash or namespace id of exactly 16 bytes. Throws Error: kLayout.
+inline std::array<std::uint8_t, kHashBytes> sixteen(const nb::object& value, const char* what) {
+  const nb::object owner = as_bytes(value);
+  const Bytes view = view_of(owner);
+  if (view.size() != kHashBytes) {
+    throw Error(ErrorCode::kLayout, std::string(what) + " of " + std::to_string(view.size()) + " bytes, not " +
+                                        std::to_string(kHashBytes));
+  }
+  std::array<std::uint8_t, kHashBytes> id;
+  std::copy_n(view.begin(), kHashBytes, id.begin());
+  return id;
+}
+
+inline bool is_true(nb::handle value) {
+  const int truth = PyObject_IsTrue(value.ptr());
+  if (truth < 0) {
+    throw nb::python_error();
+  }
+  return truth != 0;
+}
+
 void bind_checksum(nb::module_& module);
 void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
@@ -120,5 +200,6 @@ void bind_scan(nb::module_& module, const SharedErrors& errors);
 void bind_residencies(nb::module_& module, const SharedErrors& errors);
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
+void bind_ledger(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

@@ -420,6 +420,157 @@ void FrameReader::finish() {
 
 // -- writing -----------------------------------------------------------------------------------------------------------
 
+std::size_t event_bytes(const Event& event) {
+  return std::visit(
+      Overloaded{
+          [](const InstanceStarted& started) { return kStartedBytes + started.blob.size(); },
+          [](const BlocksCreated& created) {
+            check_run(created.hashes, created.slots);
+            const std::size_t parent_bytes = is_no_parent(created.parent.data()) ? 0 : kHashBytes;
+            return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
+          },
+          [](const BlocksMigrated& migrated) {
+            check_run(migrated.hashes, migrated.slots);
+            std::size_t name_bytes = 0;
+            if (const auto* const instance = std::get_if<std::string_view>(&migrated.source)) {
+              check_name(*instance, "a source instance's name");
+              name_bytes = 1 + instance->size();
+            }
+            return kMigratedBytes + name_bytes + migrated.hashes.size() + migrated.slots.size();
+          },
+          [](const BlocksEvicted& evicted) {
+            check_run(evicted.hashes, {});
+            return kEvictedBytes + evicted.hashes.size();
+          },
+          [](const ResidenciesStated& stated) {
+            check_run(stated.hashes, stated.slots);
+            return kStatedBytes + stated.hashes.size() + stated.slots.size();
+          },
+          [](const RoundEnded&) { return kRoundEndedBytes; },
+          [](const InstanceStopped&) { return kStoppedBytes; },
+      },
+      event);
+}
+
+const NamespaceId* namespace_of(const Event& event) noexcept {
+  return std::visit(
+      [](const auto& fact) -> const NamespaceId* {
+        if constexpr (requires { fact.namespace_id; }) {
+          return &fact.namespace_id;
+        } else {
+          return nullptr;
+        }
+      },
+      event);
+}
+
+std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std::uint8_t* out) noexcept {
+  Pen pen(out);
+  const auto slots_flag = [](Bytes slots) { return slots.empty() ? std::uint8_t{0} : kFlagSlots; };
+  std::visit(Overloaded{
+                 [&](const InstanceStarted& started) {
+                   pen.code(Kind::kStarted);
+                   pen.number(static_cast<std::uint32_t>(started.blob.size()));
+                   pen.bytes(started.blob);
+                 },
+                 [&](const BlocksCreated& created) {
+                   const bool has_parent = !is_no_parent(created.parent.data());
+                   pen.code(Kind::kCreated);
+                   pen.number(namespace_index);
+                   pen.code(created.tier);
+                   pen.code(slots_flag(created.slots) | (has_parent ? kFlagParent : 0));
+                   pen.number(created.start);
+                   pen.number(block_count(created.hashes));
+                   pen.bytes(has_parent ? Bytes(created.parent) : Bytes{});
+                   pen.bytes(created.hashes);
+                   pen.bytes(created.slots);
+                 },
+                 [&](const BlocksMigrated& migrated) {
+                   const auto* const instance = std::get_if<std::string_view>(&migrated.source);
+                   const auto* const tier = std::get_if<Tier>(&migrated.source);
+                   pen.code(Kind::kMigrated);
+                   pen.number(namespace_index);
+                   pen.number(tier != nullptr ? static_cast<std::uint8_t>(*tier) : kFromInstance);
+                   pen.code(migrated.target);
+                   pen.code(slots_flag(migrated.slots) | (migrated.kept ? kFlagKept : 0));
+                   pen.code(migrated.cause);
+                   pen.number(block_count(migrated.hashes));
+                   if (instance != nullptr) {
+                     pen.number(static_cast<std::uint8_t>(instance->size()));
+                     pen.text(*instance);
+                   }
+                   pen.bytes(migrated.hashes);
+                   pen.bytes(migrated.slots);
+                 },
+                 [&](const BlocksEvicted& evicted) {
+                   pen.code(Kind::kEvicted);
+                   pen.number(namespace_index);
+                   pen.code(evicted.tier);
+                   pen.code(evicted.reason);
+                   pen.number(block_count(evicted.hashes));
+                   pen.bytes(evicted.hashes);
+                 },
+                 [&](const ResidenciesStated& stated) {
+                   pen.code(Kind::kStated);
+                   pen.number(namespace_index);
+                   pen.code(stated.tier);
+                   pen.code(slots_flag(stated.slots));
+                   pen.number(stated.round);
+                   pen.number(block_count(stated.hashes));
+                   pen.bytes(stated.hashes);
+                   pen.bytes(stated.slots);
+                 },
+                 [&](const RoundEnded& ended) {
+                   pen.code(Kind::kRoundEnded);
+                   pen.code(ended.tier);
+                   pen.number(ended.round);
+                   pen.number(ended.count);
+                 },
+                 [&](const InstanceStopped& stopped) {
+                   pen.code(Kind::kStopped);
+                   pen.code(stopped.reason);
+                 },
+             },
+             event);
+  return pen.at();
+}
+
+std::size_t frame_bytes(const FrameHeader& header, std::size_t namespaces, std::size_t body_bytes) {
+  check_name(header.instance, "the instance's name");
+  const std::size_t bytes =
+      kFrameHeaderBytes + header.instance.size() + namespaces * kHashBytes + body_bytes + kFrameChecksumBytes;
+  if (bytes > kMaxFrameBytes) {
+    throw Error(ErrorCode::kLayout, "the frame has " + std::to_string(bytes) + " bytes; at most " +
+                                        std::to_string(kMaxFrameBytes) + " fit: cut it");
+  }
+  return bytes;
+}
+
+std::uint8_t* write_head(const FrameHeader& header, std::size_t event_count, std::span<const NamespaceId> namespaces,
+                         std::span<std::uint8_t> out) noexcept {
+  Pen pen(out.data());
+  pen.bytes(kMagic);
+  pen.number(kFrameVersion);
+  pen.number(static_cast<std::uint8_t>(header.instance.size()));
+  pen.number(static_cast<std::uint8_t>(namespaces.size()));
+  pen.number(static_cast<std::uint32_t>(out.size()));
+  pen.number(static_cast<std::uint32_t>(event_count));
+  pen.number(header.epoch);
+  pen.number(header.first_offset);
+  pen.number(header.wall_time_ns);
+  pen.number(header.digest);
+  pen.text(header.instance);
+  for (const NamespaceId& id : namespaces) {
+    pen.bytes(id);
+  }
+  return pen.at();
+}
+
+void write_checksum(std::span<std::uint8_t> frame) noexcept {
+  const std::size_t covered = frame.size() - kFrameChecksumBytes;
+  Pen(frame.data() + covered).number(crc32c(frame.first(covered)));
+}
+
 FrameWriter::FrameWriter(const FrameHeader& header, std::size_t event_count) : header_(header) {
   check_name(header.instance, "the instance's name");
   events_.reserve(event_count);
@@ -441,39 +592,10 @@ std::uint8_t FrameWriter::namespace_index(const NamespaceId& id) const noexcept 
 }
 
 void FrameWriter::add(const Event& event) {
-  body_bytes_ += std::visit(
-      Overloaded{
-          [](const InstanceStarted& started) { return kStartedBytes + started.blob.size(); },
-          [this](const BlocksCreated& created) {
-            check_run(created.hashes, created.slots);
-            register_namespace(created.namespace_id);
-            const std::size_t parent_bytes = is_no_parent(created.parent.data()) ? 0 : kHashBytes;
-            return kCreatedBytes + parent_bytes + created.hashes.size() + created.slots.size();
-          },
-          [this](const BlocksMigrated& migrated) {
-            check_run(migrated.hashes, migrated.slots);
-            register_namespace(migrated.namespace_id);
-            std::size_t name_bytes = 0;
-            if (const auto* const instance = std::get_if<std::string_view>(&migrated.source)) {
-              check_name(*instance, "a source instance's name");
-              name_bytes = 1 + instance->size();
-            }
-            return kMigratedBytes + name_bytes + migrated.hashes.size() + migrated.slots.size();
-          },
-          [this](const BlocksEvicted& evicted) {
-            check_run(evicted.hashes, {});
-            register_namespace(evicted.namespace_id);
-            return kEvictedBytes + evicted.hashes.size();
-          },
-          [this](const ResidenciesStated& stated) {
-            check_run(stated.hashes, stated.slots);
-            register_namespace(stated.namespace_id);
-            return kStatedBytes + stated.hashes.size() + stated.slots.size();
-          },
-          [](const RoundEnded&) { return kRoundEndedBytes; },
-          [](const InstanceStopped&) { return kStoppedBytes; },
-      },
-      event);
+  body_bytes_ += event_bytes(event);
+  if (const NamespaceId* const id = namespace_of(event)) {
+    register_namespace(*id);
+  }
   events_.push_back(event);
 }
 
@@ -481,99 +603,16 @@ std::size_t FrameWriter::frame_bytes() const {
   if (events_.empty()) {
     throw Error(ErrorCode::kLayout, "a frame needs at least one event");
   }
-  const std::size_t bytes = kFrameHeaderBytes + header_.instance.size() + namespaces_.size() * kHashBytes + body_bytes_ +
-                            kFrameChecksumBytes;
-  if (bytes > kMaxFrameBytes) {
-    throw Error(ErrorCode::kLayout, "the frame has " + std::to_string(bytes) + " bytes; at most " +
-                                        std::to_string(kMaxFrameBytes) + " fit: cut it");
-  }
-  return bytes;
+  return kvbm::frame_bytes(header_, namespaces_.size(), body_bytes_);
 }
 
 void FrameWriter::write(std::span<std::uint8_t> out) const {
-  Pen pen(out.data());
-  pen.bytes(kMagic);
-  pen.number(kFrameVersion);
-  pen.number(static_cast<std::uint8_t>(header_.instance.size()));
-  pen.number(static_cast<std::uint8_t>(namespaces_.size()));
-  pen.number(static_cast<std::uint32_t>(out.size()));
-  pen.number(static_cast<std::uint32_t>(events_.size()));
-  pen.number(header_.epoch);
-  pen.number(header_.first_offset);
-  pen.number(header_.wall_time_ns);
-  pen.number(header_.digest);
-  pen.text(header_.instance);
-  for (const NamespaceId& id : namespaces_) {
-    pen.bytes(id);
-  }
-  const auto slots_flag = [](Bytes slots) { return slots.empty() ? std::uint8_t{0} : kFlagSlots; };
+  std::uint8_t* at = write_head(header_, events_.size(), namespaces_, out);
   for (const Event& event : events_) {
-    std::visit(Overloaded{
-                   [&](const InstanceStarted& started) {
-                     pen.code(Kind::kStarted);
-                     pen.number(static_cast<std::uint32_t>(started.blob.size()));
-                     pen.bytes(started.blob);
-                   },
-                   [&](const BlocksCreated& created) {
-                     const bool has_parent = !is_no_parent(created.parent.data());
-                     pen.code(Kind::kCreated);
-                     pen.number(namespace_index(created.namespace_id));
-                     pen.code(created.tier);
-                     pen.code(slots_flag(created.slots) | (has_parent ? kFlagParent : 0));
-                     pen.number(created.start);
-                     pen.number(block_count(created.hashes));
-                     pen.bytes(has_parent ? Bytes(created.parent) : Bytes{});
-                     pen.bytes(created.hashes);
-                     pen.bytes(created.slots);
-                   },
-                   [&](const BlocksMigrated& migrated) {
-                     const auto* const instance = std::get_if<std::string_view>(&migrated.source);
-                     pen.code(Kind::kMigrated);
-                     pen.number(namespace_index(migrated.namespace_id));
-                     pen.number(instance != nullptr ? kFromInstance : static_cast<std::uint8_t>(std::get<Tier>(migrated.source)));
-                     pen.code(migrated.target);
-                     pen.code(slots_flag(migrated.slots) | (migrated.kept ? kFlagKept : 0));
-                     pen.code(migrated.cause);
-                     pen.number(block_count(migrated.hashes));
-                     if (instance != nullptr) {
-                       pen.number(static_cast<std::uint8_t>(instance->size()));
-                       pen.text(*instance);
-                     }
-                     pen.bytes(migrated.hashes);
-                     pen.bytes(migrated.slots);
-                   },
-                   [&](const BlocksEvicted& evicted) {
-                     pen.code(Kind::kEvicted);
-                     pen.number(namespace_index(evicted.namespace_id));
-                     pen.code(evicted.tier);
-                     pen.code(evicted.reason);
-                     pen.number(block_count(evicted.hashes));
-                     pen.bytes(evicted.hashes);
-                   },
-                   [&](const ResidenciesStated& stated) {
-                     pen.code(Kind::kStated);
-                     pen.number(namespace_index(stated.namespace_id));
-                     pen.code(stated.tier);
-                     pen.code(slots_flag(stated.slots));
-                     pen.number(stated.round);
-                     pen.number(block_count(stated.hashes));
-                     pen.bytes(stated.hashes);
-                     pen.bytes(stated.slots);
-                   },
-                   [&](const RoundEnded& ended) {
-                     pen.code(Kind::kRoundEnded);
-                     pen.code(ended.tier);
-                     pen.number(ended.round);
-                     pen.number(ended.count);
-                   },
-                   [&](const InstanceStopped& stopped) {
-                     pen.code(Kind::kStopped);
-                     pen.code(stopped.reason);
-                   },
-               },
-               event);
+    const NamespaceId* const id = namespace_of(event);
+    at = write_event(event, id != nullptr ? namespace_index(*id) : std::uint8_t{0}, at);
   }
-  pen.number(crc32c({out.data(), static_cast<std::size_t>(pen.at() - out.data())}));
+  write_checksum(out);
 }
 
 }  // namespace kvbm

@@ -81,6 +81,23 @@ class FrameReader {
   bool in_order_ = true;              // whether the events have used the table in order so far
 };
 
+// The pieces a frame is written from, for who keeps events encoded while they wait. The pieces of one frame follow each other:
+// write_head, write_event for each event, write_checksum, into exactly frame_bytes() bytes.
+
+// Encoded size of an event. Throws Error: kLayout, when a run is empty or its slots do not count as its hashes.
+std::size_t event_bytes(const Event& event);
+// The namespace of an event that covers a run, else nullptr.
+const NamespaceId* namespace_of(const Event& event) noexcept;
+// Writes event_bytes(event) bytes; namespace_index is its namespace's place in the frame's table. Returns where they end.
+std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std::uint8_t* out) noexcept;
+// Bytes of a frame whose events have body_bytes. Throws Error: kLayout, when the name does not fit or the frame is too long.
+std::size_t frame_bytes(const FrameHeader& header, std::size_t namespaces, std::size_t body_bytes);
+// Writes header, name and namespace table; `out` is the whole frame. Returns where the events go.
+std::uint8_t* write_head(const FrameHeader& header, std::size_t event_count, std::span<const NamespaceId> namespaces,
+                         std::span<std::uint8_t> out) noexcept;
+// Writes the checksum of everything before it.
+void write_checksum(std::span<std::uint8_t> frame) noexcept;
+
 class FrameWriter {
  public:
   // header: instance, epoch, first_offset, wall_time_ns and digest are written, the rest is computed.

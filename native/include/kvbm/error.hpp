@@ -19,6 +19,7 @@ enum class ErrorCode : std::uint8_t {
   kCorruptFrame,    // CorruptFrameError(at, detail)
   kMalformedFrame,  // MalformedFrameError(at, detail)
   kCheckpoint,      // CheckpointError(at, detail)
+  kLedger,          // LedgerError(detail)
   kIllegalEvent,    // IllegalEventError(rule, detail)
 };
 

@@ -1,0 +1,372 @@
+#include "kvbm/ledger.hpp"
+
+#include <nanobind/stl/string_view.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "python.hpp"
+
+namespace kvbm::bindings {
+namespace {
+
+// A NamedTuple class, whose instances are made without running its Python constructor.
+class TupleClass {
+ public:
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+
+  template <class... Values>
+  nb::object operator()(Values&&... values) const {
+    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
+    PyObject* const made = type->tp_alloc(type, sizeof...(values));
+    if (made == nullptr) {
+      throw nb::python_error();
+    }
+    Py_ssize_t index = 0;
+    (PyTuple_SET_ITEM(made, index++, nb::object(std::forward<Values>(values)).release().ptr()), ...);
+    return nb::steal(made);
+  }
+
+ private:
+  nb::object kind_;  // the class
+};
+
+// The Python classes of the ledger's results. Made once at import, immutable; GIL held.
+struct LedgerClasses {
+  nb::module_ ledger = nb::module_::import_("kvbm.core.ledger");
+  nb::module_ codec = nb::module_::import_("kvbm.core.codec");
+  nb::module_ events = nb::module_::import_("kvbm.core.events");
+  nb::module_ ids = nb::module_::import_("kvbm.core.ids");
+
+  TupleClass match{ledger, "Match"};
+  TupleClass allocation{ledger, "Allocation"};
+  TupleClass copy{ledger, "Copy"};
+  TupleClass tier_counts{ledger, "TierCounts"};
+  TupleClass frame_bytes{codec, "FrameBytes"};
+  EnumClass tier{ids, "Tier"};
+  nb::object started = events.attr("InstanceStarted");
+  nb::object encode_started = codec.attr("encode_started");
+  nb::object cluster = ids.attr("Reach").attr("CLUSTER");
+  nb::object stop_shutdown = events.attr("StopReason").attr("SHUTDOWN");
+};
+
+using SharedLedgerClasses = std::shared_ptr<const LedgerClasses>;
+
+// -- Python → C++ ------------------------------------------------------------------------------------------------------
+
+// The bytes of an argument that must be bytes: they cannot change while a command reads them.
+Bytes run_of(nb::handle run) {
+  if (!PyBytes_Check(run.ptr())) {
+    throw nb::type_error("runs of hashes, slots and tiers are packed bytes");
+  }
+  return {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(run.ptr())),
+          static_cast<std::size_t>(PyBytes_GET_SIZE(run.ptr()))};
+}
+
+std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* what) {
+  const Bytes bytes = run_of(value);
+  if (bytes.size() != kHashBytes) {
+    throw Error(ErrorCode::kLayout,
+                std::string(what) + " of " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(kHashBytes));
+  }
+  std::array<std::uint8_t, kHashBytes> id;
+  std::copy_n(bytes.begin(), kHashBytes, id.begin());
+  return id;
+}
+
+NamespaceId namespace_of(nb::handle value) { return sixteen_of(value, "a namespace id"); }
+
+// An enum member, which is an int, of an enum that counts from 0.
+template <class Enum>
+Enum member_of(nb::handle value, std::uint8_t count, const char* what) {
+  const long number = PyLong_Check(value.ptr()) ? PyLong_AsLong(value.ptr()) : -1;
+  if (number < 0 || number >= count) {
+    PyErr_Clear();
+    throw nb::value_error((std::string(nb::repr(value).c_str()) + " is no " + what).c_str());
+  }
+  return static_cast<Enum>(number);
+}
+
+Tier tier_of(nb::handle value) { return member_of<Tier>(value, kTierCount, "Tier"); }
+
+EvictReason reason_of(nb::handle value) { return member_of<EvictReason>(value, kEvictReasonCount, "EvictReason"); }
+
+CopySource source_of(nb::handle source) {
+  if (PyUnicode_Check(source.ptr())) {
+    return std::string(utf8(source, "a source instance's name"));
+  }
+  return tier_of(source);
+}
+
+std::vector<Pool> pools_of(const nb::tuple& pools, const LedgerClasses& classes) {
+  std::vector<Pool> stated;
+  for (nb::handle pool : pools) {
+    stated.push_back({.tier = tier_of(pool.attr("tier")),
+                      .slots = number<std::uint32_t>(pool.attr("slots")),
+                      .is_cluster = pool.attr("reach").equal(classes.cluster)});
+  }
+  return stated;
+}
+
+std::vector<Recovered> recovered_of(nb::handle entries) {
+  std::vector<Recovered> recovered;
+  for (nb::handle entry : entries) {
+    recovered.push_back({.hash = sixteen_of(entry.attr("hash"), "a recovered hash"),
+                         .namespace_id = namespace_of(entry.attr("namespace")),
+                         .slot = number<std::uint32_t>(entry.attr("slot"))});
+  }
+  return recovered;
+}
+
+// -- C++ → Python ------------------------------------------------------------------------------------------------------
+
+nb::bytes packed(std::span<const std::uint32_t> slots) { return nb::bytes(slots.data(), slots.size_bytes()); }
+
+nb::bytes framed(const FrameBody& body, FrameHeader header) {
+  header.first_offset = body.first_offset;
+  header.digest = body.digest;
+  const nb::bytes data = new_bytes(frame_bytes(header, body.namespaces.size(), body.used));
+  const std::span<std::uint8_t> out = writable(data);
+  std::uint8_t* const events = write_head(header, body.event_count, body.namespaces, out);
+  std::copy_n(body.bytes.data(), body.used, events);
+  write_checksum(out);
+  return data;
+}
+
+// kvbm._native.Ledger: the Python face of one Ledger; the caller's lock and the GIL protect it.
+class PythonLedger {
+  template <class Function>
+  auto translated(Function&& function) const {
+    return bindings::translated(errors_, std::forward<Function>(function));
+  }
+
+ public:
+  PythonLedger(nb::handle pools, std::string_view eviction, std::size_t event_bytes, SharedErrors errors,
+               SharedLedgerClasses classes)
+      : errors_(std::move(errors)),
+        classes_(std::move(classes)),
+        pools_(nb::borrow(pools)),
+        ledger_(bindings::translated(errors_, [&] { return Ledger(pools_of(pools_, *classes_), eviction, event_bytes); })) {}
+
+  const nb::tuple& pools() const { return pools_; }
+  std::uint64_t epoch() const { return ledger_.epoch(); }
+  std::uint64_t applied() const { return ledger_.applied(); }
+  std::uint64_t digest() const { return ledger_.digest(); }
+  bool stopped() const { return ledger_.is_stopped(); }
+  bool overflowed() const { return ledger_.has_overflowed(); }
+
+  void start(std::uint64_t epoch, nb::handle namespaces, nb::handle topology, nb::handle engine, nb::handle version,
+             nb::handle recovered) {
+    translated([&] {
+      const nb::tuple all_namespaces = nb::tuple(nb::borrow(namespaces));
+      const nb::object event = classes_->started(
+          nb::arg("epoch") = epoch, nb::arg("pools") = pools_, nb::arg("namespaces") = all_namespaces,
+          nb::arg("topology") = nb::tuple(nb::borrow(topology)), nb::arg("engine") = engine, nb::arg("version") = version);
+      std::array<std::vector<Recovered>, kTierCount> by_tier;
+      if (!recovered.is_none()) {
+        for (nb::handle item : recovered.attr("items")()) {
+          by_tier[static_cast<std::size_t>(tier_of(item[0]))] = recovered_of(item[1]);
+        }
+      }
+      const nb::object blob = classes_->encode_started(event);
+      ledger_.start(epoch, run_of(blob), all_namespaces.size(), by_tier);
+    });
+  }
+
+  void stop(nb::handle reason) {
+    translated([&] { ledger_.stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
+  }
+
+  nb::list take_frames(nb::handle instance, std::uint64_t wall_time_ns) {
+    return translated([&] {
+      nb::list frames;
+      FrameHeader header;
+      header.instance = utf8(instance, "the instance's name");
+      header.epoch = ledger_.epoch();
+      header.wall_time_ns = wall_time_ns;
+      for (const FrameBody& body : ledger_.waiting_frames()) {
+        frames.append(classes_->frame_bytes(nb::int_(ledger_.epoch()), nb::int_(body.first_offset),
+                                            nb::int_(body.first_offset + body.event_count), framed(body, header)));
+      }
+      ledger_.clear_waiting();
+      return frames;
+    });
+  }
+
+  nb::object match(nb::handle hashes, bool pinned) {
+    return translated([&] {
+      const Match found = ledger_.match(run_of(hashes), pinned);
+      return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
+    });
+  }
+
+  bool holds(nb::handle tier, nb::handle block) const { return ledger_.holds(tier_of(tier), run_of(block)); }
+
+  nb::bytes lacking(nb::handle tier, nb::handle hashes) {
+    return translated([&] { return copy_bytes(ledger_.lacking(tier_of(tier), run_of(hashes))); });
+  }
+
+  nb::object residency(nb::handle tier, nb::handle block) const {
+    const auto found = ledger_.residency(tier_of(tier), run_of(block));
+    return found ? nb::object(nb::make_tuple(copy_bytes(found->first), found->second)) : nb::none();
+  }
+
+  nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_.held(tier_of(tier))); }
+
+  void pin(nb::handle tier, nb::handle slots) {
+    translated([&] { ledger_.pin(tier_of(tier), run_of(slots)); });
+  }
+
+  void unpin(nb::handle tier, nb::handle slots) {
+    translated([&] { ledger_.unpin(tier_of(tier), run_of(slots)); });
+  }
+
+  nb::object allocate(nb::handle tier, std::size_t count) {
+    return translated([&]() -> nb::object {
+      const auto allocation = ledger_.allocate(tier_of(tier), count);
+      if (!allocation) {
+        return nb::none();
+      }
+      return classes_->allocation(copy_bytes(allocation->slots), nb::int_(allocation->after));
+    });
+  }
+
+  void release(nb::handle tier, nb::handle slots) {
+    translated([&] { ledger_.release(tier_of(tier), run_of(slots)); });
+  }
+
+  nb::bytes create(nb::handle namespace_id, nb::handle tier, nb::handle parent, nb::handle start, nb::handle hashes,
+                   nb::handle slots) {
+    return translated([&] {
+      return copy_bytes(ledger_.create(namespace_of(namespace_id), tier_of(tier), sixteen_of(parent, "a parent hash"),
+                                       number<std::uint64_t>(start), run_of(hashes), run_of(slots)));
+    });
+  }
+
+  std::size_t evict(nb::handle tier, nb::handle hashes, nb::handle reason) {
+    return translated([&] { return ledger_.evict(tier_of(tier), run_of(hashes), reason_of(reason)); });
+  }
+
+  void forget(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle reason) {
+    translated([&] {
+      ledger_.forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
+    });
+  }
+
+  std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority) {
+    return translated([&] { return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority); });
+  }
+
+  std::size_t expire(double now_s) { return ledger_.expire(now_s); }
+
+  nb::object begin_copy(nb::handle namespace_id, nb::handle source, nb::handle target, nb::handle hashes) {
+    return translated([&]() -> nb::object {
+      const auto begun = ledger_.begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
+      if (!begun) {
+        return nb::none();
+      }
+      const Copy& copy = *begun->second;
+      const auto* const tier = std::get_if<Tier>(&copy.source);
+      return classes_->copy(nb::int_(begun->first), nb::borrow(namespace_id),
+                            tier != nullptr ? classes_->tier(*tier) : nb::borrow(source), classes_->tier(copy.target),
+                            copy_bytes(copy.hashes), packed(copy.source_slots), packed(copy.target_slots),
+                            nb::int_(copy.after));
+    });
+  }
+
+  nb::list end_copy(nb::handle copy, nb::handle arrived, nb::handle cause, bool kept, bool pinned) {
+    return translated([&] {
+      const auto id = nb::cast<std::uint64_t>(copy.attr("id"));
+      std::vector<std::uint8_t> flags;
+      for (nb::handle flag : arrived) {
+        flags.push_back(is_true(flag) ? 1 : 0);
+      }
+      if (const std::size_t count = ledger_.copy_blocks(id); flags.size() != count) {
+        throw nb::value_error(
+            (std::to_string(flags.size()) + " arrivals for a copy of " + std::to_string(count) + " blocks").c_str());
+      }
+      const auto why = member_of<MigrateCause>(cause, kMigrateCauseCount, "MigrateCause");
+      nb::list holders;
+      for (const std::uint32_t slot : ledger_.end_copy(id, flags, why, kept, pinned)) {
+        holders.append(slot != kNoSlot ? nb::object(nb::int_(slot)) : nb::none());
+      }
+      return holders;
+    });
+  }
+
+  std::size_t copies_in_flight() const { return ledger_.copies_in_flight(); }
+
+  bool begin_round() {
+    return translated([&] { return ledger_.begin_round(); });
+  }
+
+  bool step_round(std::size_t limit) {
+    return translated([&] { return ledger_.step_round(limit); });
+  }
+
+  nb::object counts(nb::handle tier) const {
+    return translated([&] {
+      const TierCounts counts = ledger_.counts(tier_of(tier));
+      return classes_->tier_counts(nb::int_(counts.slots), nb::int_(counts.free), nb::int_(counts.held),
+                                   nb::int_(counts.evictable), nb::int_(counts.allocated));
+    });
+  }
+
+ private:
+  SharedErrors errors_;          // what a thrown Error becomes
+  SharedLedgerClasses classes_;  // what results are made of
+  nb::tuple pools_;              // as they were given
+  Ledger ledger_;                // the ledger
+};
+
+}  // namespace
+
+void bind_ledger(nb::module_& module, const SharedErrors& errors) {
+  const auto classes = std::make_shared<const LedgerClasses>();
+  const nb::tuple none;
+  nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.core.ledger.Ledger specifies it.")
+      .def(
+          "__init__",
+          [errors, classes](PythonLedger* self, nb::handle pools, std::string_view eviction, std::size_t event_bytes) {
+            new (self) PythonLedger(pools, eviction, event_bytes, errors, classes);
+          },
+          nb::arg("pools"), nb::arg("eviction") = "lru", nb::arg("event_bytes") = kDefaultEventBytes)
+      .def_prop_ro("pools", &PythonLedger::pools)
+      .def_prop_ro("epoch", &PythonLedger::epoch)
+      .def_prop_ro("applied", &PythonLedger::applied)
+      .def_prop_ro("digest", &PythonLedger::digest)
+      .def_prop_ro("stopped", &PythonLedger::stopped)
+      .def_prop_ro("overflowed", &PythonLedger::overflowed)
+      .def("start", &PythonLedger::start, nb::arg("epoch"), nb::arg("namespaces") = none, nb::arg("topology") = none,
+           nb::arg("engine") = "", nb::arg("version") = "", nb::arg("recovered") = nb::none())
+      .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
+      .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
+      .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false)
+      .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"))
+      .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
+      .def("residency", &PythonLedger::residency, nb::arg("tier"), nb::arg("block"))
+      .def("held", &PythonLedger::held, nb::arg("tier"))
+      .def("pin", &PythonLedger::pin, nb::arg("tier"), nb::arg("slots"))
+      .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"))
+      .def("allocate", &PythonLedger::allocate, nb::arg("tier"), nb::arg("count"))
+      .def("release", &PythonLedger::release, nb::arg("tier"), nb::arg("slots"))
+      .def("create", &PythonLedger::create, nb::arg("namespace"), nb::arg("tier"), nb::arg("parent"), nb::arg("start"),
+           nb::arg("hashes"), nb::arg("slots"))
+      .def("evict", &PythonLedger::evict, nb::arg("tier"), nb::arg("hashes"), nb::arg("reason"))
+      .def("forget", &PythonLedger::forget, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("reason"))
+      .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0)
+      .def("expire", &PythonLedger::expire, nb::arg("now_s"))
+      .def("begin_copy", &PythonLedger::begin_copy, nb::arg("namespace"), nb::arg("source"), nb::arg("target"),
+           nb::arg("hashes"))
+      .def("end_copy", &PythonLedger::end_copy, nb::arg("copy"), nb::arg("arrived"), nb::arg("cause"),
+           nb::arg("kept") = true, nb::arg("pinned") = false)
+      .def("copies_in_flight", &PythonLedger::copies_in_flight)
+      .def("begin_round", &PythonLedger::begin_round)
+      .def("step_round", &PythonLedger::step_round, nb::arg("limit") = kMaxRunBlocks)
+      .def("counts", &PythonLedger::counts, nb::arg("tier"));
+}
+
+}  // namespace kvbm::bindings

@@ -1,0 +1,140 @@
+// TierSlots: the slots of one pool, who each belongs to, and which block lies where. Made once with a pool's size, lives as long
+// as its ledger, which alone calls it and has checked what it asks: owner thread only. Only `keep`, `expire` and `held_slots`
+// allocate. Not to be moved: the policy points into the slots.
+//
+//   free ──take──► allocated ──gain──► held ──lose──► free, or orphaned while pinned ──unpin──► free
+//                      └──give_back──► free
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <set>
+#include <span>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "kvbm/event.hpp"
+#include "kvbm/eviction.hpp"
+#include "kvbm/hash_index.hpp"
+#include "kvbm/slots.hpp"
+
+namespace kvbm {
+
+inline constexpr std::uint8_t kHighestPriority = 100;  // of a kept block: never given up
+
+// How a pool's slots are used right now.
+struct TierCounts {
+  std::uint32_t slots;      // in the pool
+  std::size_t free;         // nobody's
+  std::size_t held;         // blocks held
+  std::size_t evictable;    // of those, neither pinned nor kept
+  std::size_t allocated;    // given out to be written, a copy's among them
+};
+
+class TierSlots {
+ public:
+  // eviction: name of a policy that exists. seed: for the positions in hash tables; nothing it changes can be seen.
+  TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed);
+
+  TierSlots(const TierSlots&) = delete;
+  TierSlots& operator=(const TierSlots&) = delete;
+
+  Tier tier() const noexcept { return tier_; }
+  std::uint32_t size() const noexcept { return static_cast<std::uint32_t>(slots_.size()); }
+  TierCounts counts() const noexcept;
+  const Slot& slot(std::uint32_t slot) const noexcept { return slots_[slot]; }
+
+  // -- finding blocks
+  void prefetch(const std::uint8_t* hash) const noexcept { index_.prefetch(index_.tag(hash)); }
+  // The slot that holds a block, or kNoSlot.
+  std::uint32_t find(const std::uint8_t* hash) const noexcept {
+    return index_.find(index_.tag(hash), hash, [this](std::uint32_t at) { return slots_[at].hash.data(); });
+  }
+  // Whether a copy brings the block here.
+  bool is_arriving(const std::uint8_t* hash) const noexcept;
+  bool is_held(std::uint32_t slot) const noexcept { return slot < size() && slots_[slot].state == SlotState::kHeld; }
+  // Held slots in the order their blocks were gained.
+  std::vector<std::uint32_t> held_slots() const;
+
+  // -- slots that hold no block yet
+  std::size_t free_count() const noexcept { return free_count_ + size() - unused_; }
+  // Takes out.size() free slots, of which there must be enough. Returns the offset after which what they held was withdrawn.
+  std::uint64_t take(std::span<std::uint32_t> out) noexcept;
+  // A slot that was allocated, and holds no block, is nobody's again.
+  void give_back(std::uint32_t slot) noexcept;
+  // A copy writes to an allocated slot from now on.
+  void receive(std::uint32_t slot, const std::uint8_t* hash) noexcept;
+  // The copy has ended; the slot is allocated.
+  void end_receiving(std::uint32_t slot) noexcept;
+  // What a start finds in use: the slots below `unused` that are not allocated become free.
+  void reserve(std::span<const std::uint32_t> taken) noexcept;
+
+  // -- residencies
+  // As `prefetch`, for a block that is about to be gained.
+  void prefetch_gain(const std::uint8_t* hash) const noexcept {
+    prefetch(hash);
+    policy_->prefetch(hash);
+  }
+  // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
+  void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
+  // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one has.
+  std::uint32_t index(std::uint32_t slot, const std::uint8_t* hash) noexcept {
+    const std::uint32_t holder = index_.find_or_insert(
+        index_.tag(hash), hash, slot, [this](std::uint32_t at) { return slots_[at].hash.data(); });
+    if (holder == slot) {
+      std::memcpy(slots_[slot].hash.data(), hash, kHashBytes);
+    }
+    return holder;
+  }
+  void unindex(std::uint32_t slot) noexcept;
+  // An allocated slot holds the block that was indexed in it. What the policy is told follows with `enter`.
+  void gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept;
+  // A gained block may be evicted from now on, or is pinned once for whoever gained it.
+  void enter(std::uint32_t slot, bool pinned) noexcept;
+  // A held block is withdrawn by the event before `applied`.
+  void lose(std::uint32_t slot, std::uint64_t applied) noexcept;
+
+  // -- what may be evicted
+  // A held slot gets one more pin.
+  void pin(std::uint32_t slot) noexcept;
+  // A pinned slot loses one.
+  void unpin(std::uint32_t slot) noexcept;
+  // A held block stays until a time; a repetition takes the later time and the higher priority.
+  void keep(std::uint32_t slot, double until_s, std::uint8_t priority);
+  // Lets go of kept blocks whose time has come, lowest slot first. Returns how many.
+  std::size_t expire(double now_s);
+  // Slots that can be had at most.
+  std::size_t room() const noexcept { return free_count() + policy_->size() + yielding_; }
+  // Gives up out.size() blocks: the policy's victims, then kept ones. False, and no change, when there are too few.
+  bool victims(std::span<std::uint32_t> out) noexcept;
+
+ private:
+  bool yields(const Slot& slot) const noexcept;
+  void let_go(std::uint32_t slot) noexcept;
+  void push_free(std::uint32_t slot) noexcept;
+
+  using InTime = std::tuple<double, std::uint32_t>;                  // (until_s, slot)
+  using InRank = std::tuple<std::uint8_t, double, std::uint32_t>;    // (priority, until_s, slot)
+
+  Tier tier_;                               // of the pool
+  LargeArray<Slot> slots_;                  // by number
+  HashIndex index_;                         // hash → slot that holds it
+  HashIndex arriving_;                      // hash → slot a copy brings it to
+  std::unique_ptr<EvictionPolicy> policy_;  // which block is given up first
+  std::vector<std::uint32_t> free_;         // a ring of slots that were used and are free, next to be taken at free_first_
+  std::size_t free_first_ = 0;              // place in free_
+  std::size_t free_count_ = 0;              // how many of free_
+  std::uint32_t unused_ = 0;                // slots from here on were never used
+  std::size_t allocated_ = 0;               // how many slots are allocated or receiving
+  std::size_t receiving_ = 0;               // how many are receiving
+  std::size_t held_ = 0;                    // how many are held
+  std::uint64_t gained_ = 0;                // blocks gained so far
+  std::set<InTime> kept_in_time_;           // kept slots, the first to expire first
+  std::set<InRank> kept_in_rank_;           // the same, the first to be given up first
+  std::size_t yielding_ = 0;                // of those, how many may be given up
+};
+
+}  // namespace kvbm

@@ -1,0 +1,214 @@
+#include "kvbm/tier_slots.hpp"
+
+#include <algorithm>
+
+namespace kvbm {
+
+TierSlots::TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed)
+    : tier_(tier),
+      slots_(slots),
+      index_(slots, seed),
+      arriving_(slots, seed),
+      policy_(make_eviction_policy(eviction, slots_, seed)),
+      free_(slots) {}
+
+TierCounts TierSlots::counts() const noexcept {
+  return {size(), free_count(), held_, policy_->size(), allocated_};
+}
+
+bool TierSlots::is_arriving(const std::uint8_t* hash) const noexcept {
+  const auto hash_of = [this](std::uint32_t at) { return slots_[at].hash.data(); };
+  return receiving_ > 0 && arriving_.find(arriving_.tag(hash), hash, hash_of) != kNoEntry;
+}
+
+std::vector<std::uint32_t> TierSlots::held_slots() const {
+  std::vector<std::uint32_t> held;
+  held.reserve(held_);
+  for (std::uint32_t slot = 0; slot < unused_; ++slot) {
+    if (slots_[slot].state == SlotState::kHeld) {
+      held.push_back(slot);
+    }
+  }
+  std::ranges::sort(held, {}, [this](std::uint32_t slot) { return slots_[slot].gained; });
+  return held;
+}
+
+// -- slots that hold no block yet --------------------------------------------------------------------------------------
+
+std::uint64_t TierSlots::take(std::span<std::uint32_t> out) noexcept {
+  std::uint64_t after = 0;
+  for (std::uint32_t& slot : out) {
+    if (free_count_ > 0) {
+      slot = free_[free_first_];
+      free_first_ = free_first_ + 1 == free_.size() ? 0 : free_first_ + 1;
+      --free_count_;
+      after = std::max(after, slots_[slot].withdrawn_before);  // kept: it may come back unwritten
+    } else {
+      slot = unused_++;
+    }
+    slots_[slot].state = SlotState::kAllocated;
+  }
+  allocated_ += out.size();
+  return after;
+}
+
+void TierSlots::push_free(std::uint32_t slot) noexcept {
+  slots_[slot].state = SlotState::kFree;
+  const std::size_t end = free_first_ + free_count_;
+  free_[end < free_.size() ? end : end - free_.size()] = slot;
+  ++free_count_;
+}
+
+void TierSlots::give_back(std::uint32_t slot) noexcept {
+  --allocated_;
+  push_free(slot);
+}
+
+void TierSlots::receive(std::uint32_t slot, const std::uint8_t* hash) noexcept {
+  Slot& target = slots_[slot];
+  target.state = SlotState::kReceiving;
+  std::copy_n(hash, kHashBytes, target.hash.begin());
+  arriving_.insert(arriving_.tag(hash), slot);
+  ++receiving_;
+}
+
+void TierSlots::end_receiving(std::uint32_t slot) noexcept {
+  slots_[slot].state = SlotState::kAllocated;
+  arriving_.erase(arriving_.tag(slots_[slot].hash.data()), slot);
+  --receiving_;
+}
+
+void TierSlots::reserve(std::span<const std::uint32_t> taken) noexcept {
+  for (const std::uint32_t slot : taken) {
+    allocated_ += slots_[slot].state == SlotState::kFree ? 1 : 0;
+    slots_[slot].state = SlotState::kAllocated;
+    unused_ = std::max(unused_, slot + 1);
+  }
+  for (std::uint32_t slot = 0; slot < unused_; ++slot) {
+    if (slots_[slot].state == SlotState::kFree) {
+      push_free(slot);
+    }
+  }
+}
+
+// -- residencies -------------------------------------------------------------------------------------------------------
+
+void TierSlots::unindex(std::uint32_t slot) noexcept { index_.erase(index_.tag(slots_[slot].hash.data()), slot); }
+
+void TierSlots::gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept {
+  Slot& block = slots_[slot];
+  block.state = SlotState::kHeld;
+  block.namespace_index = namespace_index;
+  block.gained = gained_++;
+  --allocated_;
+  ++held_;
+}
+
+void TierSlots::enter(std::uint32_t slot, bool pinned) noexcept {
+  slots_[slot].pins = pinned ? 1 : 0;
+  policy_->gain(slot, pinned);
+}
+
+void TierSlots::lose(std::uint32_t slot, std::uint64_t applied) noexcept {
+  Slot& block = slots_[slot];
+  policy_->lose(slot);
+  if (block.priority != kNotKept) {
+    let_go(slot);
+  }
+  index_.erase(index_.tag(block.hash.data()), slot);
+  block.withdrawn_before = applied;
+  --held_;
+  if (block.pins > 0) {
+    block.state = SlotState::kOrphaned;
+  } else {
+    push_free(slot);
+  }
+}
+
+// -- what may be evicted -----------------------------------------------------------------------------------------------
+
+void TierSlots::pin(std::uint32_t slot) noexcept {
+  Slot& block = slots_[slot];
+  yielding_ -= yields(block) ? 1 : 0;
+  ++block.pins;
+  policy_->hold(slot);
+}
+
+void TierSlots::unpin(std::uint32_t slot) noexcept {
+  Slot& block = slots_[slot];
+  if (--block.pins > 0) {
+    return;
+  }
+  if (block.state == SlotState::kOrphaned) {
+    push_free(slot);
+  } else if (block.priority == kNotKept) {
+    policy_->free(slot);
+  } else {
+    yielding_ += yields(block) ? 1 : 0;
+  }
+}
+
+bool TierSlots::yields(const Slot& slot) const noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
+
+void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) {
+  Slot& block = slots_[slot];
+  if (block.priority == kNotKept) {
+    if (block.pins == 0) {
+      policy_->hold(slot);
+    }
+  } else {
+    until_s = std::max(until_s, block.kept_until_s);
+    priority = std::max(priority, block.priority);
+    let_go(slot);
+  }
+  kept_in_time_.emplace(until_s, slot);
+  kept_in_rank_.emplace(priority, until_s, slot);
+  block.kept_until_s = until_s;
+  block.priority = priority;
+  yielding_ += yields(block) ? 1 : 0;
+}
+
+// A kept block is kept no more.
+void TierSlots::let_go(std::uint32_t slot) noexcept {
+  Slot& block = slots_[slot];
+  yielding_ -= yields(block) ? 1 : 0;
+  kept_in_time_.erase({block.kept_until_s, slot});
+  kept_in_rank_.erase({block.priority, block.kept_until_s, slot});
+  block.priority = kNotKept;
+}
+
+std::size_t TierSlots::expire(double now_s) {
+  std::vector<std::uint32_t> over;
+  for (const auto& [until_s, slot] : kept_in_time_) {
+    if (!(until_s <= now_s)) {
+      break;
+    }
+    over.push_back(slot);
+  }
+  std::ranges::sort(over);
+  for (const std::uint32_t slot : over) {
+    let_go(slot);
+    if (slots_[slot].pins == 0) {
+      policy_->free(slot);
+    }
+  }
+  return over.size();
+}
+
+bool TierSlots::victims(std::span<std::uint32_t> out) noexcept {
+  const std::size_t from_policy = std::min(out.size(), policy_->size());
+  if (out.size() - from_policy > yielding_) {
+    return false;
+  }
+  policy_->victims(out.first(from_policy));
+  std::size_t at = from_policy;
+  for (auto next = kept_in_rank_.begin(); at < out.size(); ++next) {
+    const std::uint32_t slot = std::get<2>(*next);
+    if (yields(slots_[slot])) {
+      out[at++] = slot;
+    }
+  }
+  return true;
+}
+
+}  // namespace kvbm

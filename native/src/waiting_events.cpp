@@ -1,0 +1,69 @@
+#include "kvbm/waiting_events.hpp"
+
+#include <algorithm>
+
+namespace kvbm {
+namespace {
+
+// What an event counts for in the cutting rule, as _estimated_bytes in codec.py has it.
+std::size_t estimated_bytes(const Event& event, std::size_t started_namespaces) noexcept {
+  return std::visit(
+      [&](const auto& fact) -> std::size_t {
+        if constexpr (requires { fact.slots; }) {
+          return 32 + fact.hashes.size() + fact.slots.size();
+        } else if constexpr (requires { fact.hashes; }) {
+          return 32 + fact.hashes.size();
+        } else if constexpr (requires { fact.blob; }) {
+          return 256 * (1 + started_namespaces);
+        } else {
+          return 16;
+        }
+      },
+      event);
+}
+
+}  // namespace
+
+void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
+                        std::uint64_t digest, std::size_t started_namespaces) {
+  const NamespaceId* const id = namespace_of(event);
+  Place* place = nullptr;
+  if (id != nullptr) {
+    if (namespace_index >= places_.size()) {
+      places_.resize(namespace_index + std::size_t{1});
+    }
+    place = &places_[namespace_index];
+  }
+  FrameBody* body = used_ > 0 ? &bodies_[used_ - 1] : &open(offset);
+  const auto is_new = [&] { return place != nullptr && place->frame != frames_begun_; };
+  if (body->estimated_bytes >= kFrameEventBytes || (is_new() && body->namespaces.size() == kMaxFrameNamespaces)) {
+    body = &open(offset);
+  }
+  if (is_new()) {
+    *place = {frames_begun_, static_cast<std::uint8_t>(body->namespaces.size())};
+    body->namespaces.push_back(*id);
+  }
+  if (body->used + encoded_bytes > body->bytes.size()) {
+    body->bytes.resize(std::max(body->used + encoded_bytes, 2 * body->bytes.size()));
+  }
+  write_event(event, place != nullptr ? place->index : std::uint8_t{0}, body->bytes.data() + body->used);
+  body->used += encoded_bytes;
+  body->estimated_bytes += estimated_bytes(event, started_namespaces);
+  ++body->event_count;
+  body->digest = digest;
+}
+
+FrameBody& WaitingEvents::open(std::uint64_t offset) {
+  ++frames_begun_;
+  if (used_ == bodies_.size()) {
+    bodies_.emplace_back();
+    bodies_.back().bytes.resize(4096);  // frames that are taken every few milliseconds stay small; others grow
+  }
+  FrameBody& body = bodies_[used_++];
+  body.used = body.estimated_bytes = body.event_count = 0;
+  body.first_offset = offset;
+  body.namespaces.clear();
+  return body;
+}
+
+}  // namespace kvbm

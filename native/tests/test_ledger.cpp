@@ -1,0 +1,239 @@
+#include "kvbm/ledger.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "check.hpp"
+#include "kvbm/codec.hpp"
+
+using namespace kvbm;
+using tests::Random;
+using tests::thrown_code;
+
+namespace {
+
+using Buffer = std::vector<std::uint8_t>;
+
+constexpr NamespaceId kNamespace{1};
+constexpr NamespaceId kOther{2};
+const Buffer kStarted(3);  // opaque to C++
+
+// Blocks [first, first + count), packed.
+Buffer blocks(std::uint32_t first, std::uint32_t count) {
+  Buffer hashes(count * kHashBytes);
+  for (std::uint32_t at = 0; at < count; ++at) {
+    const std::uint32_t number = first + at + 1;
+    std::memcpy(hashes.data() + at * kHashBytes, &number, sizeof number);
+  }
+  return hashes;
+}
+
+Buffer copied(Bytes bytes) { return {bytes.begin(), bytes.end()}; }
+
+Ledger started(std::vector<Pool> pools, const char* eviction = "lru", std::size_t event_bytes = kDefaultEventBytes) {
+  Ledger ledger(pools, eviction, event_bytes);
+  ledger.start(1, kStarted, 0, std::array<std::vector<Recovered>, kTierCount>{});
+  return ledger;
+}
+
+const std::vector<Pool> kPools{{Tier::kHbm, 8, false}, {Tier::kNvme, 4, false}, {Tier::kObject, 0, true}};
+
+// Creates blocks and unpins them; gives their slots.
+Buffer filled(Ledger& ledger, Tier tier, const NamespaceId& id, const Buffer& hashes) {
+  const auto allocation = ledger.allocate(tier, hashes.size() / kHashBytes);
+  CHECK(allocation.has_value());
+  const Buffer slots = copied(ledger.create(id, tier, kNoParent, 0, hashes, copied(allocation->slots)));
+  ledger.unpin(tier, slots);
+  return slots;
+}
+
+// What all waiting frames say: names of events in order. Reads every frame to its end.
+std::vector<std::string> recorded(Ledger& ledger) {
+  constexpr const char* kNames[] = {"started", "created", "migrated", "evicted", "stated", "ended", "stopped"};
+  std::vector<std::string> names;
+  for (const FrameBody& body : ledger.waiting_frames()) {
+    FrameHeader header;
+    header.instance = "i";
+    Buffer out(frame_bytes(header, body.namespaces.size(), body.used));
+    std::copy_n(body.bytes.data(), body.used, write_head(header, body.event_count, body.namespaces, out));
+    write_checksum(out);
+    FrameReader reader(out, 0);
+    while (const auto event = reader.next()) {
+      names.emplace_back(kNames[event->index()]);
+    }
+  }
+  ledger.clear_waiting();
+  return names;
+}
+
+void create_match_evict() {
+  Ledger ledger = started(kPools);
+  const Buffer six = blocks(0, 6);
+  filled(ledger, Tier::kHbm, kNamespace, six);
+  CHECK(ledger.match(blocks(0, 8), false).depth == 6);
+  CHECK(ledger.match(six, true).depth == 6);
+  CHECK(ledger.counts(Tier::kHbm).evictable == 0);
+  CHECK(!ledger.allocate(Tier::kHbm, 3).has_value());
+  ledger.unpin(Tier::kHbm, copied(ledger.match(six, false).slots));
+  CHECK(ledger.allocate(Tier::kHbm, 3).has_value());
+  CHECK(ledger.match(six, false).depth == 5);  // the deepest went first
+  CHECK((recorded(ledger) == std::vector<std::string>{"started", "ended", "ended", "created", "evicted"}));
+  CHECK(ledger.applied() == 5);
+}
+
+void refusals_change_nothing() {
+  Ledger ledger = started(kPools);
+  const Buffer two = blocks(0, 2);
+  const auto code = [](auto&& call) { return thrown_code(call); };
+  CHECK(code([&] { ledger.pin(Tier::kHost, {}); }) == ErrorCode::kLedger);
+  CHECK(code([&] { ledger.match(Bytes(two).first(17), false); }) == ErrorCode::kLayout);
+  const Buffer slots = copied(ledger.allocate(Tier::kHbm, 2)->slots);
+  Buffer twice = two;
+  std::copy_n(two.begin(), kHashBytes, twice.begin() + kHashBytes);
+  Buffer same_slot = slots;
+  std::copy_n(slots.begin(), kSlotBytes, same_slot.begin() + kSlotBytes);
+  const std::uint64_t applied = ledger.applied();
+  const auto create = [&](const Buffer& hashes, const Buffer& given) {
+    return code([&] { ledger.create(kNamespace, Tier::kHbm, kNoParent, 0, hashes, given); });
+  };
+  CHECK(create(twice, slots) == ErrorCode::kLedger && create(two, same_slot) == ErrorCode::kLedger);
+  CHECK(create(blocks(0, 1), slots) == ErrorCode::kLedger);
+  const Buffer no_slot(2 * kSlotBytes, 0xFF);
+  CHECK(create(two, no_slot) == ErrorCode::kLedger);
+  CHECK(ledger.applied() == applied && ledger.counts(Tier::kHbm).allocated == 2);
+  ledger.create(kNamespace, Tier::kHbm, kNoParent, 0, two, slots);
+  CHECK(ledger.match(two, false).depth == 2);
+}
+
+void overflow_ends_the_stream() {
+  Ledger ledger = started(kPools, "lru", kLeastEventBytes);
+  CHECK(thrown_code([] { Ledger(kPools, "lru", kLeastEventBytes - 1); }) == ErrorCode::kLedger);
+  const Buffer many = blocks(0, kLeastEventBytes / kHashBytes - 4);
+  ledger.forget(Tier::kObject, kNamespace, many, EvictReason::kMissing);
+  CHECK(!ledger.has_overflowed());
+  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 4));
+  CHECK(ledger.has_overflowed() && ledger.is_stopped() && ledger.match(blocks(0, 4), false).depth == 4);
+  const std::uint64_t applied = ledger.applied();
+  filled(ledger, Tier::kHbm, kNamespace, blocks(9, 8));  // the engine goes on
+  CHECK(ledger.applied() == applied && !ledger.begin_round());
+  CHECK(!ledger.allocate(Tier::kNvme, 1).has_value());
+  CHECK(recorded(ledger).back() == "stopped");
+}
+
+void steady_state_reuses_what_it_grew_to() {
+  Ledger ledger = started({{Tier::kHbm, 64, false}});
+  std::uint64_t digest = 0;
+  for (std::uint32_t round = 0; round < 200; ++round) {
+    filled(ledger, Tier::kHbm, round % 2 == 0 ? kNamespace : kOther, blocks(round * 16, 16));
+    if (round % 16 == 0) {
+      recorded(ledger);
+    }
+    digest = ledger.digest();
+  }
+  std::uint64_t sum = 0;
+  const Buffer held = ledger.held(Tier::kHbm);
+  for (std::size_t at = 0; at < held.size(); at += kHashBytes) {
+    sum += residency_mix(Tier::kHbm, held.data() + at);
+  }
+  CHECK(held == blocks(196 * 16, 64));
+  CHECK(sum == digest);
+}
+
+// Random commands: no slot is lost or given twice, and the digest is that of what is held.
+void no_slot_is_lost(const char* eviction) {
+  Random random(4);
+  const std::vector<Pool> pools{{Tier::kHbm, 9, false}, {Tier::kHost, 5, false}, {Tier::kObject, 0, true}};
+  Ledger ledger = started(pools, eviction);
+  std::vector<std::pair<Tier, Buffer>> pinned;
+  std::vector<std::pair<std::uint64_t, std::size_t>> copies;
+  const Tier tiers[] = {Tier::kHbm, Tier::kHost, Tier::kObject};
+  for (int step = 0; step < 30'000; ++step) {
+    const bool is_other = random.below(4) == 0;
+    const NamespaceId& id = is_other ? kOther : kNamespace;
+    const std::size_t first = random.below(12) + (is_other ? 100 : 0);
+    const Buffer run = blocks(static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(1 + random.below(5)));
+    const Tier tier = tiers[random.below(2)];
+    switch (random.below(9)) {
+      case 0:
+        if (const auto allocation = ledger.allocate(tier, run.size() / kHashBytes)) {
+          pinned.emplace_back(tier, copied(ledger.create(id, tier, kNoParent, 0, run, copied(allocation->slots))));
+        }
+        break;
+      case 1:
+      case 2:
+        if (!pinned.empty()) {
+          std::swap(pinned[random.below(pinned.size())], pinned.back());
+          ledger.unpin(pinned.back().first, pinned.back().second);
+          pinned.pop_back();
+        }
+        break;
+      case 3:
+        ledger.evict(tier, run, EvictReason::kCleared);
+        break;
+      case 4:
+        ledger.keep(tier, run, static_cast<double>(random.below(20)), static_cast<std::int64_t>(random.below(101)));
+        break;
+      case 5:
+        ledger.expire(static_cast<double>(random.below(20)));
+        break;
+      case 6: {
+        const Tier target = tiers[random.below(3)];
+        if (const auto begun = target == tier ? std::nullopt : ledger.begin_copy(id, CopySource(tier), target, run)) {
+          copies.emplace_back(begun->first, begun->second->hashes.size() / kHashBytes);
+        }
+        break;
+      }
+      case 7:
+        if (!copies.empty()) {
+          const auto [copy, count] = copies.back();
+          copies.pop_back();
+          Buffer arrived(count);
+          std::ranges::generate(arrived, [&] { return static_cast<std::uint8_t>(random.below(2)); });
+          ledger.end_copy(copy, arrived, MigrateCause::kOffload, random.below(2) == 0, false);
+        }
+        break;
+      default:
+        ledger.begin_round();
+        ledger.step_round(1 + random.below(4));
+        ledger.clear_waiting();
+    }
+    std::uint64_t digest = 0;
+    for (const Tier each : {Tier::kHbm, Tier::kHost}) {
+      const TierCounts counts = ledger.counts(each);
+      CHECK(counts.free + counts.held + counts.allocated <= counts.slots);  // the rest is withdrawn but pinned
+      CHECK(counts.evictable <= counts.held);
+      const Buffer held = ledger.held(each);
+      CHECK(held.size() == counts.held * kHashBytes);
+      for (std::size_t at = 0; at < held.size(); at += kHashBytes) {
+        digest += residency_mix(each, held.data() + at);
+      }
+    }
+    CHECK(digest == ledger.digest());
+  }
+  while (!pinned.empty()) {
+    ledger.unpin(pinned.back().first, pinned.back().second);
+    pinned.pop_back();
+  }
+  for (const auto& [copy, count] : copies) {
+    ledger.end_copy(copy, Buffer(count), MigrateCause::kOffload, true, false);
+  }
+  for (const Tier each : {Tier::kHbm, Tier::kHost}) {
+    const TierCounts counts = ledger.counts(each);
+    CHECK(counts.free + counts.held == counts.slots && counts.allocated == 0);
+  }
+}
+
+void no_slot_is_lost_by_either_policy() {
+  no_slot_is_lost("lru");
+  no_slot_is_lost("s3fifo");
+}
+
+}  // namespace
+
+int main() {
+  return tests::run({{"blocks are created, matched, pinned and evicted", create_match_evict},
+                     {"what is refused has changed nothing", refusals_change_nothing},
+                     {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
+                     {"the digest is that of what is held, round after round", steady_state_reuses_what_it_grew_to},
+                     {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
+}

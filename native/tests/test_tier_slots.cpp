@@ -1,0 +1,116 @@
+#include "kvbm/tier_slots.hpp"
+
+#include "check.hpp"
+
+using namespace kvbm;
+
+namespace {
+
+SequenceHash block(std::uint8_t number) { return SequenceHash{number}; }
+
+std::vector<std::uint32_t> taken(TierSlots& tier, std::size_t count) {
+  std::vector<std::uint32_t> slots(count);
+  tier.take(slots);
+  return slots;
+}
+
+// Blocks 1.. are held in all slots from 0 on, the first of them gained first, none pinned.
+void fill(TierSlots& tier) {
+  for (const std::uint32_t slot : taken(tier, tier.size())) {
+    CHECK(tier.index(slot, block(static_cast<std::uint8_t>(slot + 1)).data()) == slot);
+    tier.gain(slot, 0);
+    tier.enter(slot, false);
+  }
+}
+
+void slots_go_round() {
+  TierSlots tier(Tier::kNvme, 4, "lru", 7);
+  fill(tier);
+  CHECK(tier.free_count() == 0 && tier.room() == 4);
+  tier.lose(2, 11);
+  tier.lose(0, 15);
+  std::vector<std::uint32_t> slots(1);
+  CHECK(tier.take(slots) == 11 && slots[0] == 2);  // free first, taken first
+  tier.give_back(2);
+  CHECK((taken(tier, 2) == std::vector<std::uint32_t>{0, 2}));
+  CHECK(tier.find(block(1).data()) == kNoSlot && tier.find(block(2).data()) == 1);
+}
+
+void pinned_slots_wait_for_their_last_unpin() {
+  TierSlots tier(Tier::kNvme, 2, "lru", 7);
+  fill(tier);
+  tier.pin(0);
+  tier.pin(0);
+  tier.lose(0, 9);
+  tier.unpin(0);
+  CHECK(tier.free_count() == 0 && tier.counts().held == 1);
+  tier.unpin(0);
+  CHECK(tier.free_count() == 1);
+}
+
+void kept_blocks_yield_in_order() {
+  TierSlots tier(Tier::kNvme, 6, "lru", 7);
+  fill(tier);
+  tier.keep(0, 5.0, 10);
+  tier.keep(1, 9.0, 0);
+  tier.keep(2, 4.0, 10);
+  tier.keep(3, 1.0, 100);
+  tier.keep(4, 0.0, 0);
+  tier.pin(4);
+  CHECK(tier.counts().evictable == 1 && tier.room() == 4);
+  std::vector<std::uint32_t> victims(5);
+  CHECK(!tier.victims(victims));
+  victims.resize(4);
+  CHECK(tier.victims(victims));
+  CHECK((victims == std::vector<std::uint32_t>{5, 1, 2, 0}));  // what is not kept, then lowest priority, then earliest
+  for (const std::uint32_t slot : victims) {
+    tier.lose(slot, 1);
+  }
+  CHECK(tier.room() == 4);  // all free: 3 is never given up and 4 is pinned
+  CHECK(tier.expire(0.5) == 1 && tier.counts().evictable == 0);
+  tier.unpin(4);
+  CHECK(tier.expire(1.0) == 1 && tier.counts().evictable == 2);
+}
+
+void keeping_again_takes_the_later_and_the_higher() {
+  TierSlots tier(Tier::kNvme, 2, "lru", 7);
+  fill(tier);
+  tier.keep(0, 5.0, 10);
+  tier.keep(0, 3.0, 20);
+  tier.keep(1, 4.0, 15);
+  CHECK(tier.expire(4.5) == 1 && tier.counts().evictable == 1);
+  CHECK(tier.slot(0).priority == 20 && tier.slot(0).kept_until_s == 5.0);
+}
+
+void arriving_blocks_are_not_held() {
+  TierSlots tier(Tier::kHost, 3, "s3fifo", 7);
+  const auto slots = taken(tier, 2);
+  tier.receive(slots[0], block(1).data());
+  CHECK(tier.is_arriving(block(1).data()) && !tier.is_arriving(block(2).data()));
+  CHECK(tier.find(block(1).data()) == kNoSlot && tier.counts().allocated == 2);
+  CHECK(tier.index(slots[1], block(1).data()) == slots[1]);  // created here while its copy is on its way
+  tier.gain(slots[1], 0);
+  tier.enter(slots[1], true);
+  tier.end_receiving(slots[0]);
+  tier.give_back(slots[0]);
+  CHECK(!tier.is_arriving(block(1).data()) && tier.find(block(1).data()) == slots[1]);
+}
+
+void recovered_slots_are_reserved() {
+  TierSlots tier(Tier::kNvme, 8, "lru", 7);
+  const std::vector<std::uint32_t> found{4, 1};
+  tier.reserve(found);
+  CHECK(tier.counts().allocated == 2 && tier.free_count() == 6);
+  CHECK((taken(tier, 6) == std::vector<std::uint32_t>{0, 2, 3, 5, 6, 7}));
+}
+
+}  // namespace
+
+int main() {
+  return tests::run({{"slots are taken in the order they became free", slots_go_round},
+                     {"a slot withdrawn while pinned is free after its last unpin", pinned_slots_wait_for_their_last_unpin},
+                     {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
+                     {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
+                     {"a block on its way is not held", arriving_blocks_are_not_held},
+                     {"what a start finds in use is not given out", recovered_slots_are_reserved}});
+}

@@ -1,0 +1,372 @@
+"""The native ledger does what the reference does: the same results, refusals, counts, digests and bytes of frames."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvbm import _native
+from kvbm.core.codec import FrameBytes, decode_frame
+from kvbm.core.errors import KvbmError, LayoutError, LedgerError
+from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.ids import (
+    HASH_BYTES,
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Reach,
+    SequenceHash,
+    Tier,
+    pack_slots,
+    split_hashes,
+    split_slots,
+)
+from kvbm.core.kernels import LedgerTwin
+from kvbm.core.ledger import LEAST_EVENT_BYTES, Allocation, Copy, Ledger, Recovered
+from kvbm.core.policy import EVICTION_POLICIES
+from kvbm.core.residency import Residencies
+
+POOLS = (
+    PoolStated(Tier.HBM, 9, 64),
+    PoolStated(Tier.HOST, 6, 64),
+    PoolStated(Tier.NVME, 12, 64),
+    PoolStated(Tier.OBJECT, 0, 64, Reach.CLUSTER, "s3://bucket/kv"),
+)
+SLOT_TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)
+NAMESPACES = (Namespace(model="a", block_tokens=16), Namespace(model="b", block_tokens=16))
+SOURCES = (*Tier, InstanceId("peer-é"))
+INSTANCE = InstanceId("wörker-0")
+
+AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25)  # the steps that ask for no slots: nobody does then
+
+Step = tuple[int, int, int, int, int]  # which command, and four numbers it takes its arguments from
+
+
+def block(number: int) -> SequenceHash:
+    return SequenceHash(hashlib.sha256(b"block %d" % number).digest()[:HASH_BYTES])
+
+
+# Few blocks, so that they meet again; some are asked for under both namespaces.
+BLOCKS = [block(number) for number in range(20)]
+MANY_BLOCKS = b"".join(number.to_bytes(HASH_BYTES, "little") for number in range(1, LEAST_EVENT_BYTES // HASH_BYTES))
+
+
+def run_of(first: int, count: int, stride: int = 1) -> bytes:
+    return b"".join(BLOCKS[(first + index * stride) % len(BLOCKS)] for index in range(count))
+
+
+class Twins:
+    """Both ledgers side by side: what is asked of one is asked of the other, and must come out the same."""
+
+    def __init__(self, eviction: str, event_bytes: int = 64 << 20, pools: Sequence[PoolStated] = POOLS) -> None:
+        self.reference: LedgerTwin = Ledger(pools, eviction, event_bytes)
+        self.native: LedgerTwin = _native.Ledger(pools, eviction, event_bytes)
+        self.eviction, self.event_bytes, self.pools = eviction, event_bytes, tuple(pools)
+        self.frames: list[FrameBytes] = []
+        self.allocated: list[tuple[Tier, bytes]] = []
+        self.pinned: list[tuple[Tier, bytes]] = []
+        self.copies: list[Copy] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def both(*arguments: object, **named: object) -> Any:
+            results = []
+            for ledger in (self.reference, self.native):
+                try:
+                    results.append(getattr(ledger, name)(*arguments, **named))
+                except LayoutError as error:
+                    results.append(type(error))  # the codec's words differ where struct has spoken
+                except KvbmError as error:
+                    results.append((type(error), str(error)))
+            assert results[0] == results[1], (name, arguments, named)
+            assert type(results[0]) is type(results[1])
+            self.check()
+            return results[1]
+
+        return both
+
+    def check(self) -> None:
+        for name in ("epoch", "applied", "digest", "stopped", "overflowed", "pools"):
+            assert getattr(self.reference, name) == getattr(self.native, name), name
+        assert self.reference.copies_in_flight() == self.native.copies_in_flight()
+        for pool in self.pools:
+            if pool.slots:
+                assert self.reference.counts(pool.tier) == self.native.counts(pool.tier)
+
+    def cut(self) -> None:
+        frames = self.take_frames(INSTANCE, 7)
+        self.frames.extend(frames)
+
+    def restart(self) -> None:
+        self.cut()
+        entries = []
+        for held in split_hashes(self.held(Tier.NVME)):
+            namespace, slot = self.residency(Tier.NVME, held)
+            entries.append(Recovered(held, namespace, slot))
+        epoch = Epoch(self.reference.epoch + 1)
+        frames = self.frames
+        self.__init__(self.eviction, self.event_bytes, self.pools)  # type: ignore[misc]
+        self.frames = frames
+        self.start(epoch, NAMESPACES, ("zone-a", "rack-3"), "engine", "0", {Tier.NVME: entries})
+
+    def verify(self) -> None:
+        """Every event was legal, every digest is that of the events before it, and the last says what is held."""
+        self.cut()
+        fold = Residencies(strict=True)
+        for frame in self.frames:
+            decoded, end = decode_frame(frame.data)
+            assert end == len(frame.data)
+            assert (decoded.epoch, decoded.first_offset, decoded.next_offset) == frame[:3]
+            for event in decoded.events:
+                fold.evolve(event)
+            assert fold.digest == decoded.digest
+        if not self.native.overflowed:
+            assert fold.digest == self.native.digest
+            for pool in self.pools:
+                assert b"".join(fold.held[pool.tier]) == self.native.held(pool.tier)
+
+    # -- one step of a script, made from numbers so that any numbers are a script
+
+    def step(self, step: Step) -> None:
+        kind, a, b, c, d = step
+        if self.native.stopped and not self.native.overflowed and kind not in AFTER_A_STOP:
+            return
+        tier, namespace = SLOT_TIERS[a % 3], NAMESPACES[d % 2].id
+        match kind:
+            case 0 | 1 | 2:
+                self.prefill(namespace, a, 1 + b % 6)
+            case 3:
+                self.find(run_of(a, b % 8), bool(c % 2))
+            case 4 | 5 | 6:
+                if self.pinned:
+                    self.unpin(*self.pinned.pop(b % len(self.pinned)))
+            case 7 | 8 | 9:
+                self.write(kind, namespace, tier, a, b, c)
+            case 10 | 11 | 12 | 13 | 14:
+                self.drop_or_keep(step, namespace, tier)
+            case 15 | 16 | 17:
+                copy = self.begin_copy(namespace, SOURCES[b % 5], Tier(a % 4), run_of(c, 1 + d % 7, 1 + a % 2))
+                if isinstance(copy, Copy):
+                    self.copies.append(copy)
+            case 18 | 19 | 20:
+                if self.copies:
+                    self.arrive(self.copies.pop(a % len(self.copies)), b, c, d)
+            case 21 | 22 | 23:
+                self.begin_round() if kind == 21 else self.step_round(1 + a % 4)
+            case 24:
+                self.cut()
+            case 25:
+                self.ask(tier, a, b)
+            case 26:
+                self.misuse(namespace, tier, a, b, c)
+            case _:
+                self.end(kind, a, b)
+
+    def find(self, hashes: bytes, pinned: bool) -> None:
+        found = self.match(hashes, pinned)
+        if pinned:
+            placed = zip(found.tiers, split_slots(found.slots), strict=True)
+            self.pinned.append((Tier.HBM, pack_slots(slot for tier, slot in placed if tier == Tier.HBM)))
+
+    def write(self, kind: int, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
+        if kind == 7:
+            allocation = self.allocate(tier, b % 5)
+            if isinstance(allocation, Allocation):
+                self.allocated.append((tier, allocation.slots))
+        elif self.allocated and kind == 8:
+            self.create_some(namespace, a, b, c)
+        elif self.allocated:
+            self.release(*self.allocated.pop(a % len(self.allocated)))
+
+    def drop_or_keep(self, step: Step, namespace: NamespaceId, tier: Tier) -> None:
+        kind, a, b, c, d = step
+        match kind:
+            case 10:
+                self.evict(tier, run_of(b, 1 + c % 4, 1 + d % 2), EvictReason(d % 7))
+            case 11:
+                self.forget(Tier(a % 4), namespace, run_of(b, c % 25), EvictReason.MISSING)
+            case 14:
+                self.expire(float(a % 10))
+            case _:
+                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), (0, 0, 50, 99, 100, 100, 101, -1)[c % 8])
+
+    def arrive(self, copy: Copy, b: int, c: int, d: int) -> None:
+        arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]
+        pinned = b % 3 == 0
+        holders = self.end_copy(copy, arrived, MigrateCause(c % 3), kept=d % 3 > 0, pinned=pinned)
+        if pinned and isinstance(holders, list):
+            self.pinned.append((copy.target, pack_slots(slot for slot in holders if slot is not None)))
+
+    def end(self, kind: int, a: int, b: int) -> None:
+        if kind == 27 and a % 4 == 0:
+            self.restart()
+        elif kind == 28 and a % 16 == 0:
+            self.stop(StopReason(b % 3))
+
+    def prefill(self, namespace: NamespaceId, first: int, count: int) -> None:
+        hashes = run_of(first, count)
+        found = self.match(hashes, True)
+        held = [tier == Tier.HBM for tier in found.tiers] + [False]
+        depth = held.index(False)
+        slots = split_slots(found.slots)
+        extra = [slot for slot, local in zip(slots[depth:], held[depth:], strict=False) if local]
+        self.unpin(Tier.HBM, pack_slots(extra))
+        allocation = self.allocate(Tier.HBM, count - depth)
+        if not isinstance(allocation, Allocation):
+            self.unpin(Tier.HBM, pack_slots(slots[:depth]))
+            return
+        parent = SequenceHash(hashes[(depth - 1) * 16 : depth * 16]) if depth else NO_PARENT
+        created = self.create(namespace, Tier.HBM, parent, depth, hashes[depth * 16 :], allocation.slots)
+        if isinstance(created, bytes):
+            self.pinned.append((Tier.HBM, pack_slots(slots[:depth]) + created))
+
+    def create_some(self, namespace: NamespaceId, a: int, b: int, c: int) -> None:
+        """Blocks in any tier, some of them held already, named twice, or too few or many."""
+        at = a % len(self.allocated)
+        tier, slots = self.allocated[at]
+        count = len(slots) // 4 + (c % 11 == 0)
+        hashes = run_of(b, count, 10 if c % 13 == 0 else 1)
+        created = self.create(namespace, tier, BLOCKS[a % 20], (0, 1, c)[c % 3], hashes, slots)
+        if isinstance(created, bytes):
+            del self.allocated[at]
+            self.pinned.append((tier, created))
+
+    def ask(self, tier: Tier, a: int, b: int) -> None:
+        self.lacking(Tier(b % 4), run_of(a, b % 9))
+        self.holds(Tier(b % 4), BLOCKS[a % 20])
+        self.residency(tier, BLOCKS[a % 20])
+        self.held(tier)
+
+    def misuse(self, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
+        """What a caller has no right to. Slots it has a right to by chance are left alone, or given back at once."""
+        numbers = [b % 14, c % 14]
+        slots = pack_slots(numbers[: 1 + a % 2])
+        is_ours = any(slot in numbers for _, run in self.allocated for slot in split_slots(run))
+        match a % 7:
+            case 0:
+                if not isinstance(self.pin(tier, slots[:4]), tuple):
+                    self.unpin(tier, slots[:4])
+            case 1:
+                if not is_ours:
+                    self.release(tier, slots)
+            case 2:
+                if not is_ours:
+                    self.create(namespace, tier, NO_PARENT, 0, run_of(c, 1), slots[:4])
+            case 3:
+                self.pin(Tier.OBJECT, b"")
+                self.allocate(Tier.OBJECT, 1)
+                self.create(namespace, tier, NO_PARENT, 2**32, run_of(c, 1), b"")
+            case 4:
+                self.start(Epoch(99))
+            case 5:
+                self.unpin(tier, pack_slots([13]))
+            case _:
+                self.match(b"seventeen bytes !")
+
+
+numbers = st.integers(0, 63)
+steps = st.tuples(st.integers(0, 28), numbers, numbers, numbers, numbers)
+thorough = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
+@thorough
+@given(script=st.lists(steps, min_size=20, max_size=150))
+def test_any_script_comes_out_the_same(eviction: str, script: list[Step]):
+    twins = Twins(eviction)
+    twins.start(Epoch(1), NAMESPACES, ("zone-a", "rack-3"), "engine", "1.0")
+    for step in script:
+        twins.step(step)
+    twins.verify()
+
+
+@pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
+@settings(parent=thorough, max_examples=8)
+@given(room=st.integers(0, 900), script=st.lists(steps, min_size=10, max_size=60))
+def test_an_overflow_comes_at_the_same_event_and_ends_the_same_things(eviction: str, room: int, script: list[Step]):
+    twins = Twins(eviction, LEAST_EVENT_BYTES)
+    twins.start(Epoch(1), NAMESPACES)
+    filler = (LEAST_EVENT_BYTES - 8 - room) // HASH_BYTES
+    twins.forget(Tier.OBJECT, NAMESPACES[0].id, MANY_BLOCKS[: filler * HASH_BYTES], EvictReason.MISSING)
+    for step in script:
+        if step[0] not in (24, 27):  # taking the frames makes room
+            twins.step(step)
+    twins.verify()
+
+
+def test_long_runs_and_many_frames_are_cut_the_same():
+    pools = (PoolStated(Tier.HBM, 6000, 64), PoolStated(Tier.NVME, 5000, 64))
+    twins = Twins("s3fifo", pools=pools)
+    twins.start(Epoch(1))
+    for index in range(4):
+        hashes = b"".join(block(1000 * index + number) for number in range(2500))
+        allocation = twins.allocate(Tier.HBM, 2500)
+        slots = twins.create(bytes([index % 2] * 16), Tier.HBM, BLOCKS[0], 5, hashes, allocation.slots)
+        copy = twins.begin_copy(bytes([index % 2] * 16), Tier.HBM, Tier.NVME, hashes)
+        twins.end_copy(copy, [True] * (len(copy.hashes) // 16), MigrateCause.OFFLOAD, kept=index % 2 == 0)
+        twins.unpin(Tier.HBM, slots)
+    twins.begin_round()
+    while twins.step_round():
+        pass
+    twins.restart()
+    assert len(twins.frames) > 5
+    twins.verify()
+
+
+def test_a_frame_is_cut_before_its_256th_namespace_in_both():
+    twins = Twins("lru")
+    twins.start(Epoch(1))
+    for index in chain(range(300), range(250, 560)):
+        twins.forget(Tier.OBJECT, index.to_bytes(16, "little"), BLOCKS[0], EvictReason.MISSING)
+    twins.cut()
+    assert [end.first_offset == begin.next_offset for begin, end in pairwise(twins.frames)] == [True, True]
+    twins.verify()
+
+
+def test_a_name_that_fits_no_frame_leaves_the_events_waiting_in_both():
+    twins = Twins("lru")
+    twins.start(Epoch(1))
+    for name in ("", "n" * 256, "\ud800"):
+        assert twins.take_frames(InstanceId(name), 7) is LayoutError
+    twins.verify()
+    assert twins.frames
+    assert twins.take_frames(InstanceId("i"), 7) == []
+
+
+def test_neither_does_anything_before_its_start():
+    twins = Twins("lru")
+    twins.step((0, 1, 3, 0, 0))
+    twins.stop()
+    twins.forget(Tier.OBJECT, NAMESPACES[0].id, BLOCKS[0], EvictReason.MISSING)
+    twins.begin_round()
+    twins.step_round()
+    assert twins.take_frames(INSTANCE, 7) == []
+
+
+def test_both_refuse_to_be_made_or_started_in_the_same_words():
+    words = []
+    for kind in (Ledger, _native.Ledger):
+        for arguments in ((POOLS, "mru"), (POOLS, "lru", LEAST_EVENT_BYTES - 1)):
+            with pytest.raises(LedgerError) as refused:
+                kind(*arguments)
+            words.append(str(refused.value))
+    assert words[:2] == words[2:]
+    a, b = NAMESPACES[0].id, NAMESPACES[1].id
+    for entries in (
+        [Recovered(BLOCKS[0], a, 12)],
+        [Recovered(BLOCKS[0], a, 1), Recovered(BLOCKS[0], a, 2)],
+        [Recovered(BLOCKS[0], a, 1), Recovered(BLOCKS[0], b, 2)],
+        [Recovered(BLOCKS[0], a, 1), Recovered(BLOCKS[1], a, 1)],
+        [Recovered(BLOCKS[0], a, 1), Recovered(BLOCKS[1], b, 1)],
+    ):
+        assert isinstance(Twins("lru").start(Epoch(1), recovered={Tier.NVME: entries}), tuple)
+    assert isinstance(Twins("lru").start(Epoch(0)), tuple)
