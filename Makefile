@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvbm-installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
 JOBS ?= 2
 
-.PHONY: help demo test setup fmt lint type contract bench native-test check clean
+.PHONY: help demo test setup fmt lint type contract bench bench-peers native-test check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ native-test: setup  ## C++ tests under ASan, UBSan and TSan
 
 bench: setup  ## native code against its specification, as ratios
 	$(BIN)/python tools/bench_core.py
+
+bench-peers: setup  ## kvbm against Dynamo, LMCache and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
+	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
 check: lint type contract native-test test  ## what CI runs
 
