@@ -322,7 +322,7 @@ class Bench:
             for form in forms or words:
                 samples: Samples = []
                 for at in range(self._samples + 1):
-                    pair.do("prepare", steps=64 if form == "runs" else 8, form=form)
+                    pair.do("prepare", steps=128 if form == "runs" else 16, form=form)
                     sample = pair.do("apply")
                     if at:  # the first warms up
                         samples.append(sample)
@@ -359,7 +359,7 @@ class Bench:
             for blocks in (16, 1):
                 samples: Samples = []
                 for at in range(self._samples + 1):
-                    pair.do("prepare", steps=256 if blocks > 1 else 1024, blocks=blocks)
+                    pair.do("prepare", steps=1024 if blocks > 1 else 4096, blocks=blocks)
                     sample = pair.do("apply")
                     if at:
                         samples.append(sample)
