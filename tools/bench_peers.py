@@ -262,6 +262,9 @@ def _noise(values: list[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
+_STEPS = {"runs": 128, "cut": 64, "singles": 16, "alone": 16}  # of a sample: chains replaced
+
+
 class Bench:
     """All measurements against one peer."""
 
@@ -312,6 +315,7 @@ class Bench:
         """Apply in steady state. Returns the seconds the slower side took to fill."""
         words = {
             "runs": "messages of 256 blocks",
+            "cut": "events of 16 blocks, ours 256 a frame",
             "singles": "events of one block, ours 256 a frame",
             "alone": "events of one block, one a frame",
         }
@@ -322,7 +326,7 @@ class Bench:
             for form in forms or words:
                 samples: Samples = []
                 for at in range(self._samples + 1):
-                    pair.do("prepare", steps=128 if form == "runs" else 16, form=form)
+                    pair.do("prepare", steps=_STEPS[form], form=form)
                     sample = pair.do("apply")
                     if at:  # the first warms up
                         samples.append(sample)

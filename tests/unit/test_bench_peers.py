@@ -22,7 +22,7 @@ def sides(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Sides
     return Sides(measure, ours, workload)
 
 
-@pytest.mark.parametrize("form", ["runs", "singles", "alone"])
+@pytest.mark.parametrize("form", ["runs", "cut", "singles", "alone"])
 def test_every_form_of_a_step_leaves_the_live_set_the_digests_speak_of(sides: Sides, form: str) -> None:
     bench = sides.measure.DirectoryBench(sides.ours.OurDirectory())
     assert bench.fill(live=4096)["blocks"] == 4096

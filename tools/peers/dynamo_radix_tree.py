@@ -13,7 +13,7 @@ from typing import Any
 
 from dynamo.llm import RadixTree
 from peers.measure import serve
-from peers.workload import INSTANCES, Part, Step, hashes
+from peers.workload import CHAIN_BLOCKS, INSTANCES, RUN_BLOCKS, Part, Step, hashes
 
 
 class DynamoRadixTree:
@@ -24,8 +24,8 @@ class DynamoRadixTree:
         self._event_id = 0
 
     def mail(self, step: Step, form: str) -> list[tuple[int, bytes]]:
-        """One `stored` and one `removed` event, or one of either for every block, those in turn."""
-        size = 1 if form != "runs" else 1 << 30
+        """One `stored` and one `removed` event, or one of either for every 16 or single blocks, those in turn."""
+        size = {"runs": CHAIN_BLOCKS, "cut": RUN_BLOCKS}.get(form, 1)
         created = [] if step.created is None else [self._stored(part) for part in _cut(step.created, size)]
         withdrawn = (
             [] if step.withdrawn is None else [self._removed(part) for part in reversed(_cut(step.withdrawn, size))]

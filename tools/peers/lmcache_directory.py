@@ -13,7 +13,7 @@ from lmcache.v1.mp_coordinator.api import CacheEventBatch, CacheEventEntry, Cach
 from lmcache.v1.mp_coordinator.schemas import CacheEventsRequest
 from lmcache.v1.mp_coordinator.views.key_directory import KeyDirectory, Placement
 from peers.measure import serve
-from peers.workload import INSTANCES, Part, Step, hashes
+from peers.workload import CHAIN_BLOCKS, INSTANCES, RUN_BLOCKS, Part, Step, hashes
 
 _MODEL = "m"
 _BLOCK_BYTES = 2 << 20
@@ -41,7 +41,7 @@ class LmcacheDirectory:
             keys = self.question(part)
             if kind == CacheEventType.DELETE:
                 keys.reverse()
-            size = len(keys) if form == "runs" else 1
+            size = {"runs": CHAIN_BLOCKS, "cut": RUN_BLOCKS}.get(form, 1)
             for at in range(0, len(keys), size):
                 requests.append(CacheEventsRequest(batches=[self._batch(step.instance, kind, keys[at : at + size])]))
         if self._decoded:

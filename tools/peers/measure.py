@@ -38,8 +38,8 @@ _BATCH = 64  # items between two looks at the clock
 class Directory(Protocol):
     """Something that knows which instance holds which block.
 
-    `form` is how a step's blocks are cut into messages: "runs", as large as the side likes; "singles", events of one block;
-    "alone", events of one block, each in a message of its own.
+    `form` is how a step's blocks are cut into messages: "runs", as large as the side likes; "cut", events of 16
+    blocks; "singles", events of one block; "alone", events of one block, each in a message of its own.
     """
 
     def mail(self, step: Step, form: str) -> list[Any]:

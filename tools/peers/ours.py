@@ -82,9 +82,9 @@ class OurDirectory:
             self._index.apply(stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), round_ended]))
 
     def mail(self, step: Step, form: str) -> list[bytes]:
-        """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs") or 1 ("singles"); or of one event."""
+        """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs", "cut") or 1 ("singles"); or of one event."""
         stream = self._streams[step.instance]
-        run = RUN_BLOCKS if form == "runs" else 1
+        run = RUN_BLOCKS if form in ("runs", "cut") else 1
         created = [] if step.created is None else _runs(step.created, run)
         withdrawn = [] if step.withdrawn is None else _runs(step.withdrawn, run)[::-1]
         each = 1 if form == "alone" else _FRAME_BLOCKS // run // (2 if created and withdrawn else 1)
