@@ -8,7 +8,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* n
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test setup fmt lint type contract bench native-test fuzz fuzz-short check clean
+.PHONY: help demo test setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -56,6 +56,9 @@ fuzz-short: fuzz
 
 bench: setup  ## native code against its specification, as ratios
 	$(BIN)/python tools/bench_core.py
+
+bench-peers: setup  ## kvbm against Dynamo, LMCache and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
+	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
 check: lint type contract native-test fuzz-short test  ## what CI runs
 

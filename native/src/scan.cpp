@@ -20,13 +20,14 @@ ScannedFrame scan_frame(FrameReader reader, std::size_t at, std::vector<Bytes>& 
   frame.header = reader.header();
   frame.at = at;
   frame.flaw = frame.header.epoch == 0 ? "epoch 0 does not exist" : "";
-  for (std::uint64_t offset = frame.header.first_offset;; ++offset) {
+  for (std::uint32_t index = 0;; ++index) {
     const std::optional<Event> event = reader.next();
     if (!event) {
       return frame;
     }
-    if (std::holds_alternative<InstanceStarted>(*event) != (offset == 0) && frame.flaw.empty()) {
-      frame.flaw = "offset " + std::to_string(offset) + " is " + kEventNames[event->index()] + "; InstanceStarted is at offset 0 alone";
+    const bool is_first = frame.header.first_offset == 0 && index == 0;
+    if (std::holds_alternative<InstanceStarted>(*event) != is_first && frame.flaw.empty()) {
+      frame.flaw = "event " + std::to_string(index) + " is " + kEventNames[event->index()] + "; InstanceStarted is at offset 0 alone";
     }
     if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
       starts.push_back(start->blob);

