@@ -54,8 +54,8 @@ fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 fuzz-short: FUZZ_SECONDS = 20
 fuzz-short: fuzz
 
-bench: setup  ## native code against its specification, as ratios
-	$(BIN)/python tools/bench_core.py
+bench: setup  ## what one core of this machine does: `kvbm bench all`
+	$(BIN)/kvbm bench all $(BENCH_ARGS)
 
 bench-peers: setup  ## kvbm against Dynamo, LMCache and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)

@@ -15,11 +15,12 @@ import msgspec
 import structlog
 
 from kvbm import _native
+from kvbm.catalog.index import NewIndex
 from kvbm.config import Settings, check_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold
+from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
@@ -49,14 +50,14 @@ NATIVE = Kernels(
     _native.scan_frames,
 )  # fmt: skip
 NATIVE_FOLD: NewFold = _native.Residencies
+NATIVE_LEDGER: NewLedger = _native.Ledger
+NATIVE_INDEX: NewIndex = _native.ClusterIndex
+decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
+hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
 
 
 def _kernels(settings: Settings) -> Kernels:
     return REFERENCE if settings.core == "reference" else NATIVE
-
-
-def _ledger_class(settings: Settings) -> Callable[[Sequence[PoolStated], str, int], LedgerTwin]:
-    return Ledger if settings.core == "reference" else _native.Ledger
 
 
 def kvbm_version() -> str:
@@ -108,7 +109,8 @@ def open_manager(
             )
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
-        ledger = _ledger_class(settings)(_stated(pools), settings.pools.eviction, settings.journal.waiting_bytes)
+        new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
+        ledger = new_ledger(_stated(pools), settings.pools.eviction, settings.journal.waiting_bytes)
         locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
@@ -162,7 +164,7 @@ def run_catalog(settings: Settings) -> int:
         run(
             service,
             _kernels(settings),
-            _native.ClusterIndex if settings.core == "native" else ReferenceIndex,
+            ReferenceIndex if settings.core == "reference" else NATIVE_INDEX,
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0

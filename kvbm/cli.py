@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_simulate(commands)
     _add_engine(commands)
+    _add_bench(commands)
     commands.add_parser("catalog", help="kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="kvbm-replay: what a stream of events says, and whether it is true")
     _add_command(commands, "settings", "print every setting with its default")
@@ -119,6 +120,43 @@ def _add_engine(commands: _Commands) -> None:
     _add_settings(engine)
 
 
+def _add_bench(commands: _Commands) -> None:
+    bench = _add_command(
+        commands, "bench", "measure the native core on one core of this machine",
+        "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
+    )  # fmt: skip
+    bench.add_argument("what", choices=["hash", "codec", "ledger", "index", "ingest", "all"], help="which part")
+    bench.add_argument(
+        "--live", type=_live_count, action="append", metavar="N",
+        help="residencies the index holds; may be given several times (default 1000000)",
+    )  # fmt: skip
+    bench.add_argument(
+        "--replacements", type=_small_count, default=3, metavar="N",
+        help="how often the whole set is replaced to see whether memory grows; 0 leaves it out (default 3)",
+    )  # fmt: skip
+    bench.add_argument("--samples", type=_sample_count, default=7, metavar="N", help="of each number (default 7)")
+    bench.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload (default 1)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
+
+
+def _count_between(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give {least} to {most}")
+    return int(text)
+
+
+def _live_count(text: str) -> int:
+    return _count_between(text, 100_000, 1_000_000_000)
+
+
+def _small_count(text: str) -> int:
+    return _count_between(text, 0, 1000)
+
+
+def _sample_count(text: str) -> int:
+    return _count_between(text, 2, 1000)
+
+
 def _thread_count(text: str) -> int:
     """A number of threads; argparse names the option. Raises ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
@@ -135,7 +173,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
-    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate") else logging.INFO)
+    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench") else logging.INFO)
     try:
         return work(arguments)
     except KvbmError as error:
@@ -166,6 +204,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.pools,
                 arguments.json,
             )
+        case "bench":
+            from kvbm.workload.bench import BenchOptions, run_bench
+
+            live = tuple(arguments.live or (1_000_000,))
+            options = BenchOptions(arguments.what, live, arguments.replacements, arguments.samples, arguments.seed)
+            return run_bench(options, arguments.json)
         case "engine":
             settings = _settings(arguments)  # first, because torch takes seconds to load
             from kvbm.engines.reference.worker import WorkerSettings

@@ -163,3 +163,6 @@ class LedgerTwin(Protocol):
 
 
 REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames)
+
+
+NewLedger = Callable[[Sequence[PoolStated], str, int], LedgerTwin]  # pools, eviction, event_bytes

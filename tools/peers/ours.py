@@ -9,12 +9,10 @@ import numpy as np
 from peers.measure import serve
 from peers.workload import BLOCK_TOKENS, INSTANCES, POOL_SLOTS, RUN_BLOCKS, Life, Part, Step, hashes, tokens
 
-from kvbm.assembly import NATIVE
-from kvbm.catalog.index import ClusterIndex
+from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
 from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Ledger
 
 _NAMESPACE = Namespace(model="bench", block_tokens=BLOCK_TOKENS)
 _NAMESPACE_ID = _NAMESPACE.id
@@ -29,15 +27,11 @@ class Index:
     """The catalog's index: frames in, depths out."""
 
     def __init__(self) -> None:
-        self._index = ClusterIndex()
+        self._index = NATIVE_INDEX(1 << 28)
 
     def apply(self, frame: bytes) -> None:
-        """Take one frame in, as it comes off the wire. Raises ValueError: its digest is not that of the index."""
-        decoded, _ = NATIVE.decode_frame(frame)
-        for event in decoded.events:
-            self._index.apply(decoded.instance, event)
-        if not self._index.agrees(decoded.instance, decoded.digest):
-            raise ValueError(f"{decoded.instance}: the digest after offset {decoded.next_offset} differs")
+        """Take one frame in, as it comes off the wire."""
+        self._index.apply(frame)
 
     def query(self, packed: bytes) -> dict[str, int]:
         """How much of a prefix each instance has."""
@@ -48,14 +42,13 @@ class Slots:
     """The manager's ledger: the life of a run of blocks."""
 
     def __init__(self) -> None:
-        self._ledger = Ledger([_POOL])
+        self._ledger = NATIVE_LEDGER([_POOL], "lru", 64 << 20)
         self._ledger.start(Epoch(1), [_NAMESPACE])
 
     def live(self, matched: bytes, created: bytes) -> int:
         """Match and pin one run, allocate and create another, unpin both. Returns how many blocks were matched."""
         ledger = self._ledger
-        match = ledger.match(matched)
-        ledger.pin(Tier.HBM, match.slots)
+        match = ledger.match(matched, True)
         allocation = ledger.allocate(Tier.HBM, len(created) // HASH_BYTES)
         if allocation is None:
             raise LookupError("the pool gave no slots though nothing is pinned")
@@ -64,8 +57,8 @@ class Slots:
         return match.depth
 
     def drain(self) -> None:
-        """Take the recorded events, as the thread that cuts frames does."""
-        self._ledger.take_events()
+        """Take the recorded events as frames, as the thread that writes them does."""
+        self._ledger.take_frames(InstanceId("bench"), 0)
 
 
 # -- the same as peers see it ---------------------------------------------------------------------------------------------

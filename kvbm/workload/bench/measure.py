@@ -1,0 +1,75 @@
+"""Measuring: samples with a warm-up, medians, percentiles, noise, CPU time beside wall time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One measured number.
+
+    Attributes:
+        what, unit: in words.
+        value: the median of the samples, or a single reading.
+        noise: half the distance of the quartiles over the median; None for a single reading.
+        cpu: CPU time over wall time while it was measured; well below 1 means the machine was busy elsewhere. None where it was not
+            taken.
+    """
+
+    what: str
+    unit: str
+    value: float
+    noise: float | None = None
+    cpu: float | None = None
+
+
+class Sample(msgspec.Struct):
+    """One timed piece of work, in seconds."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def timed(work: Callable[[], object]) -> Sample:
+    """Run it once; this thread's CPU time beside wall time."""
+    cpu, wall = time.thread_time(), time.perf_counter()
+    work()
+    return Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def rate(what: str, unit: str, units: float, works: Sequence[Callable[[], object]], scale: float = 1.0) -> Row:
+    """Units a second: `works` are run one after the other; the first is the warm-up and does not count.
+
+    Args:
+        units: what one piece of work does.
+        scale: the row is in this many units.
+    """
+    gc.collect()
+    samples = [timed(work) for work in works][1:]
+    return row_of(what, unit, [units / sample.wall_s / scale for sample in samples], samples)
+
+
+def row_of(what: str, unit: str, values: Sequence[float], samples: Sequence[Sample] = ()) -> Row:
+    """The median of values, with their noise."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    wall = sum(sample.wall_s for sample in samples)
+    cpu = sum(sample.cpu_s for sample in samples) / wall if wall else None
+    return Row(what=what, unit=unit, value=middle, noise=(high - low) / 2 / middle if middle else None, cpu=cpu)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
