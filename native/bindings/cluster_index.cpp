@@ -22,6 +22,9 @@ namespace {
 // Frames of more bytes than this are applied without the GIL: what is shorter takes less time than handing it over.
 constexpr std::size_t kApplyWithoutGilBytes = 16 * 1024;
 
+// Frames of up to this many events are read once and their events kept; a larger frame is read twice.
+constexpr std::uint32_t kKeptEvents = 4096;
+
 const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "round-added",        "round-incomplete",
                                                   "round-withdrew",   "unnamed-claim",  "refused-at-capacity"};
 
@@ -137,29 +140,42 @@ class PythonIndex {
 
   nb::object apply(const nb::bytes& data, std::size_t at, std::uint32_t skip) {
     const Bytes bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
-    const FrameHeader header = decode_header(bytes, at);
+    FrameReader reader(bytes, at);
+    const FrameHeader& header = reader.header();
     const std::uint32_t instance = number_for(header.instance);
     std::vector<std::vector<DeclaredPool>> starts;
     nb::object started = nb::none();
+    // Everything is read before anything is applied. Of a frame of usual size the events are kept, so it is read once.
+    const bool is_kept = header.event_count <= kKeptEvents;
     std::uint32_t position = 0;
-    FrameReader reader(bytes, at);  // everything is read before anything is applied
+    std::vector<Event> events;
+    events.reserve(is_kept ? header.event_count : 0);
     while (const std::optional<Event> event = reader.next()) {
+      const bool is_wanted = position++ >= skip;
       if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
         nb::object decoded = decode_started(*classes_.frames, start->blob, at);
-        starts.push_back(declared(decoded.attr("pools")));
-        if (position >= skip) {
+        if (is_wanted) {
           pools_[instance] = decoded.attr("pools");
+        }
+        if (is_wanted || !is_kept) {
+          starts.push_back(declared(decoded.attr("pools")));
+        }
+        if (is_wanted) {
           started = std::move(decoded);
         }
       }
-      ++position;
+      if (is_wanted && is_kept) {
+        events.push_back(*event);
+      }
     }
     AppliedFrame applied;
-    if (header.frame_bytes > kApplyWithoutGilBytes) {
-      const nb::gil_scoped_release released;
-      applied = index_.apply(instance, bytes, at, skip, starts);
-    } else {
-      applied = index_.apply(instance, bytes, at, skip, starts);
+    {
+      std::optional<nb::gil_scoped_release> released;
+      if (header.frame_bytes > kApplyWithoutGilBytes) {
+        released.emplace();
+      }
+      applied = is_kept ? index_.apply(instance, header.epoch, events, starts)
+                        : index_.apply(instance, bytes, at, skip, starts);
     }
     nb::list claims;
     for (const ClaimRun& run : applied.claims) {

@@ -80,21 +80,21 @@ BlockTable::Value* BlockTable::insert(BlockKey key, std::uint64_t place) {
   return put(shard, key, place);
 }
 
-void BlockTable::erase(BlockKey key, std::uint64_t place) noexcept {
+void BlockTable::erase(const Value* value, std::uint64_t place) noexcept {
   Shard& shard = shards_[place % kShards];
+  const auto address = reinterpret_cast<std::uintptr_t>(value);
+  const std::uintptr_t found = address / sizeof(Bucket) * sizeof(Bucket);
+  const std::size_t slot = (address - found - offsetof(Bucket, values)) / sizeof(Value);
   std::uint32_t at = home(shard, place);
-  while (true) {
-    Bucket& here = bucket(shard, at);
-    if (const std::size_t slot = here.find(key); slot < kSlots) {
-      here.values[slot] = 0;
-      --shard.entries;
-      if (here.passed != 0) {
-        pull_back(shard, at, slot);
-      }
-      return;
-    }
-    here.unpass();
+  while (reinterpret_cast<std::uintptr_t>(&bucket(shard, at)) != found) {
+    bucket(shard, at).unpass();
     at = next(shard, at);
+  }
+  Bucket& here = bucket(shard, at);
+  here.values[slot] = 0;
+  --shard.entries;
+  if (here.passed != 0) {
+    pull_back(shard, at, slot);
   }
 }
 

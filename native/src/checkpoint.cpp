@@ -566,7 +566,7 @@ class CheckpointLoader {
     } else {
       bool& is_whole = index_.instances_[pair.holder].tiers[static_cast<std::size_t>(tier_of(seat))].is_whole;
       const bool was_whole = std::exchange(is_whole, false);  // it is no anomaly here
-      index_.gain(piece, key, place, hash);
+      index_.gain(piece, key, place, hash, false);
       is_whole = was_whole;
     }
   }

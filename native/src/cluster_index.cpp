@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <bitset>
 #include <cstring>
 #include <utility>
 
@@ -161,20 +162,36 @@ AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t a
   std::size_t next_start = 0;
   std::uint32_t position = 0;
   while (const std::optional<Event> event = reader.next()) {
-    const bool is_start = std::holds_alternative<InstanceStarted>(*event);
-    next_start += is_start ? 1 : 0;
-    if (position++ < skip) {
-      continue;
-    }
-    ++applied.events;
-    if (is_start) {
-      start(number, reader.header().epoch, starts[next_start - 1]);
+    if (position++ >= skip) {
+      take(number, reader.header().epoch, *event, applied, starts, next_start);
     } else {
-      fold(number, *event, applied);
+      next_start += std::holds_alternative<InstanceStarted>(*event) ? 1 : 0;
     }
   }
   flush();
   return applied;
+}
+
+AppliedFrame ClusterIndex::apply(std::uint32_t number, std::uint64_t epoch, std::span<const Event> events,
+                                 std::span<const std::vector<DeclaredPool>> starts) {
+  const std::lock_guard turn(writer_);
+  AppliedFrame applied;
+  std::size_t next_start = 0;
+  for (const Event& event : events) {
+    take(number, epoch, event, applied, starts, next_start);
+  }
+  flush();
+  return applied;
+}
+
+void ClusterIndex::take(std::uint32_t number, std::uint64_t epoch, const Event& event, AppliedFrame& applied,
+                        std::span<const std::vector<DeclaredPool>> starts, std::size_t& next_start) {
+  ++applied.events;
+  if (std::holds_alternative<InstanceStarted>(event)) {
+    start(number, epoch, starts[next_start++]);
+  } else {
+    fold(number, event, applied);
+  }
 }
 
 void ClusterIndex::start(std::uint32_t number, std::uint64_t epoch, std::span<const DeclaredPool> pools) {
@@ -244,9 +261,13 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
 }
 
 void ClusterIndex::add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes) {
-  const std::uint32_t space = space_of(id);
-  add({work, instance, space, pair_of_instance(instance, space), tier, hashes.data(),
-       static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+  if (instance != last_instance_ || id != last_id_) {
+    last_space_ = space_of(id);
+    last_pair_ = pair_of_instance(instance, last_space_);
+    last_instance_ = instance;
+    last_id_ = id;
+  }
+  add({work, instance, last_space_, last_pair_, tier, hashes.data(), static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
 }
 
 void ClusterIndex::add(const Piece& piece) {
@@ -286,6 +307,8 @@ void ClusterIndex::run_batch() {
     }
   }
   table_.find_all({keys.data(), block}, {places.data(), block}, values.data());
+  // A key that was not there is not there still, unless this batch has brought it: then its place is marked.
+  std::bitset<1024> brought;
   block = 0;
   const WriteGuard change(lock_);
   for (const Piece& piece : pieces_) {
@@ -293,14 +316,18 @@ void ClusterIndex::run_batch() {
     for (std::uint32_t index = 0; index < piece.count; ++index, ++block, hash += kHashBytes) {
       switch (piece.work) {
         case Work::kCreate:
-        case Work::kState:
-          gain(piece, keys[block], places[block], hash);
+        case Work::kState: {
+          const std::size_t mark = places[block] >> 54;
+          gain(piece, keys[block], places[block], hash, values[block] == 0 && !brought[mark]);
+          brought.set(mark);
           break;
+        }
         case Work::kEvict:
           withdraw(piece, keys[block], places[block], hash);
           break;
         case Work::kClaim:
           gain_claim(piece, keys[block], places[block]);
+          brought.set(places[block] >> 54);
           break;
         case Work::kUnclaim:
           withdraw_claim(piece, keys[block], places[block]);
@@ -347,12 +374,12 @@ HolderValue ClusterIndex::changed(const SetChange& change) {
   return last_result_;
 }
 
-void ClusterIndex::set_value(HolderValue* at, BlockKey key, std::uint64_t place, HolderValue now) {
+void ClusterIndex::set_value(HolderValue* at, std::uint64_t place, HolderValue now) {
   const HolderValue before = *at;
   if (now != 0) {
     *at = now;
   } else {
-    table_.erase(key, place);
+    table_.erase(at, place);
   }
   sets_.release(before);
 }
@@ -369,10 +396,10 @@ bool ClusterIndex::is_full(const Piece& piece) {
   return true;
 }
 
-void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
+void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new) {
   TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
   const Seat seat = seat_of(piece.pair, piece.tier, fold.generation);
-  HolderValue* at = table_.find(key, place);
+  HolderValue* const at = is_new ? nullptr : table_.find(key, place);
   const Seat old = at == nullptr ? 0 : *at == seat ? seat : find_seat(*at, piece.pair, piece.tier);
   if (old != 0 && piece.work == Work::kCreate) {
     count(Anomaly::kCreatedTwice);
@@ -382,7 +409,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
   }
   const std::uint64_t mix = residency_mix(piece.tier, hash);
   if (old != 0) {  // stated or created again since a round began: it moves to the generation that stays
-    set_value(at, key, place, changed({*at, old, old, seat}));
+    set_value(at, place, changed({*at, old, old, seat}));
     --fold.counts[generation_of(old)];
     fold.digests[generation_of(old)] -= mix;
   } else {
@@ -395,7 +422,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
     if (at == nullptr) {
       *table_.insert(key, place) = seat;
     } else {
-      set_value(at, key, place, changed({*at, 1, 0, seat}));
+      set_value(at, place, changed({*at, 1, 0, seat}));
     }
     ++residencies_;
   }
@@ -412,9 +439,9 @@ void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t plac
     return;
   }
   if (*at == seat) {
-    table_.erase(key, place);
+    table_.erase(at, place);
   } else {
-    set_value(at, key, place, changed({*at, seat, seat, 0}));
+    set_value(at, place, changed({*at, seat, seat, 0}));
   }
   --residencies_;
   --fold.counts[generation_of(seat)];
@@ -437,7 +464,7 @@ void ClusterIndex::gain_claim(const Piece& piece, BlockKey key, std::uint64_t pl
   if (at == nullptr) {
     *table_.insert(key, place) = seat;
   } else {
-    set_value(at, key, place, changed({*at, 1, 0, seat}));
+    set_value(at, place, changed({*at, 1, 0, seat}));
   }
 }
 
@@ -453,7 +480,7 @@ void ClusterIndex::withdraw_claim(const Piece& piece, BlockKey key, std::uint64_
   claims_ -= claimed;
   --pools_[pairs_[piece.pair].holder].claims;
   const Seat first = piece.pair << 4;
-  set_value(at, key, place, changed({*at, first, first | 15, 0}));
+  set_value(at, place, changed({*at, first, first | 15, 0}));
 }
 
 // -- epochs and rounds -------------------------------------------------------------------------------------------------
@@ -475,6 +502,7 @@ void ClusterIndex::kill(std::uint32_t number) {
     (is_referenced ? dead_pairs_ : free_pairs_).push_back(pair);
   }
   instance.pairs.clear();
+  last_instance_ = kNone;
   ++instance.incarnation;
   ++deaths_;
 }

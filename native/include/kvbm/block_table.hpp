@@ -130,8 +130,10 @@ class BlockTable {
   // The value of a key that is not in the table yet, to be set to something other than 0 at once. Throws std::bad_alloc.
   Value* insert(BlockKey key, std::uint64_t place);
 
-  // Removes a key that is in the table. Other entries may move, but not to another page.
-  void erase(BlockKey key, std::uint64_t place) noexcept;
+  // Removes the entry whose value `find` gave. Other entries may move, but not to another page.
+  void erase(const Value* value, std::uint64_t place) noexcept;
+  // Removes a key that is in the table.
+  void erase(BlockKey key, std::uint64_t place) noexcept { erase(find(key, place), place); }
 
   // Makes room for this many entries altogether, so that their insertion moves nothing. Throws std::bad_alloc.
   void reserve(std::size_t entries);
@@ -156,8 +158,7 @@ class BlockTable {
         if (buckets[at].values[slot] != 0) {
           const Value now = visit(buckets[at].keys[slot], value);
           if (now == 0) {
-            const BlockKey key = buckets[at].keys[slot];
-            erase(key, place(key));
+            erase(&value, place(buckets[at].keys[slot]));
             slot -= value != 0 ? 1 : 0;  // another entry came to this place: it is next
           } else {
             value = now;

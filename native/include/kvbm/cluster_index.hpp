@@ -132,6 +132,9 @@ class ClusterIndex {
   // starts: the pools of each InstanceStarted of the frame, in order, skipped ones included.
   AppliedFrame apply(std::uint32_t instance, Bytes data, std::size_t at, std::uint32_t skip,
                      std::span<const std::vector<DeclaredPool>> starts);
+  // The same for events that were read already, all of one frame, none to be skipped.
+  AppliedFrame apply(std::uint32_t instance, std::uint64_t epoch, std::span<const Event> events,
+                     std::span<const std::vector<DeclaredPool>> starts);
 
   // Enters an epoch whose start was not seen: nothing is held, all of it is doubtful.
   // pools: what its start declared, when that is known. likely: the best guess for the names of its claims' pools otherwise.
@@ -261,17 +264,20 @@ class ClusterIndex {
   std::uint32_t pair_of_pool(std::uint32_t pool, std::uint32_t space);
   std::uint32_t new_pair(const Pair& pair);
   std::uint32_t pool_number(std::string_view name);
+  void take(std::uint32_t instance, std::uint64_t epoch, const Event& event, AppliedFrame& applied,
+            std::span<const std::vector<DeclaredPool>> starts, std::size_t& next_start);
   void fold(std::uint32_t instance, const Event& event, AppliedFrame& applied);
   void start(std::uint32_t instance, std::uint64_t epoch, std::span<const DeclaredPool> pools);
   void claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work);
 
   // -- under writer_ and lock_ --
-  void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash);
+  // is_new: the key is not in the table.
+  void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new);
   void withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash);
   void gain_claim(const Piece& piece, BlockKey key, std::uint64_t place);
   void withdraw_claim(const Piece& piece, BlockKey key, std::uint64_t place);
   HolderValue changed(const SetChange& change);
-  void set_value(HolderValue* at, BlockKey key, std::uint64_t place, HolderValue now);
+  void set_value(HolderValue* at, std::uint64_t place, HolderValue now);
   bool is_full(const Piece& piece);
   void kill(std::uint32_t instance);
   void declare(Instance& instance, std::span<const DeclaredPool> pools);
@@ -327,6 +333,12 @@ class ClusterIndex {
   std::uint64_t residencies_ = 0;                           // live ones of all instances
   std::uint64_t claims_ = 0;                                // (pool, tier, block) claimed
   std::array<std::uint64_t, kAnomalyCount> anomalies_{};    // by rule
+
+  // The namespace and pair of the run added last, which the next run mostly has too.
+  NamespaceId last_id_{};                  // the namespace
+  std::uint32_t last_instance_ = kNone;    // the instance; kNone when there was none, or it has died since
+  std::uint32_t last_space_ = 0;           // number of the namespace
+  std::uint32_t last_pair_ = 0;            // of the two
 
   // The batch.
   std::vector<Piece> pieces_;     // what it consists of
