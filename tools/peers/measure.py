@@ -200,7 +200,6 @@ class DirectoryBench:
     def memory(self, live: int, replacements: int) -> dict[str, float]:
         """RSS a live block, and after the whole set was replaced so many times. For a fresh process: it counts growth."""
         self._chains = live_chains(live)
-        self._tell(Step(at, Part((1 << 30) + at, 0, CHAIN_BLOCKS), None) for at in range(INSTANCES))  # wakes allocators
         gc.collect()
         before = resident_bytes()
         began = time.perf_counter()
