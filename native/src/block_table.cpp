@@ -74,7 +74,7 @@ BlockTable::Value* BlockTable::put(Shard& shard, BlockKey key, std::uint64_t pla
 
 BlockTable::Value* BlockTable::insert(BlockKey key, std::uint64_t place) {
   Shard& shard = shards_[place % kShards];
-  if (static_cast<double>(shard.entries + 1) > kMostFull * static_cast<double>(kSlots) * shard.buckets) {
+  if (shard.entries == shard.most) {
     resize(shard, shard.entries + 1);
   }
   return put(shard, key, place);
@@ -148,6 +148,7 @@ void BlockTable::resize(Shard& shard, std::size_t entries) {
     throw;
   }
   moved.buckets = static_cast<std::uint32_t>(pages * kPageBuckets);
+  moved.most = static_cast<std::uint32_t>(kMostFull * static_cast<double>(kSlots) * moved.buckets);
   moved.moves = shard.moves + 1;
   for (const Bucket* const page : shard.pages) {
     for (std::size_t at = 0; at < kPageBuckets; ++at) {
@@ -169,7 +170,7 @@ void BlockTable::reserve(std::size_t entries) {
   const std::size_t share = entries / kShards;
   for (Shard& shard : shards_) {
     const std::size_t wanted = std::max<std::size_t>(shard.entries, share + share / 64 + 1);
-    if (static_cast<double>(wanted) > kMostFull * static_cast<double>(kSlots) * shard.buckets) {
+    if (wanted > shard.most) {
       resize(shard, wanted);
     }
   }

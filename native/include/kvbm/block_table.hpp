@@ -15,6 +15,10 @@
 #include <span>
 #include <vector>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace kvbm {
 
 // What an entry is found by: a sequence hash, blinded by its namespace's secret.
@@ -209,11 +213,23 @@ class BlockTable {
 
     // The slot of a key, or kSlots.
     std::size_t find(BlockKey key) const noexcept {
+#if defined(__SSE2__)
+      // All three are compared, always: which one it is cannot be foreseen.
+      const __m128i wanted = _mm_set_epi64x(static_cast<long long>(key.high), static_cast<long long>(key.low));
+      const auto differs = [&](std::size_t slot) {
+        const __m128i here = _mm_load_si128(reinterpret_cast<const __m128i*>(&keys[slot]));
+        return static_cast<std::uint32_t>(_mm_movemask_epi8(_mm_cmpeq_epi8(here, wanted))) ^ 0xFFFF;
+      };
+      const std::uint32_t found = static_cast<std::uint32_t>(differs(0) == 0 && values[0] != 0) |
+                                  static_cast<std::uint32_t>(differs(1) == 0 && values[1] != 0) << 1 |
+                                  static_cast<std::uint32_t>(differs(2) == 0 && values[2] != 0) << 2;
+#else
       std::uint32_t found = 0;
       for (std::size_t slot = 0; slot < kSlots; ++slot) {
         const bool is_here = ((keys[slot].low ^ key.low) | (keys[slot].high ^ key.high)) == 0 && values[slot] != 0;
         found |= static_cast<std::uint32_t>(is_here) << slot;
       }
+#endif
       return static_cast<std::size_t>(std::countr_zero(found | 1U << kSlots));
     }
   };
@@ -225,6 +241,7 @@ class BlockTable {
     std::vector<Bucket*> pages;  // its buckets, kPageBuckets a page
     std::uint32_t buckets = 0;   // pages.size() * kPageBuckets
     std::uint32_t entries = 0;   // keys in it
+    std::uint32_t most = 0;      // keys beyond which it grows
     std::uint64_t moves = 0;     // how often its entries were all moved
   };
 

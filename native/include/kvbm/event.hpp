@@ -7,6 +7,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string_view>
 #include <variant>
@@ -103,6 +104,18 @@ using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, Block
                            InstanceStopped>;
 
 // 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Twin of residency_mix in residency.py.
-std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept;
+inline std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept {
+  constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
+  const auto finalise = [](std::uint64_t value) {  // as SplitMix64 does
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB;
+    return value ^ (value >> 31);
+  };
+  std::uint64_t low = 0;
+  std::uint64_t high = 0;
+  std::memcpy(&low, hash, sizeof low);
+  std::memcpy(&high, hash + sizeof low, sizeof high);
+  return finalise(finalise(low + kGolden * (static_cast<std::uint64_t>(tier) + 1)) + high);
+}
 
 }  // namespace kvbm
