@@ -286,11 +286,14 @@ class ReferenceIndex:
         entry.pools_known, entry.proven = True, False
 
     def _named(self, pools: Iterable[PoolStated]) -> dict[Tier, str]:
-        """Names of the cluster pools, whose claims are counted from now on."""
-        names = _cluster_names(pools)
-        for pool in names.values():
-            self._claims.setdefault(pool, set())
-        return names
+        """Names of cluster pools by tier. The claims of every pool that was ever declared are counted."""
+        last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
+        for pool in pools:
+            last[pool.tier] = None
+            if pool.reach == Reach.CLUSTER:
+                name = last[pool.tier] = pool.name or pool.tier.name.lower()
+                self._claims.setdefault(name, set())
+        return {tier: name for tier, name in last.items() if name is not None}
 
     def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
         if entry.is_cluster(tier):
@@ -379,11 +382,6 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (tier, namespace, block) not in known and not self._is_full():
                 known.add((tier, namespace, block))
-
-
-def _cluster_names(pools: Iterable[PoolStated]) -> dict[Tier, str]:
-    last = {pool.tier: pool for pool in pools}  # of two pools in one tier the later counts
-    return {tier: pool.name or tier.name.lower() for tier, pool in last.items() if pool.reach == Reach.CLUSTER}
 
 
 def _run(flags: list[bool]) -> int:

@@ -62,7 +62,10 @@ struct IndexClasses {
         applied(module, "Applied"),
         claims(module, "Claims"),
         frames(frame_classes()),
-        stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")) {}
+        stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")),
+        pool_stated(nb::module_::import_("kvbm.core.events").attr("PoolStated")),
+        encode(nb::module_::import_("msgspec.msgpack").attr("encode")),
+        decode(nb::module_::import_("msgspec.msgpack").attr("decode")) {}
 
   nb::module_ module;    // kvbm.catalog.index
   TupleClass depth;      // InstanceDepth
@@ -74,6 +77,9 @@ struct IndexClasses {
   TupleClass claims;     // Claims
   SharedClasses frames;  // of events
   nb::object stop_reason;  // StopReason
+  nb::object pool_stated;  // PoolStated
+  nb::object encode;       // of msgspec.msgpack: declarations of pools are kept as it writes them
+  nb::object decode;       // the same
 };
 
 Bytes packed(const nb::bytes& data, const char* what) {
@@ -138,7 +144,6 @@ class PythonIndex {
   nb::object apply(const nb::bytes& data, std::size_t at, std::uint32_t skip) {
     const Bytes bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
     const FrameHeader header = decode_header(bytes, at);
-    const std::uint32_t instance = number_for(header.instance);
     std::vector<std::vector<DeclaredPool>> starts;
     nb::object started = nb::none();
     std::uint32_t position = 0;
@@ -148,11 +153,14 @@ class PythonIndex {
         nb::object decoded = decode_started(*classes_.frames, start->blob, at);
         starts.push_back(declared(decoded.attr("pools")));
         if (position >= skip) {
-          pools_[instance] = decoded.attr("pools");
           started = std::move(decoded);
         }
       }
       ++position;
+    }
+    const std::uint32_t instance = number_for(header.instance);
+    if (!started.is_none()) {
+      pools_[instance] = started.attr("pools");
     }
     AppliedFrame applied;
     if (header.frame_bytes > kApplyWithoutGilBytes) {
@@ -189,6 +197,8 @@ class PythonIndex {
   void drop(std::string_view name) {
     if (const std::uint32_t instance = index_.find_instance(name); instance != ClusterIndex::kNone) {
       index_.drop(instance);
+      know(instance, name);
+      pools_[instance] = nb::make_tuple();
     }
   }
 
@@ -337,6 +347,11 @@ class PythonIndex {
       const nb::gil_scoped_release released;
       note = kvbm::load_checkpoint(index_, MappedFile(path).bytes());
     }
+    const auto count = static_cast<std::uint32_t>(index_.instance_count());
+    for (std::uint32_t instance = 0; instance < count; ++instance) {
+      know(instance, index_.instance_name(instance));
+      pools_[instance] = pools_of(instance);
+    }
     return nb::bytes(note.data(), note.size());
   }
 
@@ -347,6 +362,11 @@ class PythonIndex {
   // The number of an instance; from here on Python has its name and pools.
   std::uint32_t number_for(std::string_view name) {
     const std::uint32_t instance = index_.instance(name);
+    know(instance, name);
+    return instance;
+  }
+
+  void know(std::uint32_t instance, std::string_view name) {
     if (instance >= names_.size()) {
       names_.resize(std::size_t{instance} + 1);
       pools_.resize(names_.size(), nb::make_tuple());
@@ -354,7 +374,19 @@ class PythonIndex {
     if (!names_[instance].is_valid()) {
       names_[instance] = nb::str(name.data(), name.size());
     }
-    return instance;
+  }
+
+  // The pools of an instance, read from what a checkpoint has of them.
+  nb::object pools_of(std::uint32_t instance) const {
+    nb::list pools;
+    try {
+      for (const std::string& words : index_.declared_pools(instance)) {
+        pools.append(classes_.decode(nb::bytes(words.data(), words.size()), nb::arg("type") = classes_.pool_stated));
+      }
+    } catch (const nb::python_error&) {
+      throw Error(ErrorCode::kCheckpoint, "the pools of " + index_.instance_name(instance) + " cannot be read");
+    }
+    return nb::tuple(pools);
   }
 
   PyObject* tier_of(Tier tier) const { return Py_NewRef(python_tier(*classes_.frames, tier).ptr()); }
@@ -367,7 +399,7 @@ class PythonIndex {
     return Py_NewRef(names_[instance].ptr());
   }
 
-  static std::vector<DeclaredPool> declared(nb::handle pools) {
+  std::vector<DeclaredPool> declared(nb::handle pools) const {
     std::vector<DeclaredPool> found;
     for (const nb::handle pool : pools) {
       const auto tier = nb::cast<std::uint8_t>(nb::int_(pool.attr("tier")));
@@ -375,8 +407,10 @@ class PythonIndex {
       if (name.empty()) {
         name = nb::cast<std::string>(pool.attr("tier").attr("name").attr("lower")());
       }
+      const nb::bytes words(classes_.encode(pool));
       constexpr int kReachCluster = 2;
-      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name)});
+      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name),
+                       std::string(words.c_str(), words.size())});
     }
     return found;
   }
