@@ -269,6 +269,84 @@ def test_rounds_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> Non
     twins.finish()
 
 
+# -- many holders, many blocks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) -> None:
+    """Sets of many holders, who leave the prefix at few places or many; pools that go on with it; some have died since."""
+    twins, chance = Twins(), random.Random(seed)
+    crowd = [InstanceId(f"one of many {number}") for number in range(50)]
+    prefix, space = [SequenceHash(bytes([number]) * 16) for number in range(90)], SPACES[0]
+    ends = chance.sample(range(1, 90), 4) if seed % 2 else range(1, 90)
+    second = PoolStated(Tier.NVME, 4, 1, Reach.CLUSTER, "second")
+    for name in crowd:
+        pools = chance.choice([POOLS, POOLS[:3], (POOLS[0], second), (POOLS[0], second, POOLS[3])])
+        twins.both("apply", frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=pools)))
+        for tier in (Tier.HBM, Tier.HOST):
+            held = b"".join(prefix[chance.choice([0, 0, 0, 0, 20]) : chance.choice(ends)])
+            if held:
+                twins.both("apply", frame_bytes(name, BlocksCreated(namespace=space, tier=tier, hashes=held)))
+        if chance.random() < 0.3:
+            hole = chance.choice(prefix)
+            evicted = BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=hole)
+            twins.both("apply", frame_bytes(name, evicted))
+    for pool in (POOLS[-1].name, "second"):
+        for _ in range(3):
+            first = chance.randrange(90)
+            twins.both("claim", pool, space, b"".join(prefix[first : first + 30]))
+    wanted = [(space, b"".join(prefix[first:]), best) for first, best in ((0, 0), (0, 3), (0, 20), (7, 1), (25, 200))]
+    twins.check(wanted)
+    for name in chance.sample(crowd, 30):
+        twins.both(*chance.choice([("drop", name), ("begin_blind", name, Epoch(2))]))
+    twins.check(wanted)
+    twins.native.sweep(chance.randrange(300))
+    twins.check(wanted)
+    twins.reload()
+    twins.check(wanted)
+    twins.finish()
+    twins.check(wanted)
+
+
+def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
+    """So many blocks that a shard has pages, and moves while a sweep is somewhere in it. The model is a set for each instance."""
+    index, chance, space = _native.ClusterIndex(1 << 24), random.Random(5), SPACES[0]
+    held: dict[InstanceId, set[int]] = {name: set() for name in WILD}
+    passes, most = 0, 0
+    for step in range(120):
+        name, first = chance.choice(WILD), chance.randrange(1_000_000)
+        numbers = range(first, first + chance.randint(1, 30_000))
+        run = b"".join(numbered(space, number) for number in numbers)
+        if chance.random() < (0.9 if step < 80 else 0.2):
+            held[name].update(numbers)
+            index.apply(frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=run)))
+        else:
+            held[name].difference_update(numbers)
+            event = BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=run)
+            index.apply(frame_bytes(name, event))
+        if chance.random() < 0.05:
+            held[name].clear()
+            index.begin_blind(name, Epoch(1), POOLS)
+        passes += not index.sweep(chance.randrange(200)) and index.block_count() > 100_000
+        most = max(most, index.memory()["table"])
+    assert passes > 1
+    for _ in range(2):
+        assert index.residency_count() == sum(map(len, held.values()))
+        for number in chance.sample(range(1_030_000), 20_000):
+            found = [holder.name for holder in index.holders(space, numbered(space, number))]
+            assert found == [name for name in WILD if number in held[name]]
+        for name in WILD:
+            view = index.view(name)
+            assert view is not None and view.digest == index.recomputed_digest(name)
+        swept(index)
+        assert index.block_count() == len(set[int]().union(*held.values()))
+    for name in WILD:
+        index.drop(name)
+    swept(index)
+    assert index.block_count() == index.residency_count() == 0
+    assert index.memory()["table"] < most / 2
+
+
 # -- a checkpoint and what came since ------------------------------------------------------------------------------------
 
 
