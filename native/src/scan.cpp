@@ -13,6 +13,16 @@ constexpr const char* kEventNames[] = {"InstanceStarted", "BlocksCreated", "Bloc
                                        "ResidenciesStated", "RoundEnded",    "InstanceStopped"};
 static_assert(std::size(kEventNames) == std::variant_size_v<Event>);
 
+// The offset of an event; of the last frame there can be, it takes more than 64 bits.
+std::string decimal_offset(std::uint64_t first, std::uint64_t index) {
+  __extension__ using Wide = unsigned __int128;
+  const Wide offset = Wide{first} + index;
+  if (offset >> 64 == 0) {
+    return std::to_string(static_cast<std::uint64_t>(offset));
+  }
+  return std::to_string(static_cast<std::uint64_t>(offset / 10)) + static_cast<char>('0' + static_cast<int>(offset % 10));
+}
+
 }  // namespace
 
 ScannedFrame scan_frame(FrameReader reader, std::size_t at, std::vector<Bytes>& starts) {
@@ -20,13 +30,15 @@ ScannedFrame scan_frame(FrameReader reader, std::size_t at, std::vector<Bytes>& 
   frame.header = reader.header();
   frame.at = at;
   frame.flaw = frame.header.epoch == 0 ? "epoch 0 does not exist" : "";
-  for (std::uint64_t offset = frame.header.first_offset;; ++offset) {
+  for (std::uint64_t index = 0;; ++index) {
     const std::optional<Event> event = reader.next();
     if (!event) {
       return frame;
     }
-    if (std::holds_alternative<InstanceStarted>(*event) != (offset == 0) && frame.flaw.empty()) {
-      frame.flaw = "offset " + std::to_string(offset) + " is " + kEventNames[event->index()] + "; InstanceStarted is at offset 0 alone";
+    const bool is_first = index == 0 && frame.header.first_offset == 0;
+    if (std::holds_alternative<InstanceStarted>(*event) != is_first && frame.flaw.empty()) {
+      frame.flaw = "offset " + decimal_offset(frame.header.first_offset, index) + " is " + kEventNames[event->index()] +
+                   "; InstanceStarted is at offset 0 alone";
     }
     if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
       starts.push_back(start->blob);
