@@ -11,7 +11,7 @@ from kvbm.catalog.index import ClusterIndex, Holder, NewIndex
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core import codec
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import Frame
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash
 from kvbm.core.kernels import ScanFrames
@@ -40,7 +40,7 @@ each_twin = pytest.mark.parametrize("twin", [REFERENCE, NATIVE], ids=["reference
 
 def frame_bytes(instance: InstanceId, *events: Event, epoch: int = 1, digest: int = 0) -> bytes:
     """A frame of these events; an index does not look at its offset."""
-    return encode_frame(
+    return _native.encode_frame(
         Frame(
             instance=instance, epoch=Epoch(epoch), first_offset=Offset(0), wall_time_ns=1, events=events, digest=digest
         )

@@ -347,6 +347,31 @@ def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
     assert index.memory()["table"] < most / 2
 
 
+def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning() -> None:
+    """What a death has left must not slip by, for its numbers are given to others when the sweep has been everywhere."""
+    index, chance, space = _native.ClusterIndex(1 << 24), random.Random(6), SPACES[0]
+    dead, alive = WILD[:2]
+
+    def gain(name: InstanceId, blocks: int) -> None:
+        index.apply(
+            frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=chance.randbytes(16 * blocks)))
+        )
+
+    gain(dead, 900_000)
+    index.drop(dead)
+    grown = 0
+    for _ in range(100):
+        assert index.sweep(1)
+        gain(alive, 8_000)
+        grown += 8_000
+    swept(index)
+    assert index.block_count() == index.residency_count() == grown
+    gain(dead, 1000)
+    for name in (dead, alive):
+        view = index.view(name)
+        assert view is not None and view.digest == index.recomputed_digest(name)
+
+
 # -- a checkpoint and what came since ------------------------------------------------------------------------------------
 
 
@@ -411,7 +436,7 @@ def swept(index: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_checkpoint_written_while_frames_are_applied_and_all_since_is_the_live_index(
     seed: int, tmp_path: Path
 ) -> None:
@@ -444,11 +469,9 @@ def test_a_checkpoint_written_while_frames_are_applied_and_all_since_is_the_live
     for data in frames:
         model.apply(data)
     assert held_of(live, BUSY_KEYS) == held_of(model, BUSY_KEYS)
-    overlapped = 0
     for number in range(8):
         loaded = _native.ClusterIndex(ROOM)
         since = int(loaded.load_checkpoint(str(tmp_path / f"{number}")))
-        overlapped += half < since < len(frames)
         for data in frames[since:]:
             loaded.apply(data)
         swept(loaded)
