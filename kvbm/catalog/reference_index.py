@@ -42,8 +42,9 @@ class _TierFold:
     """One tier of one instance."""
 
     def __init__(self) -> None:
-        self.held: dict[_Key, int] = {}  # block → the round that was current when it was last gained or stated
-        self.round = 0  # the round last begun
+        self.held: dict[_Key, int] = {}  # block → `begun` when it was last gained or stated
+        self.round = 0  # number of the round last begun
+        self.begun = 0  # rounds begun; a number that comes back is another round
         self.stated = 0  # blocks it has stated
         self.is_open = False  # it has begun and not ended
         self.is_whole = False  # nothing was missed since a round ended
@@ -89,6 +90,7 @@ class ReferenceIndex:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._instances: dict[InstanceId, _Instance] = {}
+        self._order: dict[InstanceId, int] = {}  # every instance that was ever followed → its place among them
         self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
         self._anomalies: Counter[str] = Counter()
 
@@ -137,7 +139,8 @@ class ReferenceIndex:
         names = entry.pool_names
         self._begin(entry, epoch, () if pools is None else pools)
         if pools is None:
-            entry.pool_names = names or _cluster_names(likely)
+            likely_names = self._named(likely)
+            entry.pool_names = names or likely_names
             entry.pools_known = False
 
     def miss(self, instance: InstanceId) -> None:
@@ -230,7 +233,7 @@ class ReferenceIndex:
 
     def instances(self) -> list[InstanceId]:
         """As `ClusterIndex.instances`."""
-        return list(self._instances)
+        return sorted(self._instances, key=self._order.__getitem__)
 
     def view(self, instance: InstanceId) -> InstanceView | None:
         """As `ClusterIndex.view`."""
@@ -263,7 +266,7 @@ class ReferenceIndex:
 
     def anomalies(self) -> dict[str, int]:
         """As `ClusterIndex.anomalies`."""
-        return dict(self._anomalies)
+        return dict(+self._anomalies)
 
     def memory(self) -> dict[str, int]:
         """As `ClusterIndex.memory`; not known here."""
@@ -272,16 +275,25 @@ class ReferenceIndex:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _entry(self, instance: InstanceId) -> _Instance:
+        self._order.setdefault(instance, len(self._order))
         return self._instances.setdefault(instance, _Instance())
 
     def _begin(self, entry: _Instance, epoch: Epoch, pools: Iterable[PoolStated]) -> None:
         entry.epoch, entry.stopped, entry.digest = epoch, False, 0
         entry.tiers = {tier: _TierFold() for tier in Tier}
         entry.pools = tuple(pools)
-        entry.pool_names = _cluster_names(entry.pools)
-        for pool in entry.pool_names.values():
-            self._claims.setdefault(pool, set())
+        entry.pool_names = self._named(entry.pools)
         entry.pools_known, entry.proven = True, False
+
+    def _named(self, pools: Iterable[PoolStated]) -> dict[Tier, str]:
+        """Names of cluster pools by tier. The claims of every pool that was ever declared are counted."""
+        last: dict[Tier, str | None] = {}  # of two pools in one tier the later counts
+        for pool in pools:
+            last[pool.tier] = None
+            if pool.reach == Reach.CLUSTER:
+                name = last[pool.tier] = pool.name or pool.tier.name.lower()
+                self._claims.setdefault(name, set())
+        return {tier: name for tier, name in last.items() if name is not None}
 
     def _add(self, entry: _Instance, tier: Tier, namespace: NamespaceId, hashes: bytes, claims: list[Claims]) -> None:
         if entry.is_cluster(tier):
@@ -291,7 +303,7 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (namespace, block) in fold.held:
                 self._anomalies["created-twice"] += 1
-                fold.held[namespace, block] = fold.round
+                fold.held[namespace, block] = fold.begun
             else:
                 self._gain(entry, tier, namespace, block)
 
@@ -305,7 +317,7 @@ class ReferenceIndex:
             return
         for block in blocks:
             if (event.namespace, block) in fold.held:
-                fold.held[event.namespace, block] = fold.round
+                fold.held[event.namespace, block] = fold.begun
             else:
                 self._anomalies["round-added"] += fold.is_whole
                 self._gain(entry, event.tier, event.namespace, block)
@@ -325,6 +337,7 @@ class ReferenceIndex:
     def _enter_round(self, fold: _TierFold, number: int) -> None:
         if number != fold.round:
             fold.round, fold.stated, fold.is_open, fold.has_refused = number, 0, True, False
+            fold.begun += 1
 
     def _end_round(self, entry: _Instance, event: RoundEnded) -> None:
         fold = entry.tiers[event.tier]
@@ -332,7 +345,7 @@ class ReferenceIndex:
         if not fold.is_open or fold.stated != event.count:
             self._anomalies["round-incomplete"] += 1
             return
-        for namespace, block in [key for key, number in fold.held.items() if number != event.round]:
+        for namespace, block in [key for key, begun in fold.held.items() if begun != fold.begun]:
             self._anomalies["round-withdrew"] += bool(fold.is_whole and event.count)
             self._lose(entry, event.tier, namespace, block)
         fold.is_open, fold.is_whole, fold.is_partial = False, True, fold.has_refused
@@ -342,7 +355,7 @@ class ReferenceIndex:
         if self._is_full():
             fold.is_partial = fold.has_refused = True
             return
-        fold.held[namespace, block] = fold.round
+        fold.held[namespace, block] = fold.begun
         entry.digest = (entry.digest + residency_mix(tier, block)) & _MASK
 
     def _lose(self, entry: _Instance, tier: Tier, namespace: NamespaceId, block: SequenceHash) -> None:
@@ -369,10 +382,6 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             if (tier, namespace, block) not in known and not self._is_full():
                 known.add((tier, namespace, block))
-
-
-def _cluster_names(pools: Iterable[PoolStated]) -> dict[Tier, str]:
-    return {pool.tier: pool.name or pool.tier.name.lower() for pool in pools if pool.reach == Reach.CLUSTER}
 
 
 def _run(flags: list[bool]) -> int:

@@ -65,7 +65,10 @@ struct IndexClasses {
         applied(module, "Applied"),
         claims(module, "Claims"),
         frames(frame_classes()),
-        stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")) {}
+        stop_reason(nb::module_::import_("kvbm.core.events").attr("StopReason")),
+        pool_stated(nb::module_::import_("kvbm.core.events").attr("PoolStated")),
+        encode(nb::module_::import_("msgspec.msgpack").attr("encode")),
+        decode(nb::module_::import_("msgspec.msgpack").attr("decode")) {}
 
   nb::module_ module;    // kvbm.catalog.index
   TupleClass depth;      // InstanceDepth
@@ -77,6 +80,9 @@ struct IndexClasses {
   TupleClass claims;     // Claims
   SharedClasses frames;  // of events
   nb::object stop_reason;  // StopReason
+  nb::object pool_stated;  // PoolStated
+  nb::object encode;       // of msgspec.msgpack: declarations of pools are kept as it writes them
+  nb::object decode;       // the same
 };
 
 Bytes packed(const nb::bytes& data, const char* what) {
@@ -142,7 +148,6 @@ class PythonIndex {
     const Bytes bytes(static_cast<const std::uint8_t*>(data.data()), data.size());
     FrameReader reader(bytes, at);
     const FrameHeader& header = reader.header();
-    const std::uint32_t instance = number_for(header.instance);
     std::vector<std::vector<DeclaredPool>> starts;
     nb::object started = nb::none();
     // Everything is read before anything is applied. Of a frame of usual size the events are kept, so it is read once.
@@ -154,9 +159,6 @@ class PythonIndex {
       const bool is_wanted = position++ >= skip;
       if (const auto* const start = std::get_if<InstanceStarted>(&*event)) {
         nb::object decoded = decode_started(*classes_.frames, start->blob, at);
-        if (is_wanted) {
-          pools_[instance] = decoded.attr("pools");
-        }
         if (is_wanted || !is_kept) {
           starts.push_back(declared(decoded.attr("pools")));
         }
@@ -167,6 +169,10 @@ class PythonIndex {
       if (is_wanted && is_kept) {
         events.push_back(*event);
       }
+    }
+    const std::uint32_t instance = number_for(header.instance);
+    if (!started.is_none()) {
+      pools_[instance] = started.attr("pools");
     }
     AppliedFrame applied;
     {
@@ -205,6 +211,8 @@ class PythonIndex {
   void drop(std::string_view name) {
     if (const std::uint32_t instance = index_.find_instance(name); instance != ClusterIndex::kNone) {
       index_.drop(instance);
+      know(instance, name);
+      pools_[instance] = nb::make_tuple();
     }
   }
 
@@ -353,6 +361,11 @@ class PythonIndex {
       const nb::gil_scoped_release released;
       note = kvbm::load_checkpoint(index_, MappedFile(path).bytes());
     }
+    const auto count = static_cast<std::uint32_t>(index_.instance_count());
+    for (std::uint32_t instance = 0; instance < count; ++instance) {
+      know(instance, index_.instance_name(instance));
+      pools_[instance] = pools_of(instance);
+    }
     return nb::bytes(note.data(), note.size());
   }
 
@@ -363,6 +376,11 @@ class PythonIndex {
   // The number of an instance; from here on Python has its name and pools.
   std::uint32_t number_for(std::string_view name) {
     const std::uint32_t instance = index_.instance(name);
+    know(instance, name);
+    return instance;
+  }
+
+  void know(std::uint32_t instance, std::string_view name) {
     if (instance >= names_.size()) {
       names_.resize(std::size_t{instance} + 1);
       pools_.resize(names_.size(), nb::make_tuple());
@@ -370,7 +388,19 @@ class PythonIndex {
     if (!names_[instance].is_valid()) {
       names_[instance] = nb::str(name.data(), name.size());
     }
-    return instance;
+  }
+
+  // The pools of an instance, read from what a checkpoint has of them.
+  nb::object pools_of(std::uint32_t instance) const {
+    nb::list pools;
+    try {
+      for (const std::string& words : index_.declared_pools(instance)) {
+        pools.append(classes_.decode(nb::bytes(words.data(), words.size()), nb::arg("type") = classes_.pool_stated));
+      }
+    } catch (const nb::python_error&) {
+      throw Error(ErrorCode::kCheckpoint, "the pools of " + index_.instance_name(instance) + " cannot be read");
+    }
+    return nb::tuple(pools);
   }
 
   PyObject* tier_of(Tier tier) const { return Py_NewRef(python_tier(*classes_.frames, tier).ptr()); }
@@ -383,7 +413,7 @@ class PythonIndex {
     return Py_NewRef(names_[instance].ptr());
   }
 
-  static std::vector<DeclaredPool> declared(nb::handle pools) {
+  std::vector<DeclaredPool> declared(nb::handle pools) const {
     std::vector<DeclaredPool> found;
     for (const nb::handle pool : pools) {
       const auto tier = nb::cast<std::uint8_t>(nb::int_(pool.attr("tier")));
@@ -391,8 +421,10 @@ class PythonIndex {
       if (name.empty()) {
         name = nb::cast<std::string>(pool.attr("tier").attr("name").attr("lower")());
       }
+      const nb::bytes words(classes_.encode(pool));
       constexpr int kReachCluster = 2;
-      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name)});
+      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name),
+                       std::string(words.c_str(), words.size())});
     }
     return found;
   }

@@ -59,6 +59,13 @@ class In {
     const Bytes found = take(number<std::uint32_t>());
     return {reinterpret_cast<const char*>(found.data()), found.size()};
   }
+  std::string_view name() {
+    const std::string_view found = text();
+    if (!is_utf8({reinterpret_cast<const std::uint8_t*>(found.data()), found.size()})) {
+      fail("a name that is not UTF-8");
+    }
+    return found;
+  }
   Bytes take(std::size_t count) {
     if (count > data_.size() - position_) {
       fail("a field ends beyond its data");
@@ -176,6 +183,10 @@ class CheckpointWriter {
     front.number(instance.epoch);
     front.number(static_cast<std::uint8_t>(flag(instance.is_known, kKnown) | flag(instance.is_stopped, kStopped) |
                                            flag(instance.pools_known, kPoolsKnown) | flag(instance.is_proven, kProven)));
+    front.number(static_cast<std::uint32_t>(instance.declared.size()));
+    for (const std::string& words : instance.declared) {
+      front.text(words);
+    }
     for (const auto& fold : instance.tiers) {
       front.number(fold.round);
       front.number(fold.stated);
@@ -413,7 +424,7 @@ class CheckpointLoader {
     }
     for (std::uint32_t left = front.count(4); left > 0; --left) {
       const std::size_t before = index_.pools_.size();
-      if (index_.pool_number(front.text()) != before) {
+      if (index_.pool_number(front.name()) != before) {
         front.fail("a pool twice");
       }
     }
@@ -426,7 +437,7 @@ class CheckpointLoader {
   }
 
   void load_instance(In& front) {
-    const std::string_view name = front.text();
+    const std::string_view name = front.name();
     const WriteGuard change(index_.lock_);
     if (!index_.instance_numbers_.emplace(name, static_cast<std::uint32_t>(index_.instances_.size())).second) {
       front.fail("an instance twice");
@@ -439,6 +450,9 @@ class CheckpointLoader {
     instance.is_stopped = (flags & kStopped) != 0;
     instance.pools_known = (flags & kPoolsKnown) != 0;
     instance.is_proven = (flags & kProven) != 0;
+    for (std::uint32_t left = front.count(4); left > 0; --left) {
+      instance.declared.emplace_back(front.text());
+    }
     for (ClusterIndex::TierFold& fold : instance.tiers) {
       fold.round = front.number<std::uint32_t>();
       fold.stated = front.number<std::uint64_t>();

@@ -503,6 +503,7 @@ void ClusterIndex::kill(std::uint32_t number) {
   }
   instance.pairs.clear();
   last_instance_ = kNone;
+  instance.declared.clear();
   ++instance.incarnation;
   ++deaths_;
 }
@@ -517,6 +518,7 @@ void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> poo
     fold.is_declared = true;
     fold.is_cluster = pool.is_cluster;
     fold.pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
+    instance.declared.push_back(pool.words);
   }
   instance.pools_known = true;
   instance.is_proven = false;
@@ -861,6 +863,11 @@ std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
     state.is_listed[tier] = (fold.is_declared && !fold.is_cluster) || state.counts[tier] != 0;
   }
   return state;
+}
+
+std::vector<std::string> ClusterIndex::declared_pools(std::uint32_t number) const {
+  const ReadGuard reading(lock_);
+  return number < instances_.size() ? instances_[number].declared : std::vector<std::string>();
 }
 
 std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {

@@ -199,7 +199,7 @@ class PrefixWalk {
   void tell(std::uint32_t pair, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const std::uint32_t number = index_.pairs_[pair].holder;
     const ClusterIndex::Instance& instance = index_.instances_[number];
-    answer_.instances.push_back({number, depth, by_tier, reach(instance, depth), is_doubtful(instance)});
+    answer_.instances.push_back({number, depth, by_tier, depth, is_doubtful(instance)});
   }
 
   // Where a run of `depth` blocks ends when the instance's cluster pools go on with it.
@@ -236,6 +236,11 @@ class PrefixWalk {
         answer_.deepest = std::max(answer_.deepest, stretch.end);
       }
     }
+    if (!work_.stretches.empty()) {  // not before: a pool's stretch may have gone on behind the end of a run
+      for (InstanceDepth& one : answer_.instances) {
+        one.reach = reach(index_.instances_[one.instance], one.depth);
+      }
+    }
     tell_who_only_reaches();
     for (const InstanceDepth& one : answer_.instances) {
       answer_.deepest = std::max(answer_.deepest, one.depth);
@@ -251,11 +256,15 @@ class PrefixWalk {
     }
   }
 
-  // Those who had the first blocks and not the next one. All others are deeper, so the best may be known without them.
+  // Those who had the first blocks and not the next one. All others are deeper, so the best may be known without them; among
+  // themselves they differ only when a pool goes on there.
   void tell_rest_of_first(std::uint32_t depth) {
     if (!wants_more()) {
       return;
     }
+    const bool may_reach = std::any_of(work_.stretches.begin(), work_.stretches.end(), [depth](const Stretch& stretch) {
+      return stretch.begin <= depth && depth < stretch.end;
+    });
     auto named = work_.named.cbegin();  // in order of the pair, like the set
     for_instances(first_, [&](std::uint32_t pair, unsigned tiers) {
       if (named != work_.named.cend() && *named == pair) {
@@ -265,7 +274,7 @@ class PrefixWalk {
       std::array<std::uint32_t, kTierCount> by_tier{};
       by_tier[hottest(tiers)] = depth;
       tell(pair, depth, by_tier);
-      return wants_more();
+      return may_reach || wants_more();
     });
   }
 
@@ -279,7 +288,7 @@ class PrefixWalk {
       work_.told.push_back(one.instance);
     }
     std::sort(work_.told.begin(), work_.told.end());
-    for (std::uint32_t number = 0; number < index_.instances_.size() && wants_more(); ++number) {
+    for (std::uint32_t number = 0; number < index_.instances_.size(); ++number) {
       const ClusterIndex::Instance& instance = index_.instances_[number];
       if (!instance.is_known || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
         continue;

@@ -13,12 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.index import ClusterIndex
 from kvbm.catalog.lookup import Liveness, Pulses
-from kvbm.catalog.projector import Projector
 from kvbm.catalog.service import CatalogService
 from kvbm.catalog.store import InstanceRow
-from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
@@ -28,6 +26,7 @@ from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.nats import _heartbeat_in
 from kvbm.streams.publisher import PublisherThread
 from kvbm.workload.processes import Child, EngineProcess
+from tests.indexes import NATIVE, Twin, each_twin, frame_bytes
 
 ONE = InstanceId("one")
 SPACE = Namespace(model="m", block_tokens=16).id
@@ -60,8 +59,8 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     service = object.__new__(CatalogService)
     service.settings = type("S", (), {"cluster": None})()
     service._stream = Repeating()  # type: ignore[assignment]
-    index = ClusterIndex()
-    service._projector = Projector(index, decode_frame, "KVBM")
+    index = NATIVE.index()
+    service._projector = NATIVE.projector(index)
     service._pulses = Pulses(index)
     heard: list[float] = []
     real = service._pulses.hear
@@ -71,28 +70,30 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     assert service._pulses.liveness(heard[0] + 60, ONE) is Liveness.SILENT
 
 
-def test_a_claim_loaded_from_sql_is_withdrawn_whatever_tier_the_pool_is_in() -> None:
-    index = ClusterIndex()
+@each_twin
+def test_a_claim_loaded_from_sql_is_withdrawn_whatever_tier_the_pool_is_in(twin: Twin) -> None:
+    index = twin.index()
     index.claim("shared", SPACE, BLOCK)
     pools = (PoolStated(Tier.NVME, 8, 64, Reach.CLUSTER, "shared"),)
-    index.apply(ONE, InstanceStarted(epoch=Epoch(1), pools=pools))
-    index.apply(ONE, BlocksEvicted(namespace=SPACE, tier=Tier.NVME, reason=EvictReason.CORRUPT, hashes=BLOCK))
+    evicted = BlocksEvicted(namespace=SPACE, tier=Tier.NVME, reason=EvictReason.CORRUPT, hashes=BLOCK)
+    index.apply(frame_bytes(ONE, InstanceStarted(epoch=Epoch(1), pools=pools), evicted))
     assert not index.holders(SPACE, BLOCK)
     assert index.claim_counts() == {"shared": 0}
 
 
-def test_claims_of_an_older_blind_epoch_go_to_the_pool_that_sql_knows() -> None:
+@each_twin
+def test_claims_of_an_older_blind_epoch_go_to_the_pool_that_sql_knows(twin: Twin) -> None:
     pools = (PoolStated(Tier.OBJECT, 0, 64, Reach.CLUSTER, "shared"),)
     known = InstanceRow(id=ONE, cluster="c", epoch=Epoch(2), first_seen_ns=1, last_frame_ns=1, pools=pools)
-    index = ClusterIndex()
+    index = twin.index()
     index.claim("shared", SPACE, BLOCK)
-    projector = Projector(index, decode_frame, "KVBM", stored=9, known=[known])
+    projector = twin.projector(index, stored=9, known=[known])
     event = BlocksEvicted(namespace=SPACE, tier=Tier.OBJECT, reason=EvictReason.CORRUPT, hashes=BLOCK)
     frame = Frame(
         instance=ONE, epoch=Epoch(1), first_offset=Offset(5), wall_time_ns=1, events=(event,), digest=0
     )  # fmt: skip
     projector.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
-    assert not index.unnamed_claims
+    assert not index.anomalies()
     assert not index.holders(SPACE, BLOCK)
 
 

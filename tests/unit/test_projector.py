@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvbm.catalog.index import ClusterIndex
+from kvbm.catalog.index import ClusterIndex, is_doubtful
 from kvbm.catalog.projector import Projector, Step
 from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import Frame, decode_frame, encode_frame
@@ -13,6 +13,7 @@ from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import Heartbeat, Position, StreamMessage
+from tests.indexes import Twin, each_twin
 
 ONE = InstanceId("one")
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -68,8 +69,8 @@ class Instance:
 class Reader:
     """A projector and the stream it reads."""
 
-    def __init__(self, projector: Projector | None = None) -> None:
-        self.projector = projector or Projector(ClusterIndex(), decode_frame, "KVBM")
+    def __init__(self, projector: Projector) -> None:
+        self.projector = projector
         self.sequence = self.projector.sequence
 
     def read(self, *frames: Frame, now_s: float = 0.0, at_end: bool = False) -> Step:
@@ -90,8 +91,11 @@ class Reader:
         return self.index.prefixes(NAMESPACE.id, hashes(*numbers)).deepest
 
     def in_step(self, instance: Instance) -> bool:
-        fold = self.index.fold(instance.name)
-        return fold is not None and fold.digest == instance.ledger.residencies.digest
+        view = self.index.view(instance.name)
+        return view is not None and view.digest == instance.ledger.residencies.digest
+
+    def is_doubtful(self) -> bool:
+        return is_doubtful(self.index, ONE)
 
 
 def five_frames() -> tuple[Instance, list[Frame]]:
@@ -101,53 +105,58 @@ def five_frames() -> tuple[Instance, list[Frame]]:
     return instance, instance.frames
 
 
-def test_frames_in_order_are_applied_and_positions_follow() -> None:
+@each_twin
+def test_frames_in_order_are_applied_and_positions_follow(twin: Twin) -> None:
     instance, frames = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     step = reader.read(*frames)
     assert step.advanced == {ONE: Position(Epoch(1), instance.ledger.applied)}
     assert reader.projector.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4, 5) == 4
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
     assert reader.projector.counters.frames == 5
     assert reader.projector.counters.blocks == 4
 
 
-def test_a_message_may_hold_several_frames() -> None:
+@each_twin
+def test_a_message_may_hold_several_frames(twin: Twin) -> None:
     _, frames = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read_bytes(b"".join(map(encode_frame, frames)))
     assert reader.depth(1, 2, 3, 4) == 4
 
 
-def test_repeats_and_older_frames_change_nothing() -> None:
+@each_twin
+def test_repeats_and_older_frames_change_nothing(twin: Twin) -> None:
     instance, frames = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*frames, *frames[2:], frames[0])
     assert reader.in_step(instance)
     assert reader.projector.counters.repeats == 4
     assert reader.projector.counters.digest_mismatches == 0
 
 
-def test_a_publisher_that_goes_back_leaves_no_trace() -> None:
+@each_twin
+def test_a_publisher_that_goes_back_leaves_no_trace(twin: Twin) -> None:
     """Its stream is 0 1 3 4 2 3 4."""
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     step = reader.read(f[0], f[1], f[3], f[4], at_end=True)
     assert step.advanced[ONE] == (1, f[1].next_offset)
-    assert reader.index.is_doubtful(ONE)
+    assert reader.is_doubtful()
     assert reader.depth(1, 2, 3, 4) == 1
     reader.read(f[2])
     assert reader.in_step(instance)
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
     reader.read(f[3], f[4], now_s=100.0, at_end=True)
     counters = reader.projector.counters
     assert (counters.holes, counters.gaps, counters.repeats) == (1, 0, 2)
 
 
-def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at_the_end() -> None:
+@each_twin
+def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at_the_end(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(f[0], f[1], f[3], f[4], at_end=True)
     assert not reader.read(now_s=50.0, at_end=True).gaps  # no heartbeat has said so
     reader.projector.hear(50.0, instance.heartbeat())
@@ -156,29 +165,31 @@ def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at
     step = reader.read(now_s=51.5, at_end=True)
     assert [(gap.expected, gap.resumed) for gap in step.gaps] == [((1, f[2].first_offset), (1, f[3].first_offset))]
     assert reader.projector.counters.gaps == 1
-    assert reader.index.is_doubtful(ONE)
+    assert reader.is_doubtful()
     assert reader.projector.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4) == 1
     reader.projector.hear(60.0, instance.heartbeat())
     assert not reader.read(now_s=70.0, at_end=True).gaps
 
 
-def test_a_round_after_a_gap_makes_the_instance_whole_again() -> None:
+@each_twin
+def test_a_round_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(f[0], f[1], f[3], f[4])
     reader.projector.hear(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
-    assert reader.index.is_doubtful(ONE)
+    assert reader.is_doubtful()
     reader.read(instance.round())
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
     assert reader.depth(1, 2, 3, 4) == 4
     assert reader.in_step(instance)
 
 
-def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read() -> None:
+@each_twin
+def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f[:4])
     reader.projector.hear(0.0, instance.heartbeat())
     (gap,) = reader.read(now_s=2.0, at_end=True).gaps
@@ -190,9 +201,10 @@ def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read() -> None:
     assert reader.projector.counters.gaps == 1
 
 
-def test_slow_reading_is_no_gap() -> None:
+@each_twin
+def test_slow_reading_is_no_gap(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.projector.hear(0.0, instance.heartbeat())
     for second, frame in enumerate(f, 1):
         reader.projector.hear(second, instance.heartbeat())
@@ -200,9 +212,10 @@ def test_slow_reading_is_no_gap() -> None:
     assert not reader.read(now_s=1000.0, at_end=True).gaps
 
 
-def test_a_new_epoch_begins_empty_and_the_old_one_is_stale() -> None:
+@each_twin
+def test_a_new_epoch_begins_empty_and_the_old_one_is_stale(twin: Twin) -> None:
     old, frames = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*frames)
     new = Instance(epoch=2)
     reader.read(*new.frames, old.create(9), new.create(8))
@@ -210,52 +223,56 @@ def test_a_new_epoch_begins_empty_and_the_old_one_is_stale() -> None:
     assert reader.depth(8) == 1
     assert reader.projector.counters.stale == 1
     assert reader.projector.position(ONE) == (2, new.ledger.applied)
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
 
 
-def test_an_epoch_first_seen_midway_is_blind_until_a_round() -> None:
+@each_twin
+def test_an_epoch_first_seen_midway_is_blind_until_a_round(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f[2:])
     assert reader.depth(2, 3, 4) == 3
     assert reader.depth(1) == 0
-    assert reader.index.is_doubtful(ONE)
+    assert reader.is_doubtful()
     assert reader.projector.counters.blind_starts == 1
     reader.read(instance.round())
     assert reader.depth(1, 2, 3, 4) == 4
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
 
 
-def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start() -> None:
+@each_twin
+def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f[1:3], *f)
     assert reader.in_step(instance)
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
     assert reader.depth(1, 2, 3, 4) == 4
 
 
-def test_what_sql_knows_of_an_epoch_names_the_pools_its_lost_start_declared() -> None:
+@each_twin
+def test_what_sql_knows_of_an_epoch_names_the_pools_its_lost_start_declared(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f)
     batch = reader.projector.take_batch()
     assert batch is not None
-    later = Reader(Projector(ClusterIndex(), decode_frame, "KVBM", known=batch.instances))
+    later = Reader(twin.projector(known=batch.instances))
     later.read(instance.offload(1, 2))
     assert later.index.claim_counts() == {"pool": 2}
     later.read(instance.round())
-    assert not later.index.is_doubtful(ONE)
-    forgetful = Reader()
+    assert not later.is_doubtful()
+    forgetful = Reader(twin.projector())
     forgetful.read(instance.offload(3))
-    assert forgetful.index.unnamed_claims == 1
+    assert forgetful.index.anomalies() == {"unnamed-claim": 1}
 
 
-def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone() -> None:
+@each_twin
+def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone(twin: Twin) -> None:
     one, two = Instance(), Instance(name=InstanceId("two"))
     one.create(1, 2)
     one.offload(1, 2)
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*one.frames)
     reader.read(*Instance(epoch=2).frames)
     assert reader.index.prefixes(NAMESPACE.id, hashes(1, 2)).pools == [("pool", 2)]
@@ -271,6 +288,7 @@ def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone() -> None:
     ]
 
 
+@each_twin
 @pytest.mark.parametrize(
     "damage",
     [
@@ -282,9 +300,9 @@ def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone() -> None:
         lambda data: data + b"tail",
     ],
 )
-def test_damaged_messages_are_counted_and_skipped(damage) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_messages_are_counted_and_skipped(twin: Twin, damage) -> None:  # type: ignore[no-untyped-def]
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f)
     last = encode_frame(instance.create(7))
     reader.read_bytes(damage(last))
@@ -293,31 +311,34 @@ def test_damaged_messages_are_counted_and_skipped(damage) -> None:  # type: igno
     assert reader.in_step(instance)
 
 
+@each_twin
 @pytest.mark.parametrize(
     "change", [{"instance": InstanceId("other")}, {"epoch": Epoch(0)}, {"first_offset": Offset(9)}]
 )
-def test_a_frame_that_cannot_be_this_instances_is_poison(change: dict[str, object]) -> None:
-    reader = Reader()
+def test_a_frame_that_cannot_be_this_instances_is_poison(twin: Twin, change: dict[str, object]) -> None:
+    reader = Reader(twin.projector())
     reader.read(msgspec.structs.replace(Instance().frames[0], **change))
     assert reader.projector.counters.poison == 1
     assert reader.projector.instances() == []
 
 
-def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round() -> None:
+@each_twin
+def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
     assert reader.projector.counters.digest_mismatches == 1
-    assert reader.index.is_doubtful(ONE)
+    assert reader.is_doubtful()
     reader.read(instance.create(6))
     assert reader.projector.counters.digest_mismatches == 1
     reader.read(instance.round())
-    assert not reader.index.is_doubtful(ONE)
+    assert not reader.is_doubtful()
 
 
-def test_the_batch_says_how_things_are_at_its_end() -> None:
+@each_twin
+def test_the_batch_says_how_things_are_at_its_end(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     assert reader.projector.take_batch() is None
     reader.read(*f)
     batch = reader.projector.take_batch()
@@ -339,10 +360,11 @@ def test_the_batch_says_how_things_are_at_its_end() -> None:
     assert ended.epochs[0].end_reason == "shutdown"
 
 
-def test_what_sql_has_is_not_gathered_again() -> None:
+@each_twin
+def test_what_sql_has_is_not_gathered_again(twin: Twin) -> None:
     instance, f = five_frames()
     instance.offload(1)
-    reader = Reader(Projector(ClusterIndex(), decode_frame, "KVBM", stored=6))
+    reader = Reader(twin.projector(stored=6))
     reader.read(*f)
     assert reader.projector.take_batch() is None
     reader.read(instance.offload(2))
@@ -353,17 +375,19 @@ def test_what_sql_has_is_not_gathered_again() -> None:
     assert reader.index.claim_counts() == {"pool": 2}
 
 
-def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next() -> None:
-    reader = Reader()
+@each_twin
+def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next(twin: Twin) -> None:
+    reader = Reader(twin.projector())
     reader.read(*Instance().frames, *Instance(epoch=3).frames)
     batch = reader.projector.take_batch()
     assert batch is not None
     assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "replaced"), (3, "")]
 
 
-def test_a_stream_that_begins_anew_is_told() -> None:
+@each_twin
+def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
     _, f = five_frames()
-    reader = Reader()
+    reader = Reader(twin.projector())
     reader.read(*f)
     reader.sequence = 0
     assert reader.read(f[0]).renumbered

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from kvbm.catalog.index import ClusterIndex
 from kvbm.catalog.lookup import Liveness, Pulse, Pulses, lookup
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
 from kvbm.core.answers import RankedInstance
@@ -14,6 +13,7 @@ from kvbm.core.events import BlocksCreated, InstanceStarted, InstanceStopped, Po
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import TIER_LINKS
 from kvbm.streams.base import Heartbeat
+from tests.indexes import Twin, each_twin, frame_bytes
 
 A, B, C = InstanceId("a"), InstanceId("b"), InstanceId("c")
 SPACE = Namespace(model="m", block_tokens=100).id
@@ -42,16 +42,17 @@ def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: objec
 
 
 class Cluster:
-    def __init__(self, *instances: InstanceId, settings: RoutingSettings | None = None) -> None:
-        self.index = ClusterIndex()
+    def __init__(self, twin: Twin, *instances: InstanceId, settings: RoutingSettings | None = None) -> None:
+        self.index = twin.index()
         self.router = Router(settings)
         self.pulses: dict[InstanceId, Pulse | None] = {}
         for instance in instances or (A, B):
-            self.index.apply(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS))
+            self.index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
             self.pulses[instance] = beat(instance)
 
     def hold(self, instance: InstanceId, tier: Tier, *numbers: int) -> None:
-        self.index.apply(instance, BlocksCreated(namespace=SPACE, tier=tier, hashes=hashes(*numbers)))
+        created = BlocksCreated(namespace=SPACE, tier=tier, hashes=hashes(*numbers))
+        self.index.apply(frame_bytes(instance, created))
 
     def rank(self, now_s: float, asked: Ask) -> dict[str, RankedInstance]:
         ranked = self.router.rank(now_s, asked, self.index, list(self.pulses), self.pulses)
@@ -66,8 +67,9 @@ class Cluster:
         return ranked[0].instance
 
 
-def test_whoever_has_the_prefix_gets_the_prompt() -> None:
-    cluster = Cluster()
+@each_twin
+def test_whoever_has_the_prefix_gets_the_prompt(twin: Twin) -> None:
+    cluster = Cluster(twin)
     cluster.hold(B, Tier.HBM, 1, 2, 3)
     found = cluster.rank(0.0, ask(1, 2, 3, 4, extra_tokens=50))
     assert (found[B].depth, found[B].missing_tokens) == (3, 150)
@@ -76,8 +78,9 @@ def test_whoever_has_the_prefix_gets_the_prompt() -> None:
     assert cluster.route(0.0, ask(1, 2, 3, 4)) == B
 
 
-def test_a_long_queue_outweighs_a_held_prefix() -> None:
-    cluster = Cluster()
+@each_twin
+def test_a_long_queue_outweighs_a_held_prefix(twin: Twin) -> None:
+    cluster = Cluster(twin)
     cluster.hold(B, Tier.HBM, 1, 2, 3)
     cluster.pulses[B] = beat(B, queued=20_000)
     found = cluster.rank(0.5, ask(1, 2, 3))
@@ -85,8 +88,9 @@ def test_a_long_queue_outweighs_a_held_prefix() -> None:
     assert cluster.route(0.5, ask(1, 2, 3)) == A
 
 
-def test_what_was_routed_since_the_heartbeat_counts_as_queued() -> None:
-    cluster = Cluster(A)
+@each_twin
+def test_what_was_routed_since_the_heartbeat_counts_as_queued(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
     cluster.route(1.0, ask(*range(50)))
     assert cluster.rank(1.0, ask(99))[A].queueing_s == pytest.approx(max(0, 5000 - 1.0 * 10_000) / 10_000)
     cluster.pulses[A] = beat(A, at_s=0.9)
@@ -95,8 +99,9 @@ def test_what_was_routed_since_the_heartbeat_counts_as_queued() -> None:
     assert cluster.rank(1.1, ask(99))[A].queueing_s == pytest.approx(0.07)
 
 
-def test_without_heartbeats_what_was_routed_is_worked_off_too() -> None:
-    cluster = Cluster(A)
+@each_twin
+def test_without_heartbeats_what_was_routed_is_worked_off_too(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
     cluster.pulses[A] = None
     cluster.route(1.0, ask(*range(300)))
     assert cluster.rank(1.0, ask(999))[A].queueing_s == pytest.approx(3.0)
@@ -104,8 +109,9 @@ def test_without_heartbeats_what_was_routed_is_worked_off_too() -> None:
     assert cluster.rank(40.0, ask(999))[A].queueing_s == 0.0
 
 
-def test_a_routed_prompt_counts_as_soon_to_be_held_for_a_while() -> None:
-    cluster = Cluster()
+@each_twin
+def test_a_routed_prompt_counts_as_soon_to_be_held_for_a_while(twin: Twin) -> None:
+    cluster = Cluster(twin)
     chosen = cluster.route(0.0, ask(1, 2, 3))
     found = cluster.rank(29.0, ask(1, 2, 3, 4))
     assert found[chosen].depth == 3
@@ -113,8 +119,9 @@ def test_a_routed_prompt_counts_as_soon_to_be_held_for_a_while() -> None:
     assert {entry.depth for entry in cluster.rank(30.0, ask(1, 2, 3, 4)).values()} == {0}
 
 
-def test_soon_held_blocks_extend_held_ones() -> None:
-    cluster = Cluster(A)
+@each_twin
+def test_soon_held_blocks_extend_held_ones(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
     cluster.hold(A, Tier.HBM, 1, 2)
     cluster.route(0.0, ask(1, 2, 3, 4))
     assert cluster.rank(1.0, ask(1, 2, 3, 4, 5))[A].depth == 4
@@ -122,8 +129,9 @@ def test_soon_held_blocks_extend_held_ones() -> None:
     assert cluster.rank(1.0, other)[A].depth == 0
 
 
-def test_balance_is_against_the_mean_and_decays() -> None:
-    cluster = Cluster()
+@each_twin
+def test_balance_is_against_the_mean_and_decays(twin: Twin) -> None:
+    cluster = Cluster(twin)
     first = cluster.route(0.0, ask(*range(100)))
     found = cluster.rank(0.0, ask(*range(200, 210)))
     mean, prior = 5000, 10 * 10_000
@@ -134,8 +142,9 @@ def test_balance_is_against_the_mean_and_decays() -> None:
     assert later[first].balance_s == pytest.approx(8 * (1000 / 10_000) * (5000 - 2500) / (2500 + prior))
 
 
-def test_prompts_with_a_common_start_are_spread_when_they_come_seldom() -> None:
-    cluster = Cluster(A, B, C)
+@each_twin
+def test_prompts_with_a_common_start_are_spread_when_they_come_seldom(twin: Twin) -> None:
+    cluster = Cluster(twin, A, B, C)
     counts: Counter[str] = Counter()
     for number in range(60):
         now_s = 40.0 * number
@@ -147,8 +156,9 @@ def test_prompts_with_a_common_start_are_spread_when_they_come_seldom() -> None:
     assert max(counts.values()) <= 1.3 * min(counts.values())
 
 
-def test_colder_tiers_cost_what_their_links_cost() -> None:
-    cluster = Cluster(A, settings=RoutingSettings(tier_weights={"HOST": 2.0}))
+@each_twin
+def test_colder_tiers_cost_what_their_links_cost(twin: Twin) -> None:
+    cluster = Cluster(twin, A, settings=RoutingSettings(tier_weights={"HOST": 2.0}))
     cluster.hold(A, Tier.HBM, 1)
     cluster.hold(A, Tier.HOST, 2, 3)
     found = cluster.rank(0.0, ask(1, 2, 3))[A]
@@ -156,8 +166,9 @@ def test_colder_tiers_cost_what_their_links_cost() -> None:
     assert found.fetch_s == pytest.approx(2.0 * TIER_LINKS[Tier.HOST].seconds(2 * BLOCK_BYTES))
 
 
-def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing() -> None:
-    cluster = Cluster(A)
+@each_twin
+def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
     cluster.hold(A, Tier.HBM, 1)
     cluster.index.claim("pool", SPACE, hashes(2, 3, 4))
     found = cluster.rank(0.0, ask(1, 2, 3, 4, 5))[A]
@@ -168,35 +179,38 @@ def test_a_pool_beyond_the_own_tiers_counts_when_fetching_beats_computing() -> N
     assert (found.depth, found.fetch_s, found.missing_tokens) == (1, 0.0, 400)
 
 
-def test_equal_costs_are_told_apart_by_content_and_always_the_same_way() -> None:
+@each_twin
+def test_equal_costs_are_told_apart_by_content_and_always_the_same_way(twin: Twin) -> None:
     chosen = []
     for number in range(40):
-        once, again = Cluster(A, B).route(0.0, ask(number)), Cluster(B, A).route(0.0, ask(number))
+        once, again = Cluster(twin, A, B).route(0.0, ask(number)), Cluster(twin, B, A).route(0.0, ask(number))
         assert once == again
         chosen.append(once)
     assert 8 <= chosen.count("a") <= 32
 
 
-def test_a_prompt_shorter_than_a_block_is_routed_too() -> None:
-    assert Cluster().route(0.0, Ask(SPACE, b"", 7, 100)) in ("a", "b")
+@each_twin
+def test_a_prompt_shorter_than_a_block_is_routed_too(twin: Twin) -> None:
+    assert Cluster(twin).route(0.0, Ask(SPACE, b"", 7, 100)) in ("a", "b")
 
 
 # -- who is considered ------------------------------------------------------------------------------------------------
 
 
-def heard(*pulses: Pulse, started: tuple[InstanceId, ...] = (A, B)) -> Pulses:
-    index = ClusterIndex()
+def heard(twin: Twin, *pulses: Pulse, started: tuple[InstanceId, ...] = (A, B)) -> Pulses:
+    index = twin.index()
     for instance in started:
-        index.apply(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS))
-        index.apply(instance, BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes(1)))
+        created = BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes(1))
+        index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS), created))
     known = Pulses(index)
     for pulse in pulses:
         known.hear(pulse.at_s, pulse.heartbeat)
     return known
 
 
-def test_only_the_live_are_candidates_and_the_silent_are_withheld() -> None:
-    known = heard(beat(A, 0.0), beat(B, 3.0), beat(C, 3.0, stopping=True), started=(A, B, C))
+@each_twin
+def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) -> None:
+    known = heard(twin, beat(A, 0.0), beat(B, 3.0), beat(C, 3.0, stopping=True), started=(A, B, C))
     assert known.candidates(5.0) == [B]
     assert known.withheld(5.0) == {A}
     assert known.liveness(5.0, C) is Liveness.STOPPING
@@ -205,21 +219,24 @@ def test_only_the_live_are_candidates_and_the_silent_are_withheld() -> None:
     assert answer.withheld == ["a"]
 
 
-def test_when_everybody_is_silent_the_view_is_kept() -> None:
-    known = heard(beat(A, 0.0), beat(B, 0.0))
+@each_twin
+def test_when_everybody_is_silent_the_view_is_kept(twin: Twin) -> None:
+    known = heard(twin, beat(A, 0.0), beat(B, 0.0))
     assert known.candidates(60.0) == [A, B]
     assert known.withheld(60.0) == set()
 
 
-def test_without_any_heartbeat_those_known_and_not_stopped_are_candidates() -> None:
-    known = heard()
+@each_twin
+def test_without_any_heartbeat_those_known_and_not_stopped_are_candidates(twin: Twin) -> None:
+    known = heard(twin)
     assert known.candidates(0.0) == [A, B]
-    known._index.apply(B, InstanceStopped(reason=StopReason.SHUTDOWN))
+    known._index.apply(frame_bytes(B, InstanceStopped(reason=StopReason.SHUTDOWN)))
     assert known.candidates(0.0) == [A]
     assert known.withheld(0.0) == {B}
-    known._index.apply(A, InstanceStopped(reason=StopReason.SHUTDOWN))
+    known._index.apply(frame_bytes(A, InstanceStopped(reason=StopReason.SHUTDOWN)))
     assert known.candidates(0.0) == []
 
 
-def test_an_instance_that_only_sends_heartbeats_is_a_candidate() -> None:
-    assert heard(beat(C), started=()).candidates(1.0) == [C]
+@each_twin
+def test_an_instance_that_only_sends_heartbeats_is_a_candidate(twin: Twin) -> None:
+    assert heard(twin, beat(C), started=()).candidates(1.0) == [C]

@@ -33,6 +33,7 @@ struct DeclaredPool {
   Tier tier;          // its tier
   bool is_cluster;    // whether it is everybody's: then its blocks are claims, and their holder is the pool
   std::string name;   // of a cluster pool
+  std::string words{};  // the whole declaration, in bytes of the caller's that the index keeps and gives back
 };
 
 // What an event broke; counted.
@@ -159,6 +160,8 @@ class ClusterIndex {
   std::uint32_t deepest_held(const NamespaceId& id, Bytes hashes) const;
   std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;
+  // The pools of an instance in its caller's words; empty when no start was seen.
+  std::vector<std::string> declared_pools(std::uint32_t instance) const;
   // Number of the cluster pool that an instance's claims in a tier belong to, or kNone.
   std::uint32_t pool_of(std::uint32_t instance, Tier tier) const;
   std::string pool_name(std::uint32_t pool) const;
@@ -224,6 +227,7 @@ class ClusterIndex {
     bool is_waiting = false;                 // later events than the next are there already
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> pairs;        // its pairs of this incarnation
+    std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
   };
 
   struct Pool {

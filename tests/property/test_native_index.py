@@ -1,0 +1,497 @@
+"""The native index is its specification, side by side: whatever comes, both say the same of everything."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvbm import _native
+from kvbm.catalog.index import Holder, Prefixes
+from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.codec import encode_frame
+from kvbm.core.errors import FrameError
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    InstanceStopped,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+    StopReason,
+)
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from tests.indexes import ROOM, Key, frame_bytes, held_of
+from tests.property.test_command_sequences import NAMESPACES, POOLS, Driver, chain, commands
+from tests.property.test_index import crowded_events, few_hashes
+
+WILD = [InstanceId(f"wild-{number}") for number in range(4)]  # send whatever they like
+TAME = [InstanceId(f"tame-{number}") for number in range(2)]  # have a ledger
+EVERYONE = WILD + TAME
+SPACES = [namespace.id for namespace in NAMESPACES]
+KEYS: set[Key] = {(space, block) for space in SPACES for prompt in range(6) for block in split_hashes(chain(prompt, 8))}
+SHARED = (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.OBJECT, 4, 1, Reach.CLUSTER))
+TWICE = (PoolStated(Tier.HOST, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.HOST, 4, 1))
+DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1]]
+POOL_NAMES = [POOLS[-1].name, "shared", "object", "nobody's"]
+thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+class Twins:
+    """A native index and the reference, told the same."""
+
+    def __init__(self, capacity: int = ROOM) -> None:
+        self.capacity = capacity
+        self.native = _native.ClusterIndex(capacity)
+        self.model = ReferenceIndex(capacity)
+        self.drivers = {name: Driver() for name in TAME}
+        self.sent = dict.fromkeys(TAME, 0)
+        self.saved = 0  # checkpoints
+
+    def both(self, call: str, *values: Any) -> Any:
+        told = [getattr(index, call)(*values) for index in (self.native, self.model)]
+        assert told[0] == told[1], (call, values)
+        return told[0]
+
+    def run(self, action: tuple[Any, ...]) -> None:
+        match action:
+            case ("events", name, events, skip):
+                epoch = next((event.epoch for event in events if isinstance(event, InstanceStarted)), Epoch(1))
+                self.both("apply", frame_bytes(name, *events, epoch=epoch), 0, skip)
+            case ("damaged", name, event, at):
+                data = bytearray(frame_bytes(name, event))
+                data[at % len(data)] ^= 1 << at % 8
+                for index in (self.native, self.model):
+                    with pytest.raises(FrameError):
+                        index.apply(bytes(data))
+            case ("ledger", name, command):
+                driver = self.drivers[name]
+                driver.run(command)
+                for frame in driver.frames[self.sent[name] :]:
+                    self.both("apply", encode_frame(msgspec.structs.replace(frame, instance=name)))
+                self.sent[name] = len(driver.frames)
+            case ("agrees", name, is_own, digest):
+                view = self.model.view(name)
+                self.both("agrees", name, view.digest if is_own and view is not None else digest)
+            case ("sweep", pages):
+                self.native.sweep(pages)
+            case ("reload",):
+                self.reload()
+            case ("check", queries):
+                self.check(queries)
+            case _:
+                self.both(*action)
+
+    def reload(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/checkpoint"
+            self.saved += 1
+            note = b"note %d" % self.saved
+            self.native.write_checkpoint(path, note)
+            self.native = _native.ClusterIndex(self.capacity)
+            assert self.native.load_checkpoint(path) == note
+        # What a round that was open has stated is not in a checkpoint, nor what is soft.
+        self.model._anomalies.clear()
+        for entry in self.model._instances.values():
+            entry.waiting = False
+            for fold in entry.tiers.values():
+                fold.is_open = False
+
+    def check(self, queries: list[tuple[NamespaceId, bytes, int]] = []) -> None:  # noqa: B006
+        for call in ("residency_count", "anomalies", "claim_counts", "instances"):
+            self.both(call)
+        for name in [*EVERYONE, InstanceId("unknown")]:
+            self.both("view", name)
+            for tier in Tier:
+                self.both("pool_name", name, tier)
+        assert held_of(self.native, KEYS) == held_of(self.model, KEYS)
+        for space, hashes, best in queries:
+            self.both("deepest_held", space, hashes)
+            told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
+            assert unordered(all_told) == unordered(self.model.prefixes(space, hashes))
+            assert (told.deepest, set(told.pools)) == (all_told.deepest, set(all_told.pools))
+            assert set(told.instances) <= set(all_told.instances)
+            assert len(set(told.instances)) == len(told.instances)
+            assert depths(told) == depths(self.model.prefixes(space, hashes, best))
+
+    def finish(self) -> None:
+        while self.native.sweep(3):
+            pass
+        assert not self.native.needs_sweep()
+        self.check()
+        self.both("block_count")
+        for name in self.native.instances():
+            view = self.native.view(name)
+            assert view is not None and view.digest == self.native.recomputed_digest(name)
+
+
+def unordered(found: Prefixes) -> tuple[Any, ...]:
+    assert len(set(found.instances)) == len(found.instances) and len(set(found.pools)) == len(found.pools)
+    return found.deepest, set(found.instances), set(found.pools)
+
+
+def depths(found: Prefixes) -> Counter[tuple[int, int]]:
+    return Counter((one.depth, one.reach) for one in found.instances)
+
+
+@st.composite
+def wild_events(draw: st.DrawFn) -> list[Event]:
+    """What fits a frame: an InstanceStarted is of its frame's epoch."""
+    kind = draw(st.integers(0, 9))
+    space, tier = draw(st.sampled_from(SPACES)), draw(st.sampled_from(Tier))
+    if kind == 0:
+        return [InstanceStarted(epoch=Epoch(draw(st.integers(1, 3))), pools=draw(st.sampled_from(DECLARED)))]
+    if kind == 1:
+        return [InstanceStopped(reason=StopReason.SHUTDOWN)]
+    if kind == 2:  # rounds that are begun and given up, more of them than there are generations
+        first = draw(st.integers(0, 9))
+        stated = draw(st.lists(few_hashes, min_size=1, max_size=7))
+        return [
+            ResidenciesStated(namespace=space, tier=tier, round=first + number, hashes=hashes)
+            for number, hashes in enumerate(stated)
+        ]
+    if kind in (3, 4):  # a round that ends, as often as not with the right count
+        number, stated = draw(st.integers(0, 9)), draw(st.lists(few_hashes, max_size=2))
+        count = sum(len(hashes) // 16 for hashes in stated)
+        off = draw(st.sampled_from([0, 0, 0, 1]))
+        return [
+            *(ResidenciesStated(namespace=space, tier=tier, round=number, hashes=hashes) for hashes in stated),
+            RoundEnded(tier=tier, round=number, count=count + off),
+        ]
+    return [event for event in draw(st.lists(crowded_events(), min_size=1, max_size=4)) if not is_start(event)] or [
+        BlocksCreated(namespace=space, tier=tier, hashes=draw(few_hashes))
+    ]
+
+
+def is_start(event: Event) -> bool:
+    return isinstance(event, InstanceStarted)
+
+
+blocks = st.sampled_from([*split_hashes(chain(0, 4)), *split_hashes(chain(1, 3)), SequenceHash(bytes(16))])
+queries = st.tuples(
+    st.sampled_from([*SPACES, NamespaceId(bytes(16))]),
+    st.one_of(
+        st.tuples(st.integers(0, 5), st.integers(0, 8)).map(lambda which: chain(*which)),
+        st.lists(blocks, max_size=6).map(b"".join),
+        st.integers(1, 4).map(lambda depth: chain(0, depth)),
+    ),
+    st.integers(0, 4),
+)
+names = st.sampled_from(EVERYONE)
+declared = st.sampled_from(DECLARED)
+actions = st.one_of(
+    st.tuples(st.just("events"), st.sampled_from(WILD), wild_events(), st.sampled_from([0, 0, 0, 1])),
+    st.tuples(st.just("events"), st.sampled_from(WILD), wild_events(), st.just(0)),
+    st.tuples(st.just("events"), st.sampled_from(WILD), wild_events(), st.just(0)),
+    st.tuples(st.just("ledger"), st.sampled_from(TAME), commands),
+    st.tuples(st.just("ledger"), st.sampled_from(TAME), commands),
+    st.tuples(
+        st.just("damaged"), names, crowded_events().filter(lambda event: not is_start(event)), st.integers(0, 999)
+    ),
+    st.tuples(st.just("begin_blind"), names, st.integers(1, 3).map(Epoch), st.none() | declared, declared),
+    st.tuples(st.just("miss"), names),
+    st.tuples(st.just("wait"), names, st.booleans()),
+    st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
+    st.tuples(st.just("drop"), names),
+    st.tuples(st.sampled_from(["claim", "unclaim"]), st.sampled_from(POOL_NAMES), st.sampled_from(SPACES), few_hashes),
+    st.tuples(st.just("sweep"), st.integers(1, 300)),
+    st.tuples(st.just("reload")),
+    st.tuples(st.just("check"), st.lists(queries, max_size=3)),
+)
+
+
+@thorough
+@given(st.lists(actions, max_size=60), st.sampled_from([ROOM, ROOM, 3, 9, 25]), st.lists(queries, max_size=4))
+def test_the_native_index_is_the_reference(
+    script: list[tuple[Any, ...]], capacity: int, asked: list[tuple[NamespaceId, bytes, int]]
+) -> None:
+    twins = Twins(capacity)
+    for action in script:
+        twins.run(action)
+        twins.both("anomalies")
+        twins.both("residency_count")
+    twins.check(asked)
+    twins.finish()
+
+
+@thorough
+@given(st.lists(st.tuples(st.sampled_from(TAME), commands), max_size=80))
+def test_of_legal_streams_the_index_has_the_ledgers_digests_and_nothing_to_complain_of(
+    script: list[tuple[InstanceId, tuple[Any, ...]]],
+) -> None:
+    index, drivers, sent = _native.ClusterIndex(ROOM), {name: Driver() for name in TAME}, dict.fromkeys(TAME, 0)
+    for name, command in [*script, *((name, ("cut",)) for name in TAME)]:
+        driver = drivers[name]
+        driver.run(command)
+        for frame in driver.frames[sent[name] :]:
+            index.apply(encode_frame(msgspec.structs.replace(frame, instance=name)))
+            view = index.view(name)
+            assert view is not None and view.digest == frame.digest == index.recomputed_digest(name)
+            assert index.agrees(name, frame.digest)
+        sent[name] = len(driver.frames)
+        index.sweep(1)
+    for name, driver in drivers.items():
+        view = index.view(name)
+        assert view is not None and view.digest == driver.ledger.residencies.digest and not view.doubtful
+        held = driver.ledger.residencies.held
+        assert view.counts == {pool.tier: len(held[pool.tier]) for pool in POOLS[:3]}
+    assert index.anomalies() == {}
+
+
+def test_rounds_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> None:
+    twins, name = Twins(), WILD[0]
+    blocks = split_hashes(chain(0, 8))
+    twins.run(("events", name, [InstanceStarted(epoch=Epoch(1), pools=POOLS)], 0))
+    for number in range(1, 30):
+        hashes = blocks[number % 8] + blocks[(number + 3) % 8]
+        twins.run(
+            ("events", name, [ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=number, hashes=hashes)], 0)
+        )
+        twins.check()
+    ended = [
+        ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=30, hashes=blocks[5]),
+        RoundEnded(tier=Tier.HBM, round=30, count=1),
+    ]
+    twins.run(("events", name, ended, 0))
+    assert twins.native.holders(SPACES[0], blocks[5]) == [Holder(name, Tier.HBM, False)]
+    assert twins.native.residency_count() == 1
+    twins.finish()
+
+
+# -- many holders, many blocks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) -> None:
+    """Sets of many holders, who leave the prefix at few places or many; pools that go on with it; some have died since."""
+    twins, chance = Twins(), random.Random(seed)
+    crowd = [InstanceId(f"one of many {number}") for number in range(50)]
+    prefix, space = [SequenceHash(bytes([number]) * 16) for number in range(90)], SPACES[0]
+    ends = chance.sample(range(1, 90), 4) if seed % 2 else range(1, 90)
+    second = PoolStated(Tier.NVME, 4, 1, Reach.CLUSTER, "second")
+    for name in crowd:
+        pools = chance.choice([POOLS, POOLS[:3], (POOLS[0], second), (POOLS[0], second, POOLS[3])])
+        twins.both("apply", frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=pools)))
+        for tier in (Tier.HBM, Tier.HOST):
+            held = b"".join(prefix[chance.choice([0, 0, 0, 0, 20]) : chance.choice(ends)])
+            if held:
+                twins.both("apply", frame_bytes(name, BlocksCreated(namespace=space, tier=tier, hashes=held)))
+        if chance.random() < 0.3:
+            hole = chance.choice(prefix)
+            evicted = BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=hole)
+            twins.both("apply", frame_bytes(name, evicted))
+    for pool in (POOLS[-1].name, "second"):
+        for _ in range(3):
+            first = chance.randrange(90)
+            twins.both("claim", pool, space, b"".join(prefix[first : first + 30]))
+    wanted = [(space, b"".join(prefix[first:]), best) for first, best in ((0, 0), (0, 3), (0, 20), (7, 1), (25, 200))]
+    twins.check(wanted)
+    for name in chance.sample(crowd, 30):
+        twins.both(*chance.choice([("drop", name), ("begin_blind", name, Epoch(2))]))
+    twins.check(wanted)
+    twins.native.sweep(chance.randrange(300))
+    twins.check(wanted)
+    twins.reload()
+    twins.check(wanted)
+    twins.finish()
+    twins.check(wanted)
+
+
+def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
+    """So many blocks that a shard has pages, and moves while a sweep is somewhere in it. The model is a set for each instance."""
+    index, chance, space = _native.ClusterIndex(1 << 24), random.Random(5), SPACES[0]
+    held: dict[InstanceId, set[int]] = {name: set() for name in WILD}
+    passes, most = 0, 0
+    for step in range(120):
+        name, first = chance.choice(WILD), chance.randrange(1_000_000)
+        numbers = range(first, first + chance.randint(1, 30_000))
+        run = b"".join(numbered(space, number) for number in numbers)
+        if chance.random() < (0.9 if step < 80 else 0.2):
+            held[name].update(numbers)
+            index.apply(frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=run)))
+        else:
+            held[name].difference_update(numbers)
+            event = BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=run)
+            index.apply(frame_bytes(name, event))
+        if chance.random() < 0.05:
+            held[name].clear()
+            index.begin_blind(name, Epoch(1), POOLS)
+        passes += not index.sweep(chance.randrange(200)) and index.block_count() > 100_000
+        most = max(most, index.memory()["table"])
+    assert passes > 1
+    for _ in range(2):
+        assert index.residency_count() == sum(map(len, held.values()))
+        for number in chance.sample(range(1_030_000), 20_000):
+            found = [holder.name for holder in index.holders(space, numbered(space, number))]
+            assert found == [name for name in WILD if number in held[name]]
+        for name in WILD:
+            view = index.view(name)
+            assert view is not None and view.digest == index.recomputed_digest(name)
+        swept(index)
+        assert index.block_count() == len(set[int]().union(*held.values()))
+    for name in WILD:
+        index.drop(name)
+    swept(index)
+    assert index.block_count() == index.residency_count() == 0
+    assert index.memory()["table"] < most / 2
+
+
+def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning() -> None:
+    """What a death has left must not slip by, for its numbers are given to others when the sweep has been everywhere."""
+    index, chance, space = _native.ClusterIndex(1 << 24), random.Random(6), SPACES[0]
+    dead, alive = WILD[:2]
+
+    def gain(name: InstanceId, blocks: int) -> None:
+        index.apply(
+            frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=chance.randbytes(16 * blocks)))
+        )
+
+    gain(dead, 900_000)
+    index.drop(dead)
+    grown = 0
+    for _ in range(100):
+        assert index.sweep(1)
+        gain(alive, 8_000)
+        grown += 8_000
+    swept(index)
+    assert index.block_count() == index.residency_count() == grown
+    gain(dead, 1000)
+    for name in (dead, alive):
+        view = index.view(name)
+        assert view is not None and view.digest == index.recomputed_digest(name)
+
+
+# -- a checkpoint and what came since ------------------------------------------------------------------------------------
+
+
+def busy_stream(seed: int, events: int) -> list[bytes]:
+    """Frames of three instances with many blocks: legal but for rounds that are given up, with restarts and claims."""
+    chance = random.Random(seed)
+    held: dict[tuple[InstanceId, Tier], dict[bytes, None]] = {(name, tier): {} for name in WILD for tier in Tier}
+    rounds: Counter[tuple[InstanceId, Tier]] = Counter()
+    frames = [frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=POOLS)) for name in WILD]
+    for _ in range(events):
+        name, tier, space = chance.choice(WILD), chance.choice(list(Tier)), chance.choice(SPACES)
+        mine, kind = held[name, tier], chance.random()
+        if kind < 0.6:
+            new = [block for number in chance.sample(range(4000), 60) if (block := numbered(space, number)) not in mine]
+            mine.update(dict.fromkeys(new))
+            frames.append(frame_bytes(name, BlocksCreated(namespace=space, tier=tier, hashes=b"".join(new))))
+        elif kind < 0.9:
+            old = [block for block in chance.sample(list(mine), min(40, len(mine))) if block[:1] == space[:1]]
+            if old:
+                for block in old:
+                    del mine[block]
+                evicted = BlocksEvicted(namespace=space, tier=tier, reason=EvictReason.CAPACITY, hashes=b"".join(old))
+                frames.append(frame_bytes(name, evicted))
+        elif kind < 0.99:
+            rounds[name, tier] += 1
+            number, stated = rounds[name, tier], list(mine)
+            for owner in SPACES:
+                told = b"".join(block for block in stated if block[:1] == owner[:1])
+                if told:
+                    event = ResidenciesStated(namespace=owner, tier=tier, round=number, hashes=told)
+                    frames.append(frame_bytes(name, event))
+            if chance.random() < 0.7:
+                frames.append(frame_bytes(name, RoundEnded(tier=tier, round=number, count=len(stated))))
+        else:
+            for gone in Tier:
+                held[name, gone].clear()
+                rounds[name, gone] = 0
+            frames.append(frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
+    return frames
+
+
+def numbered(space: NamespaceId, number: int) -> SequenceHash:
+    """A block of this namespace and of no other."""
+    return SequenceHash(space[:1] + number.to_bytes(15, "big"))
+
+
+BUSY_KEYS: set[Key] = {(space, numbered(space, number)) for space in SPACES for number in range(4000)}
+
+
+def same_to_readers(index: Any, other: Any, keys: set[Key]) -> None:
+    assert held_of(index, keys) == held_of(other, keys)
+    for call in ("residency_count", "claim_counts", "block_count", "instances"):
+        assert getattr(index, call)() == getattr(other, call)(), call
+    for name in index.instances():
+        one, two = index.view(name), other.view(name)
+        assert (one.epoch, one.digest, one.pools, one.counts) == (two.epoch, two.digest, two.pools, two.counts)
+        assert index.recomputed_digest(name) == other.recomputed_digest(name) == one.digest
+
+
+def swept(index: Any) -> None:
+    while index.sweep():
+        pass
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_checkpoint_written_while_frames_are_applied_and_all_since_is_the_live_index(
+    seed: int, tmp_path: Path
+) -> None:
+    frames = busy_stream(seed, 1500)
+    assert SPACES[0][:1] != SPACES[1][:1]
+    live, model = _native.ClusterIndex(ROOM), ReferenceIndex(ROOM)
+    half = len(frames) // 2
+    for data in frames[:half]:
+        live.apply(data)
+    begun, written = threading.Event(), threading.Event()
+
+    def write() -> None:
+        begun.set()
+        for number in range(8):
+            live.write_checkpoint(str(tmp_path / f"{number}"), b"%d" % at[0])
+        written.set()
+
+    at = [half]  # frames applied; read before a checkpoint begins, so nothing since can be left out
+    thread = threading.Thread(target=write)
+    thread.start()
+    begun.wait()
+    for data in frames[half:]:
+        live.apply(data)
+        at[0] += 1
+        if at[0] % 5 == 0:
+            live.sweep(3)
+    thread.join()
+    assert written.is_set()
+    swept(live)
+    for data in frames:
+        model.apply(data)
+    assert held_of(live, BUSY_KEYS) == held_of(model, BUSY_KEYS)
+    for number in range(8):
+        loaded = _native.ClusterIndex(ROOM)
+        since = int(loaded.load_checkpoint(str(tmp_path / f"{number}")))
+        for data in frames[since:]:
+            loaded.apply(data)
+        swept(loaded)
+        same_to_readers(loaded, live, BUSY_KEYS)
+
+
+def test_a_checkpoint_keeps_what_the_pools_were_declared_as(tmp_path: Path) -> None:
+    index, name = _native.ClusterIndex(ROOM), WILD[0]
+    index.apply(frame_bytes(name, InstanceStarted(epoch=Epoch(3), pools=POOLS), epoch=3))
+    index.begin_blind(WILD[1], Epoch(1), SHARED)
+    index.begin_blind(WILD[2], Epoch(1), likely=POOLS)
+    index.apply(frame_bytes(WILD[3], InstanceStarted(epoch=Epoch(1), pools=POOLS)))
+    index.drop(WILD[3])
+    index.write_checkpoint(str(tmp_path / "c"))
+    loaded = _native.ClusterIndex(ROOM)
+    assert loaded.load_checkpoint(str(tmp_path / "c")) == b""
+    assert loaded.instances() == WILD[:3]
+    for known in WILD[:3]:
+        assert loaded.view(known) == index.view(known)
+    loaded.wait(WILD[3], False)
+    assert loaded.instances() == WILD
+    again = loaded.view(WILD[3])
+    assert again is not None and (again.epoch, again.pools) == (0, ())
