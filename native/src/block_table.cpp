@@ -166,11 +166,13 @@ void BlockTable::resize(Shard& shard, std::size_t entries) {
 }
 
 void BlockTable::reserve(std::size_t entries) {
-  // A shard gets its share and a little more: shares differ by a few standard deviations.
+  // A shard gets its share and a little more: shares differ by a few standard deviations. What fits in a shard's first page needs no
+  // room made: that page comes with the first entry.
+  constexpr auto kFirstPage = static_cast<std::size_t>(kResized * static_cast<double>(kSlots * kPageBuckets));
   const std::size_t share = entries / kShards;
   for (Shard& shard : shards_) {
     const std::size_t wanted = std::max<std::size_t>(shard.entries, share + share / 64 + 1);
-    if (wanted > shard.most) {
+    if (wanted > kFirstPage && wanted > shard.most) {
       resize(shard, wanted);
     }
   }

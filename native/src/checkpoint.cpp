@@ -148,6 +148,10 @@ class CheckpointWriter {
   static constexpr std::uint32_t kNowhere = 0xFFFFFFFF;  // position of a set without members that matter
 
   void write_front(Bytes note) {
+    if (note.size() > kMaxNoteBytes) {
+      throw Error(ErrorCode::kCheckpoint, "a note of " + std::to_string(note.size()) + " bytes; at most " +
+                                              std::to_string(kMaxNoteBytes) + " are possible");
+    }
     Out front;
     {
       // Instances, pools and namespaces only; what lies in the table is not touched, so this is short.
@@ -327,10 +331,10 @@ class CheckpointLoader {
   CheckpointLoader(ClusterIndex& index, Bytes data) : index_(index), data_(data) {}
 
   std::string load() {
+    const std::lock_guard turn(index_.writer_);
     if (!index_.instances_.empty() || !index_.spaces_.empty() || !index_.pools_.empty()) {
       throw Error(ErrorCode::kCheckpoint, "a checkpoint is loaded into an empty index only", 0);
     }
-    const std::lock_guard turn(index_.writer_);
     std::vector<std::uint8_t> front;
     bool has_front = false;
     std::string note;

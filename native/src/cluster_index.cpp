@@ -109,7 +109,7 @@ std::uint32_t ClusterIndex::new_pair(const Pair& pair) {
     throw std::bad_alloc();
   }
   pairs_.push_back(pair);
-  free_pairs_.reserve(pairs_.size());
+  free_pairs_.reserve(pairs_.capacity());  // not its size, which would move it for every pair
   return static_cast<std::uint32_t>(pairs_.size() - 1);
 }
 
@@ -220,6 +220,7 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
     const bool is_withdrawn = work == Work::kEvict;
     applied.claims.push_back({tier, id, hashes, is_withdrawn});
     if (fold.pool == kNone) {
+      const WriteGuard change(lock_);
       count(Anomaly::kUnnamedClaim, hashes.size() / kHashBytes);
       return;
     }

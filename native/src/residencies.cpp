@@ -21,6 +21,8 @@ template <class... Functions>
 struct Overloaded : Functions... {
   using Functions::operator()...;
 };
+template <class... Functions>
+Overloaded(Functions...) -> Overloaded<Functions...>;  // clang deduces it by itself only from 17 on
 
 const char* tier_name(Tier tier) noexcept {
   constexpr const char* kNames[] = {"HBM", "HOST", "NVME", "OBJECT"};

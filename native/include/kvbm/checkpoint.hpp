@@ -32,7 +32,7 @@ struct CheckpointSize {
 };
 
 // Writes a checkpoint to a file descriptor, from its position on. `note` is given back by the loader.
-// Throws Error: kCheckpoint, when the file does not take it.
+// Throws Error: kCheckpoint, when the file does not take it, or the note is longer than kMaxNoteBytes.
 CheckpointSize write_checkpoint(const ClusterIndex& index, int file, Bytes note);
 
 // Loads a checkpoint into an index nothing was applied to. Returns the note. After an error the index is unusable.

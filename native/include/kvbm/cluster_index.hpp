@@ -102,6 +102,8 @@ struct InstanceState {
   bool is_partial = false;                                // residencies were refused at the cap
   std::array<std::uint64_t, kTierCount> counts{};         // blocks held by tier
   std::array<bool, kTierCount> is_listed{};               // tiers that it declared or holds blocks in, cluster pools left out
+
+  bool operator==(const InstanceState&) const = default;
 };
 
 // Bytes by what they are for.

@@ -1,0 +1,596 @@
+#include "kvbm/cluster_index.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "check.hpp"
+#include "cluster.hpp"
+
+using namespace kvbm;
+using namespace kvbm::tests;
+
+namespace {
+
+std::vector<Event> round_of(const NamespaceId& id, Tier tier, std::uint32_t round, Bytes hashes) {
+  return {stated(id, tier, round, hashes), RoundEnded{tier, round, static_cast<std::uint32_t>(hashes.size() / kHashBytes)}};
+}
+
+std::uint32_t depth_of(const PrefixAnswer& answer, std::uint32_t instance) {
+  for (const InstanceDepth& one : answer.instances) {
+    if (one.instance == instance) {
+      return one.depth;
+    }
+  }
+  return 0;
+}
+
+void sweep_all(ClusterIndex& index) {
+  while (index.sweep(64)) {
+  }
+  CHECK(!index.needs_sweep());
+}
+
+// -- rounds and deaths -------------------------------------------------------------------------------------------------
+
+void abandoned_rounds_leave_everything_in_place() {
+  // A generation per round that was begun and not ended: there are four, so the fifth round merges the old ones.
+  for (const bool is_pass_under_way : {false, true}) {
+    ClusterIndex index(kPlenty, kSecret);
+    const std::uint32_t one = index.instance("one");
+    const std::uint32_t other = index.instance("other");
+    const Buffer all = hashes_between(0, 60);
+    apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(1), Tier::kHbm, all)}, {own_pools()});
+    const std::uint64_t digest = index.state(one)->digest;
+    for (std::uint32_t round = 1; round <= 14; ++round) {
+      if (is_pass_under_way && round % 3 == 0) {
+        apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
+        index.sweep(7);
+      }
+      // Each round comes as far as another few blocks.
+      const Buffer some = hashes_between(round * 4 - 4, round * 4);
+      apply(index, one, {stated(space_id(0), Tier::kHbm, round, some)});
+      CHECK(index.state(one)->digest == digest && index.recomputed_digest(one) == digest);
+      CHECK(index.state(one)->counts[0] == 120);
+      PrefixAnswer answer;
+      index.prefixes(space_id(0), all, 0, answer);
+      CHECK(depth_of(answer, one) == 60 && depth_of(answer, other) == 60);
+    }
+    const Buffer kept = hashes_between(0, 10);
+    apply(index, one, round_of(space_id(0), Tier::kHbm, 15, kept));
+    CHECK(index.state(one)->counts[0] == 10 && index.recomputed_digest(one) == index.state(one)->digest);
+    sweep_all(index);
+    CHECK(index.state(one)->counts[0] == 10 && index.recomputed_digest(one) == index.state(one)->digest);
+    CHECK(index.residency_count() == 70 && index.block_count() == 60);
+  }
+}
+
+void rounds_without_a_sweep_keep_what_each_stated() {
+  // Every round withdraws half, so every generation is dead and not swept by the time it is needed again.
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  apply(index, one, {InstanceStarted{}}, {own_pools()});
+  for (std::uint32_t round = 1; round <= 12; ++round) {
+    const Buffer some = hashes_between(round * 10, round * 10 + 20);
+    apply(index, one, round_of(space_id(0), Tier::kHost, round, some));
+    CHECK(index.state(one)->counts[1] == 20);
+    CHECK(index.recomputed_digest(one) == index.state(one)->digest);
+    for (std::uint64_t number = 0; number < 200; ++number) {
+      const bool is_held = !index.holders(space_id(0), hash_of(number).data()).empty();
+      CHECK(is_held == (number >= round * 10 && number < round * 10 + 20));
+    }
+  }
+}
+
+void the_dead_hold_nothing_before_and_after_a_sweep() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  const Buffer all = hashes_between(0, 500);
+  const Buffer shared = hashes_between(0, 100);
+  apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, shared)}, {own_pools()});
+  for (int life = 0; life < 6; ++life) {
+    apply(index, one, {InstanceStarted{}}, {own_pools()});
+    CHECK(index.state(one)->counts[0] == 0 && index.residency_count() == 100 && index.recomputed_digest(one) == 0);
+    CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 1 && index.holders(space_id(0), hash_of(400).data()).empty());
+    CHECK(index.deepest_held(space_id(0), all) == 100);
+    if (life % 2 == 1) {
+      sweep_all(index);
+      CHECK(index.block_count() == 100);
+    }
+    apply(index, one, {created(space_id(0), Tier::kHbm, all)});
+    CHECK(index.residency_count() == 600 && index.holders(space_id(0), hash_of(5).data()).size() == 2);
+  }
+  index.drop(one);
+  CHECK(!index.state(one) && index.find_instance("one") == ClusterIndex::kNone && index.instance("one") == one);
+  CHECK(index.residency_count() == 100);
+}
+
+void a_dead_ones_seats_are_nobody_elses() {
+  // The numbers of the dead one's seats are free for others only once no block has them any more.
+  ClusterIndex index(kPlenty, kSecret);
+  const Buffer all = hashes_between(0, 2000);
+  for (std::uint32_t life = 1; life < 40; ++life) {
+    const std::uint32_t one = index.instance(name_of(life));
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, life))}, {own_pools()});
+    CHECK(index.residency_count() == life);
+    for (std::uint64_t number = 0; number < 60; ++number) {
+      CHECK(index.holders(space_id(0), hash_of(number).data()).size() == (number < life ? 1 : 0));
+    }
+    index.sweep(1 + 100 * (life % 7));
+    index.drop(one);
+    CHECK(index.deepest_held(space_id(0), all) == 0);
+  }
+  const std::uint64_t rest = index.memory().rest;
+  for (int life = 0; life < 500; ++life) {
+    const std::uint32_t one = index.instance("i0");
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 5))}, {own_pools()});
+    index.drop(one);
+    sweep_all(index);
+  }
+  CHECK(index.memory().rest <= rest + 4096 && index.block_count() == 0);
+}
+
+// -- capacity and claims -----------------------------------------------------------------------------------------------
+
+void beyond_capacity_is_refused_and_said() {
+  ClusterIndex index(50, kSecret);
+  const std::uint32_t one = index.instance("one");
+  apply(index, one, {InstanceStarted{}}, {shared_pools("pool")});
+  index.claim("pool", space_id(0), hashes_between(0, 10));
+  apply(index, one, {created(space_id(0), Tier::kHbm, hashes_between(0, 60))});
+  CHECK(index.residency_count() == 40 && index.state(one)->counts[0] == 40 && index.state(one)->is_partial);
+  CHECK(index.anomalies()[static_cast<std::size_t>(Anomaly::kRefusedAtCapacity)] == 20);
+  index.unclaim("pool", space_id(0), hashes_between(0, 10));
+  const Buffer fewer = hashes_between(0, 30);
+  apply(index, one, round_of(space_id(0), Tier::kHbm, 1, fewer));
+  CHECK(index.state(one)->counts[0] == 30 && !index.state(one)->is_partial && index.recomputed_digest(one) == index.state(one)->digest);
+}
+
+void claims_of_several_tiers_are_one_blocks() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  apply(index, one, {InstanceStarted{}}, {{{Tier::kNvme, true, "pool"}, {Tier::kObject, true, "pool"}, {Tier::kHbm, false, ""}}});
+  const Buffer all = hashes_between(0, 5);
+  const AppliedFrame applied = apply(index, one, {created(space_id(0), Tier::kNvme, all), created(space_id(0), Tier::kObject, all)});
+  CHECK(applied.claims.size() == 2 && applied.claims[0].hashes.size() == all.size() && !applied.claims[0].is_withdrawn);
+  CHECK(claim_counts(index)["pool"] == 5 && index.holders(space_id(0), hash_of(0).data()).size() == 2);
+  CHECK(index.residency_count() == 0);
+  index.unclaim("pool", space_id(0), hashes_between(0, 2));
+  CHECK(claim_counts(index)["pool"] == 3 && index.block_count() == 3);
+  apply(index, one, {evicted(space_id(0), Tier::kObject, hashes_between(2, 5))});
+  CHECK(claim_counts(index)["pool"] == 0 && index.block_count() == 0);
+}
+
+// -- prefixes ----------------------------------------------------------------------------------------------------------
+
+void a_run_goes_on_in_a_pool_that_was_not_walked_yet() {
+  // `one` is still followed by name when it ends; where the pool's run ends is known only later.
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 2))}, {own_pools()});
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 5))}, {shared_pools("pool")});
+  for (const std::uint64_t begin : {0, 4, 5}) {
+    index.claim("pool", space_id(0), hashes_between(begin, 9));
+    PrefixAnswer answer;
+    index.prefixes(space_id(0), hashes_between(0, 12), 0, answer);
+    CHECK(answer.instances.size() == 2);
+    for (const InstanceDepth& found : answer.instances) {
+      CHECK(found.depth == (found.instance == one ? 5 : 2) && found.reach == (found.instance == one ? 9 : 2));
+    }
+    index.unclaim("pool", space_id(0), hashes_between(0, 12));
+  }
+}
+
+void prefixes_are_right_for_thousands() {
+  constexpr std::uint32_t kInstances = 7000;
+  constexpr std::uint32_t kDepth = 2;
+  ClusterIndex index(kPlenty, kSecret);
+  Model model(kInstances, kPlenty);
+  Random random(8);
+  std::vector<Frame> frames;
+  for (std::uint32_t number = 0; number < kInstances; ++number) {
+    CHECK(index.instance(name_of(number)) == number);
+    const Buffer begin = hashes_between(0, random.below(kDepth + 1));
+    std::vector<Event> events{InstanceStarted{}};
+    if (!begin.empty()) {
+      events.push_back(created(space_id(0), static_cast<Tier>(random.below(3)), begin));
+    }
+    Frame frame = frame_of(number, events, {number % 3 == 0 ? shared_pools("pool") : own_pools()});
+    apply(index, frame);
+    model.apply(frame);
+  }
+  const Buffer claimed = hashes_between(1, 7);
+  index.claim("pool", space_id(0), claimed);
+  model.claim("pool", space_id(0), claimed);
+  const Buffer asked = hashes_between(0, 8);
+  check_prefixes(index, model, space_id(0), asked);
+  for (std::uint32_t number = 0; number < kInstances; number += 5) {
+    const Frame frame = frame_of(number, {InstanceStarted{}}, {own_pools()}, 2);
+    apply(index, frame);
+    model.apply(frame);
+  }
+  check_prefixes(index, model, space_id(0), asked);
+  while (index.sweep(100)) {
+  }
+  check_prefixes(index, model, space_id(0), asked);
+  check_holders(index, model, {space_id(0), hash_of(1)});
+}
+
+// -- anything against the model ----------------------------------------------------------------------------------------
+
+constexpr std::uint32_t kInstances = 6;
+constexpr std::size_t kSpaces = 3;
+constexpr std::uint64_t kBlocks = 40;
+
+// Frames of a few instances that do anything, legal or not.
+class Script {
+ public:
+  explicit Script(std::uint64_t seed, std::uint64_t blocks = kBlocks, std::size_t longest = 12)
+      : random(seed), blocks_(blocks), longest_(longest) {}
+
+  Random random;
+
+  std::vector<DeclaredPool> some_pools() {
+    switch (random.below(4)) {
+      case 0:
+        return own_pools();
+      case 1:
+        return {{Tier::kHbm, false, ""}, {Tier::kNvme, true, "other"}, {Tier::kObject, true, "pool"}};
+      case 2:
+        return {};
+      default:
+        return shared_pools("pool");
+    }
+  }
+
+  Buffer some_hashes() {
+    const std::uint64_t begin = random.below(blocks_);
+    const std::uint64_t end = begin + 1 + random.below(longest_);
+    if (random.below(3) != 0) {
+      return hashes_between(begin, end);
+    }
+    std::vector<std::uint64_t> numbers;
+    for (std::uint64_t at = begin; at < end; ++at) {
+      numbers.push_back(random.below(blocks_));
+    }
+    return hashes_of(numbers);
+  }
+
+  Frame next(const Model& model) {
+    const auto number = static_cast<std::uint32_t>(random.below(model.instance_count()));
+    std::vector<Event> events;
+    std::vector<std::vector<DeclaredPool>> starts;
+    std::vector<Buffer> kept(8);  // the hashes of each event
+    const std::uint64_t epoch = model.instance(number).epoch + 1;
+    for (Buffer& hashes : kept) {
+      hashes = some_hashes();
+      const NamespaceId id = space_id(random.below(kSpaces));
+      const auto tier = static_cast<Tier>(random.below(kTierCount));
+      const std::uint32_t round = model.instance(number).tiers[static_cast<std::size_t>(tier)].round;
+      switch (random.below(16)) {
+        case 0:
+          if (random.below(4) == 0) {
+            events.emplace_back(InstanceStarted{});
+            starts.push_back(some_pools());
+          }
+          break;
+        case 1:
+        case 2:
+          events.push_back(evicted(id, tier, hashes));
+          break;
+        case 3:
+        case 4:
+          events.emplace_back(BlocksMigrated{.namespace_id = id,
+                                             .source = static_cast<Tier>(random.below(kTierCount)),
+                                             .target = tier,
+                                             .kept = random.below(2) == 0,
+                                             .cause = MigrateCause::kOffload,
+                                             .hashes = hashes,
+                                             .slots = {}});
+          break;
+        case 5:
+        case 6:
+          events.push_back(stated(id, tier, round + static_cast<std::uint32_t>(random.below(2)), hashes));
+          break;
+        case 7:
+        case 8: {
+          events.push_back(stated(id, tier, round + 1, hashes));
+          events.emplace_back(RoundEnded{tier, round + 1, static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+          break;
+        }
+        case 9:
+          events.emplace_back(RoundEnded{tier, round + static_cast<std::uint32_t>(random.below(2)), 0});
+          break;
+        case 10:
+          if (random.below(8) == 0) {
+            events.emplace_back(InstanceStopped{StopReason::kShutdown});
+          }
+          break;
+        default:
+          events.push_back(created(id, tier, hashes));
+      }
+    }
+    if (events.empty()) {
+      events.push_back(created(space_id(0), Tier::kHbm, kept[0]));
+    }
+    return frame_of(number, events, std::move(starts), epoch);
+  }
+
+ private:
+  std::uint64_t blocks_;  // distinct hashes
+  std::size_t longest_;   // run
+};
+
+void check_all(const ClusterIndex& index, const Model& model, std::uint64_t blocks) {
+  check_states(index, model);
+  for (std::size_t space = 0; space < kSpaces; ++space) {
+    for (std::uint64_t number = 0; number < blocks; ++number) {
+      check_holders(index, model, {space_id(space), hash_of(number)});
+    }
+  }
+}
+
+void whatever_happens_the_index_is_the_model() {
+  for (const std::uint64_t seed : {1, 2, 3, 4}) {
+    const std::uint64_t capacity = seed % 3 == 0 ? 200 : kPlenty;
+    Script script(seed);
+    Random& random = script.random;
+    ClusterIndex index(capacity, kSecret);
+    Model model(kInstances, capacity);
+    for (std::uint32_t number = 0; number < kInstances; ++number) {
+      CHECK(index.instance(name_of(number)) == number);
+    }
+    for (int step = 0; step < 500; ++step) {
+      const auto number = static_cast<std::uint32_t>(random.below(kInstances));
+      const Buffer hashes = script.some_hashes();
+      const NamespaceId id = space_id(random.below(kSpaces));
+      switch (random.below(24)) {
+        case 0: {
+          const auto pools = script.some_pools();
+          const auto likely = script.some_pools();
+          const bool is_known = random.below(2) == 0;
+          index.instance(name_of(number));
+          model.revive(number);
+          index.begin_blind(number, 9, is_known ? &pools : nullptr, likely);
+          model.begin_blind(number, 9, is_known ? &pools : nullptr, likely);
+          break;
+        }
+        case 1:
+          index.miss(number);
+          model.miss(number);
+          break;
+        case 2:
+          index.wait(number, step % 2 == 0);
+          model.wait(number, step % 2 == 0);
+          break;
+        case 3:
+          if (random.below(3) == 0) {
+            index.drop(number);
+            model.drop(number);
+          }
+          break;
+        case 4:
+          index.claim("pool", id, hashes);
+          model.claim("pool", id, hashes);
+          break;
+        case 5:
+          index.unclaim("pool", id, hashes);
+          model.unclaim("pool", id, hashes);
+          break;
+        case 6: {
+          const std::uint64_t digest = model.state(number).digest + random.below(2);
+          CHECK(index.agrees(number, digest) == model.agrees(number, digest));
+          break;
+        }
+        case 7:
+        case 8:
+          index.sweep(random.below(700));
+          break;
+        case 9:
+          check_all(index, model, kBlocks + 12);
+          break;
+        case 10:
+        case 11:
+        case 12:
+          check_prefixes(index, model, id, hashes);
+          break;
+        case 13:
+          check_prefixes(index, model, id, hashes_between(0, kBlocks));
+          break;
+        default: {
+          const Frame frame = script.next(model);
+          index.instance(name_of(frame.instance));
+          model.revive(frame.instance);
+          apply(index, frame);
+          model.apply(frame);
+        }
+      }
+      CHECK(index.anomalies() == model.anomalies());
+    }
+    check_all(index, model, kBlocks + 12);
+    sweep_all(index);
+    check_all(index, model, kBlocks + 12);
+  }
+}
+
+// -- memory ------------------------------------------------------------------------------------------------------------
+
+void memory_stays_when_everything_is_replaced() {
+  ClusterIndex index(kPlenty, kSecret);
+  constexpr std::uint32_t kHolders = 8;
+  constexpr std::uint64_t kSize = 4000;
+  for (std::uint32_t number = 0; number < kHolders; ++number) {
+    index.instance(name_of(number));
+  }
+  std::uint64_t first = 0;
+  for (std::uint64_t round = 0; round < 10; ++round) {
+    for (std::uint32_t number = 0; number < kHolders; ++number) {
+      // Each holds a part of it, so that there are many sets.
+      const Buffer hashes = hashes_between(round * kSize + number * 100, (round + 1) * kSize);
+      if (round % 2 == 0) {
+        apply(index, number, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes)}, {own_pools()});
+      } else {
+        apply(index, number, round_of(space_id(0), Tier::kHbm, static_cast<std::uint32_t>(round), hashes));
+      }
+      index.sweep(40);  // some of it in between
+    }
+    sweep_all(index);
+    CHECK(index.block_count() == kSize);
+    const IndexMemory memory = index.memory();
+    const std::uint64_t bytes = memory.table + memory.sets + memory.rest;
+    first = round == 1 ? bytes : first;  // by then both ways have been gone
+    CHECK(round < 2 || bytes <= first + first / 10);
+  }
+}
+
+// -- threads -----------------------------------------------------------------------------------------------------------
+
+void all_at_once_comes_to_what_one_thread_comes_to() {
+  constexpr std::uint64_t kMany = 300;
+  Script script(11, kMany, 60);
+  Model model(kInstances, kPlenty);
+  std::vector<Frame> frames;
+  for (std::uint32_t number = 0; number < kInstances; ++number) {
+    frames.push_back(frame_of(number, {InstanceStarted{}}, {shared_pools("pool")}));
+    model.apply(frames.back());
+  }
+  for (int step = 0; step < 300; ++step) {
+    frames.push_back(script.next(model));
+    model.apply(frames.back());
+    if (step % 50 == 0) {  // one that dies again and again
+      frames.push_back(frame_of(0, {InstanceStarted{}}, {shared_pools("pool")}, model.instance(0).epoch + 1));
+      model.apply(frames.back());
+    }
+  }
+  // At the end everybody states what they have, so that a checkpoint may end anywhere before.
+  const std::size_t end = frames.size();
+  for (std::uint32_t number = 0; number < kInstances; ++number) {
+    for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+      const auto& held = model.instance(number).tiers[tier].held;
+      std::vector<Buffer> hashes;
+      std::vector<Event> events;
+      hashes.reserve(held.size());
+      for (const auto& [key, era] : held) {
+        hashes.emplace_back(key.second.begin(), key.second.end());
+        events.push_back(stated(key.first, static_cast<Tier>(tier), 1'000'000, hashes.back()));
+      }
+      events.emplace_back(RoundEnded{static_cast<Tier>(tier), 1'000'000, static_cast<std::uint32_t>(held.size())});
+      frames.push_back(frame_of(number, events));
+    }
+  }
+
+  ClusterIndex index(kPlenty, kSecret);
+  for (std::uint32_t number = 0; number < kInstances; ++number) {
+    index.instance(name_of(number));
+  }
+  std::atomic<bool> is_done{false};
+  std::atomic<std::size_t> applied{0};
+  std::vector<std::pair<std::size_t, Buffer>> checkpoints;  // and how many frames were applied before
+  std::vector<std::thread> threads;
+  for (std::uint64_t reader = 0; reader < 3; ++reader) {
+    threads.emplace_back([&, reader] {
+      Random random(reader);
+      PrefixAnswer answer;
+      while (!is_done) {
+        const std::uint64_t begin = random.below(kMany);
+        const Buffer hashes = hashes_between(begin, begin + 1 + random.below(100));
+        const std::size_t best = random.below(3);
+        index.prefixes(space_id(random.below(kSpaces)), hashes, best, answer);
+        for (const InstanceDepth& one : answer.instances) {
+          std::uint32_t depth = 0;
+          for (const std::uint32_t blocks : one.by_tier) {
+            depth += blocks;
+          }
+          CHECK(one.instance < kInstances && depth == one.depth && one.depth <= one.reach && one.reach <= hashes.size() / kHashBytes);
+          CHECK(one.depth <= answer.deepest);
+        }
+        CHECK(index.deepest_held(space_id(0), hashes) <= hashes.size() / kHashBytes);
+        CHECK(index.holders(space_id(1), hashes.data()).size() <= kInstances * kTierCount + 2 * kTierCount);
+        const auto number = static_cast<std::uint32_t>(random.below(kInstances));
+        CHECK(index.state(number) && index.find_instance(name_of(number)) == number);
+        index.pool_of(number, Tier::kObject);
+        index.anomalies();
+        index.memory();
+        claim_counts(index);
+        CHECK(index.residency_count() <= kInstances * kTierCount * kSpaces * (kMany + 60));
+        if (random.below(16) == 0) {  // it keeps the writer out
+          index.recomputed_digest(number);
+        }
+        std::this_thread::yield();
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    while (!is_done) {
+      index.sweep(50);
+      index.needs_sweep();
+      std::this_thread::yield();
+    }
+  });
+  threads.emplace_back([&] {
+    while (!is_done) {
+      const std::size_t before = applied;
+      checkpoints.emplace_back(before, written(index));
+      std::this_thread::yield();
+    }
+  });
+  for (std::size_t at = 0; at < frames.size(); ++at) {
+    if (at == end) {
+      applied = frames.size();
+    }
+    apply(index, frames[at]);
+    applied = at < end ? at + 1 : applied.load();
+    if (at % 4 == 0) {
+      std::this_thread::yield();
+    }
+  }
+  is_done = true;
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+
+  for (std::size_t at = end; at < frames.size(); ++at) {
+    model.apply(frames[at]);
+  }
+  ClusterIndex alone(kPlenty, kSecret);
+  for (std::uint32_t number = 0; number < kInstances; ++number) {
+    alone.instance(name_of(number));
+  }
+  for (const Frame& frame : frames) {
+    apply(alone, frame);
+  }
+  CHECK(index.anomalies() == alone.anomalies() && alone.anomalies() == model.anomalies());
+  for (const ClusterIndex* const one : {&index, &alone}) {
+    check_all(*one, model, kMany + 60);
+    check_prefixes(*one, model, space_id(1), hashes_between(0, kMany));
+  }
+  // The last checkpoint that was begun before the rounds at the end, and the frames since.
+  const auto usable = std::find_if(checkpoints.rbegin(), checkpoints.rend(), [&](const auto& one) { return one.first <= end; });
+  if (usable != checkpoints.rend()) {
+    ClusterIndex loaded(kPlenty, kSecret);
+    CHECK(load_checkpoint(loaded, usable->second).empty());
+    for (std::size_t at = usable->first; at < frames.size(); ++at) {
+      apply(loaded, frames[at]);
+    }
+    check_all(loaded, model, kMany + 60);
+  }
+}
+
+}  // namespace
+
+int main() {
+  return tests::run({{"abandoned rounds leave everything in place", abandoned_rounds_leave_everything_in_place},
+                     {"rounds without a sweep keep what each stated", rounds_without_a_sweep_keep_what_each_stated},
+                     {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
+                     {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
+                     {"beyond capacity is refused and said", beyond_capacity_is_refused_and_said},
+                     {"claims of several tiers are one block's", claims_of_several_tiers_are_one_blocks},
+                     {"a run goes on in a pool that was not walked yet", a_run_goes_on_in_a_pool_that_was_not_walked_yet},
+                     {"prefixes are right for thousands", prefixes_are_right_for_thousands},
+                     {"whatever happens, the index is the model", whatever_happens_the_index_is_the_model},
+                     {"memory stays when everything is replaced", memory_stays_when_everything_is_replaced},
+                     {"all at once comes to what one thread comes to", all_at_once_comes_to_what_one_thread_comes_to}});
+}
