@@ -58,10 +58,11 @@ class Checked {
     for (const auto& [key, value] : model_) {
       const BlockKey wanted{key.first, key.second};
       const std::uint64_t place = table.place(wanted);
-      table.prefetch(place);
-      table.prefetch_next(wanted, place);
       const BlockTable::Value* const found = table.find(wanted, place);
       CHECK(found != nullptr && *found == value);
+      BlockTable::Value beside = 0;
+      table.find_all({&wanted, 1}, {&place, 1}, &beside);
+      CHECK(beside == value);
     }
     std::size_t visited = 0;
     for (std::size_t shard = 0; shard < BlockTable::kShards; ++shard) {
@@ -86,8 +87,10 @@ void an_empty_table_has_nothing_and_no_pages() {
   BlockTable table(kFirstSeed, kSecondSeed);
   const BlockKey key = key_at(77);
   CHECK(table.place(key) == 77);
-  table.prefetch(77);
-  table.prefetch_next(key, 77);
+  const std::uint64_t place = 77;
+  BlockTable::Value value = 5;
+  table.find_all({&key, 1}, {&place, 1}, &value);
+  CHECK(value == 0);
   CHECK(table.find(key, 77) == nullptr && table.size() == 0 && table.bytes() == 0 && table.page_count(77) == 0);
   table.shrink(77);
   table.reserve(0);

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 from peers.workload import (
     CHAIN_BLOCKS,
-    INSTANCES,
     Life,
     Part,
     Step,
