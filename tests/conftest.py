@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import settings
 
 from tests.servers import fresh_database, postgres
+
+settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

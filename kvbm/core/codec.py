@@ -427,6 +427,7 @@ def _flaw(frame: Frame) -> str:
         is_first = frame.first_offset == 0 and at == 0
         if isinstance(event, InstanceStarted) != is_first:
             return f"event {at} is {type(event).__name__}; InstanceStarted is at offset 0 alone"
+    for event in frame.events:
         if isinstance(event, InstanceStarted) and event.epoch != frame.epoch:
             return f"the frame is of epoch {frame.epoch}, its InstanceStarted of epoch {event.epoch}"
     return ""

@@ -35,6 +35,9 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers);
 // The InstanceStarted of a frame at a position. Raises MalformedFrameError.
 nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t at);
 
+// Notes the flaw of a frame whose InstanceStarted is of another epoch than it, unless it has one already.
+void check_epoch(ScannedFrame& frame, const nb::object& epoch);
+
 // A ScannedFrame of kvbm.core.codec. `kind` is that class.
 nb::object python_scanned(const nb::object& kind, const ScannedFrame& frame);
 

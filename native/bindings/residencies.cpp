@@ -82,10 +82,13 @@ nb::object evolve_frame(Residencies& fold, nb::handle data, std::size_t at, std:
   const BufferView view(data);
   const FrameReader reader(view.bytes(), at);
   std::vector<EpochStart> starts;
+  std::vector<nb::object> epochs;
   std::vector<Bytes> blobs;
   const auto decode_starts = [&] {
     for (const Bytes& blob : blobs) {
-      starts.push_back(epoch_start(decode_started(*classes.frames, blob, at)));
+      const nb::object start = decode_started(*classes.frames, blob, at);
+      starts.push_back(epoch_start(start));
+      epochs.push_back(start.attr("epoch"));
     }
   };
   ScannedFrame scanned;
@@ -96,6 +99,9 @@ nb::object evolve_frame(Residencies& fold, nb::handle data, std::size_t at, std:
     throw;
   }
   decode_starts();
+  for (const nb::object& epoch : epochs) {
+    check_epoch(scanned, epoch);
+  }
   const FoldedFrame folded = fold.evolve_frame(reader, first, starts);
   nb::object illegal = nb::none();
   if (folded.illegal) {

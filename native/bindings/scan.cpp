@@ -19,17 +19,20 @@ nb::object python_scanned(const nb::object& kind, const ScannedFrame& frame) {
                      frame.flaw);
 }
 
+void check_epoch(ScannedFrame& frame, const nb::object& epoch) {
+  if (frame.flaw.empty() && !epoch.equal(nb::int_(frame.header.epoch))) {
+    frame.flaw = "the frame is of epoch " + std::to_string(frame.header.epoch) + ", its InstanceStarted of epoch " +
+                 nb::str(epoch).c_str();
+  }
+}
+
 namespace {
 
 // The error Python finds in the starts of one frame, or None. A start of another epoch than its frame's is a flaw.
 nb::object fault_in(ScannedFrame& frame, const FrameClasses& classes) {
   try {
     for (const Bytes& start : frame.starts) {
-      const nb::object epoch = decode_started(classes, start, frame.at).attr("epoch");
-      if (frame.flaw.empty() && !epoch.equal(nb::int_(frame.header.epoch))) {
-        frame.flaw = "the frame is of epoch " + std::to_string(frame.header.epoch) + ", its InstanceStarted of epoch " +
-                     nb::str(epoch).c_str();
-      }
+      check_epoch(frame, decode_started(classes, start, frame.at).attr("epoch"));
     }
   } catch (nb::python_error& error) {
     if (!error.matches(nb::module_::import_("kvbm.core.errors").attr("FrameError"))) {

@@ -157,6 +157,7 @@ BlockKey ClusterIndex::key_of(std::uint32_t space, const std::uint8_t* hash) con
 AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t at, std::uint32_t skip,
                                  std::span<const std::vector<DeclaredPool>> starts) {
   const std::lock_guard turn(writer_);
+  forget_batch();
   FrameReader reader(data, at);
   AppliedFrame applied;
   std::size_t next_start = 0;
@@ -175,6 +176,7 @@ AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t a
 AppliedFrame ClusterIndex::apply(std::uint32_t number, std::uint64_t epoch, std::span<const Event> events,
                                  std::span<const std::vector<DeclaredPool>> starts) {
   const std::lock_guard turn(writer_);
+  forget_batch();
   AppliedFrame applied;
   std::size_t next_start = 0;
   for (const Event& event : events) {
@@ -290,9 +292,13 @@ void ClusterIndex::add(const Piece& piece) {
 void ClusterIndex::flush() {
   if (!pieces_.empty()) {
     run_batch();
-    pieces_.clear();
-    piece_blocks_ = 0;
+    forget_batch();
   }
+}
+
+void ClusterIndex::forget_batch() noexcept {
+  pieces_.clear();
+  piece_blocks_ = 0;
 }
 
 void ClusterIndex::run_batch() {
@@ -692,6 +698,7 @@ void ClusterIndex::end_round(std::uint32_t number, const RoundEnded& event) {
 
 void ClusterIndex::claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work) {
   const std::lock_guard turn(writer_);
+  forget_batch();
   const std::uint32_t space = space_of(id);
   add({work, kNone, space, pair_of_pool(pool_number(pool), space), Tier::kObject, hashes.data(),
        static_cast<std::uint32_t>(hashes.size() / kHashBytes)});

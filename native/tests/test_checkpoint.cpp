@@ -65,7 +65,7 @@ class Chunks {
 };
 
 void put_instance(Fields& front, const std::string& name, std::uint32_t pool = ClusterIndex::kNone) {
-  front.text(name).put(std::uint64_t{1}).put(std::uint8_t{5});
+  front.text(name).put(std::uint64_t{1}).put(std::uint8_t{5}).put(std::uint32_t{1}).text("a pool's words");
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
     front.put(std::uint32_t{0}).put(std::uint64_t{0}).put(std::uint8_t{4}).put(pool);
   }

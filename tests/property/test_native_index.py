@@ -357,9 +357,10 @@ def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning
             frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=chance.randbytes(16 * blocks)))
         )
 
-    gain(dead, 900_000)
+    grown = 800_000
+    gain(alive, grown)
+    gain(dead, 100_000)
     index.drop(dead)
-    grown = 0
     for _ in range(100):
         assert index.sweep(1)
         gain(alive, 8_000)
@@ -476,6 +477,23 @@ def test_a_checkpoint_written_while_frames_are_applied_and_all_since_is_the_live
             loaded.apply(data)
         swept(loaded)
         same_to_readers(loaded, live, BUSY_KEYS)
+
+
+def test_a_checkpoint_brings_back_nobody_who_has_gone_and_was_not_swept() -> None:
+    """What a round has withdrawn, a restart has ended, or a drop."""
+    twins, hashes = Twins(), chain(0, 4)
+    created = BlocksCreated(namespace=SPACES[0], tier=Tier.HBM, hashes=hashes)
+    for name in WILD:
+        twins.run(("events", name, [InstanceStarted(epoch=Epoch(1), pools=POOLS), created], 0))
+    stated = ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=1, hashes=hashes[:16])
+    twins.run(("events", WILD[0], [stated, RoundEnded(tier=Tier.HBM, round=1, count=1)], 0))
+    twins.run(("events", WILD[1], [InstanceStarted(epoch=Epoch(2), pools=POOLS)], 0))
+    twins.run(("drop", WILD[2]))
+    twins.run(("begin_blind", WILD[3], Epoch(2)))
+    for _ in range(2):
+        twins.check([(SPACES[0], hashes, 0)])
+        twins.reload()
+    twins.finish()
 
 
 def test_a_checkpoint_keeps_what_the_pools_were_declared_as(tmp_path: Path) -> None:

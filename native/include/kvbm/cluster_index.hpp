@@ -264,6 +264,8 @@ class ClusterIndex {
   void add(const Piece& piece);
   void add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes);
   void flush();
+  // Also what a call that ran out of memory has left: it points into bytes that are gone.
+  void forget_batch() noexcept;
   void run_batch();
   std::uint32_t space_of(const NamespaceId& id);
   std::uint32_t pair_of_instance(std::uint32_t instance, std::uint32_t space);
