@@ -357,9 +357,9 @@ def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning
             frame_bytes(name, BlocksCreated(namespace=space, tier=Tier.HBM, hashes=chance.randbytes(16 * blocks)))
         )
 
-    grown = 800_000
+    grown = 880_000
     gain(alive, grown)
-    gain(dead, 100_000)
+    gain(dead, 20_000)
     index.drop(dead)
     for _ in range(100):
         assert index.sweep(1)
