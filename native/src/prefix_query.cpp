@@ -226,9 +226,6 @@ class PrefixWalk {
 
   // Everybody who has not been told of yet. `end`: blocks that were walked.
   void finish(std::uint32_t end) {
-    for (InstanceDepth& one : answer_.instances) {
-      one.reach = reach(index_.instances_[one.instance], one.depth);  // who was told of on the way may go on in a pool walked since
-    }
     for (const Alive& one : work_.alive) {
       tell(one.pair, end, one.by_tier);
     }
