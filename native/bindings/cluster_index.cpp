@@ -352,7 +352,7 @@ class PythonIndex {
       }
       ::close(file);
     }
-    return nb::make_tuple(size.bytes, size.blocks);
+    return nb::make_tuple(size.bytes, size.blocks, size.frames);
   }
 
   nb::bytes load_checkpoint(const std::string& path) {

@@ -157,6 +157,7 @@ class CheckpointWriter {
       // Instances, pools and namespaces only; what lies in the table is not touched, so this is short.
       const std::lock_guard turn(index_.writer_);
       const ReadGuard reading(index_.lock_);
+      size_.frames = index_.frames_;
       front.text({reinterpret_cast<const char*>(note.data()), note.size()});
       front.number(static_cast<std::uint64_t>(index_.table_.size()));
       front.number(static_cast<std::uint32_t>(index_.spaces_.size()));

@@ -158,6 +158,7 @@ AppliedFrame ClusterIndex::apply(std::uint32_t number, Bytes data, std::size_t a
                                  std::span<const std::vector<DeclaredPool>> starts) {
   const std::lock_guard turn(writer_);
   forget_batch();
+  ++frames_;
   FrameReader reader(data, at);
   AppliedFrame applied;
   std::size_t next_start = 0;
@@ -177,6 +178,7 @@ AppliedFrame ClusterIndex::apply(std::uint32_t number, std::uint64_t epoch, std:
                                  std::span<const std::vector<DeclaredPool>> starts) {
   const std::lock_guard turn(writer_);
   forget_batch();
+  ++frames_;
   AppliedFrame applied;
   std::size_t next_start = 0;
   for (const Event& event : events) {

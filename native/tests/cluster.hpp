@@ -570,12 +570,16 @@ class ScratchFile {
   std::FILE* file_;  // it
 };
 
-inline Buffer written(const ClusterIndex& index, std::string_view note = "") {
+// frames: set to how many were applied before it.
+inline Buffer written(const ClusterIndex& index, std::string_view note = "", std::uint64_t* frames = nullptr) {
   const ScratchFile file;
   const CheckpointSize size =
       write_checkpoint(index, file.descriptor(), {reinterpret_cast<const std::uint8_t*>(note.data()), note.size()});
   Buffer data = file.bytes();
   CHECK(data.size() == size.bytes);
+  if (frames != nullptr) {
+    *frames = size.frames;
+  }
   return data;
 }
 

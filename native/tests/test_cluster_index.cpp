@@ -487,7 +487,6 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
     index.instance(name_of(number));
   }
   std::atomic<bool> is_done{false};
-  std::atomic<std::size_t> applied{0};
   std::vector<std::pair<std::size_t, Buffer>> checkpoints;  // and how many frames were applied before
   std::vector<std::thread> threads;
   for (std::uint64_t reader = 0; reader < 3; ++reader) {
@@ -532,17 +531,14 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
   });
   threads.emplace_back([&] {
     while (!is_done) {
-      const std::size_t before = applied;
-      checkpoints.emplace_back(before, written(index));
+      std::uint64_t before = 0;
+      Buffer data = written(index, "", &before);
+      checkpoints.emplace_back(before, std::move(data));
       std::this_thread::yield();
     }
   });
   for (std::size_t at = 0; at < frames.size(); ++at) {
-    if (at == end) {
-      applied = frames.size();
-    }
     apply(index, frames[at]);
-    applied = at < end ? at + 1 : applied.load();
     if (at % 4 == 0) {
       std::this_thread::yield();
     }

@@ -73,7 +73,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def large(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """More than one chunk of blocks, and more than one of front."""
     path = tmp_path_factory.mktemp("large") / "checkpoint"
-    size, entries = filled(60_000).write_checkpoint(str(path), os.urandom(1_500_000))
+    size, entries, _ = filled(60_000).write_checkpoint(str(path), os.urandom(1_500_000))
     data = path.read_bytes()
     assert (len(data), entries) == (size, 120_000)
     assert kinds(data).count(FRONT) == 2 and kinds(data).count(BLOCKS) > 1 and kinds(data)[-1] == END
@@ -94,8 +94,8 @@ def refusal(data: bytes, tmp_path: Path) -> CheckpointError:
 @pytest.mark.parametrize("note", [b"", b"positions", bytes(range(256)) * 9000])
 def test_a_note_comes_back(note: bytes, tmp_path: Path) -> None:
     path, index = str(tmp_path / "checkpoint"), filled(10)
-    size, entries = index.write_checkpoint(path, note)
-    assert (size, entries) == (os.path.getsize(path), 20)
+    size, entries, frames = index.write_checkpoint(path, note)
+    assert (size, entries, frames) == (os.path.getsize(path), 20, 9)
     loaded = _native.ClusterIndex(ROOM)
     assert loaded.load_checkpoint(path) == note
 

@@ -5,7 +5,9 @@
 // instances, as they are at the beginning), then blocks with their holders, page of the table by page, then the *end*.
 //
 //     chunk    magic 4 B, version u16, kind u16, number u32, payload bytes u32, CRC-32C of the 16 bytes before and the payload u32, payload
-//     front    a piece of one stream of fields, below
+//     front    a piece of one stream of fields: note, blocks u64; namespaces; names of pools; instances, each with its name, epoch, flags,
+//              its pools in the caller's words, and for each tier round u32, stated u64, flags, pool u32; counts are u32, texts a
+//              u32 and bytes
 //     blocks   sets u32, then each: namespace u32, members u32, each member u32: holder << 3 | is a pool << 2 | tier;
 //              blocks u32, then each: hash 16 B, position of its set u32
 //     end      chunks before it u32, blocks in them u64
@@ -29,6 +31,7 @@ inline constexpr std::size_t kMaxNoteBytes = std::size_t{256} << 20;
 struct CheckpointSize {
   std::uint64_t bytes;   // of the file
   std::uint64_t blocks;  // entries; a block may have more than one
+  std::uint64_t frames;  // applied to the index before the front: whoever loads it goes on with the next
 };
 
 // Writes a checkpoint to a file descriptor, from its position on. `note` is given back by the loader.

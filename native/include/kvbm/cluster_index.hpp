@@ -338,6 +338,7 @@ class ClusterIndex {
   std::unordered_map<std::uint64_t, std::uint32_t> pair_numbers_;  // kind and holder in the high half, namespace in the low one
   std::vector<std::uint32_t> free_pairs_;                          // numbers to use again
 
+  std::uint64_t frames_ = 0;                                // applied
   std::uint64_t residencies_ = 0;                           // live ones of all instances
   std::uint64_t claims_ = 0;                                // (pool, tier, block) claimed
   std::array<std::uint64_t, kAnomalyCount> anomalies_{};    // by rule
