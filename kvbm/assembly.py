@@ -53,6 +53,7 @@ NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
+random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
 
 

@@ -53,6 +53,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The functions of kvbm.core that exist twice, in C++.";
   const auto errors = std::make_shared<const ErrorClasses>();
   bind_checksum(module);
+  bind_limits(module);
   bind_event(module);
   bind_hashing(module, errors);
   bind_codec(module, errors);

@@ -322,26 +322,52 @@ void ClusterIndex::run_batch() {
   const WriteGuard change(lock_);
   for (const Piece& piece : pieces_) {
     const std::uint8_t* hash = piece.hashes;
+    // What most blocks are, counted here and told once: new to the table, or leaving it.
+    TierFold* const fold = piece.instance != kNone ? &instances_[piece.instance].tiers[at_tier(piece.tier)] : nullptr;
+    const Seat seat = fold != nullptr ? seat_of(piece.pair, piece.tier, fold->generation) : 0;
+    const bool may_add = fold != nullptr && residencies_ + claims_ + piece.count <= capacity_ &&
+                         (piece.work == Work::kCreate || !fold->is_whole);
+    std::uint64_t added = 0;
+    std::uint64_t mixes = 0;
     for (std::uint32_t index = 0; index < piece.count; ++index, ++block, hash += kHashBytes) {
+      const std::size_t mark = places[block] >> 54;
       switch (piece.work) {
         case Work::kCreate:
         case Work::kState: {
-          const std::size_t mark = places[block] >> 54;
-          gain(piece, keys[block], places[block], hash, values[block] == 0 && !brought[mark]);
+          const bool is_new = values[block] == 0 && !brought[mark];
           brought.set(mark);
+          if (is_new && may_add) {
+            *table_.insert(keys[block], places[block]) = seat;
+            ++added;
+            mixes += residency_mix(piece.tier, hash);
+          } else {
+            gain(piece, keys[block], places[block], hash, is_new);
+          }
           break;
         }
         case Work::kEvict:
-          withdraw(piece, keys[block], places[block], hash);
+          if (HolderValue* const at = values[block] == seat ? table_.find(keys[block], places[block]) : nullptr;
+              at != nullptr && *at == seat) {
+            table_.erase(at, places[block]);
+            --added;
+            mixes -= residency_mix(piece.tier, hash);
+          } else {
+            withdraw(piece, keys[block], places[block], hash);
+          }
           break;
         case Work::kClaim:
           gain_claim(piece, keys[block], places[block]);
-          brought.set(places[block] >> 54);
+          brought.set(mark);
           break;
         case Work::kUnclaim:
           withdraw_claim(piece, keys[block], places[block]);
           break;
       }
+    }
+    if (fold != nullptr) {
+      residencies_ += added;
+      fold->counts[fold->generation] += added;
+      fold->digests[fold->generation] += mixes;
     }
   }
 }

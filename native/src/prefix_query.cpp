@@ -1,8 +1,9 @@
 // Prefix queries of ClusterIndex. A prefix is walked once for everybody: neighbouring blocks mostly have the same holders, and then the
-// next block is one comparison. Buckets are fetched ahead in windows that grow as long as somebody still has the run.
+// next block is one comparison. Buckets are asked for ahead.
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 
 #include "kvbm/cluster_index.hpp"
 
@@ -12,7 +13,7 @@ namespace kvbm {
 class PrefixWalk {
  public:
   PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, PrefixAnswer& answer)
-      : index_(index), space_(space), hashes_(hashes), best_(best), answer_(answer), work_(scratch()) {
+      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), answer_(answer), work_(scratch()) {
     answer_.instances.clear();
     answer_.pools.clear();
     answer_.deepest = 0;
@@ -22,31 +23,32 @@ class PrefixWalk {
   }
 
   void run() {
-    const std::size_t count = hashes_.size() / kHashBytes;
+    const auto count = static_cast<std::uint32_t>(hashes_.size() / kHashBytes);
     HolderValue current = 0;
     std::uint32_t begin = 0;
     std::uint32_t at = 0;
-    std::size_t window = kFirstWindow;
     bool goes_on = true;
+    // Three hands along the prefix: one asks for a block's first bucket, one looks into it a while later, one walks behind them. So
+    // memory is asked for at an even pace while the rest is computed.
+    std::uint32_t asked = 0;
+    std::uint32_t looked = 0;
     while (goes_on && at < count) {
-      const auto ahead = static_cast<std::uint32_t>(std::min(window, count - at));
-      fetch(at, ahead);
-      for (std::uint32_t index = 0; index < ahead; ++index, ++at) {
-        const HolderValue here = values_[index];
-        if (here == current && at != 0) {
-          continue;
-        }
+      for (const std::uint32_t end = std::min(count, at + kLookAhead + kAskAhead); asked < end; ++asked) {
+        ask(asked);
+      }
+      for (const std::uint32_t end = std::min(count, at + kLookAhead); looked < end; ++looked) {
+        look(looked);
+      }
+      const HolderValue here = finish_looking(at);
+      if (here != current || at == 0) {
         if (at != 0) {
           end_run(current, begin, at);
         }
         current = here;
         begin = at;
         goes_on = begin_run(here, at);
-        if (!goes_on) {
-          break;
-        }
       }
-      window = std::min(4 * window, kWindow);
+      at += goes_on ? 1 : 0;
     }
     if (goes_on && at > begin) {
       end_run(current, begin, at);
@@ -55,8 +57,18 @@ class PrefixWalk {
   }
 
  private:
-  static constexpr std::size_t kFirstWindow = 16;
-  static constexpr std::size_t kWindow = BlockTable::kMostAtOnce;
+  static constexpr std::uint32_t kAskAhead = 20;   // blocks between the first hand and the second
+  static constexpr std::uint32_t kLookAhead = 12;  // and between the second and the one that walks
+  static constexpr std::uint32_t kHands = 64;      // more than all of these, a power of two
+
+  // A block that is looked for.
+  struct Sought {
+    BlockKey key;                // it
+    std::uint64_t place;         // where it belongs
+    BlockTable::Search search;   // how far the search is
+    HolderValue value;           // who holds it
+    bool is_over;                // whether that is known
+  };
 
   // An instance that has every block so far.
   struct Alive {
@@ -84,12 +96,26 @@ class PrefixWalk {
     return mine;
   }
 
-  void fetch(std::uint32_t at, std::uint32_t count) {
-    for (std::uint32_t index = 0; index < count; ++index) {
-      keys_[index] = index_.key_of(space_, hashes_.data() + std::size_t{at + index} * kHashBytes);
-      places_[index] = index_.table_.place(keys_[index]);
+  void ask(std::uint32_t at) {
+    Sought& sought = found_[at % kHands];
+    std::memcpy(&sought.key, hashes_.data() + std::size_t{at} * kHashBytes, sizeof sought.key);
+    sought.key.low ^= salt_.low;
+    sought.key.high ^= salt_.high;
+    sought.place = index_.table_.place(sought.key);
+    sought.search = index_.table_.begin_search(sought.place);
+  }
+
+  void look(std::uint32_t at) {
+    Sought& sought = found_[at % kHands];
+    sought.is_over = index_.table_.step_search(sought.search, sought.key, sought.place, sought.value);
+  }
+
+  HolderValue finish_looking(std::uint32_t at) {
+    Sought& sought = found_[at % kHands];
+    while (!sought.is_over) {
+      sought.is_over = index_.table_.step_search(sought.search, sought.key, sought.place, sought.value);
     }
-    index_.table_.find_all({keys_.data(), count}, {places_.data(), count}, values_.data());
+    return sought.value;
   }
 
   // The tiers in which a pair is among the holders: bit t for tier t.
@@ -305,6 +331,7 @@ class PrefixWalk {
 
   const ClusterIndex& index_;   // what is asked
   const std::uint32_t space_;   // in which namespace
+  const BlockKey salt_;         // of the namespace
   const Bytes hashes_;          // the prefix
   const std::size_t best_;      // how many instances are wanted, 0 for all
   PrefixAnswer& answer_;        // what is found
@@ -313,9 +340,7 @@ class PrefixWalk {
   std::uint32_t first_end_ = 0;   // where they change
   bool is_all_of_first_ = false;  // they have not changed yet, and some are instances
   bool is_alive_ = false;         // an instance has every block so far
-  std::array<BlockKey, kWindow> keys_;         // of the window
-  std::array<std::uint64_t, kWindow> places_;  // of the window
-  std::array<HolderValue, kWindow> values_;    // of the window
+  std::array<Sought, kHands> found_;  // the blocks under way
 };
 
 void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.assembly import NATIVE, NATIVE_INDEX, random_lines_ns
 from kvbm.catalog.index import ClusterIndex
 from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded
@@ -178,6 +178,9 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     idle = _ask(live, 20_000)
     rows.append(Row(what=f"prefix query, 256 hashes, p50, {label}", unit="us", value=percentile(idle, 0.5)))
     rows.append(Row(what=f"prefix query, 256 hashes, p99, {label}", unit="us", value=percentile(idle, 0.99)))
+    table = live.index.memory()["table"]
+    limit = percentile(random_lines_ns(table, _CHAIN_BLOCKS, 4096, seed), 0.5) / 1e3
+    rows.append(Row(what=f"the limit: 256 random cache lines of as much memory, p50, {label}", unit="us", value=limit))
     busy, achieved = _ask_while_applying(live, 20_000, 1_000_000)
     rows.append(Row(what=f"the same while events apply, p50, {label}", unit="us", value=percentile(busy, 0.5)))
     rows.append(Row(what=f"the same while events apply, p99, {label}", unit="us", value=percentile(busy, 0.99)))
@@ -206,7 +209,8 @@ def _ask(live: LiveSet, count: int) -> list[float]:
     ask, clock = live.index.prefixes, time.perf_counter_ns
     questions = live.queries(count + 1000)
     taken: list[float] = []
-    for chain in questions:
+    for known in questions:
+        chain = bytes(bytearray(known))  # hashes that were just computed are in the cache
         began = clock()
         ask(_SPACE, chain)
         taken.append((clock() - began) / 1e3)

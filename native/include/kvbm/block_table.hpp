@@ -70,38 +70,64 @@ class BlockTable {
     return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
   }
 
-  // Up to kMostAtOnce keys looked for side by side: while one waits for memory, the others go on. values[i]: of keys[i], 0 for none.
-  // What was looked at is in the cache afterwards, so a writer calls it before it works through a batch.
-  static constexpr std::size_t kMostAtOnce = 256;
+  // A search under way: begun for many keys at once, so that they wait for memory together.
+  struct Search {
+    const void* bucket = nullptr;  // what is looked into next; nullptr when there is nothing
+    const void* shard = nullptr;   // where it lies
+    std::uint32_t at = 0;          // and which of the shard's buckets it is
+  };
+
+  // Begins a search: asks for its first bucket.
+  Search begin_search(std::uint64_t place) const noexcept {
+    const Shard& shard = shards_[place % kShards];
+    if (shard.buckets == 0) {
+      return {};
+    }
+    const std::uint32_t first = home(shard, place);
+    const Bucket* const here = &bucket(shard, first);
+    __builtin_prefetch(here);
+    return {here, &shard, first};
+  }
+
+  // Looks into the bucket asked for last. Whether the search is over, with the key's value or 0; if not, the next bucket is asked for.
+  bool step_search(Search& search, BlockKey key, std::uint64_t place, Value& value) const noexcept {
+    const auto* const here = static_cast<const Bucket*>(search.bucket);
+    value = 0;
+    if (here == nullptr) {
+      return true;
+    }
+    const std::size_t slot = here->find(key);
+    if (slot < kSlots) {
+      value = here->values[slot];
+      return true;
+    }
+    if (!here->may_have_passed(place)) {
+      return true;
+    }
+    const Shard& shard = *static_cast<const Shard*>(search.shard);
+    search.at = next(shard, search.at);
+    search.bucket = &bucket(shard, search.at);
+    __builtin_prefetch(search.bucket);
+    return false;
+  }
+
+  // Up to kMostAtOnce keys looked for side by side. values[i]: of keys[i], 0 for none. What was looked at is in the cache
+  // afterwards, so a writer calls it before it works through a batch.
+  static constexpr std::size_t kMostAtOnce = 64;
   void find_all(std::span<const BlockKey> keys, std::span<const std::uint64_t> places, Value* values) const noexcept {
-    std::array<const Shard*, kMostAtOnce> shards;
-    std::array<std::uint32_t, kMostAtOnce> buckets;
-    std::array<std::uint16_t, kMostAtOnce> waiting;
-    std::size_t count = 0;
-    for (std::size_t index = 0; index < keys.size(); ++index) {
-      const Shard& shard = shards_[places[index] % kShards];
-      values[index] = 0;
-      if (shard.buckets != 0) {
-        shards[index] = &shard;
-        buckets[index] = home(shard, places[index]);
-        __builtin_prefetch(&bucket(shard, buckets[index]));
-        waiting[count++] = static_cast<std::uint16_t>(index);
-      }
+    std::array<Search, kMostAtOnce> searches;
+    std::array<std::uint8_t, kMostAtOnce> waiting;
+    std::size_t count = keys.size();
+    for (std::size_t index = 0; index < count; ++index) {
+      searches[index] = begin_search(places[index]);
+      waiting[index] = static_cast<std::uint8_t>(index);
     }
     while (count > 0) {
       std::size_t kept = 0;
       for (std::size_t position = 0; position < count; ++position) {
-        const std::uint16_t index = waiting[position];
-        const Shard& shard = *shards[index];
-        const Bucket& here = bucket(shard, buckets[index]);
-        const std::size_t slot = here.find(keys[index]);
-        if (slot < kSlots) {
-          values[index] = here.values[slot];
-        } else if (here.may_have_passed(places[index])) {
-          buckets[index] = next(shard, buckets[index]);
-          __builtin_prefetch(&bucket(shard, buckets[index]));
-          waiting[kept++] = index;
-        }
+        const std::uint8_t index = waiting[position];
+        waiting[kept] = index;
+        kept += step_search(searches[index], keys[index], places[index], values[index]) ? 0 : 1;
       }
       count = kept;
     }
