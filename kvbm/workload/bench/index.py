@@ -8,6 +8,7 @@ bytes a manager writes: slots, parents, digests left at 0.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -109,12 +110,15 @@ class LiveSet:
     def churn(self, events: int, run_blocks: int = _RUN_BLOCKS, frame_blocks: int = 256) -> Iterator[bytes]:
         """Frames that replace chains: half the blocks of each created, half evicted."""
         half = frame_blocks // 2
-        for number in range(events // (2 * _CHAIN_BLOCKS)):
-            at = number % INSTANCES
-            writer, chains = self.writers[at], self.own[at]
-            new, old = self._chain(), chains.popleft()
-            chains.append(new)
-            gains, losses = created(new, run_blocks), evicted(old, run_blocks)
+        at_once = max(1, half // _CHAIN_BLOCKS)  # chains of one instance that a frame replaces
+        for number in range(events // (2 * _CHAIN_BLOCKS * at_once)):
+            writer, chains = self.writers[number % INSTANCES], self.own[number % INSTANCES]
+            gains: list[Event] = []
+            losses: list[Event] = []
+            for _ in range(at_once):
+                chains.append(self._chain())
+                gains += created(chains[-1], run_blocks)
+                losses += evicted(chains.popleft(), run_blocks)
             runs = max(1, half // run_blocks)
             for begin in range(0, len(gains), runs):
                 yield writer.frame(losses[begin : begin + runs] + gains[begin : begin + runs])
@@ -155,13 +159,10 @@ def bench_index(
 
 def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     label = f"{size / 1e6:g} M live"
-    before = resident_bytes()
+    memory = _memory_in_a_fresh_process(size, seed)
     began = time.perf_counter()
     live = LiveSet(size, seed)
-    held = live.index.residency_count()
-    own_bytes = sum(len(chain) + 40 for chains in [*live.own, live.shared] for chain in chains)
-    memory = (resident_bytes() - before - own_bytes) / held
-    accounted = sum(live.index.memory().values()) / held
+    accounted = sum(live.index.memory().values()) / live.index.residency_count()
     print(f"  ({label}: filled in {time.perf_counter() - began:.0f} s)", file=sys.stderr)
     rows: list[Row] = []
 
@@ -204,6 +205,20 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     }
 
 
+def _memory_in_a_fresh_process(size: int, seed: int) -> float:
+    program = f"from kvbm.workload.bench.index import print_memory; print_memory({size}, {seed})"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=600)
+    return float(done.stdout)
+
+
+def print_memory(size: int, seed: int) -> None:
+    """Resident bytes a residency of a live set in this process, which has had none before; the chains it remembers left out."""
+    before = resident_bytes()
+    live = LiveSet(size, seed)
+    own_bytes = sum(len(chain) + 40 for chains in [*live.own, live.shared] for chain in chains)
+    print((resident_bytes() - before - own_bytes) / live.index.residency_count())
+
+
 def _ask(live: LiveSet, count: int) -> list[float]:
     """Microseconds of each query, from Python, answer and all."""
     ask, clock = live.index.prefixes, time.perf_counter_ns
@@ -220,22 +235,22 @@ def _ask(live: LiveSet, count: int) -> list[float]:
 def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
     """The same while another thread applies events at a steady pace; microseconds, and the pace it came to.
 
-    Busy streams have frames of up to 64 KiB, which are applied without the GIL. Python hands the GIL over every 0.2 ms here, for else
+    Busy streams have frames of up to 64 KiB (2,560 blocks here), which are applied without the GIL. Python hands the GIL over every 0.2 ms here, for else
     the applying thread would wait up to 5 ms for it each time, and never come to its pace.
     """
-    frames = list(live.churn(8 * events_per_s // 2, frame_blocks=2 * _CHAIN_BLOCKS))
+    blocks = 10 * _CHAIN_BLOCKS
+    frames = list(live.churn(8 * events_per_s // 2, frame_blocks=blocks))
     done = 0
     stop = threading.Event()
 
     def work() -> None:
         nonlocal done
-        blocks = 2 * _CHAIN_BLOCKS
         begun = time.perf_counter()
         for frame in frames:
             live.index.apply(frame)
             done += blocks
             ahead = begun + done / events_per_s - time.perf_counter()
-            if ahead > 0.002:
+            if ahead > 0:
                 time.sleep(ahead)
             if stop.is_set():
                 return
@@ -253,7 +268,7 @@ def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[l
         thread.join()
     finally:
         sys.setswitchinterval(interval)
-    for frame in frames[done // (2 * _CHAIN_BLOCKS) :]:  # the streams stay whole
+    for frame in frames[done // blocks :]:  # the streams stay whole
         live.index.apply(frame)
     return taken, achieved
 
