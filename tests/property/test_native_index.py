@@ -512,3 +512,20 @@ def test_a_checkpoint_keeps_what_the_pools_were_declared_as(tmp_path: Path) -> N
     assert loaded.instances() == WILD
     again = loaded.view(WILD[3])
     assert again is not None and (again.epoch, again.pools) == (0, ())
+
+
+@pytest.mark.parametrize("skip", [0, 1, 3000, 5000])
+def test_a_frame_of_very_many_events_says_the_same_from_any_event_on(skip: int) -> None:
+    """Above a few thousand events they are not kept but read twice."""
+    start = InstanceStarted(epoch=Epoch(1), pools=POOLS)
+    runs = [
+        BlocksCreated(namespace=SPACES[0], tier=Tier.HBM, hashes=number.to_bytes(16, "little"))
+        for number in range(4999)
+    ]
+    native, model = _native.ClusterIndex(ROOM), ReferenceIndex(ROOM)
+    for index in (native, model):
+        index.apply(frame_bytes(WILD[0], start, runs[0]))
+    data = frame_bytes(WILD[0], start, *runs)
+    assert native.apply(data, 0, skip) == model.apply(data, 0, skip)
+    assert native.view(WILD[0]) == model.view(WILD[0])
+    assert native.anomalies() == model.anomalies()
