@@ -14,9 +14,9 @@ import msgspec
 from kvbm.workload.bench.codec import bench_codec
 from kvbm.workload.bench.hashing import bench_hash
 from kvbm.workload.bench.index import bench_index
-from kvbm.workload.bench.ingest import bench_ingest
 from kvbm.workload.bench.ledger import bench_ledger
 from kvbm.workload.bench.measure import Row
+from kvbm.workload.processes import CATALOG_MODULES, require_modules
 from kvbm.workload.reports import check_report_path, write_report
 
 
@@ -57,12 +57,20 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 Bench = Callable[[BenchOptions], tuple[list[Row], dict[str, float]]]
 
+
+def _ingest(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
+    require_modules("kvbm bench ingest", CATALOG_MODULES, "catalog")
+    from kvbm.workload.bench.ingest import bench_ingest
+
+    return bench_ingest(options.samples, options.seed)
+
+
 BENCHES: dict[str, Bench] = {
     "hash": lambda options: bench_hash(options.samples, options.seed),
     "codec": lambda options: bench_codec(options.samples, options.seed),
     "ledger": lambda options: bench_ledger(options.samples, options.seed),
     "index": lambda options: bench_index(options.live, options.replacements, options.samples, options.seed),
-    "ingest": lambda options: bench_ingest(options.samples, options.seed),
+    "ingest": _ingest,
 }
 
 
