@@ -286,18 +286,17 @@ def _checkpoint(live: LiveSet, label: str) -> list[Row]:
             Row(what=f"checkpoint, size, {label}", unit="B/block", value=os.path.getsize(path) / index.block_count())
         )
         writing.start()
-        for frame in frames:
+        for frame in frames:  # all of them, for later parts rely on what they create
             began = time.perf_counter()
             index.apply(frame)
-            pauses.append(time.perf_counter() - began)
-            if not writing.is_alive():
-                break
+            if writing.is_alive():
+                pauses.append(time.perf_counter() - began)
         writing.join()
         rows.append(
             Row(
                 what=f"longest frame of 256 blocks while a checkpoint is written, {label}",
                 unit="ms",
-                value=max(pauses) * 1e3,
+                value=max(pauses, default=0.0) * 1e3,
             )
         )
         other = NATIVE_INDEX(2 * index.residency_count() + (1 << 20))
