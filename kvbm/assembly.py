@@ -24,6 +24,7 @@ from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
+from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
@@ -242,10 +243,11 @@ def _begin_epoch(
     recovered: dict[Tier, list[Recovered]] = {}
     epoch = Epoch(on_stream + 1)
     if journal is not None:
+        new_fold: NewFold = Residencies if settings.core == "reference" else NATIVE_FOLD
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
-            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, NATIVE_FOLD)
+            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
         epoch = Epoch(max(journal.epoch, on_stream) + 1)
         journal.begin_epoch(epoch, pool_id)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)

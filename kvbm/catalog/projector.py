@@ -292,7 +292,9 @@ class Projector:
             self.counters.holes += 1
             self.index.wait(followed.row.id, True)
         if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
-            followed.aside[first] = arrived
+            frame = arrived.frame  # its own bytes alone: what is kept must not keep the rest of its message
+            alone = arrived.data[frame.at : frame.end]
+            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone)
             followed.aside_bytes += size
 
     def _forget_aside(self, followed: _Followed) -> None:

@@ -173,6 +173,18 @@ def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at
 
 
 @each_twin
+def test_a_frame_kept_behind_a_hole_does_not_keep_the_rest_of_its_message(twin: Twin) -> None:
+    _, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1])
+    reader.read_bytes(encode_frame(f[1]) * 1000 + encode_frame(f[3]))
+    kept = reader.projector._followed[ONE].aside.values()
+    assert [arrived.data for arrived in kept] == [encode_frame(f[3])]
+    reader.read(f[2])
+    assert reader.depth(1, 2, 3) == 3
+
+
+@each_twin
 def test_a_round_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.projector())
