@@ -105,22 +105,59 @@ class OnboardSettings(_Group, frozen=True):
 class JournalSettings(_Group, frozen=True):
     """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between.
 
-    `waiting_bytes`: room for events while its device hangs; beyond it the instance's stream ends and the engine goes on.
+    Attributes:
+        sync_interval_s: how far apart the syncs of "interval" are at most.
+        capacity_bytes: room on its device; what a whole round has made needless goes once published, and an instance begins a
+            round by itself when half is used.
+        waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and another
+            epoch begins when there is room again.
+        in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
     """
 
     fsync: str = "off"
+    sync_interval_s: float = 1.0
     segment_bytes: int = 64 << 20
+    capacity_bytes: int = 4 << 30
     waiting_bytes: int = 64 << 20
     in_memory: bool = False
 
 
 class NatsSettings(_Group, frozen=True):
-    """The stream. `url`: "" starts (or finds) an embedded nats-server in the data folder. `enabled`: false keeps events local."""
+    """The stream.
+
+    Attributes:
+        url: "" starts (or finds) an embedded nats-server in the data folder.
+        enabled: false keeps events local.
+        heartbeat_s: between two signs of life.
+        window_bytes: sent and not acknowledged at most.
+        linger_s: how long a frame may wait for others to share its message.
+        credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
+        tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate where the server wants one.
+    """
 
     url: str = ""
     enabled: bool = True
     timeout_s: float = 5.0
     heartbeat_s: float = 1.0
+    window_bytes: int = 4 << 20
+    linger_s: float = 0.002
+    credentials: str = ""
+    nkey_seed: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+class RoundsSettings(_Group, frozen=True):
+    """Restating what is held. `least_s`: rounds that readers ask for are at least so far apart."""
+
+    least_s: float = 10.0
+
+
+class SamplesSettings(_Group, frozen=True):
+    """Accesses told to whoever listens, for `kvbm-replay whatif`. `rate`: share of prompts, 0 to 1."""
+
+    rate: float = 0.1
 
 
 class TierWeightSettings(_Group, frozen=True):
@@ -160,6 +197,9 @@ class CatalogSettings(_Group, frozen=True):
         liveness_s: an instance not heard for this long is left out of answers.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
+        checkpoints: folder of the index's checkpoints; "" is one in the data folder.
+        checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
+        archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
     """
 
     url: str = ""
@@ -167,6 +207,9 @@ class CatalogSettings(_Group, frozen=True):
     database: str = ""
     liveness_s: float = 4.0
     capacity: int = 100_000_000
+    checkpoints: str = ""
+    checkpoint_every_s: float = 60.0
+    archive: str = ""
     routing: RoutingSettings = RoutingSettings()
     tenant_secrets: dict[str, str] = {}
 
@@ -181,6 +224,8 @@ class Settings(_Group, frozen=True):
     onboard: OnboardSettings = OnboardSettings()
     journal: JournalSettings = JournalSettings()
     nats: NatsSettings = NatsSettings()
+    rounds: RoundsSettings = RoundsSettings()
+    samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
 
 
@@ -225,6 +270,7 @@ def check_settings(settings: Settings) -> None:
         ("offload.queue_blocks", settings.offload.queue_blocks),
         ("onboard.threads", settings.onboard.threads),
         ("journal.segment_bytes", settings.journal.segment_bytes),
+        ("nats.window_bytes", settings.nats.window_bytes),
         ("catalog.capacity", settings.catalog.capacity),
     ):
         if count < 1:
@@ -233,7 +279,18 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
         )
+    if settings.journal.capacity_bytes < 4 * settings.journal.segment_bytes:
+        raise ConfigError(
+            f"journal.capacity_bytes is {settings.journal.capacity_bytes}; it must be at least 4 times journal.segment_bytes "
+            f"({settings.journal.segment_bytes}), because whole segments are let go"
+        )
+    if not 0 <= settings.samples.rate <= 1:
+        raise ConfigError(f"samples.rate is {settings.samples.rate:g}; give a share from 0 to 1")
     for key, wait_s in (
+        ("journal.sync_interval_s", settings.journal.sync_interval_s),
+        ("nats.linger_s", settings.nats.linger_s),
+        ("rounds.least_s", settings.rounds.least_s),
+        ("catalog.checkpoint_every_s", settings.catalog.checkpoint_every_s),
         ("onboard.wait_s", settings.onboard.wait_s),
         ("onboard.locate_s", settings.onboard.locate_s),
         ("nats.timeout_s", settings.nats.timeout_s),

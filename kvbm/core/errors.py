@@ -17,6 +17,7 @@ KvbmError
 │   ├── PoolMismatchError  the pool file belongs to another namespace or shape
 │   └── PoolFullError      the device has no room for the pool
 ├── StreamError            NATS does not answer or refuses
+│   └── FencedError        another run or a newer epoch may publish an instance's events now
 ├── CatalogError           the catalog or its database does not answer or refuses
 ├── MissingExtraError      an optional part of kvbm is not installed
 └── TraceError             a workload trace that cannot be read
@@ -136,6 +137,10 @@ class PoolFullError(PoolError):
 
 class StreamError(KvbmError):
     """NATS does not answer or refuses. A retry helps once the server is reachable again."""
+
+
+class FencedError(StreamError):
+    """The fence of an instance is not the one that was named. A retry does not help; reading the fence tells who has it."""
 
 
 class CatalogError(KvbmError):

@@ -13,7 +13,11 @@ from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 
 EVENTS_PREFIX = "kvbm.v1.events"
+FENCE_PREFIX = "kvbm.v1.fence"  # in the stream of the events, so that both share one order
 PULSE_PREFIX = "kvbm.v1.pulse"
+ROUNDS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
+LIVENESS_PREFIX = "kvbm.v1.liveness"
+SAMPLES_PREFIX = "kvbm.v1.samples"
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
@@ -24,6 +28,52 @@ class Position(NamedTuple):
 
     epoch: Epoch
     offset: Offset
+
+
+ORIGIN = Position(Epoch(0), Offset(0))  # before everything
+
+
+class Fence(NamedTuple):
+    """Who may publish an instance's events: what its last fence message says. A new epoch, and a new run, move it.
+
+    Attributes:
+        run: of the process that set it; random, made at its start. Tells two processes of one epoch apart.
+        sequence: of the fence message in the stream; a publish that names another one is refused by the server.
+    """
+
+    epoch: Epoch
+    run: str
+    sequence: int
+
+
+class Tail(NamedTuple):
+    """Where an instance's events on the stream end.
+
+    Attributes:
+        end: after the last message's last frame.
+        safe: everything before it is on the stream without a hole, as that message's publisher knew from acknowledgements when
+            it sent it. Between `safe` and `end` some may be missing: messages travel several at a time.
+    """
+
+    end: Position
+    safe: Position
+
+
+class StreamState(NamedTuple):
+    """What a stream holds and how much it may.
+
+    Attributes:
+        first_sequence: one more than `last_sequence` when it is empty. last_sequence: 0 before the first message.
+        max_bytes: -1 for no limit. max_age_s: 0 for no limit.
+        created: when its store was made; another one is another stream.
+    """
+
+    first_sequence: int
+    last_sequence: int
+    bytes: int
+    max_bytes: int
+    max_age_s: float
+    created: str
 
 
 class FrameLog(Protocol):
@@ -46,6 +96,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         running_requests: requests being decoded.
         free_slots: slots that can be had without evicting, by tier.
         namespaces: namespaces it has used.
+        run: of the process that sends it, as in `Fence`.
+        trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
     """
 
     instance: InstanceId
@@ -53,11 +105,46 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Epoch
     published: Offset
     wall_time_ns: int
+    run: str = ""
+    trouble: str = ""
     queued_tokens: int = 0
     running_requests: int = 0
     free_slots: dict[Tier, int] = {}
     namespaces: tuple[NamespaceId, ...] = ()
     stopping: bool = False
+
+
+class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):
+    """The catalog's word that an instance's residencies are left out of answers from now on, or no longer. MessagePack on the wire.
+
+    Attributes:
+        why: "silent", "stopped" or "heard".
+    """
+
+    instance: InstanceId
+    cluster: str
+    epoch: Epoch
+    withheld: bool
+    why: str
+    wall_time_ns: int
+
+
+class AccessSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt an engine asked for: what `kvbm-replay whatif` runs other policies on. May be lost. MessagePack on the wire.
+
+    Attributes:
+        hashes: packed, the prompt's full blocks from the first on.
+        depth: blocks of it that were found.
+        rate: share of prompts that are sampled; chosen by their first block, so that prompts which share it stay together.
+    """
+
+    instance: InstanceId
+    cluster: str
+    wall_time_ns: int
+    namespace: NamespaceId
+    hashes: bytes
+    depth: int
+    rate: float
 
 
 class Load(NamedTuple):
@@ -100,6 +187,33 @@ class EventReader(Protocol):
         """Give back what the reader holds. Idempotent."""
 
 
+class PublisherOwner(Protocol):
+    """What a publisher needs of the manager whose frames it carries. Called in the publisher's thread; nothing here may block."""
+
+    @property
+    def run(self) -> str:
+        """Of this process: random, made at its start."""
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch its newest events belong to; it grows when the manager begins another in place."""
+
+    def heartbeat(self, published: Position) -> Heartbeat:
+        """The sign of life to send."""
+
+    def on_published(self, position: Position) -> None:
+        """The stream holds everything before this: the log may let go of what a whole round has made needless."""
+
+    def on_fenced(self, newer: Epoch) -> None:
+        """The fence is another run's, of this epoch, and that one has been silent for three heartbeats: begin a later epoch."""
+
+    def on_round_asked(self) -> None:
+        """A reader has missed events and asks for a round."""
+
+    def on_stream_state(self, state: StreamState) -> None:
+        """What the stream holds and keeps, at each connection and then about once a minute: rounds must come often enough."""
+
+
 class EventStream(Protocol):
     """The events and pulses of all instances. Methods belong to one asyncio loop.
 
@@ -110,29 +224,76 @@ class EventStream(Protocol):
     def is_connected(self) -> bool:
         """Whether the connection stands, as far as is known."""
 
-    async def publish(self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0) -> int:
+    async def publish(
+        self,
+        cluster: str,
+        instance: InstanceId,
+        data: bytes,
+        timeout_s: float = 5.0,
+        fence: int | None = None,
+        safe: Position = ORIGIN,
+    ) -> int:
         """Store one message of whole frames; gives its sequence once the stream has it.
 
-        An error leaves open whether it was stored, except for a refusal. A repeat is harmless to readers.
+        Several may be under way. Messages go out in the order in which the calls are first run. An error leaves open whether it
+        was stored, except for a refusal. A repeat is harmless to readers.
+
+        Args:
+            fence: sequence of the instance's fence message; the server refuses when it is another by now. None: unfenced, for
+                tools that are alone.
+            safe: what `Tail.safe` will say: everything before it was acknowledged when this message was sent.
+        Raises: FencedError: the fence is another one.
         """
 
-    async def last_position(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Position | None:
-        """The end of the instance's last message; None when the stream holds none."""
+    async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
+        """Where the instance's events end; None when the stream holds none. Reads nothing of other instances."""
+
+    async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
+        """The instance's last fence message; None when the stream holds none (any more)."""
+
+    async def set_fence(
+        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+    ) -> Fence:
+        """Move the fence, if its sequence is still `expected` (0: there is none). Raises FencedError: it is another one."""
+
+    async def state(self, timeout_s: float = 5.0) -> StreamState:
+        """What the stream holds, and its limits."""
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
         """The sequence of the oldest message kept; one more than `last_sequence` when there is none."""
 
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
-        """The sequence of the newest message; 0 before the first."""
+        """The sequence of the newest message, events or fence; 0 before the first."""
 
     async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> EventReader:
-        """A reader of everything after a sequence, of one cluster or of all."""
+        """A reader of all events (no fence messages) after a sequence, of one cluster or of all."""
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """Replace the instance's last heartbeat. Not acknowledged: the next one follows soon."""
 
+    async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
+        """The instance's last heartbeat that the stream has; None when there is none."""
+
     def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """The last heartbeat of every instance, then each new one; survives a lost connection, ends with `close`."""
+
+    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """Ask an instance to restate what it holds. Whether it has heard: it answers at once and states when it may."""
+
+    def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+        """One item for each time somebody asks this instance for a round; answers the asker. Survives a lost connection."""
+
+    async def send_liveness(self, fact: LivenessFact) -> None:
+        """Tell whoever listens. Not acknowledged, not kept."""
+
+    def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
+        """Each such fact from now on. Survives a lost connection, during which facts are missed."""
+
+    async def send_sample(self, sample: AccessSample) -> None:
+        """Tell whoever listens. Not acknowledged, not kept."""
+
+    def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
+        """Each sample from now on; what a slow reader cannot take is lost."""
 
     async def close(self) -> None:
         """End readers and watchers and free the connection. Idempotent."""
@@ -154,12 +315,17 @@ def checked_name(what: str, name: str) -> str:
 
 def events_subject(cluster: str, instance: str) -> str:
     """Where an instance's events go. Raises ConfigError as `checked_name`."""
-    return f"{EVENTS_PREFIX}.{checked_name('cluster', cluster)}.{checked_name('instance', instance)}"
+    return instance_subject(EVENTS_PREFIX, cluster, instance)
 
 
 def pulse_subject(cluster: str, instance: str) -> str:
     """Where an instance's heartbeats go. Raises ConfigError as `checked_name`."""
-    return f"{PULSE_PREFIX}.{checked_name('cluster', cluster)}.{checked_name('instance', instance)}"
+    return instance_subject(PULSE_PREFIX, cluster, instance)
+
+
+def instance_subject(prefix: str, cluster: str, instance: str) -> str:
+    """An instance's subject below a prefix. Raises ConfigError as `checked_name`."""
+    return f"{prefix}.{checked_name('cluster', cluster)}.{checked_name('instance', instance)}"
 
 
 def cluster_filter(prefix: str, cluster: str | None) -> str:
