@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.faults.simulator.cluster import CatalogNode, Cluster, Node
 
 
-class Violation(Exception):  # noqa: N818 - it is what the simulator looks for
+class Violation(Exception):
     """Something that must never be."""
 
 
@@ -98,7 +98,7 @@ class Checker:
     def writing(self, process: Process, journal: Any, frame: FrameBytes, instance: InstanceId) -> None:
         """A frame reaches the journal; it may fail there."""
         written = self._current.get(process)
-        if written is None or written.fold is None or frame.first_offset == 0 and written.end:
+        if written is None or written.fold is None or (frame.first_offset == 0 and written.end):
             before = self._slots_claimed(process)
             written = self._current[process] = _Written(process)
             self._before[process] = before

@@ -317,9 +317,7 @@ class CatalogNode:
     async def _serve(self, process: Process) -> None:
         stream = await SimStream.connect_to(self.cluster.server, 5.0)
         new_index = ReferenceIndex if self.use_reference else assembly.NATIVE_INDEX
-        service = await CatalogService.start(
-            self.cluster.catalog_settings(), assembly.NATIVE, new_index, stream
-        )
+        service = await CatalogService.start(self.cluster.catalog_settings(), assembly.NATIVE, new_index, stream)
         self.service = service
         self.cluster.checker.catalog_began(self, service)
         await service.failed.wait()

@@ -206,7 +206,7 @@ class File:
 def open_file(path: Any, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
     """Stands for the builtin `open` where files are written."""
     process, disk = _here()
-    if disk is None or "r" in mode and "+" not in mode:
+    if disk is None or ("r" in mode and "+" not in mode):
         return _open(path, mode, buffering, **kwargs)
     if disk.broken:
         raise OSError(errno.EIO, "Input/output error (simulated)", str(path))

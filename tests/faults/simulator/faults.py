@@ -433,14 +433,15 @@ class Faults:
         return None
 
 
-def _NOTHING() -> None:  # noqa: N802 - a value: the fault found nothing to happen to
+def _NOTHING() -> None:
     return
 
 
 KINDS: dict[str, Callable[[Faults, random.Random], Callable[[], None] | None]] = {
     name: method
     for name, method in vars(Faults).items()
-    if callable(method) and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down")
+    if callable(method)
+    and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down")
 }
 _WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
 _ = (np, Tier)

@@ -76,7 +76,12 @@ class Handle:
     __slots__ = ("args", "callback", "context", "process", "stopped", "when_s")
 
     def __init__(
-        self, when_s: float, process: Process, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
+        self,
+        when_s: float,
+        process: Process,
+        callback: Callable[..., object],
+        args: tuple[Any, ...],
+        context: Context | None,
     ) -> None:
         self.when_s = when_s
         self.process = process
@@ -215,7 +220,7 @@ class World:
                     elif not grave.dead:
                         grave.throw(Killed)
                     break
-                except BaseException:  # noqa: BLE001, S110 - the dead say nothing
+                except BaseException:  # noqa: BLE001 - the dead say nothing
                     pass
         self._graves.clear()
         self._ready.clear()
@@ -340,19 +345,19 @@ class Threading:
     def _world(self) -> World:
         return INSTALLED.world
 
-    def Lock(self) -> Lock:  # noqa: N802
+    def Lock(self) -> Lock:
         return Lock(self._world)
 
-    def RLock(self) -> RLock:  # noqa: N802
+    def RLock(self) -> RLock:
         return RLock(self._world)
 
-    def Condition(self, lock: Lock | None = None) -> Condition:  # noqa: N802
+    def Condition(self, lock: Lock | None = None) -> Condition:
         return Condition(self._world, lock)
 
-    def Event(self) -> Event:  # noqa: N802
+    def Event(self) -> Event:
         return Event(self._world)
 
-    def Thread(self, *args: Any, **kwargs: Any) -> Thread:  # noqa: N802
+    def Thread(self, *args: Any, **kwargs: Any) -> Thread:
         return Thread(self._world, *args, **kwargs)
 
     def current_thread(self) -> Any:
@@ -521,7 +526,7 @@ class Thread:
                 self._target(*self._args, **self._kwargs)
         except (Killed, greenlet.GreenletExit):
             return
-        except BaseException as error:  # noqa: BLE001 - told to whoever runs the seed
+        except BaseException as error:
             self._world.troubles.append(f"thread {self.name} of {self.process} ended with {error!r}")
             if isinstance(error, (AssertionError, SimulatorError)) or type(error).__name__ == "Violation":
                 raise

@@ -23,7 +23,7 @@ from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults, plan
 from tests.faults.simulator.kernel import INSTALLED, World
 
-RUN_S = 20.0  # of virtual time with work and faults
+RUN_S = 16.0  # of virtual time with work and faults
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
 

@@ -1,9 +1,9 @@
 """A JetStream server in memory, and the connections to it, as far as kvbm uses them and as badly as they may behave.
 
-    Server   what survives a restart: the stream of events and fences, in order of sequence. Pulses are kept in memory.
-    Link     one connection: in order, with a delay, until it breaks. What was under way towards the server when it broke may
-             still be stored, up to some message; replies are lost.
-    SimStream the `EventStream` that production code gets instead of `NatsStream`.
+Server   what survives a restart: the stream of events and fences, in order of sequence. Pulses are kept in memory.
+Link     one connection: in order, with a delay, until it breaks. What was under way towards the server when it broke may
+         still be stored, up to some message; replies are lost.
+SimStream the `EventStream` that production code gets instead of `NatsStream`.
 """
 
 from __future__ import annotations
@@ -295,7 +295,9 @@ class Server:
         first = self.messages[0].sequence if self.messages else self.last_sequence + 1
         return StreamState(first, self.last_sequence, self.bytes, self.max_bytes, self.max_age_s, self.created)
 
-    def consume(self, link: Link, prefix: str, after: int, take: Callable[[list[StreamMessage], int], None]) -> _Consumer:
+    def consume(
+        self, link: Link, prefix: str, after: int, take: Callable[[list[StreamMessage], int], None]
+    ) -> _Consumer:
         consumer = _Consumer(link, prefix, after, take)
         self._consumers.append(consumer)
         self._feed(consumer, greet=True)
@@ -494,9 +496,7 @@ class SimStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         subject = f"{cluster}.{instance}"
-        async for _ in self._watch(
-            lambda link, put: self._server.watch_rounds(link, subject, lambda: put(None))
-        ):
+        async for _ in self._watch(lambda link, put: self._server.watch_rounds(link, subject, lambda: put(None))):
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
