@@ -141,12 +141,12 @@ class _RoundLeft(NamedTuple):
 
     Attributes:
         at: the slot it goes on with.
-        count: blocks stated so far.
+        stated: blocks stated so far.
     """
 
     tier: Tier
     at: int
-    count: int
+    stated: int
 
 
 class _TierState:
@@ -302,7 +302,9 @@ class Ledger:
         if self._started is None:
             raise LedgerError("the ledger has not started, so it cannot begin another epoch")
         if self._waiting:
-            raise LedgerError(f"{len(self._waiting)} events of epoch {self.epoch} wait; take them before another begins")
+            raise LedgerError(
+                f"{len(self._waiting)} events of epoch {self.epoch} wait; take them before another begins"
+            )
         if epoch <= self.epoch:
             raise LedgerError(f"epoch {epoch} is not newer than epoch {self.epoch}")
         held = {tier: dict(self.residencies.held[tier]) for tier in self._tiers}
@@ -312,7 +314,7 @@ class Ledger:
         self._round_left.clear()
         self._record(self._started, counted=False, heard=False)
         self._round = 1
-        for tier, state in self._tiers.items():
+        for tier in self._tiers:
             entries = sorted((e.namespace, e.slot, block) for block, e in held[tier].items() if e.slot is not None)
             for namespace, group in groupby(entries, key=lambda entry: entry[0]):
                 blocks = list(group)
@@ -597,7 +599,9 @@ class Ledger:
             target_slots, after = allocation
             state.arriving.update(blocks)
             state.receiving.update(split_slots(target_slots))
-        copy = Copy(self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after, self.epoch)
+        copy = Copy(
+            self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after, self.epoch
+        )
         self._next_copy += 1
         self._copies[copy.id] = copy
         return copy
@@ -717,7 +721,11 @@ class Ledger:
             namespace = self.residencies.held[tier][run[0]].namespace
             self._record(
                 ResidenciesStated(
-                    namespace=namespace, tier=tier, round=self._round, hashes=b"".join(run), slots=self._slots_of(tier, run)
+                    namespace=namespace,
+                    tier=tier,
+                    round=self._round,
+                    hashes=b"".join(run),
+                    slots=self._slots_of(tier, run),
                 )
             )
             count += len(run)
