@@ -28,9 +28,13 @@ from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
+from kvbm.manager.frames import Keeping
+from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
 from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload import Offloader
 from kvbm.manager.recovery import recover
+from kvbm.manager.rounds import Rounds
+from kvbm.manager.samples import Samples
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
@@ -119,11 +123,17 @@ def open_manager(
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url) if url else Epoch(0)
-        epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
+        keeping: Keeping | None = MemoryKeeping(memory) if memory is not None else None
+        if journal is not None:
+            keeping = JournalKeeping(journal, pool_id)
+        samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = Manager(
-            instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), kernels,
+            instance, settings.instance.cluster, ledger, pools, journal or memory or DiscardingSink(), kernels,
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
-            settings.onboard.threads, wall_clock_ns,
+            settings.onboard.threads, wall_clock_ns, keeping=keeping,
+            rounds=Rounds(settings.rounds.least_s, settings.journal.capacity_bytes if journal is not None else 0),
+            samples=samples, has_stream=bool(url),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -178,17 +188,10 @@ def catalog_client(url: str) -> CatalogClient:
 
 
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
-    """A publisher that has begun, and that lets go of what the stream holds.
-
-    An epoch begins with a whole round: once that is on the stream, and so in the journal, nobody needs the epochs before it.
-    """
-    begun = Position(manager.epoch, manager.applied())
+    """A publisher that has begun."""
 
     def heartbeat(published: Position) -> Heartbeat:
-        if isinstance(frames, MemoryLog):
-            frames.drop_before(published)
-        elif published >= begun:
-            frames.drop_epochs_before(manager.epoch)
+        manager.on_published(published)
         return manager.heartbeat(published)
 
     publisher = PublisherThread(
@@ -241,9 +244,10 @@ def _begin_epoch(
     namespaces: Sequence[Namespace],
     engine: str,
     on_stream: Epoch,
-) -> Epoch:
+) -> str:
+    """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
     recovered: dict[Tier, list[Recovered]] = {}
-    epoch = Epoch(on_stream + 1)
+    epoch, pool_id = Epoch(on_stream + 1), ""
     if journal is not None:
         new_fold: NewFold = Residencies if settings.core == "reference" else NATIVE_FOLD
         nvme = pools.slots.get(Tier.NVME)
@@ -259,7 +263,7 @@ def _begin_epoch(
         epoch=epoch,
         recovered_blocks=len(recovered.get(Tier.NVME, [])),
     )
-    return epoch
+    return pool_id
 
 
 def _nats_url(settings: Settings, opened: ExitStack) -> str:

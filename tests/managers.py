@@ -67,7 +67,7 @@ def make_manager(
     ledger.start(Epoch(1), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
-        InstanceId("test"), "tests", Epoch(1), ledger, pools, sink or MemoryLog(), NATIVE,
+        InstanceId("test"), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
         Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s, clock=clock,
     )  # fmt: skip
     manager.start()
