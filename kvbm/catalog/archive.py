@@ -97,13 +97,10 @@ class ArchiveFiles:
         return self.position.sequence
 
     def append(self, messages: Sequence[StreamMessage]) -> None:
-        """Write messages in stream order. Those that are written already are left out, so a call that failed can be made again."""
-        if (
-            messages
-            and messages[0].sequence <= self.position.sequence
-            and messages[-1].sequence < self.position.sequence
-        ):
+        """Write messages in stream order. Of a call that failed and is made again, those that were written are left out."""
+        if messages and messages[0].sequence <= self.position.sequence and not self._has_failed:
             self._begin_generation()  # the reader has begun anew: another store
+        self._has_failed = True
         at = 0
         while at < len(messages):
             if messages[at].sequence <= self.position.sequence:
