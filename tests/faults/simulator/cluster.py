@@ -299,7 +299,12 @@ class CatalogNode:
         self.world.call_at(self.world.now, process, self._spawn, self._main(process))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self.world.loop.create_task(work, name="catalog")
+        task = self.world.loop.create_task(work, name="catalog")
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.world.troubles.append(str(error))
 
     def kill(self) -> None:
         if self.process is not None:

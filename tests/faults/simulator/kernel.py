@@ -361,10 +361,12 @@ class Threading:
         return Thread(self._world, *args, **kwargs)
 
     def current_thread(self) -> Any:
-        return greenlet.getcurrent()
+        return getattr(greenlet.getcurrent(), "sim_thread", None)
 
     def get_ident(self) -> int:
-        return id(greenlet.getcurrent())
+        """Of the current thread; the loop's is 0."""
+        thread = getattr(greenlet.getcurrent(), "sim_thread", None)
+        return 0 if thread is None else id(thread)
 
 
 class Lock:
@@ -492,6 +494,10 @@ class Event:
         return fired or self._set
 
 
+class _ThreadGreenlet(greenlet.greenlet):
+    sim_thread: Thread
+
+
 class Thread:
     def __init__(
         self,
@@ -507,11 +513,13 @@ class Thread:
         self._world = world
         self._target, self._args, self._kwargs = target, tuple(args), kwargs or {}
         self.name = name or "thread"
+        self.ident = id(self)
         self.daemon = daemon
         self._started = False
         self._over = Event(world)
         self.process = world.current
-        self.greenlet = greenlet.greenlet(self._main, parent=world.hub)
+        self.greenlet = _ThreadGreenlet(self._main, world.hub)
+        self.greenlet.sim_thread = self
 
     def start(self) -> None:
         self.process = self._world.current
