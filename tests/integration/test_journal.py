@@ -248,6 +248,7 @@ def test_a_kill_between_writing_again_and_cutting_repeats_nothing(tmp_path: Path
     (tmp_path / f"{again.name}.new").write_bytes(b"half")
     journal = Journal.open(tmp_path, INSTANCE, NATIVE)
     assert all_frames(journal) == [a_frame(at) for at in range(4)]
+    assert [frame.first_offset for frame, _ in journal.frames(Epoch(1))] == [0, 1, 2, 3]
     assert not journal.was_cut(Epoch(1))
     assert list(tmp_path.glob("*.new")) == []
     journal.close()
@@ -596,4 +597,17 @@ def test_a_power_cut_takes_no_more_than_the_mode_says(tmp_path: Path, fsync: str
         assert journal.epoch == 1
     journal.begin_epoch(Epoch(journal.epoch + 1))
     journal.append(a_frame(0, epoch=journal.epoch))
+    journal.close()
+
+
+@pytest.mark.parametrize("fsync", FSYNC_MODES)
+def test_an_epoch_that_has_begun_outlives_a_power_cut(tmp_path: Path, fsync: str) -> None:
+    device = ForgetfulDevice()
+    journal = begun(tmp_path / "before", fsync=fsync, device=device)
+    for seed in range(10):
+        journal.begin_epoch(Epoch(journal.epoch + 1))
+        device.left(tmp_path / "before", tmp_path / str(seed), random.Random(seed))
+        after = Journal.open(tmp_path / str(seed), INSTANCE, NATIVE)
+        assert after.epoch == journal.epoch
+        after.close()
     journal.close()
