@@ -232,8 +232,8 @@ def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) ->
     heads.hear(beat(A, 0.5))
     for second in (1.0, 2.0, 3.0):
         heads.wait(second)
-    heads.hear(beat(B, 3.0))
-    heads.hear(beat(C, 3.0, stopping=True))
+    heads.hear(beat(B, 3.5))
+    heads.hear(beat(C, 3.5, stopping=True))
     heads.wait(4.0)
     assert [entry.instance for entry in lookup(heads.index, SPACE, hashes(1)).instances] == ["a", "b", "c"]
     heads.wait(5.0)
