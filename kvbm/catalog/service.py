@@ -7,6 +7,7 @@ repeating that harmless. From then on index and SQL go their own speed: the inde
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
 
@@ -14,7 +15,19 @@ import msgspec
 import structlog
 
 from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.lookup import LIVENESS_S, Pulses, locate, lookup
+from kvbm.catalog.liveness import (
+    LIVENESS_S,
+    Followed,
+    Heard,
+    Input,
+    Liveness,
+    OwnPulse,
+    Ticked,
+    Withhold,
+    catalog_name,
+    is_catalog,
+)
+from kvbm.catalog.lookup import locate, lookup
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
@@ -29,9 +42,9 @@ from kvbm.core.answers import (
     ReadyAnswer,
 )
 from kvbm.core.errors import CatalogError, KvbmError, StreamError
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
-from kvbm.streams.base import EventReader, EventStream, Position, StreamMessage
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage
 from kvbm.streams.nats import STREAM, NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 
@@ -45,9 +58,7 @@ RETRY_MOST_S = 5.0
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things
 CLOSE_WAIT_S = 5.0
-KEPT_PULSE_S = (
-    60.0  # the first heartbeat of an instance may be one the stream has kept; clocks differ by less than this
-)
+OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +104,9 @@ class CatalogService:
         self._store, self._stream, self._index, self._projector = store, stream, index, projector
         self._numbering = numbering
         self._start_end = self._end = end  # of the stream, as of the start and of the last word
-        self._pulses = Pulses(index, settings.liveness_s)
+        self._liveness = Liveness(settings.liveness_s)
+        self._own_run = secrets.token_hex(4)
+        self._own_name = catalog_name(self._own_run)
         self._router = Router(settings.routing)
         self._is_ready = end == 0
         self._reader: EventReader | None = None
@@ -187,10 +200,14 @@ class CatalogService:
         return ReadyAnswer(
             ready=not reason,
             reason=reason,
-            degraded="; ".join(self._troubles[what] for what in sorted(self._troubles)),
+            degraded="; ".join([*(self._troubles[what] for what in sorted(self._troubles)), *self._staleness()]),
             stream_sequence=self._projector.sequence,
             lag_messages=self._lag_messages(),
         )
+
+    def _staleness(self) -> list[str]:
+        fresh = self._liveness.freshness(time.monotonic())
+        return [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
 
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
         """Wait until a place in an instance's stream is in the index. Returns where it is, in time or not."""
@@ -210,7 +227,7 @@ class CatalogService:
 
     def lookup(self, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
         """Who has how much of a prefix."""
-        return lookup(self._index, namespace, hashes, self._pulses.withheld(time.monotonic()))
+        return lookup(self._index, namespace, hashes)
 
     def route(self, ask: Ask, fields: Namespace | None) -> list[RankedInstance]:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
@@ -220,17 +237,16 @@ class CatalogService:
         """
         now_s = time.monotonic()
         candidates = [
-            instance for instance in self._pulses.candidates(now_s) if self._serves(instance, ask.namespace, fields)
+            instance for instance in self._liveness.candidates() if self._serves(instance, ask.namespace, fields)
         ]
         if not candidates:
             return []
-        pulses = {instance: self._pulses.last(instance) for instance in candidates}
+        pulses = {instance: self._liveness.last(instance) for instance in candidates}
         return self._router.route(now_s, ask, self._index, candidates, pulses)
 
     def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
         """Who holds one block."""
-        withheld = self._pulses.withheld(time.monotonic())
-        return locate(self._index, namespace, block, withheld.__contains__)
+        return locate(self._index, namespace, block)
 
     def namespace(self, namespace: NamespaceId) -> Namespace | None:
         """A namespace's fields, if an instance has told them."""
@@ -245,7 +261,8 @@ class CatalogService:
         """All instances, by name."""
         now_s = time.monotonic()
         claims = self._index.claim_counts()
-        return [self._summary(now_s, instance, claims) for instance in sorted(self._pulses.instances())]
+        known = {*self._liveness.instances(), *self._index.instances()}
+        return [self._summary(now_s, instance, claims) for instance in sorted(known)]
 
     def numbers(self) -> CatalogNumbers:
         """What the metrics show."""
@@ -274,7 +291,7 @@ class CatalogService:
 
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
         """Whether an instance runs the model of a namespace; whoever has not said what it runs, may."""
-        pulse = self._pulses.last(instance)
+        pulse = self._liveness.last(instance)
         told = self._projector.declared(instance)
         if fields is None or not told or wanted in told or (pulse and wanted in pulse.heartbeat.namespaces):
             return True
@@ -282,7 +299,7 @@ class CatalogService:
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
         view, row = self._index.view(instance), self._projector.instance_row(instance)
-        pulse = self._pulses.last(instance)
+        pulse = self._liveness.last(instance)
         position = self._projector.position(instance)
         heartbeat = pulse.heartbeat if pulse is not None else None
         counts = view.counts if view is not None else {}
@@ -290,7 +307,7 @@ class CatalogService:
         return InstanceSummary(
             instance=instance,
             cluster=row.cluster if row is not None else heartbeat.cluster if heartbeat is not None else "",
-            state=self._pulses.liveness(now_s, instance).value,
+            state=self._liveness.state(instance).value,
             epoch=position.epoch,
             offset=position.offset,
             published=heartbeat.published if heartbeat is not None else None,
@@ -334,6 +351,8 @@ class CatalogService:
         for name, work in (
             ("read", self._read(self._reader)),
             ("hear", self._hear()),
+            ("tick", self._tick()),
+            ("pulse", self._send_pulses()),
             ("store", self._keep_storing()),
             ("end", self._watch_end()),
             ("sweep", self._sweep()),
@@ -371,6 +390,9 @@ class CatalogService:
 
     async def _project(self, messages: Sequence[StreamMessage], at_end: bool) -> None:
         step = self._projector.step(time.monotonic(), messages, at_end)
+        for instance in step.advanced:
+            if (view := self._index.view(instance)) is not None:
+                self._live(Followed(instance, view.epoch, view.stopped))
         if step.renumbered:
             await self._renumber(messages[-1].sequence)
         if step.advanced and self._waiters:
@@ -398,14 +420,43 @@ class CatalogService:
 
     async def _hear(self) -> None:
         async for heartbeat in self._stream.watch_pulses(self.settings.cluster):
-            last = self._pulses.last(heartbeat.instance)
-            if last is not None and last.heartbeat == heartbeat:
-                continue  # a reader that begins anew gets the last one of everybody again, also of the dead
-            now_s = time.monotonic()
-            age_s = time.time() - heartbeat.wall_time_ns / 1e9
-            is_kept = last is None and age_s > KEPT_PULSE_S
-            self._pulses.hear(now_s - age_s if is_kept else now_s, heartbeat)
-            self._projector.hear(now_s, heartbeat)
+            if heartbeat.instance == self._own_name:
+                self._live(OwnPulse())
+            elif not is_catalog(heartbeat.instance):
+                self._live(Heard(heartbeat))
+                self._projector.hear(time.monotonic(), heartbeat)
+
+    async def _tick(self) -> None:
+        """Withhold the silent in time."""
+        while True:
+            self._live(Ticked())
+            await asyncio.sleep(self._liveness.tick_s)
+
+    async def _send_pulses(self) -> None:
+        """Pulses of the catalog's own: while they come back, silence is the silence of others."""
+        cluster = self.settings.cluster or OWN_CLUSTER
+        while True:
+            pulse = Heartbeat(
+                instance=self._own_name, cluster=cluster, epoch=Epoch(1), published=Offset(0),
+                wall_time_ns=time.time_ns(), run=self._own_run,
+            )  # fmt: skip
+            try:
+                await self._stream.send_pulse(pulse)
+            except StreamError as error:
+                log.debug("catalog.pulse_not_sent", why=str(error))
+            await asyncio.sleep(self._liveness.own_pulse_s)
+
+    def _live(self, what: Input) -> None:
+        """One step of liveness; what it decides is in answers from here on."""
+        for effect in self._liveness.step(time.monotonic(), what):
+            withheld = isinstance(effect, Withhold)
+            self._index.withhold(effect.instance, withheld)
+            log.info(
+                "instance.withheld" if withheld else "instance.returned",
+                instance=effect.instance,
+                epoch=effect.epoch,
+                why=effect.why.value if isinstance(effect, Withhold) else "heard",
+            )
 
     async def _watch_end(self) -> None:
         while True:
