@@ -17,7 +17,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.kernels import Fold
 from kvbm.streams.base import Heartbeat, Position, subject_names
-from tests.faults.simulator.kernel import Process
+from tests.faults.simulator.kernel import Process, Violation
 from tests.faults.simulator.server import Stored
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ class Violation(Exception):
 class _Written:
     """What one process has written of one epoch."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, epoch: int) -> None:
         self.process = process
+        self.epoch = epoch
         self.digests: dict[int, int] = {}  # next offset → digest the ledger said
         self.end = 0
         self.fold: Fold = assembly.NATIVE_FOLD()  # of what is durable
@@ -95,12 +96,13 @@ class Checker:
             raise Violation(f"{process} begins epoch {manager.epoch}, its machine had epoch {last} already")
         self._machine_epochs[node.machine.name] = manager.epoch
 
-    def writing(self, process: Process, journal: Any, frame: FrameBytes, instance: InstanceId) -> None:
+    def writing(self, process: Process, journal: Any, frame: FrameBytes) -> None:
         """A frame reaches the journal; it may fail there."""
+        instance = InstanceId(process.name.split("@")[0])
         written = self._current.get(process)
-        if written is None or written.fold is None or (frame.first_offset == 0 and written.end):
+        if written is None or frame.epoch != written.epoch:
             before = self._slots_claimed(process)
-            written = self._current[process] = _Written(process)
+            written = self._current[process] = _Written(process, frame.epoch)
             self._before[process] = before
             self._written.setdefault((instance, frame.epoch), []).append(written)
         self._journals[process] = journal

@@ -33,9 +33,8 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Namespac
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import Proof, ReadResult
 from kvbm.pools.memory import MemoryObjectPool
-from tests.faults.simulator.checker import Violation
 from tests.faults.simulator.disk import Disk
-from tests.faults.simulator.kernel import Clock, Process, Thread, Waiter, World
+from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
 
@@ -304,7 +303,8 @@ class CatalogNode:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.world.troubles.append(str(error))
+            if not isinstance(error, Violation):
+                Violation(f"the catalog ended with {error!r}")
 
     def kill(self) -> None:
         if self.process is not None:

@@ -30,6 +30,7 @@ class Disk:
         self.broken = False  # EIO
         self.kill_at_write = False
         self.synced: dict[str, int] = {}
+        self._forgotten: set[str] = set()
         self.open_files: dict[Process, dict[int, str]] = {}
         self.files: dict[Process, list[File]] = {}
         self.paths: dict[int, str] = {}  # of the files ever open under a number
@@ -73,8 +74,9 @@ class Disk:
 
     def sync(self, path: str) -> None:
         if self.broken:
+            self._forgotten.add(path)  # Linux marks the pages clean: a later sync that succeeds says nothing of them
             raise OSError(errno.EIO, "Input/output error (simulated)", path)
-        if path:
+        if path and path not in self._forgotten:
             try:
                 self.synced[path] = os.stat(path).st_size
             except FileNotFoundError:

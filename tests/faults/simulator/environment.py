@@ -13,6 +13,7 @@ import random
 import secrets
 import sys
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
-_DISK_MODULES = ("kvbm.streams.journal", "kvbm.pools.nvme")
+_DISK_MODULES = ("kvbm.streams.device", "kvbm.streams.journal", "kvbm.pools.nvme")
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
@@ -85,6 +86,8 @@ def _replaced(stand_ins: dict[Any, Any], value: Any) -> Any:
 def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
     told: Callable[[str, dict[str, Any]], None] | None = getattr(INSTALLED.world, "told", None)
     if told is not None:
+        if event.pop("exc_info", None):
+            event["why"] = traceback.format_exc(limit=-4)
         told(method, event)
     raise structlog.DropEvent
 
@@ -124,6 +127,8 @@ def installed(*, logs: bool = False) -> Iterator[None]:
         undo.append((owner, name, old))
         setattr(owner, name, new)
     for name in _DISK_MODULES:
+        if name not in sys.modules:
+            continue
         put(sys.modules[name], "os", Os())
         put(sys.modules[name], "open", open_file)
     put(asyncio, "run", run_coroutine)

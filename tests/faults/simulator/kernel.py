@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
@@ -30,6 +31,15 @@ INSTALLED = _Installed()
 
 class Killed(BaseException):
     """The process of this thread was killed while the thread waited. No `except Exception` may see it."""
+
+
+class Violation(BaseException):
+    """Something that must never be. No `except` of the code under test can hide it: the world ends with the first one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        if INSTALLED.world.violation is None:
+            INSTALLED.world.violation = self
 
 
 class SimulatorError(Exception):
@@ -114,6 +124,7 @@ class World:
         self.current = self.nature
         self.loop = Loop(self)
         self.hub = greenlet.getcurrent()
+        self.violation: Violation | None = None
         self.troubles: list[str] = []
         self._graves: list[Any] = []
 
@@ -165,8 +176,10 @@ class World:
                     handle.callback(*handle.args)
                 else:
                     handle.context.run(handle.callback, *handle.args)
-            except Killed:
+            except (Killed, Violation):
                 pass
+            if self.violation is not None:
+                raise self.violation
             if done is not None and done():
                 return
 
@@ -534,10 +547,11 @@ class Thread:
                 self._target(*self._args, **self._kwargs)
         except (Killed, greenlet.GreenletExit):
             return
+        except Violation:
+            return
         except BaseException as error:
-            self._world.troubles.append(f"thread {self.name} of {self.process} ended with {error!r}")
-            if isinstance(error, (AssertionError, SimulatorError)) or type(error).__name__ == "Violation":
-                raise
+            where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            Violation(f"thread {self.name} of {self.process} ended with {error!r}\n{where}")
         finally:
             self.process.threads.discard(self)
             self._over.set()

@@ -9,19 +9,20 @@ import random
 import tempfile
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.catalog.projector import Projector
+from kvbm.core.codec import FrameBytes
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from tests.faults.simulator.checker import Checker, Violation
+from tests.faults.simulator.checker import Checker
 from tests.faults.simulator.cluster import Cluster
 from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults, plan
-from tests.faults.simulator.kernel import INSTALLED, World
+from tests.faults.simulator.kernel import INSTALLED, Violation, World
 
 RUN_S = 16.0  # of virtual time with work and faults
 SETTLE_S = 90.0  # within which everything must be well again
@@ -66,33 +67,40 @@ class Outcome(NamedTuple):
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def watched(*, logs: bool = False) -> Iterator[None]:
     """Stand-ins in place, and the checker sees journals and projectors. Any number of seeds may run inside."""
-    append, memory_append, step = Journal.append, MemoryLog.append, Projector.step
+    append_all, memory_append, step = Journal.append_all, MemoryLog.append, Projector.step
 
-    def watching(original: Callable[..., None]) -> Callable[..., None]:
-        def checked(self: Any, frame: Any) -> None:
-            checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
-            instance = process.name.split("@")[0]
-            checker.writing(process, self, frame, instance)
-            original(self, frame)
+    def watched_append_all(self: Any, frames: Sequence[FrameBytes]) -> int:
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        for frame in frames:
+            checker.writing(process, self, frame)
+        done = append_all(self, frames)
+        for frame in frames[:done]:
             checker.wrote(process, frame)
+        return done
 
-        return checked
+    def watched_append(self: Any, frame: FrameBytes) -> None:
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        checker.writing(process, self, frame)
+        memory_append(self, frame)
+        checker.wrote(process, frame)
 
     def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
         INSTALLED.world.checker.stepped(self, result.advanced)  # type: ignore[attr-defined]
         return result
 
-    Journal.append = watching(append)  # type: ignore[method-assign]
-    MemoryLog.append = watching(memory_append)  # type: ignore[method-assign]
+    Journal.append_all = watched_append_all  # type: ignore[method-assign]
+    MemoryLog.append = watched_append  # type: ignore[method-assign]
     Projector.step = stepped  # type: ignore[method-assign]
     try:
-        with installed():
+        with installed(logs=logs):
             yield
     finally:
-        Journal.append, MemoryLog.append, Projector.step = append, memory_append, step  # type: ignore[method-assign]
+        Journal.append_all = append_all  # type: ignore[method-assign]
+        MemoryLog.append = memory_append  # type: ignore[method-assign]
+        Projector.step = step  # type: ignore[method-assign]
 
 
 def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = None) -> Outcome:  # noqa: B008
@@ -134,9 +142,10 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
             faults.end()
             told("settling", {})
             settle(world, cluster, checker, how.settle_s)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what the simulator looks for
-            known = isinstance(error, Violation)
-            violation = str(error) if known else f"{error!r}\n{traceback.format_exc(limit=-6)}"
+        except Violation as found:
+            violation = str(found)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not be
+            violation = f"{error!r}\n{traceback.format_exc(limit=-6)}"
         finally:
             trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {violation}".encode())
             outcome = Outcome(
