@@ -208,6 +208,8 @@ class Node:
                     np.ascontiguousarray(proof.checksums[begin:end]),
                 )  # fmt: skip
                 write(slots[begin:end], np.ascontiguousarray(rows[begin:end]), part)
+                if tier == Tier.NVME:
+                    self.cluster.checker.has_put(self, list(slots[begin:end]), part.hashes)
                 nap(self.world, self.nap_s)
 
         return slow

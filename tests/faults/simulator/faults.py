@@ -125,6 +125,7 @@ class Faults:
             return _NOTHING
         node.kill()
         node.machine.disk.cut_power()
+        self._cluster.checker.lost_power(node.machine.name)
         return self.restart(node)
 
     def stop(self, rng: random.Random) -> Callable[[], None] | None:
@@ -346,6 +347,7 @@ class Faults:
         files = node.machine.disk.journal_files()
         if files:
             node.machine.disk.flip(rng.choice(files[-2:]))
+            self._cluster.checker.lost_power(node.machine.name)
         return self.restart(node)
 
     def flip_pool(self, rng: random.Random) -> Callable[[], None] | None:
