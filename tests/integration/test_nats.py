@@ -29,20 +29,11 @@ from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.publisher import PublisherThread
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
-from tests.nats_fixture import cluster, fresh_nats, make_frame, nats_url  # noqa: F401
+from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
 ONE = InstanceId("one")
 WAIT_S = 20.0
-
-
-def beat(cluster: str, epoch: int = 1) -> Callable[[Position], Heartbeat]:
-    def heartbeat(published: Position) -> Heartbeat:
-        return Heartbeat(
-            instance=ONE, cluster=cluster, epoch=Epoch(epoch), published=published.offset, wall_time_ns=time.time_ns()
-        )
-
-    return heartbeat
 
 
 def process_state(pid: int) -> str:
@@ -286,8 +277,9 @@ def test_the_streams_are_as_they_must_be(nats_url: str) -> None:
         client = await nats.connect(nats_url)
         try:
             events = (await client.jsm().stream_info("KVBM")).config
-            assert (events.subjects, events.storage, events.max_age) == (["kvbm.v1.events.>"], "file", 86400.0)
-            assert (events.deny_delete, events.deny_purge) == (True, True)
+            assert events.subjects == ["kvbm.v1.events.>", "kvbm.v1.fence.>"]
+            assert (events.storage, events.max_age) == ("file", 86400.0)
+            assert (events.deny_delete, events.deny_purge, events.allow_direct) == (True, True, True)
             pulses = (await client.jsm().stream_info("KVBM_PULSE")).config
             assert (pulses.subjects, pulses.storage) == (["kvbm.v1.pulse.>"], "memory")
             assert pulses.max_msgs_per_subject == 1
@@ -325,10 +317,10 @@ def test_a_forbidden_subject_is_an_error_and_others_still_work() -> None:
             with pytest.raises(StreamError, match="permissions violation"):
                 await stream.publish("c", InstanceId("two"), make_frame(0).data, WAIT_S)
             assert time.monotonic() - started_s < 2.0
-            await stream.send_pulse(beat("c")(Position(Epoch(1), Offset(0))))
+            await stream.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0))))
             await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
             with pytest.raises(StreamError, match="permissions violation"):
-                await stream.send_pulse(beat("c")(Position(Epoch(1), Offset(0))))
+                await stream.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0))))
             assert stream.is_connected
             await stream.close()
 
@@ -392,7 +384,7 @@ def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -
         writing = await NatsStream.connect(first.url, WAIT_S)
         for at in range(3):
             await writing.publish("c", ONE, make_frame(at).data)
-        await writing.send_pulse(beat("c")(Position(Epoch(1), Offset(1))))
+        await writing.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(1))))
         reader = await reading.pull(0, "c")
         watch = reading.watch_pulses("c")
         found = await reader.fetch(WAIT_S)
@@ -410,7 +402,7 @@ def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -
             while not more:
                 more = await reader.fetch(WAIT_S)
             assert [message.sequence for message in found + more] == [1, 2, 3, 4]
-            await writing.send_pulse(beat("c")(Position(Epoch(1), Offset(2))))
+            await writing.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(2))))
             async with asyncio.timeout(WAIT_S):
                 assert (await anext(watch)).published == 2
             await writing.close()
@@ -459,7 +451,7 @@ def test_a_publisher_loses_nothing_over_kills_and_restarts_of_the_server(tmp_pat
     journal.begin_epoch(Epoch(1))
     server = EmbeddedServer.start(tmp_path / "nats")
     port = int(server.url.rpartition(":")[2])
-    publisher = PublisherThread(journal, server.url, "c", ONE, beat("c"), interval_s=0.1)
+    publisher = PublisherThread(journal, server.url, "c", ONE, PlainOwner("c"), interval_s=0.1)
     publisher.start()
     try:
         for at in range(1500):
@@ -483,7 +475,7 @@ def test_a_publisher_loses_nothing_over_kills_and_restarts_of_the_server(tmp_pat
 def test_a_publisher_without_nats_does_not_hold_its_owner_up_and_catches_up_later(tmp_path: Path) -> None:
     frames = MemoryLog()
     port = free_port()
-    publisher = PublisherThread(frames, f"nats://127.0.0.1:{port}", "c", ONE, beat("c"), interval_s=0.1)
+    publisher = PublisherThread(frames, f"nats://127.0.0.1:{port}", "c", ONE, PlainOwner("c"), interval_s=0.1)
     publisher.start()
     started_s = time.monotonic()
     for at in range(2000):
@@ -506,7 +498,7 @@ def test_a_publisher_without_nats_does_not_hold_its_owner_up_and_catches_up_late
 def test_a_publisher_stops_in_time_when_nats_never_comes() -> None:
     frames = MemoryLog()
     frames.append(make_frame(0))
-    publisher = PublisherThread(frames, f"nats://127.0.0.1:{free_port()}", "c", ONE, beat("c"))
+    publisher = PublisherThread(frames, f"nats://127.0.0.1:{free_port()}", "c", ONE, PlainOwner("c"))
     publisher.start()
     started_s = time.monotonic()
     assert not publisher.stop(0.5)
@@ -518,19 +510,20 @@ def test_a_new_publisher_goes_on_where_the_stream_ends(nats_url: str, cluster: s
     for epoch, count in ((1, 3), (2, 2)):
         for at in range(count):
             frames.append(make_frame(at, epoch=epoch))
-        publisher = PublisherThread(frames, nats_url, cluster, ONE, beat(cluster, epoch))
+        publisher = PublisherThread(frames, nats_url, cluster, ONE, PlainOwner(cluster, epoch=epoch))
         publisher.start()
         assert publisher.wait_published(Position(Epoch(epoch), Offset(count)), WAIT_S)
         assert publisher.stop(WAIT_S)
         assert publisher.published == Position(Epoch(epoch), Offset(count))
     messages = asyncio.run(read_all(nats_url, cluster))
     headers = [decode_header(message.data) for message in messages]
-    assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (2, 0)]
+    # the first message could not know that it would arrive, so the second publisher repeats it
+    assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (1, 0), (2, 0)]
 
 
 def test_heartbeats_tell_how_far_the_stream_is_and_the_last_one_that_it_stops(nats_url: str, cluster: str) -> None:
     frames = MemoryLog()
-    publisher = PublisherThread(frames, nats_url, cluster, ONE, beat(cluster), interval_s=0.05)
+    publisher = PublisherThread(frames, nats_url, cluster, ONE, PlainOwner(cluster), interval_s=0.05)
     publisher.start()
 
     async def work() -> None:
@@ -559,4 +552,4 @@ def test_heartbeats_tell_how_far_the_stream_is_and_the_last_one_that_it_stops(na
 
 def test_a_publisher_refuses_impossible_names_at_once(nats_url: str) -> None:
     with pytest.raises(ConfigError, match=r"host\.1"):
-        PublisherThread(MemoryLog(), nats_url, "c", InstanceId("host.1"), beat("c"))
+        PublisherThread(MemoryLog(), nats_url, "c", InstanceId("host.1"), PlainOwner("c"))
