@@ -110,8 +110,9 @@ def open_manager(
         if not settings.journal.in_memory:
             _make_data_dir(settings)
             journal = Journal.open(
-                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes
-            )
+                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
+                settings.journal.capacity_bytes, settings.journal.sync_interval_s,
+            )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
         new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
@@ -125,7 +126,7 @@ def open_manager(
         pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
         keeping: Keeping | None = MemoryKeeping(memory) if memory is not None else None
         if journal is not None:
-            keeping = JournalKeeping(journal, pool_id)
+            keeping = JournalKeeping(journal, pool_id, settings.journal.sync_interval_s)
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = Manager(
             instance, settings.instance.cluster, ledger, pools, journal or memory or DiscardingSink(), kernels,

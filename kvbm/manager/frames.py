@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import structlog
 
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError
-from kvbm.core.ids import Epoch, InstanceId
+from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Asked, BeginRound, Effect, Input, Learned, Rounds, Stored, Ticked, WakeAt
 from kvbm.manager.source import EventSource
@@ -35,6 +35,14 @@ class FrameSink(Protocol):
         """Write one whole frame. Raises OSError: nothing of it was written; it may be tried again."""
 
 
+@runtime_checkable
+class GroupSink(FrameSink, Protocol):
+    """A sink that takes several frames for the price of one sync."""
+
+    def append_all(self, frames: Sequence[FrameBytes]) -> int:
+        """Write whole frames; gives how many, at least one. Raises OSError: as `append`, of the first."""
+
+
 class Keeping(Protocol):
     """What the journal does beside taking frames."""
 
@@ -42,8 +50,18 @@ class Keeping(Protocol):
     def epoch(self) -> Epoch:
         """The epoch last begun."""
 
-    def begin_epoch(self, epoch: Epoch) -> None:
-        """Persist that an epoch begins, before any of its frames. Raises JournalError or OSError: nothing has changed."""
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+        """Persist that an epoch begins, before any of its frames. Raises JournalError or OSError: nothing has changed.
+
+        Args:
+            round_end: frames that begin before it are taken also when the journal is full.
+        """
+
+    def begin_round(self) -> None:
+        """What comes next begins a round."""
+
+    def sync(self, now_s: float) -> float | None:
+        """Bring to the device what is due. Gives when more will be; None for not at all. Raises OSError."""
 
     def let_go(self, published: Position, whole_round: Position) -> None:
         """Forget what lies before a whole round and is published."""
@@ -57,8 +75,15 @@ class NothingKept:
 
     epoch = Epoch(0)
 
-    def begin_epoch(self, epoch: Epoch) -> None:
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
         """See `Keeping.begin_epoch`."""
+
+    def begin_round(self) -> None:
+        """See `Keeping.begin_round`."""
+
+    def sync(self, now_s: float) -> float | None:
+        """See `Keeping.sync`."""
+        return None
 
     def let_go(self, published: Position, whole_round: Position) -> None:
         """See `Keeping.let_go`."""
@@ -173,9 +198,11 @@ class FrameWriter:
             done = not self._broke and self.drain()  # nothing may be written after a hole
             if self._wants_epoch():
                 done = self._begin_epoch(done)
-            wake_s = self._go_on_with_rounds(now_s, runs)
+            wakes = [self._go_on_with_rounds(now_s, runs)]
             done = done and self.drain()
             self._let_go()
+            wakes.append(self._keeping.sync(now_s))
+            wake_s = min((at_s for at_s in wakes if at_s is not None), default=None)
         except (OSError, JournalError) as error:
             self._refuse(error)
             done = False
@@ -186,6 +213,9 @@ class FrameWriter:
             self._refusal = "frames were lost by a bug"
             self._unwritten.clear()
         if done:
+            if self._refusal:
+                log.info("journal.write_resumed", instance=self._instance)
+                self._refusal = ""
             self._failures, self._retry_s = 0, float("-inf")
             return wake_s
         self._retry_s = now_s + min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
@@ -202,23 +232,27 @@ class FrameWriter:
     def _write(self) -> bool:
         wrote = False
         while self._unwritten:
-            frame = self._unwritten[0]
             try:
-                self._sink.append(frame)
+                count = self._append()
             except OSError as error:
                 self._refuse(error)
                 break
             wrote = True
-            self._end = Position(frame.epoch, frame.next_offset)
-            self._written_bytes += len(frame.data)
-            self._offsets.advance_durable(frame.epoch, frame.next_offset)
-            self._unwritten.popleft()
-        if wrote and self._refusal and not self._unwritten:
-            log.info("journal.write_resumed", instance=self._instance)
-            self._refusal = ""
+            for _ in range(count):
+                frame = self._unwritten.popleft()
+                self._end = Position(frame.epoch, frame.next_offset)
+                self._written_bytes += len(frame.data)
+            self._offsets.advance_durable(*self._end)
         if wrote:
             self._written()
         return not self._unwritten
+
+    def _append(self) -> int:
+        """Write what comes first; gives how many frames. Raises OSError."""
+        if isinstance(self._sink, GroupSink):
+            return self._sink.append_all(tuple(self._unwritten))
+        self._sink.append(self._unwritten[0])
+        return 1
 
     def _refuse(self, error: Exception) -> None:
         if not self._refusal:
@@ -242,11 +276,15 @@ class FrameWriter:
             return False
         fenced_by = self._fenced_by
         why = "broke" if self._broke else "overflowed" if fenced_by is None else "fenced"
-        epoch = Epoch(max(last, self._keeping.epoch, self._end.epoch, fenced_by or last) + 1)
-        self._keeping.begin_epoch(epoch)
-        round_end = self._source.restart(epoch)
-        if round_end is None:
-            return done
+        round_end, expected = self._source.expected_round_end(), Offset(0)
+        while round_end > expected:  # more than once only if blocks of very many namespaces came meanwhile
+            expected = Offset(round_end + round_end // 4 + 16)
+            epoch = Epoch(max(self._source.epoch, self._keeping.epoch, self._end.epoch, fenced_by or last) + 1)
+            self._keeping.begin_epoch(epoch, expected)
+            restarted = self._source.restart(epoch)
+            if restarted is None:
+                return done
+            round_end = restarted
         self._unwritten.clear()
         self._offsets.begin_epoch(epoch, round_end)
         self._broke = False
@@ -272,6 +310,7 @@ class FrameWriter:
             self._state = None
         inputs.append(Stored(self._keeping.used_bytes(), self._written_bytes))
         if BeginRound() in self._tell_rounds(now_s, inputs) and self._source.begin_round():
+            self._keeping.begin_round()
             self._tell_rounds(now_s, self._source.take_happened())
         if self._source.in_round:
             for _ in range(runs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.core.ids import Epoch
+from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
@@ -13,27 +13,39 @@ class JournalKeeping:
 
     Args:
         pool_id: name of the durable pool whose slots its events speak of, "" for none.
+        sync_interval_s: the journal's.
     """
 
-    def __init__(self, journal: Journal, pool_id: str) -> None:
-        self._journal, self._pool_id = journal, pool_id
+    def __init__(self, journal: Journal, pool_id: str, sync_interval_s: float) -> None:
+        self._journal, self._pool_id, self._sync_interval_s = journal, pool_id, sync_interval_s
 
     @property
     def epoch(self) -> Epoch:
         """See `Keeping.epoch`."""
         return self._journal.epoch
 
-    def begin_epoch(self, epoch: Epoch) -> None:
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
         """See `Keeping.begin_epoch`."""
-        self._journal.begin_epoch(epoch, self._pool_id)
+        self._journal.begin_epoch(epoch, self._pool_id, round_end)
+
+    def begin_round(self) -> None:
+        """See `Keeping.begin_round`."""
+        self._journal.roll()
+
+    def sync(self, now_s: float) -> float | None:
+        """See `Keeping.sync`."""
+        if self._journal.sync_due(now_s):
+            self._journal.sync()
+        next_s = now_s + self._sync_interval_s
+        return next_s if self._journal.sync_due(next_s) else None
 
     def let_go(self, published: Position, whole_round: Position) -> None:
         """See `Keeping.let_go`."""
-        self._journal.drop_epochs_before(whole_round.epoch)
+        self._journal.let_go(published, whole_round)
 
     def used_bytes(self) -> int:
         """See `Keeping.used_bytes`."""
-        return 0
+        return self._journal.used_bytes
 
 
 class MemoryKeeping:
@@ -43,9 +55,16 @@ class MemoryKeeping:
         self._log = log
         self.epoch = Epoch(0)
 
-    def begin_epoch(self, epoch: Epoch) -> None:
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
         """See `Keeping.begin_epoch`."""
         self.epoch = epoch
+
+    def begin_round(self) -> None:
+        """See `Keeping.begin_round`."""
+
+    def sync(self, now_s: float) -> float | None:
+        """See `Keeping.sync`."""
+        return None
 
     def let_go(self, published: Position, whole_round: Position) -> None:
         """See `Keeping.let_go`."""

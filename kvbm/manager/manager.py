@@ -258,9 +258,10 @@ class Manager:
                     self._sample(namespace, hashes, prefix.depth)
                 return prefix
             arrivals = _Arrivals()
-            begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
+            copies, reachable = self._begin_onboards(namespace, hashes, found)
+        begun = self._submit(copies, arrivals)
         if reachable == found.depth:
-            begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
+            begun += self._submit(self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :]), arrivals)
         self._wake_writer()  # a copy may have evicted to make room
         if begun:
             wait([onboard.ended for onboard in begun], timeout=self._wait_s)
@@ -586,11 +587,9 @@ class Manager:
         if self._publishing is not None:
             self._publishing.notify()
 
-    def _begin_onboards(
-        self, namespace: NamespaceId, hashes: bytes, found: Match, arrivals: _Arrivals
-    ) -> tuple[list[_Onboard], int]:
+    def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[Copy], int]:
         """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
-        begun: list[_Onboard] = []
+        begun: list[Copy] = []
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
@@ -598,13 +597,13 @@ class Manager:
                 wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
                 copy = self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
                 if copy is not None:
-                    begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, tier, arrivals)))
+                    begun.append(copy)
                 if copy is None or copy.hashes != wanted:
                     return begun, at
             at = end
         return begun, at
 
-    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes, arrivals: _Arrivals) -> list[_Onboard]:
+    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes) -> list[Copy]:
         """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
         pool = self.pools.object
         if pool is None or not hashes:
@@ -616,9 +615,19 @@ class Manager:
             if self._stopped:
                 return []
             copy = self._ledger.begin_copy(namespace, Tier.OBJECT, Tier.HBM, hashes[: depth * HASH_BYTES])
-            if copy is None:
-                return []
-            return [_Onboard(copy, self._onboarders.submit(self._onboard, copy, Tier.OBJECT, arrivals))]
+            return [] if copy is None else [copy]
+
+    def _submit(self, copies: list[Copy], arrivals: _Arrivals) -> list[_Onboard]:
+        """Have copies carried out. Outside the lock: an executor may do it at once."""
+        begun: list[_Onboard] = []
+        for copy in copies:
+            try:
+                begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, arrivals)))
+            except RuntimeError:  # the manager closes
+                with self._lock:
+                    if not self._source.ended:
+                        self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+        return begun
 
     def _give_up(self, begun: list[_Onboard]) -> None:
         """Take back copies that never began; those that did end by themselves. Under the lock."""
@@ -651,7 +660,10 @@ class Manager:
                 self._running_copies -= 1
         self._wake_writer()
 
-    def _onboard(self, copy: Copy, source: Tier, arrivals: _Arrivals) -> None:
+    def _onboard(self, copy: Copy, arrivals: _Arrivals) -> None:
+        source = copy.source
+        assert isinstance(source, Tier)
+
         def finish(moved: Moved) -> None:
             holders = self._ledger.end_copy(copy, moved.arrived, MigrateCause.ONBOARD, pinned=arrivals.waiting)
             if arrivals.waiting:

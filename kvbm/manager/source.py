@@ -77,6 +77,12 @@ class EventSource:
             self._note_epoch(after)
             return after
 
+    def expected_round_end(self) -> Offset:
+        """About where the first round of an epoch that began now would end."""
+        with self._lock:
+            tiers = [self._ledger.counts(pool.tier) for pool in self._ledger.pools if pool.slots]
+        return Offset(1 + sum(2 + counts.held // MAX_RUN_BLOCKS for counts in tiers))
+
     def begin_round(self) -> bool:
         """Begin a round; False when one is under way, or the stream has ended."""
         with self._lock:
