@@ -57,6 +57,9 @@ RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things
+AUDIT_PAGES = 16  # every AUDIT_EVERY_S: 10 million residencies take about three minutes
+AUDIT_EVERY_S = 0.25
+AUDIT_PAUSE_S = 60.0  # between two passes
 CLOSE_WAIT_S = 5.0
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 
@@ -356,6 +359,7 @@ class CatalogService:
             ("store", self._keep_storing()),
             ("end", self._watch_end()),
             ("sweep", self._sweep()),
+            ("audit", self._audit()),
         ):
             self._spawn(name, work)
 
@@ -405,6 +409,16 @@ class CatalogService:
         while True:
             has_more = self._index.sweep(SWEEP_PAGES)
             await asyncio.sleep(0 if has_more else SWEEP_EVERY_S)
+
+    async def _audit(self) -> None:
+        """Prove that the digests are those of the table, a little at a time; whose is not is doubtful until a round."""
+        while True:
+            found = self._index.audit(AUDIT_PAGES)
+            for instance in found.differing:
+                self._index.miss(instance)
+            if found.differing or found.damaged:
+                log.error("index.damaged", instances=found.differing, entries=found.damaged, blocks=found.blocks)
+            await asyncio.sleep(AUDIT_PAUSE_S if found.is_whole else AUDIT_EVERY_S)
 
     async def _renumber(self, end: int) -> None:
         """The stream's store was replaced: count it under another name in SQL."""
