@@ -395,6 +395,10 @@ class SimStream:
     def is_connected(self) -> bool:
         return self._link.is_up and not self._closed
 
+    @property
+    def max_message_bytes(self) -> int:
+        return 1 << 20
+
     async def link(self, timeout_s: float) -> Link:
         """The connection, or a new one. Raises StreamError."""
         if self._closed:
