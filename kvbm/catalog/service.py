@@ -25,6 +25,7 @@ from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.liveness import (
     LIVENESS_S,
     Followed,
+    Freshness,
     Heard,
     Input,
     LifeState,
@@ -110,7 +111,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Beginning(NamedTuple):
     """An index, its projector, and where reading goes on from."""
 
-    index: ClusterIndex
+    held: ClusterIndex
     projector: Projector
     after: int
 
@@ -199,7 +200,7 @@ class CatalogService:
             raise
         log.info(
             "catalog.started", stream=stored.name, stored=stored.stored, stream_end=state.last_sequence,
-            reading_after=begun.after, residencies=begun.index.residency_count(), blind=len(begun.projector.troubles()),
+            reading_after=begun.after, residencies=begun.held.residency_count(), blind=len(begun.projector.troubles()),
         )  # fmt: skip
         return service
 
@@ -260,7 +261,14 @@ class CatalogService:
 
     def view_age_s(self) -> float:
         """How old the view is that answers rest on; 0 while everybody's silence counts."""
-        return round(self._liveness.freshness(time.monotonic()).age_s, 3)
+        return round(self._freshness().age_s, 3)
+
+    def _freshness(self) -> Freshness:
+        fresh = self._liveness.freshness(time.monotonic())
+        is_old = (
+            fresh.age_s >= self.settings.liveness_s / 2
+        )  # before that, at the start, nobody could have fallen silent
+        return fresh if is_old else Freshness(0.0, "")
 
     def _unhealed(self) -> list[InstanceId]:
         """Live instances that a round would make whole."""
@@ -278,7 +286,7 @@ class CatalogService:
         return row.cluster if row is not None else pulse.heartbeat.cluster if pulse is not None else None
 
     def _staleness(self) -> list[str]:
-        fresh = self._liveness.freshness(time.monotonic())
+        fresh = self._freshness()
         return [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
 
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
@@ -525,7 +533,7 @@ class CatalogService:
             for instance in step.advanced:
                 self._follow_life(instance)
             if step.renumbered:
-                await self._storing.renumber()
+                self._storing.begin_anew()
         if self._projector.found != self._found:
             self._found = self._projector.found
             self._doubted.set()
