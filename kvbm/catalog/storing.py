@@ -183,9 +183,10 @@ class Storing:
                     if time.monotonic() > deadline_s:
                         return
                     await self._step(second, await reader.fetch(_FETCH_WAIT_S))
-                second.pass_holes()
                 self._batch = second.take_batch()
+                second.pass_holes()
                 self._projector.gather_after(max(second.sequence, stored))
+                self._projector.take_rows(second)
                 self._is_behind = False
                 self.read_again += 1
             log.info("rows.caught_up", stored=self.stored, read=second.sequence)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog import checkpoints, service, storing
+from kvbm.catalog import service
 from kvbm.catalog.archive import ArchiveFiles
 from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
@@ -28,7 +29,6 @@ from kvbm.catalog.store import Applied, Store, StoreBatch
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, pack_slots
-from kvbm.core.ledger import Ledger
 from kvbm.streams.base import AccessSample, Heartbeat, LivenessFact, Position
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsStream
@@ -109,7 +109,8 @@ class Instance:
 
     def is_whole_in(self, catalog: CatalogService) -> bool:
         view = catalog._index.view(self.name)
-        return view is not None and not view.doubtful and view.digest == self.ledger.digest
+        is_there = catalog._projector.position(self.name) == (self.epoch, self.ledger.applied)
+        return is_there and view is not None and not view.doubtful and view.digest == self.ledger.digest
 
 
 async def eventually(check: Callable[[], bool] | Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
@@ -149,6 +150,29 @@ def settings(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> Se
     return ServiceSettings(
         nats_url=nats_url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, ask_again_s=0.5,
         checkpoints=str(tmp_path / "checkpoints"),
+    )  # fmt: skip
+
+
+def forget_checkpoints(settings: ServiceSettings) -> None:
+    for path in Path(settings.checkpoints).iterdir():
+        path.unlink()
+
+
+def damage_checkpoints(settings: ServiceSettings) -> None:
+    for path in Path(settings.checkpoints).glob("*.index"):
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+
+
+def serve_catalog(server: str, database: str, within: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "kvbm.cli", "catalog", "serve", "--set", f"nats.url={server}",
+            "--set", f"catalog.database={database}", "--set", f"instance.cluster={within}",
+            "--set", "catalog.listen=127.0.0.1:0", "--set", f"instance.data_dir={folder}",
+        ],
+        stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -215,14 +239,18 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             await one.beat()
             await eventually(lambda: catalog.numbers().rounds_asked >= 2)
             (summary,) = catalog.instances()
-            assert (summary.doubts, summary.trouble, summary.run) == (["joined midway"], "journal full: 3 of 4 bytes", "r1")
+            assert (summary.doubts, summary.trouble, summary.run) == (
+                ["joined midway"],
+                "journal full: 3 of 4 bytes",
+                "r1",
+            )
             assert summary.round_asked_s is not None
             assert await catalog.ask_round(one.name) is False
             assert await catalog.ask_round(InstanceId("nobody")) is None
             async with one.alive():
                 await eventually(lambda: one.is_whole_in(catalog))
-            (summary,) = catalog.instances()
-            assert (summary.doubts, summary.round_asked_s) == ([], None)
+            await eventually(lambda: catalog.instances()[0].round_asked_s is None)
+            assert catalog.instances()[0].doubts == []
 
     run(work, settings.nats_url)
 
@@ -361,8 +389,7 @@ def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: Serv
             await one.publish()
             await gone.publish()
             await eventually(lambda: one.is_whole_in(first) and first._index.claim_counts() == {"pool": 10})
-        for path in Path(settings.checkpoints).iterdir():
-            path.unlink()
+        forget_checkpoints(settings)
         async with one.alive(), catalog_on(settings, ready=False) as second:
             await eventually(lambda: second.is_ready)
             assert second._after > 0
@@ -380,8 +407,7 @@ def test_a_catalog_whose_instances_stay_silent_is_ready_all_the_same(settings: S
             one.create(0, 100)
             await one.publish()
             await eventually(lambda: one.is_whole_in(first))
-        for path in Path(settings.checkpoints).iterdir():
-            path.unlink()
+        forget_checkpoints(settings)
         await one.beat()
         async with catalog_on(msgspec.structs.replace(settings, whole_wait_s=0.3)) as second:
             assert second.instances()[0].doubtful
@@ -396,10 +422,7 @@ def test_a_damaged_checkpoint_is_passed_over(settings: ServiceSettings) -> None:
             one.create(0, 100)
             await one.publish()
             await eventually(lambda: one.is_whole_in(first))
-        for path in Path(settings.checkpoints).glob("*.index"):
-            data = bytearray(path.read_bytes())
-            data[-5] ^= 1
-            path.write_bytes(data)
+        damage_checkpoints(settings)
         with capture_logs() as logs:
             async with one.alive(), catalog_on(settings) as second:
                 await eventually(lambda: one.is_whole_in(second))
@@ -408,7 +431,11 @@ def test_a_damaged_checkpoint_is_passed_over(settings: ServiceSettings) -> None:
     run(work, settings.nats_url)
 
 
-def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(cluster: str, sqlite_url: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
     settings = ServiceSettings(
         nats_url="", database_url=sqlite_url, cluster=cluster, store_every_s=0.02, checkpoints=str(tmp_path / "checkpoints")
     )  # fmt: skip
@@ -522,7 +549,9 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_told(settings
 # -- SQL --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_let_go_while_the_database_was_away_are_read_again(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_let_go_while_the_database_was_away_are_read_again(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(self: Store, batch: StoreBatch) -> Applied:
         raise CatalogError("the database does not answer")
 
@@ -558,7 +587,9 @@ def test_rows_let_go_while_the_database_was_away_are_read_again(settings: Servic
     run(work, settings.nats_url)
 
 
-def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(settings: ServiceSettings, tmp_path: Path) -> None:
+def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
+    settings: ServiceSettings, tmp_path: Path
+) -> None:
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         async with catalog_on(settings) as catalog:
@@ -566,24 +597,31 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(settings: 
             for number in range(10):
                 one.offload(number * 10, number * 10 + 10)
                 await one.publish()
-            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 10)
-            import sqlite3
-
-            with sqlite3.connect(tmp_path / "catalog.db") as database:
-                database.execute("UPDATE positions SET stream_sequence = 4")
-                database.execute("UPDATE instance_positions SET next_offset = (SELECT 1)")
+            last = await stream.last_sequence()
+            await eventually(lambda: catalog.numbers().stored_sequence == last)
+            with sqlite3.connect(tmp_path / "catalog.db") as database:  # as it was after the fourth message
+                database.execute("UPDATE positions SET stream_sequence = ?", (last - 6,))
+                database.execute("UPDATE instance_positions SET next_offset = 1")
                 database.execute("DELETE FROM object_claims")
             one.create(100, 110)
             await one.publish()
             await eventually(lambda: catalog.numbers().rows_read_again == 1)
-            await eventually(lambda: catalog.numbers().stored_sequence == 11)
-            assert await catalog._store.claim_count() == 60  # what lay in messages 5 to 10
+            await one.publish()
+            one.offload(100, 101)
+            await one.publish()
+            await eventually(lambda: catalog.numbers().stored_sequence == last + 2)
+            assert await catalog._store.claim_count() == 61  # what lay in messages 5 to 12
             assert catalog.failure is None
 
     run(work, settings.nats_url)
 
 
-def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(nats_url: str, cluster: str, postgres_url: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    postgres_url: str,
+    tmp_path: Path,
+) -> None:
     """The writer is a process of its own, killed in the midst of its work; positions in SQL never go back."""
     settings = ServiceSettings(
         nats_url=nats_url, database_url=postgres_url, cluster=cluster, store_every_s=0.01, checkpoints=str(tmp_path / "b")
@@ -596,14 +634,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(nats_url: str, clus
         seen: list[int] = []
         claimed = 0
         for _ in range(3):
-            child = subprocess.Popen(
-                [
-                    sys.executable, "-m", "kvbm.cli", "catalog", "serve", "--set", f"nats.url={nats_url}",
-                    "--set", f"catalog.database={postgres_url}", "--set", f"instance.cluster={cluster}",
-                    "--set", "catalog.listen=127.0.0.1:0", "--set", f"instance.data_dir={tmp_path}",
-                ],
-                stderr=subprocess.PIPE,
-            )  # fmt: skip
+            child = serve_catalog(nats_url, postgres_url, cluster, tmp_path)
             try:
                 store = await Store.open(postgres_url)
                 async with catalog_on(settings) as replica:
@@ -674,7 +705,9 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
     run(work, settings.nats_url)
 
 
-def test_an_archive_whose_disk_is_full_is_said_and_waited_for(settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_whose_disk_is_full_is_said_and_waited_for(
+    settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     archiving = msgspec.structs.replace(settings, archive=str(tmp_path / "archive"))
 
     def full(self: ArchiveFiles, data: bytes) -> None:
@@ -705,7 +738,9 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
     each = 50_000
 
     async def work(stream: NatsStream) -> None:
-        instances = [Instance(stream, str(settings.cluster), f"i{number}") for number in range(max(2, blocks // each // 2))]
+        instances = [
+            Instance(stream, str(settings.cluster), f"i{number}") for number in range(max(2, blocks // each // 2))
+        ]
         async with catalog_on(settings) as catalog:
             for instance in instances:
                 await instance.publish()
@@ -738,6 +773,3 @@ def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
             assert first.instances() == second.instances() == []
 
     run(work, settings.nats_url)
-
-
-assert checkpoints and storing
