@@ -291,9 +291,9 @@ def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.M
                 await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
             numbers = catalog.numbers()
             assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
-            assert sum(entry["event"] == "audit.diverged" for entry in logs) == 1
+            assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
 
-    monkeypatch.setattr(service, "AUDIT_EVERY_S", 0.01)
+    monkeypatch.setattr(service, "AUDIT_PAUSE_S", 0.01)
     asked = ServiceSettings(nats_url="", database_url="", cluster="c", ask_again_s=0.5)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(contextlib.closing(_Folder()))

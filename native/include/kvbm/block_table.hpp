@@ -319,8 +319,6 @@ class BlockTable {
   }
   static std::uint32_t next(const Shard& shard, std::uint32_t at) noexcept { return at + 1 == shard.buckets ? 0 : at + 1; }
 
-  friend class BlockTableTest;  // damages entries, which nothing else can
-
   void pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept;
   static Value* put(Shard& shard, BlockKey key, std::uint64_t place) noexcept;
   void resize(Shard& shard, std::size_t entries);
