@@ -276,3 +276,21 @@ def test_recovery_gives_what_the_history_says_or_nothing(tmp_path: Path, block: 
         for damage in ("none", "torn", "missing", "flipped")
     }
     assert len(rules & {"whole epoch", "later round", "no round"}) >= 2, "the histories are too much alike"
+
+
+def test_an_epoch_that_has_lost_its_round_hides_the_one_before_it(tmp_path: Path) -> None:
+    lives = []
+    for seed in range(2):
+        journal = Journal.open(tmp_path, INSTANCE, NATIVE, segment_bytes=1)
+        writing = Writing(journal, random.Random(seed), lives[-1] if lives else {})
+        writing.cut()
+        while writing.fold.count(Tier.NVME) < 5 or writing.rounds:
+            writing.step()
+        writing.cut()
+        lives.append(writing.held())
+        journal.close()
+    assert recovered(tmp_path, NATIVE_FOLD) == lives[1]
+    second = sorted(tmp_path.glob("0000000002-*.kvbj"))
+    assert len(second) > 1
+    second[0].unlink()  # the later ones may have withdrawn and overwritten what the first epoch held
+    assert recovered(tmp_path, NATIVE_FOLD) == {}
