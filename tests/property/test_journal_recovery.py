@@ -72,7 +72,7 @@ class Writing:
         elif not self._unstated and chance < 0.06:
             self._begin_round()
         elif chance < 0.6:
-            self._create()
+            self.create()
         else:
             self._evict()
         if self.rng.random() < 0.4:
@@ -108,7 +108,8 @@ class Writing:
     def _free(self, tier: Tier) -> list[int]:
         return [slot for slot in range(SLOTS) if self.fold.slot_owner(tier, slot) is None]
 
-    def _create(self) -> None:
+    def create(self) -> None:
+        """Gain some blocks."""
         tier = self.rng.choice([Tier.HBM, Tier.NVME, Tier.NVME])
         free = self._free(tier)
         names = [SequenceHash(n.to_bytes(16, "little")) for n in self.rng.sample(range(1, 60), 3)]
@@ -284,8 +285,9 @@ def test_an_epoch_that_has_lost_its_round_hides_the_one_before_it(tmp_path: Path
         journal = Journal.open(tmp_path, INSTANCE, NATIVE, segment_bytes=1)
         writing = Writing(journal, random.Random(seed), lives[-1] if lives else {})
         writing.cut()
-        while writing.fold.count(Tier.NVME) < 5 or writing.rounds:
-            writing.step()
+        for _ in range(4):
+            writing.create()
+            writing.cut()
         writing.cut()
         lives.append(writing.held())
         journal.close()
