@@ -41,7 +41,6 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
-from kvbm.streams.base import Heartbeat, Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
@@ -190,16 +189,12 @@ def catalog_client(url: str) -> CatalogClient:
 
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
     """A publisher that has begun."""
-
-    def heartbeat(published: Position) -> Heartbeat:
-        manager.on_published(published)
-        return manager.heartbeat(published)
-
     publisher = PublisherThread(
-        frames, url, settings.instance.cluster, manager.instance, heartbeat, settings.nats.heartbeat_s
-    )
+        frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
+        window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+    )  # fmt: skip
     publisher.start()
-    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
+    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)
 
 
 def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -219,6 +219,14 @@ class PublisherOwner(Protocol):
 
     def on_stream_state(self, state: StreamState) -> None:
         """What the stream holds and keeps, at each connection and then about once a minute: rounds must come often enough."""
+
+
+@runtime_checkable
+class SampleSource(Protocol):
+    """What an owner may offer beside: accesses to tell to whoever listens."""
+
+    def take_samples(self) -> list[AccessSample]:
+        """Those since the last call. Called in the publisher's thread; must not block."""
 
 
 class EventStream(Protocol):
