@@ -197,7 +197,7 @@ def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLo
         window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
     )  # fmt: skip
     publisher.start()
-    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
+    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)
 
 
 def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoch:

@@ -120,7 +120,7 @@ class _Api:
                 blocks=blocks,
                 ranked=ranked,
                 view_age_s=self._service.view_age_s(),
-            )  # fmt: skip
+            )
         )
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return response
@@ -436,8 +436,11 @@ def _operation(route: _Route) -> dict[str, Any]:
         operation["requestBody"] = {"required": True, "content": content}
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     if names:
+        kinds = {"instance": {"type": "string"}}
         pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{_HEX_DIGITS}}}$"}
-        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": pattern} for name in names]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names
+        ]
     return operation
 
 

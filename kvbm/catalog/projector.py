@@ -358,6 +358,15 @@ class Projector:
         self._is_behind = False
         self._stored = sequence
 
+    def take_rows(self, other: Projector) -> None:
+        """Add what another has gathered and not given out; it has read the same stream. They are given out with the next message."""
+        self._dirty |= other._dirty & self._followed.keys()
+        self._epochs += other._epochs
+        self._new_namespaces += other._new_namespaces
+        self._claims += other._claims
+        self._claims_bytes += other._claims_bytes
+        other._forget_rows()
+
     def _forget_rows(self) -> None:
         self._dirty, self._epochs, self._new_namespaces, self._claims = set(), [], [], []
         self._claims_bytes = 0

@@ -25,6 +25,7 @@ from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.liveness import (
     LIVENESS_S,
     Followed,
+    Freshness,
     Heard,
     Input,
     LifeState,
@@ -66,8 +67,9 @@ RETRY_S = 0.1
 ROUNDS_STEP_S = 0.1
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things
-AUDIT_EVERY_S = 60.0
-AUDIT_PAUSE_S = 0.02
+AUDIT_PAGES = 16  # every AUDIT_EVERY_S: 10 million residencies take about three minutes
+AUDIT_EVERY_S = 0.25
+AUDIT_PAUSE_S = 60.0  # between two passes
 CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0
 A = TypeVar("A", LookupAnswer, BlockAnswer)
@@ -110,7 +112,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Beginning(NamedTuple):
     """An index, its projector, and where reading goes on from."""
 
-    index: ClusterIndex
+    held: ClusterIndex
     projector: Projector
     after: int
 
@@ -199,7 +201,7 @@ class CatalogService:
             raise
         log.info(
             "catalog.started", stream=stored.name, stored=stored.stored, stream_end=state.last_sequence,
-            reading_after=begun.after, residencies=begun.index.residency_count(), blind=len(begun.projector.troubles()),
+            reading_after=begun.after, residencies=begun.held.residency_count(), blind=len(begun.projector.troubles()),
         )  # fmt: skip
         return service
 
@@ -260,7 +262,14 @@ class CatalogService:
 
     def view_age_s(self) -> float:
         """How old the view is that answers rest on; 0 while everybody's silence counts."""
-        return round(self._liveness.freshness(time.monotonic()).age_s, 3)
+        return round(self._freshness().age_s, 3)
+
+    def _freshness(self) -> Freshness:
+        fresh = self._liveness.freshness(time.monotonic())
+        is_old = (
+            fresh.age_s >= self.settings.liveness_s / 2
+        )  # before that, at the start, nobody could have fallen silent
+        return fresh if is_old else Freshness(0.0, "")
 
     def _unhealed(self) -> list[InstanceId]:
         """Live instances that a round would make whole."""
@@ -278,7 +287,7 @@ class CatalogService:
         return row.cluster if row is not None else pulse.heartbeat.cluster if pulse is not None else None
 
     def _staleness(self) -> list[str]:
-        fresh = self._liveness.freshness(time.monotonic())
+        fresh = self._freshness()
         return [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
 
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
@@ -525,7 +534,7 @@ class CatalogService:
             for instance in step.advanced:
                 self._follow_life(instance)
             if step.renumbered:
-                await self._storing.renumber()
+                self._storing.begin_anew()
         if self._projector.found != self._found:
             self._found = self._projector.found
             self._doubted.set()
@@ -541,23 +550,20 @@ class CatalogService:
             await asyncio.sleep(0 if has_more else SWEEP_EVERY_S)
 
     async def _audit(self) -> None:
-        """Compare what memory holds with what was done, a little at a time."""
+        """Compare what memory holds with what was done, a little at a time; whoever differs is doubtful until a round."""
         while True:
-            await asyncio.sleep(AUDIT_PAUSE_S)
-            found = self._index.audit()
-            if not found.is_whole:
-                continue
-            self._audits += 1
+            found = self._index.audit(AUDIT_PAGES)
+            self._audits += found.is_whole
             for instance in found.differing:
                 self._projector.counters.digest_divergence += 1
                 self._projector.doubt(instance)
             if found.differing or found.damaged:
                 self._doubted.set()
                 log.warning(
-                    "audit.diverged", instances=sorted(found.differing), blocks=found.blocks, damaged=found.damaged,
+                    "index.damaged", instances=sorted(found.differing), entries=found.damaged, blocks=found.blocks,
                     what_to_do="nothing: their rounds repair it; if it comes back, check the machine's memory",
                 )  # fmt: skip
-            await asyncio.sleep(AUDIT_EVERY_S)
+            await asyncio.sleep(AUDIT_PAUSE_S if found.is_whole else AUDIT_EVERY_S)
 
     async def _ask_rounds(self) -> None:
         """Ask whoever a round would heal, at once and again."""

@@ -114,25 +114,19 @@ class Storing:
         if await self._store_batch() and not self._is_behind:
             await self._store_batch()  # what was cut before, then what came after it
 
-    async def renumber(self) -> None:
-        """The stream's store was replaced: count it under another name. Comes back when SQL and the stream have answered."""
-        retry_s = RETRY_FIRST_S
-        while True:
-            try:
-                begun = await numbering(self._store, self._cluster, await self._stream.state())
-            except (CatalogError, StreamError) as error:
-                self._degraded.note(_PARTS, str(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
-            else:
-                self.name, self.stored = begun
-                self._projector.renumber(*begun)
-                return
+    def begin_anew(self) -> None:
+        """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
+        self.name, self.stored = "", 0
+        self._projector.renumber("", 0)
+        self._let_go("the stream's store was replaced")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _store_what_waits(self) -> None:
         await self._store_batch()
+        if not self.name:
+            self.name, self.stored = await numbering(self._store, self._cluster, await self._stream.state())
+            self._projector.renumber(self.name, self.stored)
         if self._is_behind:
             await self._read_again()
 
@@ -189,9 +183,10 @@ class Storing:
                     if time.monotonic() > deadline_s:
                         return
                     await self._step(second, await reader.fetch(_FETCH_WAIT_S))
-                second.pass_holes()
                 self._batch = second.take_batch()
+                second.pass_holes()
                 self._projector.gather_after(max(second.sequence, stored))
+                self._projector.take_rows(second)
                 self._is_behind = False
                 self.read_again += 1
             log.info("rows.caught_up", stored=self.stored, read=second.sequence)

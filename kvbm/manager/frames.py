@@ -103,7 +103,9 @@ class FrameWriter:
 
     Args:
         written: called after frames have become durable.
-        published: how far the stream has come; None: there is none, and what is durable counts as published.
+        published: how far the stream has come; None: there is none. Then what is durable counts as published, but nothing is let
+            go before the journal is half full.
+        began: called when a round has begun.
         linger_s: how long the thread lets events gather before a frame is cut.
         clock: what the thread tells `step`.
     """
@@ -118,6 +120,7 @@ class FrameWriter:
         keeping: Keeping | None = None,
         rounds: Rounds | None = None,
         published: Callable[[], Position | None] = lambda: None,
+        began: Callable[[], None] = lambda: None,
         linger_s: float = 0.002,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -125,7 +128,8 @@ class FrameWriter:
         self._source, self._sink, self._offsets, self._written = source, sink, offsets, written
         self._keeping = keeping or NothingKept()
         self._rounds = rounds or Rounds(least_s=0.0)
-        self._published = published
+        self._published, self._began = published, began
+        self._needless = ORIGIN  # what lies before it may be let go
         self._linger_s, self._clock = linger_s, clock
         self._unwritten: deque[FrameBytes] = deque()
         self._end = ORIGIN  # of the last frame written
@@ -311,6 +315,7 @@ class FrameWriter:
         inputs.append(Stored(self._keeping.used_bytes(), self._written_bytes))
         if BeginRound() in self._tell_rounds(now_s, inputs) and self._source.begin_round():
             self._keeping.begin_round()
+            self._began()
             self._tell_rounds(now_s, self._source.take_happened())
         if self._source.in_round:
             for _ in range(runs):
@@ -336,7 +341,10 @@ class FrameWriter:
         safe = durable if published is None else min(durable, published)
         whole = self._source.take_whole(safe)
         if whole is not None:
-            self._keeping.let_go(safe, whole.began)
+            self._needless = whole.began
+        if self._needless > ORIGIN and (published is not None or self._rounds.is_half_full):
+            self._keeping.let_go(safe, self._needless)
+            self._needless = ORIGIN
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 

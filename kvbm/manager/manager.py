@@ -123,11 +123,13 @@ class Publishing(NamedTuple):
         notify: the journal has more.
         published: how far the stream has come.
         stop: publish the rest within a timeout; whether all of it is published.
+        round_began: what comes next in the journal is a round.
     """
 
     notify: Callable[[], None]
     published: Callable[[], Position]
     stop: Callable[[float], bool]
+    round_began: Callable[[], None] = lambda: None
 
 
 class Manager:
@@ -145,7 +147,7 @@ class Manager:
         executor: carries out onboards; None: `copy_threads` threads.
         offsets: how far the journal has come.
         run: of this process; None makes one.
-        has_stream: whether a publisher says how far the stream has come; without one what is durable may be let go.
+        has_stream: whether a publisher says how far the stream has come.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class Manager:
         self._source = EventSource(instance, ledger, self._lock, wall_clock_ns)
         self._frames = FrameWriter(
             instance, self._source, sink, self._offsets, self._on_written, keeping, rounds,
-            (lambda: self._published) if has_stream else (lambda: None), clock=clock,
+            (lambda: self._published) if has_stream else (lambda: None), self._on_round_began, clock=clock,
         )  # fmt: skip
         self._onboarders = executor or ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
         self._offload_wanted = threading.Event()
@@ -350,7 +352,8 @@ class Manager:
         """
         with self._lock:
             self._require_open()
-        self._source.begin_round()
+        if self._source.begin_round():
+            self._on_round_began()
         going_on = True
         while going_on:
             going_on = self._source.step_round()
@@ -586,6 +589,10 @@ class Manager:
     def _on_written(self) -> None:
         if self._publishing is not None:
             self._publishing.notify()
+
+    def _on_round_began(self) -> None:
+        if self._publishing is not None:
+            self._publishing.round_began()
 
     def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[Copy], int]:
         """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""

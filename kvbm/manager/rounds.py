@@ -88,6 +88,11 @@ class Rounds:
         self._under_way: _Mark | None = None
         self._whole: _Mark | None = None
 
+    @property
+    def is_half_full(self) -> bool:
+        """Whether the journal has used half its room."""
+        return 0 < self._capacity_bytes <= 2 * self._used_bytes
+
     def step(self, now_s: float, happened: Input) -> list[Effect]:
         """Take one input; gives what to do about it."""
         match happened:
@@ -150,7 +155,7 @@ class Rounds:
 
     def _is_crowded(self) -> bool:
         """Whether the journal is half full, and a quarter of it newer than the last whole round."""
-        if not self._capacity_bytes or self._used_bytes * 2 < self._capacity_bytes:
+        if not self.is_half_full:
             return False
         since = self._whole.written_bytes if self._whole is not None else 0
         return (self._written_bytes - since) * _SHARE >= self._capacity_bytes

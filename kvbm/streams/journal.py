@@ -304,7 +304,9 @@ class Journal:
                 segment.add(frame.first_offset, frame.next_offset, frame.end - frame.at)
             if has_repeats:
                 break
-        if isinstance(error, NewerFrameError):
+        if (
+            isinstance(error, NewerFrameError) and not segment.size
+        ):  # behind older frames it is damage: one kvbm writes one file
             raise JournalError(
                 f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
                 f"{VERSION}); upgrade kvbm or use another folder"

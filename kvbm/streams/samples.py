@@ -37,12 +37,12 @@ def read_samples(path: Path) -> Iterator[AccessSample]:
         for file in sorted(path.glob(f"*{SUFFIX}")):
             yield from read_samples(file)
         return
-    with path.open("rb") as file:
-        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+    with path.open("rb") as data:
+        while len(head := data.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
             if length > MAX_SAMPLE_BYTES:
                 return
-            body = file.read(length)
+            body = data.read(length)
             if len(body) < length:
                 return
             if zlib.crc32(body) != checksum:
