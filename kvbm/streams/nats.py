@@ -223,19 +223,7 @@ class _Link:
         link = cls(url)
         try:
             async with asyncio.timeout(timeout_s):
-                await link.client.connect(
-                    url.split(","),
-                    name="kvbm",
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                    reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                    connect_timeout=timeout_s,  # type: ignore[arg-type]
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    pending_size=0,  # buffer nothing while disconnected
-                    error_cb=link._on_error,
-                    closed_cb=link._on_closed,
-                )
+                await link._connect(timeout_s)
                 link._inbox = link.client.new_inbox()
                 link._is_open = True
                 await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
@@ -252,6 +240,35 @@ class _Link:
             await link.close()
             raise
         return link
+
+    async def _connect(self, timeout_s: float) -> None:
+        """In a task of its own, because a cancellation that comes while one of nats-py's steps ends is lost in it.
+
+        It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
+        """
+        connecting = asyncio.ensure_future(
+            self.client.connect(
+                self.url.split(","),
+                name="kvbm",
+                allow_reconnect=False,
+                max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
+                reconnect_time_wait=0.02,  # type: ignore[arg-type]
+                connect_timeout=timeout_s,  # type: ignore[arg-type]
+                ping_interval=5,
+                max_outstanding_pings=2,
+                pending_size=0,  # buffer nothing while disconnected
+                error_cb=self._on_error,
+                closed_cb=self._on_closed,
+            )
+        )
+        try:
+            await asyncio.shield(connecting)
+        except BaseException:
+            connecting.cancel()
+            await asyncio.wait([connecting], timeout=_CLOSE_WAIT_S)
+            if connecting.done() and not connecting.cancelled():
+                connecting.exception()  # it is said by now, or of no use
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -563,14 +580,17 @@ class NatsStream:
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
         reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
+        wait_s = RECONNECT_FIRST_S
         try:
             while not self._is_closed:
                 try:
                     messages = await reader.fetch(PULL_EXPIRES_S)
                 except StreamError as error:
                     log.debug("stream.pulses_unreachable", why=str(error))
-                    await asyncio.sleep(RECONNECT_FIRST_S)
+                    await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                    wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                     continue
+                wait_s = RECONNECT_FIRST_S
                 for message in messages:
                     heartbeat = _heartbeat_in(message)
                     if heartbeat is not None:
@@ -631,14 +651,17 @@ class NatsStream:
                 except StreamError as error:
                     log.debug("stream.answer_failed", subject=subject, why=str(error))
 
+        wait_s = RECONNECT_FIRST_S
         while not self._is_closed:
             try:
                 link = await self.link(PULL_EXPIRES_S)
                 subscription = await link.subscribe(subject, take)
             except (StreamError, TimeoutError) as error:
                 log.debug("stream.subject_unreachable", subject=subject, why=str(error))
-                await asyncio.sleep(RECONNECT_FIRST_S)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                 continue
+            wait_s = RECONNECT_FIRST_S
             link.wakes.add(wake)
             try:
                 while link.is_open:

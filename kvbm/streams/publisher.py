@@ -733,9 +733,9 @@ class PublisherThread:
             happened = await self._next_input(min(next_pulse_s, self._wake_s, self._stop_s or next_pulse_s))
         await self._send_samples()
         await self._send_pulse(stopping=True)
-        await self._end_tasks(self._tasks | self._watches)
         if self._stream is not None:
             await self._stream.close()
+        await self._end_tasks(self._tasks | self._watches)
 
     async def _next_input(self, wake_s: float) -> Input:
         try:
@@ -814,10 +814,10 @@ class PublisherThread:
         try:
             if anew or stream is None:
                 self._stream = None
-                await self._end_tasks(self._watches)
                 if stream is not None:
                     await stream.close()
                     stream = None
+                await self._end_tasks(self._watches)
                 stream = await self._connect(self._url, CONNECT_WAIT_S)
             fence = await stream.fence(self._cluster, self._instance, CONNECT_WAIT_S)
             tail = await self._tail(stream)

@@ -744,31 +744,39 @@ class DroppingStream(NatsStream):
         return await super().publish(cluster, instance, data, timeout_s, fence, safe)
 
 
-def test_a_hole_before_the_tail_is_filled_after_the_reconnection(nats_url: str, cluster: str) -> None:
-    """The stream has 0 1 3 4 when the connection ends: its last message ends at 5, and 2 is not there."""
+def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, cluster: str) -> None:
+    """The stream has 0 1 3 4 when the process ends: its last message ends at 5, and 2 is not there."""
     lost = {2}
+    connections: list[DroppingStream] = []
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
+        if connections:
+            raise StreamError("the server is away")
         stream = await DroppingStream.connect(url, timeout_s)
         assert isinstance(stream, DroppingStream)
         stream.lost = lost
+        connections.append(stream)
         return stream
 
     frames = MemoryLog()
     for at in range(5):
         frames.append(make_frame(at, blocks=1100))  # one a message, with this window
-    publisher = PublisherThread(
-        frames, nats_url, cluster, ONE, PlainOwner(cluster), 0.1, connect, window_bytes=100 << 10
-    )
-    publisher.start()
+    owner = PlainOwner(cluster)
+    first = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, connect, window_bytes=100 << 10)
+    first.start()
+    assert wait_until(lambda: bool(connections) and not connections[0].is_connected)
+    assert not first.stop(0.0)
+    assert f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}
+    assert headers_in(asyncio.run(read_all(nats_url, cluster))) == [(1, 0), (1, 1), (1, 3), (1, 4)]
+    assert first.published == Position(Epoch(1), Offset(2))
+
+    second = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, window_bytes=100 << 10)
+    second.start()
     try:
-        assert publisher.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
-        messages = asyncio.run(read_all(nats_url, cluster))
-        assert [offset for _, offset in headers_in(messages)][:4] == [0, 1, 3, 4]
-        assert offsets_kept_aside(messages) == list(range(5))
-        assert not lost
+        assert second.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(nats_url, cluster))) == list(range(5))
     finally:
-        publisher.stop(0.0)
+        second.stop(0.0)
 
 
 def test_a_fence_that_is_gone_is_set_again_by_its_owner(fresh_nats: str) -> None:
@@ -969,19 +977,23 @@ def test_a_reader_whose_server_is_killed_while_it_reads_misses_nothing_and_repea
         server.stop()
 
 
-def test_a_reader_whose_consumer_the_server_deleted_makes_a_new_one(nats_url: str, cluster: str) -> None:
+async def delete_consumers(url: str, subjects: str) -> None:
     import nats
 
+    client = await nats.connect(url)
+    for consumer in await client.jsm().consumers_info("KVBM"):
+        if consumer.config.filter_subject == subjects:
+            await client.jsm().delete_consumer("KVBM", consumer.name)
+    await client.close()
+
+
+def test_a_reader_whose_consumer_the_server_deleted_makes_a_new_one(nats_url: str, cluster: str) -> None:
     async def work() -> None:
         stream = await NatsStream.connect(nats_url, WAIT_S)
         await stream.publish(cluster, ONE, make_frame(0).data)
         reader = await stream.pull(0, cluster)
         found = await reader.fetch(WAIT_S)
-        client = await nats.connect(nats_url)
-        for consumer in await client.jsm().consumers_info("KVBM"):
-            if consumer.config.filter_subject == f"kvbm.v1.events.{cluster}.>":
-                await client.jsm().delete_consumer("KVBM", consumer.name)
-        await client.close()
+        await delete_consumers(nats_url, f"kvbm.v1.events.{cluster}.>")
         await stream.publish(cluster, ONE, make_frame(1).data)
         while len(found) < 2:
             found += await reader.fetch(WAIT_S)
@@ -1010,6 +1022,9 @@ def test_a_reader_passes_over_sequences_that_are_gone(fresh_nats: str) -> None:
         while not reader.at_end:
             found += await reader.fetch(WAIT_S)
         assert [message.sequence for message in found] == [2, 5, 6]
+        await delete_consumers(fresh_nats, "kvbm.v1.events.c.>")
+        await stream.publish("c", ONE, make_frame(6).data)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [7]
         await stream.close()
 
     asyncio.run(work())
@@ -1119,10 +1134,15 @@ def test_a_refused_subscription_is_an_error_of_its_watcher_alone() -> None:
             stream = await NatsStream.connect(server.url.replace("://", "://all:x@"), WAIT_S)
             await stream.close()
             stream = await NatsStream.connect(server.url.replace("://", "://one:x@"), WAIT_S)
+            watching = asyncio.ensure_future(anext(stream.watch_round_asks("c", ONE)))
+            count = 0
+            async with asyncio.timeout(WAIT_S):
+                while not watching.done():
+                    await asyncio.gather(*(stream.publish("c", ONE, make_frame(at).data) for at in range(20)))
+                    count += 20
             with pytest.raises(StreamError, match="permissions violation"):
-                async with asyncio.timeout(WAIT_S):
-                    await anext(stream.watch_round_asks("c", ONE))
-            await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
+                await watching
+            assert count
             await stream.close()
 
         asyncio.run(work())
