@@ -18,6 +18,7 @@ from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
 from kvbm.streams.nats import NatsStream
+from kvbm.streams.server import EmbeddedServer
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import cluster, nats_url
 
@@ -123,6 +124,39 @@ def test_a_journal_much_smaller_than_what_it_has_carried_takes_everything(
     assert folded(frames).epoch == 1
     with opened(settings) as manager:
         assert manager.epoch == 2
+
+
+def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when_it_is_back(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    port = int(server.url.rpartition(":")[2])
+    flags = {"journal__segment_bytes": 8192, "journal__capacity_bytes": 65536, "journal__waiting_bytes": 1 << 20}
+    settings = settings_of(tmp_path, server.url, "c", pools__nvme__slots=64, offload__nvme="second_use", **flags)
+    try:
+        with opened(settings) as manager:
+            serve(manager, 1, 40)
+            wait_until(lambda: is_published(manager), "the stream does not come")
+            server.stop()
+            for prompt in range(2000):
+                serve(manager, prompt, 60)
+                if "unseen" in manager.trouble():
+                    break
+            assert "unseen by the catalog" in manager.trouble()
+            assert "65536" in manager.trouble()
+            serve(manager, 77, 60)
+            assert serve(manager, 77, 60).prefix.depth == 60
+            assert manager.epoch == 1
+            server = EmbeddedServer.start(tmp_path / "nats", port=port)
+            wait_until(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
+            serve(manager, 78, 60)
+            assert manager.settle(WAIT_S)
+            wait_until(lambda: is_published(manager), "the new epoch is not on the stream")
+            fold = folded(asyncio.run(frames_of(server.url, "c")))
+            assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
+            assert set(fold.held[Tier.NVME]) == set(manager.held(Tier.NVME))
+        with opened(settings) as manager:
+            assert set(manager.held(Tier.NVME)) == set(fold.held[Tier.NVME])
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("core", ["native", "reference"])
