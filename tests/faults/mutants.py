@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import kvbm.manager.manager as manager_module
 import kvbm.streams.journal as journal_module
 from kvbm import assembly
-from kvbm.catalog import liveness as liveness_module
+from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.projector import Projector
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
@@ -27,6 +27,7 @@ from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.publisher import Publish, Publisher
 
+_GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
 _PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
 _LINKS = ("break_links", "drop_acks", "slow_network", "restart_server", "cut_node")
 
@@ -164,18 +165,8 @@ def _epoch_from_wall_clock(stack: ExitStack) -> None:
     def now() -> Epoch:
         return Epoch(INSTALLED.world.current.clock.wall_ns() // 1_000_000_000)
 
-    class Timed:
-        """Ledgers that take their epoch from the clock."""
-
-        def __init__(self, new: Any) -> None:
-            self._new = new
-
-        def __call__(self, *args: Any) -> Any:
-            return self._new(*args)
-
     original = _swap(stack, Journal, "begin_epoch", begin_epoch)
     _swap(stack, assembly, "Epoch", lambda number: now() if number else Epoch(0))
-    _ = Timed
 
 
 class _SkippingLedger(Ledger):
@@ -282,8 +273,10 @@ def _stale_epoch_applied(stack: ExitStack) -> None:
 
 
 def _withheld_never_returned(stack: ExitStack) -> None:
-    """Whoever was silent once stays so."""
-    raise NotImplementedError
+    def step(self: Any, now_s: float, what: Any) -> Any:
+        return [effect for effect in original(self, now_s, what) if not isinstance(effect, Return)]
+
+    original = _swap(stack, Liveness, "step", step)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -293,20 +286,26 @@ MUTANTS: dict[str, Mutant] = {
     "no_go_back_n": Mutant("what was refused is sent again, and all behind it", _no_go_back_n, ("refuse_publishes",)),
     "no_fencing": Mutant("the server refuses whoever has lost the fence", _no_fencing, ("zombie", "twin", "freeze")),
     "fence_never_renewed": Mutant("a fence is as young as the round", _fence_never_renewed, ("trim", *_LINKS)),
-    "resumes_at_the_end": Mutant("a new connection goes on where all is acknowledged", _resumes_at_the_end, _LINKS),
+    "resumes_at_the_end": Mutant(
+        "a new connection goes on where all is acknowledged",
+        _resumes_at_the_end,
+        ("refuse_publishes", "refuse_publishes", "kill", "slow_network", *_LINKS),
+    ),
     "slot_reused_early": Mutant(
-        "a slot is written once the withdrawal of its block is durable", _slot_reused_early, ("fill_disk", *_PROCESSES)
+        "a slot is written once the withdrawal of its block is durable", _slot_reused_early, ("slow_disk", "fill_disk", *_PROCESSES)
     ),
     "claim_before_bytes": Mutant("bytes first, then the claim", _claim_before_bytes, _PROCESSES),
-    "slot_released_at_deadline": Mutant("a slot in copy belongs to the copy", _slot_released_at_deadline, _PROCESSES),
+    "slot_released_at_deadline": Mutant("a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)),
     "epoch_from_wall_clock": Mutant("an epoch only grows", _epoch_from_wall_clock, ("step_clock", *_PROCESSES)),
     "round_skips_a_run": Mutant("a round states all that is held", _round_skips_a_run, ("trim", "hide_messages")),
     "torn_tail_accepted": Mutant("a torn tail is cut at the last whole frame", _torn_tail_accepted, ("kill_in_write",)),
-    "gap_ignored": Mutant("a hole is waited at, then a gap", _gap_ignored, ("hide_messages", *_LINKS)),
+    "gap_ignored": Mutant("a hole is waited at, then a gap", _gap_ignored, _GAPS),
     "digest_not_compared": Mutant("digests are compared at every frame", _digest_not_compared, ("spoil_index",)),
     "repeat_counted_twice": Mutant("a repeat changes nothing", _repeat_counted_twice, ("late_copies", *_LINKS)),
     "stale_epoch_applied": Mutant(
         "an epoch that is over is over", _stale_epoch_applied, ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES)
     ),
+    "withheld_never_returned": Mutant(
+        "whoever is heard again is answered of again", _withheld_never_returned, ("freeze", "cut_node")
+    ),
 }
-_ = (liveness_module, _withheld_never_returned)

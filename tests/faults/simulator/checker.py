@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from tests.faults.simulator.cluster import CatalogNode, Cluster, Node
 
 
-class Violation(Exception):
-    """Something that must never be."""
-
-
 class _Written:
     """What one process has written of one epoch."""
 
@@ -284,6 +280,8 @@ class Checker:
             return "it is still doubtful"
         if view.stopped:
             return "the catalog says it has stopped"
+        if view.withheld:
+            return "it is still withheld"
         if view.digest != digest:
             return f"digest {view.digest:016x} in the catalog, {digest:016x} in the ledger"
         counts = {tier: count for tier, count in view.counts.items() if count and tier != Tier.OBJECT}

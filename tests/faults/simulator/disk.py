@@ -29,6 +29,7 @@ class Disk:
         self.full = False
         self.broken = False  # EIO
         self.kill_at_write = False
+        self.slow_s = 0.0
         self.synced: dict[str, int] = {}
         self._forgotten: set[str] = set()
         self.open_files: dict[Process, dict[int, str]] = {}

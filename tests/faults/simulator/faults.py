@@ -18,6 +18,8 @@ from kvbm.core.ids import InstanceId, Offset, Tier
 from kvbm.streams.base import ORIGIN, Position, events_subject
 from tests.faults.simulator.kernel import Thread
 
+USUAL_NAP_S = 0.004  # what a pool takes
+
 if TYPE_CHECKING:
     from tests.faults.simulator.cluster import Cluster, Node
 
@@ -335,6 +337,30 @@ class Faults:
 
         def end() -> None:
             disk.broken = False
+
+        return end
+
+    def slow_disk(self, rng: random.Random) -> Callable[[], None] | None:
+        node = self.node(rng)
+        if node is None:
+            return _NOTHING
+        disk = node.machine.disk
+        disk.slow_s = rng.choice((0.02, 0.1, 0.5))
+
+        def end() -> None:
+            disk.slow_s = 0.0
+
+        return end
+
+    def slow_pools(self, rng: random.Random) -> Callable[[], None] | None:
+        """Copies take longer than a request waits."""
+        node = self.node(rng)
+        if node is None:
+            return _NOTHING
+        node.nap_s = rng.choice((0.05, 0.3))
+
+        def end() -> None:
+            node.nap_s = USUAL_NAP_S
 
         return end
 

@@ -19,7 +19,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from tests.faults.simulator.checker import Checker
-from tests.faults.simulator.cluster import Cluster
+from tests.faults.simulator.cluster import Cluster, nap
 from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults, plan
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
@@ -75,6 +75,8 @@ def watched(*, logs: bool = False) -> Iterator[None]:
         checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
         for frame in frames:
             checker.writing(process, self, frame)
+        if process.disk.slow_s:
+            nap(INSTALLED.world, process.disk.slow_s)
         done = append_all(self, frames)
         for frame in frames[:done]:
             checker.wrote(process, frame)
