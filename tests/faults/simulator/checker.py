@@ -80,6 +80,7 @@ class Checker:
         self.spoilt: dict[InstanceId, Position] = {}  # index entries flipped; excused until the next frame
         self.untrusted_journals: set[Process] = set()
         self._was_spoilt = False
+        self._damaged: set[str] = set()  # machines whose journal has lost something
 
     def attach(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -169,6 +170,7 @@ class Checker:
 
     def lost_power(self, machine: str) -> None:
         """What its disk holds is no longer what was written: headers and checksums must tell."""
+        self._damaged.add(machine)
         self.put.pop(machine, None)
         self._machine_slots.pop(machine, None)
 
@@ -288,7 +290,29 @@ class Checker:
         held = {tier: len(manager.held(tier)) for tier in manager.pools.slots}
         if counts != {tier: count for tier, count in held.items() if count}:
             return f"the catalog counts {counts}, the ledger {held}"
-        return self._journal_differs(node, manager, digest) or self._stream_differs(instance, manager, digest)
+        return (
+            self._unpublished(instance)
+            or self._journal_differs(node, manager, digest)
+            or self._stream_differs(instance, manager, digest)
+        )
+
+    def _unpublished(self, instance: InstanceId) -> str:
+        """Every epoch's events are on the stream to the end, also of those that are over, unless their journal was damaged.
+
+        Of an instance that ran on several machines nobody asks it: who was shut out keeps its tail to itself.
+        """
+        machines = {node.machine.name for node in self.cluster.nodes if node.instance == instance}
+        if len(machines) > 1 or machines & self._damaged:
+            return ""
+        for (name, epoch), known in self._written.items():
+            if name != instance:
+                continue
+            found = self._stored.get((name, epoch))
+            whole = found.whole_until() if found else 0
+            for written in known:
+                if written.folded > whole:
+                    return f"its journal had epoch {epoch} up to {written.folded}, the stream never got past {whole}"
+        return ""
 
     def _journal_differs(self, node: Node, manager: Any, digest: int) -> str:
         process = node.process
