@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.errors import FencedError, StreamError
+from kvbm.core.errors import FencedError, KvbmError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ORIGIN,
@@ -751,7 +751,7 @@ class PublisherThread:
     def _has_all(self) -> bool:
         try:
             return self._publisher.has_all()
-        except OSError:
+        except (OSError, KvbmError):
             return False
 
     def _step(self, happened: Input) -> None:
@@ -759,7 +759,7 @@ class PublisherThread:
         self._wake_s = now_s + self._interval_s
         try:
             effects = self._publisher.step(now_s, happened)
-        except OSError as error:  # the log could not be read
+        except (OSError, KvbmError) as error:  # the log could not be read
             self._say("publisher.log_unreadable", str(error))
             effects = self._publisher.step(now_s, Disconnected(str(error)))
         if self._publisher.published != self._published:

@@ -648,7 +648,7 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
     logs = MemoryLog(), MemoryLog()
     owners = PlainOwner(cluster, epoch=1, run="first"), PlainOwner(cluster, epoch=1, run="second")
     first, second = (
-        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.1)
+        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.5)
         for log, owner in zip(logs, owners, strict=True)
     )
     try:
@@ -658,7 +658,8 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         assert first.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
         logs[1].append(make_frame(0))
         second.start()
-        time.sleep(1.0)  # ten heartbeats, in which the first one lives
+        seen = len(owners[0].beats)
+        assert wait_until(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
         assert owners[1].fenced == []
         assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
