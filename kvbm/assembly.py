@@ -28,7 +28,7 @@ from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
-from kvbm.manager.frames import Keeping
+from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
 from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload import Offloader
@@ -127,15 +127,21 @@ def open_manager(
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
         pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
-        keeping: Keeping | None = MemoryKeeping(memory) if memory is not None else None
+        keeping: Keeping | None = None
+        sink: FrameSink = DiscardingSink()
+        room_bytes = 0
         if journal is not None:
-            keeping = JournalKeeping(journal, pool_id, settings.journal.sync_interval_s)
+            keeping, sink = JournalKeeping(journal, pool_id, settings.journal.sync_interval_s), journal
+            room_bytes = settings.journal.capacity_bytes
+        elif memory is not None:
+            keeping = sink = MemoryKeeping(memory)
+            room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but restated so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = Manager(
-            instance, settings.instance.cluster, ledger, pools, journal or memory or DiscardingSink(), kernels,
+            instance, settings.instance.cluster, ledger, pools, sink, kernels,
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
-            rounds=Rounds(settings.rounds.least_s, settings.journal.capacity_bytes if journal is not None else 0),
+            rounds=Rounds(settings.rounds.least_s, room_bytes),
             samples=samples, has_stream=bool(url),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None

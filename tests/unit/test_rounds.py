@@ -1,77 +1,100 @@
-"""Whom the catalog asks for a round, and when."""
+"""When an instance restates what it holds: asked, by age, by messages, and by the room in its journal."""
 
 from __future__ import annotations
 
-from kvbm.catalog.rounds import Doubt, RoundAsker
-from kvbm.core.ids import InstanceId
+from kvbm.manager.rounds import (
+    Asked,
+    Began,
+    BeginRound,
+    Dropped,
+    Effect,
+    Ended,
+    Input,
+    Learned,
+    Rounds,
+    Stored,
+    Ticked,
+    WakeAt,
+)
+from kvbm.streams.base import StreamState
 
-ONE, TWO = InstanceId("one"), InstanceId("two")
-
-
-def asker(chance: float = 0.0) -> RoundAsker:
-    return RoundAsker(again_s=10.0, chance=lambda: chance)
-
-
-def asked(rounds: RoundAsker, now_s: float, *, deaf: bool = False, **doubts: Doubt) -> list[str]:
-    return [
-        ask.instance
-        for ask in rounds.step(now_s, {InstanceId(k): v for k, v in doubts.items()}, lambda instance: not deaf)
-    ]
-
-
-def test_an_instance_is_asked_at_once_and_again_while_it_stays_doubtful() -> None:
-    rounds = asker()
-    assert asked(rounds, 0.0, one=Doubt(1)) == ["one"]
-    rounds.answered(0.0, ONE, True)
-    assert asked(rounds, 9.9, one=Doubt(1)) == []
-    assert asked(rounds, 10.0, one=Doubt(1)) == ["one"]
-    assert rounds.asked == 2
-    assert asked(rounds, 100.0) == []
+BEGIN: list[Effect] = [BeginRound()]
 
 
-def test_requests_of_replicas_lie_apart() -> None:
-    rounds = asker(chance=1.0)
-    asked(rounds, 0.0, one=Doubt(1))
-    assert asked(rounds, 12.4, one=Doubt(1)) == []
-    assert asked(rounds, 12.5, one=Doubt(1)) == ["one"]
+def told(rounds: Rounds, now_s: float, *inputs: Input) -> list[Effect]:
+    effects: list[Effect] = []
+    for happened in inputs:
+        effects = rounds.step(now_s, happened)
+    return effects
 
 
-def test_news_is_asked_for_at_once_but_not_twice_in_a_moment() -> None:
-    rounds = asker()
-    asked(rounds, 0.0, one=Doubt(1))
-    assert asked(rounds, 0.1, one=Doubt(2)) == []
-    assert asked(rounds, 0.5, one=Doubt(2)) == ["one"]
-    assert asked(rounds, 1.5, one=Doubt(2)) == []
+def begun(least_s: float = 10.0, capacity_bytes: int = 0) -> Rounds:
+    """After the first round of an epoch, at second 100."""
+    rounds = Rounds(least_s, capacity_bytes)
+    assert told(rounds, 100.0, Began(), Ended()) == []
+    return rounds
 
 
-def test_doubt_that_ends_is_forgotten() -> None:
-    rounds = asker()
-    asked(rounds, 0.0, one=Doubt(1))
-    assert rounds.age_s(1.0, ONE) == 1.0
-    assert asked(rounds, 1.0) == []
-    assert rounds.age_s(1.0, ONE) is None
-    assert asked(rounds, 1.1, one=Doubt(1)) == ["one"]
+def state(last: int, first: int = 1, size: int = 0, most: int = -1, age_s: float = 0.0, of: str = "a") -> StreamState:
+    return StreamState(first, last, size, most, age_s, of)
 
 
-def test_whoever_does_not_hear_is_not_asked_until_he_does() -> None:
-    rounds = asker()
-    assert asked(rounds, 0.0, deaf=True, one=Doubt(1)) == []
-    assert asked(rounds, 5.0, one=Doubt(1)) == ["one"]
+def test_a_round_that_is_asked_for_begins_at_once_and_the_next_one_only_after_a_while() -> None:
+    rounds = begun()
+    assert told(rounds, 101.0, Asked()) == BEGIN
+    assert told(rounds, 101.0, Ticked()) == BEGIN  # until it has
+    assert told(rounds, 101.0, Began()) == []
+    assert told(rounds, 101.1, Ended()) == []
+    assert told(rounds, 104.0, Asked(), Asked()) == [WakeAt(111.0)]
+    assert told(rounds, 110.9, Ticked()) == [WakeAt(111.0)]
+    assert told(rounds, 111.0, Ticked()) == BEGIN
+    assert told(rounds, 111.0, Began(), Ended()) == []  # both were served by it
 
 
-def test_a_request_that_nobody_took_is_sent_again_sooner_and_ever_later() -> None:
-    rounds = asker()
-    sent = []
-    for tenth in range(160):
-        now_s = tenth / 10
-        if asked(rounds, now_s, one=Doubt(1)):
-            sent.append(now_s)
-            rounds.answered(now_s, ONE, False)
-    assert sent == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5]
+def test_who_asks_during_a_round_gets_another_one() -> None:
+    rounds = begun(least_s=1.0)
+    told(rounds, 101.0, Asked())
+    told(rounds, 101.0, Began())
+    assert told(rounds, 101.5, Asked()) == []  # it may have missed what was stated already
+    assert told(rounds, 101.7, Ended()) == [WakeAt(102.0)]
+    assert told(rounds, 102.0, Ticked()) == BEGIN
 
 
-def test_what_a_round_may_not_heal_is_asked_for_once() -> None:
-    rounds = asker()
-    assert asked(rounds, 0.0, one=Doubt(1, once=True), two=Doubt(1)) == ["one", "two"]
-    assert asked(rounds, 20.0, one=Doubt(1, once=True), two=Doubt(1)) == ["two"]
-    assert asked(rounds, 21.0, one=Doubt(2, once=True), two=Doubt(1)) == ["one"]
+def test_a_round_that_was_dropped_is_due_again_where_time_demands_it() -> None:
+    rounds = begun()
+    told(rounds, 101.0, Learned(state(1, age_s=400.0)))
+    assert told(rounds, 200.0, Ticked()) == BEGIN
+    assert told(rounds, 200.0, Began()) == []
+    assert told(rounds, 201.0, Dropped()) == BEGIN
+
+
+def test_a_quarter_of_the_age_the_stream_keeps_makes_a_round_due() -> None:
+    rounds = begun()
+    assert told(rounds, 110.0, Learned(state(5, age_s=40.0))) == BEGIN
+    told(rounds, 110.0, Began())
+    assert told(rounds, 113.0, Ended()) == [WakeAt(120.0)]  # counted from where it began
+
+
+def test_a_quarter_of_a_stream_that_is_nearly_full_makes_a_round_due() -> None:
+    rounds = begun()
+    assert told(rounds, 101.0, Learned(state(1000, size=700, most=1000))) == []
+    assert told(rounds, 102.0, Learned(state(2000, size=740, most=1000))) == []  # far, but the stream is not full
+    assert told(rounds, 103.0, Learned(state(2000, 1001, size=760, most=1000))) == BEGIN
+    told(rounds, 103.0, Began(), Ended())
+    assert told(rounds, 104.0, Learned(state(2249, 1250, size=990, most=1000))) == []
+    assert told(rounds, 105.0, Learned(state(2250, 1251, size=990, most=1000))) == BEGIN
+
+
+def test_a_store_that_was_replaced_gets_a_round() -> None:
+    rounds = begun()
+    assert told(rounds, 101.0, Learned(state(500))) == []
+    assert told(rounds, 102.0, Learned(state(0, of="b"))) == BEGIN
+
+
+def test_a_journal_that_is_half_full_of_what_no_round_has_made_needless_makes_one_due() -> None:
+    rounds = begun(capacity_bytes=1000)
+    assert told(rounds, 101.0, Stored(499, 499)) == []
+    assert told(rounds, 102.0, Stored(500, 500)) == BEGIN
+    told(rounds, 102.0, Began(), Ended())
+    assert told(rounds, 103.0, Stored(749, 749)) == []  # nothing is published: another round would only make it fuller
+    assert told(rounds, 104.0, Stored(750, 750)) == BEGIN
