@@ -78,10 +78,14 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 2.0
 
+JS_API = "$JS.API"
+BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
+
 SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
+_NOT_ENABLED = 10039  # JetStream, for this account
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -218,6 +222,7 @@ class _Link:
         self._unheard: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
+        self.is_lent = False  # JetStream is another account's
 
     @classmethod
     async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> _Link:
@@ -231,7 +236,20 @@ class _Link:
             raise StreamError(str(error)) from None
         try:
             async with asyncio.timeout(timeout_s):
-                await link._connect(timeout_s, options)
+                await link.client.connect(
+                    url.split(","),
+                    name="kvbm",
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
+                    reconnect_time_wait=0.02,  # type: ignore[arg-type]
+                    connect_timeout=timeout_s,  # type: ignore[arg-type]
+                    ping_interval=5,
+                    max_outstanding_pings=2,
+                    pending_size=0,  # buffer nothing while disconnected
+                    error_cb=link._on_error,
+                    closed_cb=link._on_closed,
+                    **options,
+                )
                 link._inbox = link.client.new_inbox()
                 link._is_open = True
                 await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
@@ -251,36 +269,6 @@ class _Link:
             raise
         return link
 
-    async def _connect(self, timeout_s: float, options: dict[str, Any]) -> None:
-        """In a task of its own, because a cancellation that comes while one of nats-py's steps ends is lost in it.
-
-        It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
-        """
-        connecting = asyncio.ensure_future(
-            self.client.connect(
-                self.url.split(","),
-                name="kvbm",
-                allow_reconnect=False,
-                max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                connect_timeout=timeout_s,  # type: ignore[arg-type]
-                ping_interval=5,
-                max_outstanding_pings=2,
-                pending_size=0,  # buffer nothing while disconnected
-                error_cb=self._on_error,
-                closed_cb=self._on_closed,
-                **options,
-            )
-        )
-        try:
-            await asyncio.shield(connecting)
-        except BaseException:
-            connecting.cancel()
-            await asyncio.wait([connecting], timeout=_CLOSE_WAIT_S)
-            if connecting.done() and not connecting.cancelled():
-                connecting.exception()  # it is said by now, or of no use
-            raise
-
     @property
     def is_open(self) -> bool:
         return self._is_open and self.client.is_connected
@@ -293,6 +281,7 @@ class _Link:
 
         Raises: StreamError: lost, refused, or late.
         """
+        subject = self._routed(subject)
         self.check(subject)
         inbox = f"{self._inbox}.{next(self._counter)}"
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -317,6 +306,9 @@ class _Link:
                 f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
             )
         return message
+
+    def _routed(self, subject: str) -> str:
+        return BORROWED_API + subject.removeprefix(JS_API) if self.is_lent and subject.startswith(JS_API) else subject
 
     async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """Without nats-py's limits, because beyond them it drops messages: `take` must bound what it keeps. Raises StreamError."""
@@ -597,17 +589,14 @@ class NatsStream:
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
         reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
-        wait_s = RECONNECT_FIRST_S
         try:
             while not self._is_closed:
                 try:
                     messages = await reader.fetch(PULL_EXPIRES_S)
                 except StreamError as error:
                     log.debug("stream.pulses_unreachable", why=str(error))
-                    await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                    wait_s = min(2 * wait_s, RECONNECT_MOST_S)
+                    await asyncio.sleep(RECONNECT_FIRST_S)
                     continue
-                wait_s = RECONNECT_FIRST_S
                 for message in messages:
                     heartbeat = _heartbeat_in(message)
                     if heartbeat is not None:
@@ -627,7 +616,7 @@ class NatsStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT, reconnects=False):
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
@@ -654,7 +643,7 @@ class NatsStream:
             if sample is not None:
                 yield sample
 
-    async def _listen(self, subject: str, kept: int, reconnects: bool = True) -> AsyncIterator[Msg]:
+    async def _listen(self, subject: str, kept: int) -> AsyncIterator[Msg]:
         """What comes on a subject from now on; who asks is answered. Raises StreamError: the server refuses."""
         wake = asyncio.Event()
         ready: deque[Msg] = deque(maxlen=kept)
@@ -668,19 +657,14 @@ class NatsStream:
                 except StreamError as error:
                     log.debug("stream.answer_failed", subject=subject, why=str(error))
 
-        wait_s = RECONNECT_FIRST_S
         while not self._is_closed:
             try:
-                link = await self.link(PULL_EXPIRES_S) if reconnects else self._link
+                link = await self.link(PULL_EXPIRES_S)
                 subscription = await link.subscribe(subject, take)
             except (StreamError, TimeoutError) as error:
-                if not reconnects:
-                    return
                 log.debug("stream.subject_unreachable", subject=subject, why=str(error))
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
+                await asyncio.sleep(RECONNECT_FIRST_S)
                 continue
-            wait_s = RECONNECT_FIRST_S
             link.wakes.add(wake)
             try:
                 while link.is_open:
@@ -693,8 +677,6 @@ class NatsStream:
             finally:
                 link.wakes.discard(wake)
                 await link.unsubscribe(subscription)
-            if not reconnects:
-                return
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -967,6 +949,8 @@ async def _open_ready(url: str, timeout_s: float, max_bytes: int, credentials: C
     link = await _Link.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+            info = await _request(link, f"{JS_API}.STREAM.INFO.{STREAM}", {}, _StreamInfo, timeout_s)
+            link.is_lent = info.error is not None and info.error.err_code == _NOT_ENABLED
             for config in _STREAMS.values():
                 limits = {"max_bytes": max_bytes} if config["name"] == STREAM else {}
                 await _ensure_stream(link, config | limits, timeout_s)
