@@ -76,7 +76,6 @@ class Checker:
         self.put: dict[str, dict[int, bytes]] = {}  # machine → NVME slot → the block whose bytes were put there last
         self._stored: dict[tuple[InstanceId, int], Intervals] = {}
         self._fences: dict[str, str] = {}
-        self._catalog_epochs: dict[InstanceId, int] = {}
         self.spoilt: dict[InstanceId, Position] = {}  # index entries flipped; excused until the next frame
         self.untrusted_journals: set[Process] = set()
         self._was_spoilt = False
@@ -206,7 +205,6 @@ class Checker:
     # -- what the catalog says ----------------------------------------------------------------------------------------
 
     def catalog_began(self, node: CatalogNode, service: CatalogService) -> None:
-        self._catalog_epochs.clear()
         self._was_spoilt = False
         self.spoilt.clear()
 
@@ -228,9 +226,10 @@ class Checker:
         position = projector.position(instance)
         if view is None or not position.epoch:
             return
-        if view.epoch < self._catalog_epochs.get(instance, 0):
+        epochs: dict[InstanceId, int] = projector.__dict__.setdefault("epochs_seen", {})
+        if view.epoch < epochs.get(instance, 0):
             raise Violation(f"the catalog went back to epoch {view.epoch} of {instance}")
-        self._catalog_epochs[instance] = view.epoch
+        epochs[instance] = view.epoch
         if view.doubtful or view.partial or projector.sequence <= getattr(projector, "_settled", 0):
             return
         if (spoilt := self.spoilt.get(instance)) is not None:

@@ -370,9 +370,11 @@ class Cluster:
         self.operations = 0
         self.machines: dict[str, Machine] = {}
         self.nodes: list[Node] = []
+        self.has_checkpoints, self.has_archive = rng.random() < 0.7, rng.random() < 0.2
+        self.checkpoint_every_s = rng.choice((1.0, 4.0))
         world.server = self.server  # type: ignore[attr-defined]
         world.told = told  # type: ignore[attr-defined]
-        self.catalog = CatalogNode(self, self._machine("catalog"), use_reference=rng.random() < 0.5)
+        self.catalog = CatalogNode(self, self._machine("catalog"), use_reference=rng.random() < 0.35)
 
     def _machine(self, name: str) -> Machine:
         machine = self.machines[name] = Machine(self, name)
@@ -407,8 +409,11 @@ class Cluster:
 
     def catalog_settings(self) -> ServiceSettings:
         return ServiceSettings(
-            nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20
-        )
+            nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
+            checkpoints=str(self.catalog.machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
+            checkpoint_every_s=self.checkpoint_every_s,
+            archive=str(self.catalog.machine.disk.folder / "archive") if self.has_archive else "",
+        )  # fmt: skip
 
     def begin(self) -> None:
         service_module.Store = StoreClass(self.store)  # type: ignore[misc, assignment]
