@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -37,7 +38,7 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
-from kvbm.streams.base import Heartbeat, Position
+from kvbm.streams.base import Heartbeat, Position, StreamState
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
@@ -177,23 +178,50 @@ def catalog_client(url: str) -> CatalogClient:
     return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
 
 
+class _Owner:
+    """What the publisher sees of a manager."""
+
+    def __init__(self, manager: Manager, frames: Journal | MemoryLog) -> None:
+        self.run = uuid.uuid4().hex
+        self._manager = manager
+        self._frames = frames
+        self._begun = Position(manager.epoch, manager.applied())
+
+    @property
+    def epoch(self) -> Epoch:
+        """See `PublisherOwner.epoch`."""
+        return self._manager.epoch
+
+    def heartbeat(self, published: Position) -> Heartbeat:
+        """See `PublisherOwner.heartbeat`."""
+        return msgspec.structs.replace(self._manager.heartbeat(published), run=self.run)
+
+    def on_published(self, position: Position) -> None:
+        """See `PublisherOwner.on_published`."""
+        if isinstance(self._frames, MemoryLog):
+            self._frames.drop_before(position)
+        elif position >= self._begun:
+            self._frames.drop_epochs_before(self._manager.epoch)
+
+    def on_fenced(self, newer: Epoch) -> None:
+        """See `PublisherOwner.on_fenced`."""
+
+    def on_round_asked(self) -> None:
+        """See `PublisherOwner.on_round_asked`."""
+
+    def on_stream_state(self, state: StreamState) -> None:
+        """See `PublisherOwner.on_stream_state`."""
+
+
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
     """A publisher that has begun, and that lets go of what the stream holds.
 
     An epoch begins with a whole round: once that is on the stream, and so in the journal, nobody needs the epochs before it.
     """
-    begun = Position(manager.epoch, manager.applied())
-
-    def heartbeat(published: Position) -> Heartbeat:
-        if isinstance(frames, MemoryLog):
-            frames.drop_before(published)
-        elif published >= begun:
-            frames.drop_epochs_before(manager.epoch)
-        return manager.heartbeat(published)
-
     publisher = PublisherThread(
-        frames, url, settings.instance.cluster, manager.instance, heartbeat, settings.nats.heartbeat_s
-    )
+        frames, url, settings.instance.cluster, manager.instance, _Owner(manager, frames), settings.nats.heartbeat_s,
+        window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+    )  # fmt: skip
     publisher.start()
     return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
 
@@ -204,14 +232,16 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
     A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
     would then pass for ahead and hide the new events.
     """
-    found: list[Position | None] = []
+    found: list[Epoch] = []
     cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
 
-    async def ask() -> Position | None:
+    async def ask() -> Epoch:
         async with asyncio.timeout(timeout_s):
             stream = await NatsStream.connect(url, timeout_s)
             try:
-                return await stream.last_position(cluster, instance, timeout_s)
+                tail = await stream.tail(cluster, instance, timeout_s)
+                fence = await stream.fence(cluster, instance, timeout_s)
+                return max(tail.end.epoch if tail else Epoch(0), fence.epoch if fence else Epoch(0))
             finally:
                 await stream.close()
 
@@ -228,7 +258,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
     )  # the engine may have a loop of its own
     asking.start()
     asking.join(timeout_s + 1.0)
-    return found[0].epoch if found and found[0] is not None else Epoch(0)
+    return found[0] if found else Epoch(0)
 
 
 def _begin_epoch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.streams.base import Heartbeat, Position, StreamState
 from tests.servers import nats_server
 
 
@@ -31,6 +33,55 @@ def fresh_nats() -> Iterator[str]:
 def cluster() -> str:
     """A cluster name no other test uses."""
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+class PlainOwner:
+    """A `PublisherOwner` that writes down what it is told.
+
+    Attributes:
+        beats, fenced, asked, states, positions: what came, oldest first.
+        takes_epochs: begin a later epoch when told of a silent one.
+    """
+
+    def __init__(
+        self, cluster: str, instance: str = "one", epoch: int = 1, run: str = "", takes_epochs: bool = True
+    ) -> None:
+        self.run = run or uuid.uuid4().hex
+        self.epoch = Epoch(epoch)
+        self.takes_epochs = takes_epochs
+        self.beats: list[Position] = []
+        self.fenced: list[Epoch] = []
+        self.asked = 0
+        self.states: list[StreamState] = []
+        self.positions: list[Position] = []
+        self._cluster = cluster
+        self._instance = InstanceId(instance)
+
+    def heartbeat(self, published: Position) -> Heartbeat:
+        """See `PublisherOwner.heartbeat`."""
+        self.beats.append(published)
+        return Heartbeat(
+            instance=self._instance, cluster=self._cluster, epoch=self.epoch, published=published.offset,
+            wall_time_ns=time.time_ns(), run=self.run,
+        )  # fmt: skip
+
+    def on_published(self, position: Position) -> None:
+        """See `PublisherOwner.on_published`."""
+        self.positions.append(position)
+
+    def on_fenced(self, newer: Epoch) -> None:
+        """See `PublisherOwner.on_fenced`."""
+        self.fenced.append(newer)
+        if self.takes_epochs:
+            self.epoch = Epoch(newer + 1)
+
+    def on_round_asked(self) -> None:
+        """See `PublisherOwner.on_round_asked`."""
+        self.asked += 1
+
+    def on_stream_state(self, state: StreamState) -> None:
+        """See `PublisherOwner.on_stream_state`."""
+        self.states.append(state)
 
 
 def make_frame(first: int, events: int = 1, epoch: int = 1, instance: str = "i", blocks: int = 1) -> FrameBytes:

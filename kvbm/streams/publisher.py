@@ -6,35 +6,62 @@ import asyncio
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum, auto
-from typing import NamedTuple, assert_never
+from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
 import structlog
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.errors import StreamError
+from kvbm.core.errors import FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import EventStream, FrameLog, Heartbeat, Position, events_subject
+from kvbm.streams.base import (
+    ORIGIN,
+    EventStream,
+    Fence,
+    FrameLog,
+    Heartbeat,
+    Position,
+    PublisherOwner,
+    SampleSource,
+    Tail,
+    UnreadableError,
+    events_subject,
+)
 from kvbm.streams.nats import NatsStream, shown
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
-ORIGIN = Position(Epoch(0), Offset(0))
 MESSAGE_BYTES = 256 << 10
+WINDOW_BYTES = 4 << 20
+WINDOW_MESSAGES = 512
 LINGER_S = 0.002
 ACK_WAIT_S = 5.0
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 5.0
 STEADY_S = 10.0  # a connection that lasted this long clears the count of failures
 CONNECT_WAIT_S = 5.0
+STATE_EVERY_S = 60.0
+SILENT_HEARTBEATS = 3  # so long must another run be silent before its place is taken
+FENCE_SHARE = 4  # a fence is moved at least so often in the time the stream keeps a message
 
 
 class Connected(NamedTuple):
-    """A connection stands, and the stream's last message of this instance ends at `position`."""
+    """A connection stands.
 
-    position: Position | None
+    Attributes:
+        attempt: of the Connect that this answers.
+        fence, tail: what the stream holds of this instance.
+        message_bytes: the most that one message may have.
+    """
+
+    attempt: int
+    fence: Fence | None
+    tail: Tail | None
+    message_bytes: int
 
 
 class Disconnected(NamedTuple):
@@ -48,37 +75,132 @@ class Appended(NamedTuple):
 
 
 class Acked(NamedTuple):
-    """The stream holds everything up to here."""
+    """The stream has stored a message."""
 
-    through: Position
+    attempt: int
+
+
+class FenceSet(NamedTuple):
+    """The stream has stored the fence."""
+
+    attempt: int
+    fence: Fence
 
 
 class Refused(NamedTuple):
-    """The stream did not take a message."""
+    """The stream did not take a message or a fence, for another reason than the fence."""
 
+    attempt: int
     reason: str
+
+
+class FencedOff(NamedTuple):
+    """The stream did not take a message or a fence, because the fence is another one by now."""
+
+    attempt: int
+    reason: str
+
+
+class Begun(NamedTuple):
+    """The owner is in this epoch."""
+
+    epoch: Epoch
+
+
+class RoundBegan(NamedTuple):
+    """The owner begins to state what it holds: the fence is to be as young as the round."""
+
+
+class Kept(NamedTuple):
+    """How long the stream keeps a message; 0 for ever."""
+
+    max_age_s: float
+
+
+class Pulse(NamedTuple):
+    """The instance's last heartbeat that the stream has."""
+
+    heartbeat: Heartbeat | None
 
 
 class Ticked(NamedTuple):
     """Time has passed."""
 
 
-Input = Connected | Disconnected | Appended | Acked | Refused | Ticked
-
-
-class Publish(NamedTuple):
-    """Send one message. Answer with Acked(through), Refused or Disconnected.
-
-    Attributes:
-        data: whole frames of one epoch.
-    """
-
-    data: bytes
-    through: Position
+Input = (
+    Connected
+    | Disconnected
+    | Appended
+    | Acked
+    | FenceSet
+    | Refused
+    | FencedOff
+    | Begun
+    | RoundBegan
+    | Kept
+    | Pulse
+    | Ticked
+)
 
 
 class Connect(NamedTuple):
-    """Drop the connection, if there is one, and make a new one. Answer with Connected or Disconnected."""
+    """Learn fence and tail. Answer with Connected or Disconnected.
+
+    Attributes:
+        anew: drop the connection, if there is one, and make a new one first.
+    """
+
+    attempt: int
+    anew: bool
+
+
+class Publish(NamedTuple):
+    """Send one message, behind those of earlier effects. Answer with Acked, Refused, FencedOff or Disconnected.
+
+    Attributes:
+        attempt: tells this sending from every other.
+        data: whole frames of one epoch.
+        through: where they end.
+        fence: sequence of the fence it names.
+        safe: see `Tail.safe`.
+    """
+
+    attempt: int
+    data: bytes
+    through: Position
+    fence: int
+    safe: Position
+
+
+class SetFence(NamedTuple):
+    """Move the fence, if it is still where it was. Answer with FenceSet, Refused, FencedOff or Disconnected."""
+
+    attempt: int
+    epoch: Epoch
+    run: str
+    expected: int
+
+
+class AskPulse(NamedTuple):
+    """Read the instance's last heartbeat. Answer with Pulse or Disconnected."""
+
+
+class ShutOut(NamedTuple):
+    """Say it: another run has the instance's place, so nothing is published.
+
+    Attributes:
+        epoch: that run's, as far as is known.
+        run: "" when only its events are known.
+    """
+
+    epoch: Epoch
+    run: str
+
+
+class Supersede(NamedTuple):
+    """Have the owner begin an epoch later than this one: the run that has the place is silent. Answer with Begun."""
+
+    epoch: Epoch
 
 
 class WakeAt(NamedTuple):
@@ -87,143 +209,405 @@ class WakeAt(NamedTuple):
     at_s: float
 
 
-Effect = Publish | Connect | WakeAt
+Effect = Connect | Publish | SetFence | AskPulse | ShutOut | Supersede | WakeAt
 
 
 class _State(Enum):
     WAITING = auto()  # until `_wake_s`, then connect
     CONNECTING = auto()
-    READY = auto()
-    SENDING = auto()  # one message is in flight, until `_wake_s`
+    FENCING = auto()  # nothing is in flight but a fence, until `_wake_s`
+    SENDING = auto()
+    PAUSED = auto()  # until `_wake_s`, then SENDING: a message was refused
+    FENCED = auto()  # another run has the place; it is asked for at `_wake_s`
+
+
+class _Sent(NamedTuple):
+    attempt: int
+    through: Position
+    size: int
+    overdue_s: float
 
 
 class Publisher:
     """Decides what to send when: a state machine without thread, clock or socket.
 
-    WAITING → CONNECTING → READY ⇄ SENDING, and from each back to WAITING when something fails. Whatever fails ends in a new
-    connection, which learns from the stream where to go on; so nothing is left out, and a message whose ack was lost is not
-    sent twice, or if it is, harmlessly. Positions are ordered, so what an old epoch left comes first.
+        WAITING → CONNECTING → FENCING ⇄ SENDING ⇄ PAUSED        each → WAITING when the connection fails
+                             ↘ FENCED → CONNECTING               SENDING, FENCING → CONNECTING when the fence is another
+
+    Go-back-N: messages follow each other without waiting, and when one is not stored, everything from it on is sent again. So
+    the stream may hold 0 1 3 4 2 3 4; a reader that puts frames aside loses nothing. Each message says before which position
+    all was acknowledged; a new connection goes on there, because what follows may have holes, and the end of the stream does
+    not show them. The stream's word is believed even when it is less than what was acknowledged once: then it has lost its end,
+    or is another one, and gets again what the log still has.
+
+    Every connection, round and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
+    stored. A fence of a newer epoch, or of another run in the same epoch, means that another process has the instance's place:
+    this one is quiet, and takes a later epoch only once no new heartbeat of the other has come for three heartbeats' time.
 
     Args:
+        epoch: the owner's; `Begun` says when it grows. A frame of a later one says so too.
+        run: of this process.
+        heartbeat_s: between two heartbeats of an instance.
+        window_bytes, window_messages: sent and not acknowledged, at most; one message may always be.
         linger_s: how long a frame may wait for others to share its message.
         jitter: gives numbers in [0, 1) that spread the retries of many instances.
+
+    Attributes:
+        published: the stream has held everything before it; only grows.
+        confirmed: the stream holds everything before it, as far as this connection knows.
+        epoch: the owner's.
     """
 
     def __init__(
         self,
         frames: FrameLog,
+        epoch: Epoch,
+        run: str,
+        heartbeat_s: float = 1.0,
+        window_bytes: int = WINDOW_BYTES,
+        window_messages: int = WINDOW_MESSAGES,
         message_bytes: int = MESSAGE_BYTES,
         linger_s: float = LINGER_S,
         ack_wait_s: float = ACK_WAIT_S,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.published = ORIGIN  # grows only by the stream's own word
+        self.published = ORIGIN
+        self.confirmed = ORIGIN
+        self.epoch = epoch
         self._frames = frames
-        self._message_bytes = message_bytes
+        self._run = run
+        self._heartbeat_s = heartbeat_s
+        self._window_bytes = window_bytes
+        self._window_messages = window_messages
+        self._message_bytes = min(message_bytes, max(1, window_bytes // 4))
         self._linger_s = linger_s
         self._ack_wait_s = ack_wait_s
         self._jitter = jitter
+
+        self._now_s = float("-inf")
         self._state = _State.WAITING
         self._wake_s = float("-inf")
-        self._connected_s = 0.0
+        self._attempts = 0
+        self._awaited = 0  # attempt of the Connect or SetFence in flight
         self._failures = 0
-        self._cursor = ORIGIN  # everything before it is on the stream of this connection
-        self._sent = ORIGIN  # where the message in flight ends
+        self._connected_s = 0.0
+        self._first_epoch = epoch  # this run's; those before it are of the log's earlier runs
+        self._has_begun = False  # a connection has said where to go on
+
+        self._fence_sequence = 0
+        self._fence_epoch = Epoch(0)  # the newest of this run that the stream has had
+        self._is_fence_wanted = False
+        self._fence_due_s = float("inf")
+        self._max_age_s = 0.0
+
+        self._message_limit = message_bytes  # of this connection
+        self._cursor = ORIGIN  # where the next message begins
+        self._window: deque[_Sent] = deque()
+        self._in_flight: dict[int, _Sent] = {}  # by attempt: those of the window without an ack
+        self._window_used = 0
         self._due_s: float | None = (
             None  # when to look into the log; None when it holds nothing more, as far as is known
         )
 
+        self._rival = Epoch(0)  # the epoch to surpass, in FENCED
+        self._floor = ORIGIN  # before it, another run has had the place: nobody reads frames of ours from there
+        self._told: tuple[Epoch, str] | None = None  # the rival that ShutOut has named
+        self._rival_pulse: Heartbeat | None = None
+        self._silent_from_s = 0.0
+        self._is_superseding = False
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether another run has the place."""
+        return self._state is _State.FENCED
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the place is this run's, as far as this connection knows: only then may it send heartbeats."""
+        return self._fence_sequence > 0 and self._state in (_State.FENCING, _State.SENDING, _State.PAUSED)
+
+    def has_all(self) -> bool:
+        """Whether all of the log is on the stream."""
+        return not self._in_flight and not self._frames.read_after(self.confirmed, 1)
+
     def step(self, now_s: float, happened: Input) -> list[Effect]:
         """Take one input; gives what to do about it. A time that lies before an earlier one counts as that one."""
+        self._now_s = max(self._now_s, now_s)
+        effects: list[Effect] = []
         match happened:
-            case Connected(position):
-                return self._begin(now_s, position)
+            case Connected():
+                self._take_connection(happened, effects)
             case Disconnected():
-                return self._retry(now_s)
-            case Refused():
-                return self._retry(now_s) if self._state is _State.SENDING else []
-            case Acked(through):
-                return self._take_ack(now_s, through)
+                self._retry()
             case Appended():
                 if self._due_s is None:
-                    self._due_s = now_s + self._linger_s
-                return self._send(now_s)
+                    self._due_s = self._now_s + self._linger_s
+            case Acked(attempt):
+                self._take_ack(attempt)
+            case FenceSet(attempt, fence):
+                self._take_fence(attempt, fence)
+            case Refused(attempt):
+                self._take_refusal(attempt)
+            case FencedOff(attempt):
+                self._take_fencing(attempt, effects)
+            case Begun(epoch):
+                self._begin_epoch(epoch, effects)
+            case RoundBegan():
+                self._is_fence_wanted = True
+            case Kept(max_age_s):
+                self._max_age_s = max_age_s
+                self._fence_due_s = min(self._fence_due_s, self._next_fence_s())
+            case Pulse(heartbeat):
+                self._take_pulse(heartbeat, effects)
             case Ticked():
-                return self._tick(now_s)
+                pass
             case _:
                 assert_never(happened)
+        self._advance(effects)
+        return effects
 
-    def _tick(self, now_s: float) -> list[Effect]:
+    def _advance(self, effects: list[Effect]) -> None:
         match self._state:
             case _State.WAITING:
-                if now_s < self._wake_s:
-                    return [WakeAt(self._wake_s)]
-                self._state = _State.CONNECTING
-                return [Connect()]
-            case _State.SENDING:
-                return self._retry(now_s) if now_s >= self._wake_s else [WakeAt(self._wake_s)]
-            case _State.READY:
-                return self._send(now_s)
+                if self._now_s >= self._wake_s:
+                    self._connect(True, effects)
+                else:
+                    effects.append(WakeAt(self._wake_s))
             case _State.CONNECTING:
-                return []
+                pass
+            case _State.FENCING:
+                self._wait_or_retry(self._wake_s, effects)
+            case _State.PAUSED:
+                if self._now_s >= self._wake_s:
+                    self._state = _State.SENDING
+                    self._send(effects)
+                else:
+                    effects.append(WakeAt(self._wake_s))
+            case _State.SENDING:
+                self._send(effects)
+            case _State.FENCED:
+                if self._now_s >= self._wake_s:
+                    self._wake_s = self._now_s + self._heartbeat_s
+                    effects.append(AskPulse())
+                effects.append(WakeAt(self._wake_s))
             case _:
                 assert_never(self._state)
 
-    def _begin(self, now_s: float, position: Position | None) -> list[Effect]:
-        if self._state is not _State.CONNECTING:
-            return []
-        self._cursor = position or ORIGIN  # may lie before `published`: then the stream has lost its end, or aged
-        self.published = max(self.published, self._cursor)
-        self._connected_s = now_s
-        self._state = _State.READY
-        self._due_s = now_s
-        return self._send(now_s)
+    # -- the connection -----------------------------------------------------------------------------------------------
 
-    def _take_ack(self, now_s: float, through: Position) -> list[Effect]:
-        self.published = max(self.published, through)
-        if self._state is not _State.SENDING or through < self._sent:
-            return []  # late: its message was given up, or sent again as part of a larger one
-        self._cursor = self._sent
-        self._state = _State.READY
-        self._failures = 0
-        if self._due_s is None:
-            self._due_s = now_s  # the last read may have ended for its size
-        return self._send(now_s)
+    def _connect(self, anew: bool, effects: list[Effect]) -> None:
+        self._give_up_window()
+        self._state = _State.CONNECTING
+        self._awaited = self._next_attempt()
+        effects.append(Connect(self._awaited, anew))
 
-    def _send(self, now_s: float) -> list[Effect]:
-        if self._state is not _State.READY or self._due_s is None:
-            return []
-        if now_s < self._due_s:
-            return [WakeAt(self._due_s)]
-        frames = self._read()
+    def _take_connection(self, found: Connected, effects: list[Effect]) -> None:
+        if self._state is not _State.CONNECTING or found.attempt != self._awaited:
+            return
+        self._connected_s = self._now_s
+        self._message_limit = max(1, min(self._message_bytes, found.message_bytes))
+        fence, tail = found.fence, found.tail
+        if fence is not None and fence.run == self._run:
+            self._fence_epoch = max(self._fence_epoch, fence.epoch)  # set, though the ack may not have come
+        if self._is_of_another(fence, tail):
+            self._yield_place(fence, tail, effects)
+            return
+        self._told = None
+        others = [Epoch(0) if tail is None else tail.end.epoch]
+        if fence is not None and fence.run != self._run:
+            others.append(fence.epoch)
+        if max(others) >= max(self._first_epoch, self._fence_epoch + 1):  # it came between this run's own
+            self._floor = Position(Epoch(max(others) + 1), Offset(0))
+        resume = min(tail) if tail is not None else ORIGIN
+        if self._has_begun:
+            resume = min(resume, self.published)
+        self._has_begun = True
+        self.confirmed = self._cursor = max(resume, self._floor)
+        self.published = max(self.published, resume)
+        self._due_s = self._now_s
+        self._fence_sequence = fence.sequence if fence is not None else 0
+        self._set_fence(effects)
+
+    def _retry(self) -> None:
+        if self._state is _State.WAITING:
+            return
+        if self._state is not _State.CONNECTING and self._now_s - self._connected_s >= STEADY_S:
+            self._failures = 0
+        self._give_up_window()
+        self._state = _State.WAITING
+        self._wake_s = self._now_s + self._backoff_s()
+
+    def _backoff_s(self) -> float:
+        wait_s: float = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
+        self._failures += 1
+        return wait_s * (0.5 + 0.5 * self._jitter())
+
+    def _wait_or_retry(self, deadline_s: float, effects: list[Effect]) -> None:
+        if self._now_s >= deadline_s:
+            self._retry()
+            effects.append(WakeAt(self._wake_s))
+        else:
+            effects.append(WakeAt(deadline_s))
+
+    def _next_attempt(self) -> int:
+        self._attempts += 1
+        return self._attempts
+
+    # -- the fence ----------------------------------------------------------------------------------------------------
+
+    def _set_fence(self, effects: list[Effect]) -> None:
+        self._state = _State.FENCING
+        self._wake_s = self._now_s + self._ack_wait_s
+        self._awaited = self._next_attempt()
+        self._is_fence_wanted = False
+        effects.append(SetFence(self._awaited, self.epoch, self._run, self._fence_sequence))
+
+    def _take_fence(self, attempt: int, fence: Fence) -> None:
+        if self._state is not _State.FENCING or attempt != self._awaited:
+            return
+        self._fence_sequence = fence.sequence
+        self._fence_epoch = max(self._fence_epoch, fence.epoch)
+        self._fence_due_s = self._next_fence_s()
+        self._is_fence_wanted = self._is_fence_wanted or fence.epoch < self.epoch
+        self._state = _State.SENDING
+
+    def _next_fence_s(self) -> float:
+        return self._now_s + self._max_age_s / FENCE_SHARE if self._max_age_s > 0 else float("inf")
+
+    def _begin_epoch(self, epoch: Epoch, effects: list[Effect]) -> None:
+        if epoch <= self.epoch:
+            return
+        self.epoch = epoch
+        self._is_fence_wanted = True
+        if self._state is _State.FENCED and epoch > self._rival:
+            self._connect(False, effects)
+
+    def _take_fencing(self, attempt: int, effects: list[Effect]) -> None:
+        if attempt not in self._in_flight and not (self._state is _State.FENCING and attempt == self._awaited):
+            return
+        if self._failures:
+            self._retry()  # a second time without an ack between: in no haste
+        else:
+            self._failures = 1
+            self._connect(False, effects)
+
+    def _is_of_another(self, fence: Fence | None, tail: Tail | None) -> bool:
+        newest = tail.end.epoch if tail is not None else Epoch(0)
+        if fence is not None and fence.epoch >= self.epoch:
+            return fence.epoch > self.epoch or fence.run != self._run or newest > self.epoch
+        # a run sends events of an epoch only once it has set a fence for it, so without that they are another's
+        return newest > self.epoch or newest == self.epoch > self._fence_epoch
+
+    def _yield_place(self, fence: Fence | None, tail: Tail | None, effects: list[Effect]) -> None:
+        self._state = _State.FENCED
+        self._fence_sequence = 0
+        self._rival = max(
+            fence.epoch if fence is not None else Epoch(0), tail.end.epoch if tail is not None else Epoch(0)
+        )
+        self._floor = Position(Epoch(self._rival + 1), Offset(0))
+        self._is_superseding = False
+        self._silent_from_s = self._now_s
+        self._wake_s = self._now_s
+        who = (self._rival, fence.run if fence is not None and fence.epoch == self._rival else "")
+        if who != self._told:
+            self._told = who
+            effects.append(ShutOut(*who))
+
+    def _take_pulse(self, heartbeat: Heartbeat | None, effects: list[Effect]) -> None:
+        if self._state is not _State.FENCED:
+            return
+        if heartbeat is not None and heartbeat.run != self._run and heartbeat != self._rival_pulse:
+            is_first = self._rival_pulse is None
+            self._rival_pulse = heartbeat
+            if not is_first:  # the first may be old: it is by its successors that another shows it is alive
+                self._silent_from_s = self._now_s
+        silent_s = self._now_s - self._silent_from_s
+        if silent_s >= SILENT_HEARTBEATS * self._heartbeat_s and not self._is_superseding:
+            self._is_superseding = True
+            effects.append(Supersede(self._rival))
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _take_ack(self, attempt: int) -> None:
+        if self._in_flight.pop(attempt, None) is None:
+            return  # late: it was given up, and is sent again
+        while self._window and self._window[0].attempt not in self._in_flight:
+            sent = self._window.popleft()
+            self._window_used -= sent.size
+            self.confirmed = sent.through
+            self._failures = 0
+        self.published = max(self.published, self.confirmed)
+
+    def _take_refusal(self, attempt: int) -> None:
+        if self._state is _State.FENCING and attempt == self._awaited:
+            self._retry()
+        elif attempt in self._in_flight:
+            self._give_up_window()
+            self._state = _State.PAUSED
+            self._wake_s = self._now_s + self._backoff_s()
+            self._due_s = self._wake_s
+
+    def _give_up_window(self) -> None:
+        self._window.clear()
+        self._in_flight.clear()
+        self._window_used = 0
+        self._cursor = self.confirmed
+
+    def _send(self, effects: list[Effect]) -> None:
+        if self._in_flight and self._now_s >= self._window[0].overdue_s:
+            self._retry()
+            effects.append(WakeAt(self._wake_s))
+            return
+        if self._now_s >= self._fence_due_s:
+            self._is_fence_wanted = True
+        while not self._is_fence_wanted and self._due_s is not None and self._now_s >= self._due_s:
+            if self._window and (
+                len(self._window) >= self._window_messages
+                or self._window_used + self._message_limit > self._window_bytes
+            ):
+                break
+            self._send_one(effects)
+        if self._is_fence_wanted and not self._in_flight:
+            self._set_fence(effects)
+        waits = [self._fence_due_s] if not self._is_fence_wanted else []
+        if self._state is _State.FENCING:
+            waits = [self._wake_s]
+        elif self._window:
+            waits.append(self._window[0].overdue_s)
+        if self._due_s is not None and self._due_s > self._now_s:
+            waits.append(self._due_s)
+        at_s = min(waits, default=float("inf"))
+        if at_s < float("inf"):
+            effects.append(WakeAt(at_s))
+
+    def _send_one(self, effects: list[Effect]) -> None:
+        frames, is_cut = self._read()
         if not frames:
             self._due_s = None
-            return []
-        size = sum(len(frame.data) for frame in frames)
-        self._due_s = now_s if 2 * size >= self._message_bytes else None
-        self._sent = Position(frames[-1].epoch, frames[-1].next_offset)
-        self._state = _State.SENDING
-        self._wake_s = now_s + self._ack_wait_s
-        return [Publish(b"".join(frame.data for frame in frames), self._sent), WakeAt(self._wake_s)]
+            return
+        if frames[0].epoch > self.epoch:
+            self.epoch = frames[0].epoch
+        if frames[0].epoch > self._fence_epoch:
+            self._is_fence_wanted = True
+            return
+        data = b"".join([frame.data for frame in frames])
+        is_more = is_cut or 2 * len(data) >= self._message_limit
+        self._due_s = self._now_s if is_more else self._now_s + self._linger_s  # a little may as well wait for company
+        self._cursor = Position(frames[-1].epoch, frames[-1].next_offset)
+        sent = _Sent(self._next_attempt(), self._cursor, len(data), self._now_s + self._ack_wait_s)
+        self._window.append(sent)
+        self._in_flight[sent.attempt] = sent
+        self._window_used += sent.size
+        effects.append(Publish(sent.attempt, data, sent.through, self._fence_sequence, self.confirmed))
 
-    def _read(self) -> list[FrameBytes]:
-        """The next message's frames: consecutive ones of one epoch, so that its last header tells where it ends."""
+    def _read(self) -> tuple[list[FrameBytes], bool]:
+        """The next message's frames, consecutive ones of one epoch, so that its last header tells where it ends; is there more?"""
         found: list[FrameBytes] = []
-        for frame in self._frames.read_after(self._cursor, self._message_bytes):
+        for frame in self._frames.read_after(self._cursor, self._message_limit):
             if found and (frame.epoch, frame.first_offset) != (found[-1].epoch, found[-1].next_offset):
-                break
+                return found, True
             found.append(frame)
-        return found
-
-    def _retry(self, now_s: float) -> list[Effect]:
-        if self._state is not _State.WAITING:
-            if self._state is not _State.CONNECTING and now_s - self._connected_s >= STEADY_S:
-                self._failures = 0
-            wait_s = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
-            self._failures += 1
-            self._state = _State.WAITING
-            self._wake_s = now_s + wait_s * (0.5 + 0.5 * self._jitter())
-        return [WakeAt(self._wake_s)]
+        return found, False
 
 
 class PublisherThread:
@@ -233,9 +617,10 @@ class PublisherThread:
 
     Args:
         frames: the instance's log.
-        heartbeat: makes the heartbeat from the published position; called in this thread, must not block.
+        owner: called in this thread; what it raises is said once and changes nothing. It may be a `SampleSource` too.
         interval_s: between heartbeats.
         connect: (url, timeout_s) → the stream.
+        window_bytes, linger_s: as of `Publisher`.
     Raises: ConfigError: a name or the URL cannot be used.
     """
 
@@ -245,20 +630,22 @@ class PublisherThread:
         url: str,
         cluster: str,
         instance: InstanceId,
-        heartbeat: Callable[[Position], Heartbeat],
+        owner: PublisherOwner,
         interval_s: float = 1.0,
         connect: Callable[[str, float], Awaitable[EventStream]] = NatsStream.connect,
+        window_bytes: int = WINDOW_BYTES,
+        linger_s: float = LINGER_S,
     ) -> None:
         events_subject(cluster, instance)
         self._server = shown(url)
         self._url = url
         self._cluster = cluster
         self._instance = instance
-        self._heartbeat = heartbeat
+        self._owner = owner
+        self._samples = owner if isinstance(owner, SampleSource) else None
         self._interval_s = interval_s
         self._connect = connect
-        self._frames = frames
-        self._publisher = Publisher(frames)
+        self._publisher = Publisher(frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inputs: asyncio.Queue[Input] = asyncio.Queue()
         self._is_notified = False
@@ -267,7 +654,8 @@ class PublisherThread:
         self._published = ORIGIN
         self._thread = threading.Thread(target=self._run, name=f"kvbm-publisher-{instance}", daemon=True)
         self._stream: EventStream | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # requests, each of them short
+        self._watches: set[asyncio.Task[None]] = set()  # as long as the connection
         self._wake_s = 0.0
         self._said = ""
         self._warned: set[str] = set()
@@ -289,6 +677,10 @@ class PublisherThread:
             self._is_notified = True
             self._call(self._take_notice)
 
+    def round_began(self) -> None:
+        """Say that the owner begins to state what it holds: the fence is renewed with it."""
+        self._call(lambda: self._inputs.put_nowait(RoundBegan()))
+
     def wait_published(self, position: Position, timeout_s: float) -> bool:
         """Wait until everything before a position is on the stream; gives whether it is."""
         with self._progress:
@@ -298,7 +690,7 @@ class PublisherThread:
         """Publish the rest if it can be done in time, send a last heartbeat, end the thread. Gives whether all is published."""
         if self._stop_s is None:
             self._stop_s = time.monotonic() + timeout_s
-        self._call(lambda: self._inputs.put_nowait(Appended()))
+        self._call(lambda: self._inputs.put_nowait(Ticked()))
         if self._thread.is_alive():
             self._thread.join(timeout_s + 2.0)
         return self._has_all()
@@ -329,28 +721,36 @@ class PublisherThread:
         happened: Input = Ticked()
         while True:
             self._step(happened)
+            if self._owner.epoch > self._publisher.epoch:
+                self._step(Begun(self._owner.epoch))
             now_s = time.monotonic()
             if now_s >= next_pulse_s:
                 next_pulse_s = now_s + self._interval_s
                 await self._send_pulse(stopping=False)
-            if self._stop_s is not None and (now_s >= self._stop_s or self._has_all()):
+                await self._send_samples()
+            if self._stop_s is not None and (now_s >= self._stop_s or self._publisher.is_fenced or self._has_all()):
                 break
-            wake_s = min(next_pulse_s, self._wake_s, self._stop_s if self._stop_s is not None else next_pulse_s)
-            try:
-                async with asyncio.timeout(max(0.0, wake_s - time.monotonic())):
-                    happened = await self._inputs.get()
-            except TimeoutError:
-                happened = Ticked()
+            happened = await self._next_input(min(next_pulse_s, self._wake_s, self._stop_s or next_pulse_s))
+        await self._send_samples()
         await self._send_pulse(stopping=True)
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._stream is not None:
             await self._stream.close()
+        await self._end_tasks(self._tasks | self._watches)
+
+    async def _next_input(self, wake_s: float) -> Input:
+        try:
+            return self._inputs.get_nowait()
+        except asyncio.QueueEmpty:
+            pass
+        try:
+            async with asyncio.timeout(max(0.0, wake_s - time.monotonic())):
+                return await self._inputs.get()
+        except TimeoutError:
+            return Ticked()
 
     def _has_all(self) -> bool:
         try:
-            return not self._frames.read_after(self._published, 1)
+            return self._publisher.has_all()
         except OSError:
             return False
 
@@ -366,6 +766,7 @@ class PublisherThread:
             with self._progress:
                 self._published = self._publisher.published
                 self._progress.notify_all()
+            self._ask_owner("on_published", lambda: self._owner.on_published(self._published))
         self._tell_state(happened)
         for effect in effects:
             self._do(effect)
@@ -373,81 +774,189 @@ class PublisherThread:
     def _do(self, effect: Effect) -> None:
         match effect:
             case Publish():
-                self._begin_task(self._publish(effect))
-            case Connect():
-                self._begin_task(self._reconnect())
+                self._begin(self._publish(effect))
+            case SetFence():
+                self._begin(self._set_fence(effect))
+            case Connect(attempt, anew):
+                self._begin(self._reconnect(attempt, anew))
+            case AskPulse():
+                self._begin(self._ask_pulse())
+            case ShutOut(epoch, run):
+                self._said = ""
+                log.error(
+                    "instance.fenced", server=self._server, cluster=self._cluster, instance=self._instance,
+                    epoch=self._publisher.epoch, other_epoch=epoch, other_run=run,
+                    why="another process has this instance's place on the stream; nothing is published from here",
+                    remedy=f"stop one of the two, or give one another instance.id; once the other has been silent for "
+                    f"{SILENT_HEARTBEATS} heartbeats, this one begins a later epoch",
+                )  # fmt: skip
+            case Supersede(epoch):
+                log.info("instance.place_free", instance=self._instance, other_epoch=epoch)
+                self._ask_owner("on_fenced", lambda: self._owner.on_fenced(epoch))
             case WakeAt(at_s):
                 self._wake_s = at_s
             case _:
                 assert_never(effect)
 
-    def _begin_task(self, work: Coroutine[None, None, None]) -> None:
+    def _begin(self, work: Coroutine[None, None, None], watch: bool = False) -> None:
+        tasks = self._watches if watch else self._tasks
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
-    async def _reconnect(self) -> None:
-        old, self._stream = self._stream, None
-        if old is not None:
-            await old.close()
-        stream: EventStream | None = None
+    async def _end_tasks(self, tasks: set[asyncio.Task[None]]) -> None:
+        for task in tuple(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _reconnect(self, attempt: int, anew: bool) -> None:
+        stream = self._stream
         try:
-            stream = await self._connect(self._url, CONNECT_WAIT_S)
-            position = await stream.last_position(self._cluster, self._instance, CONNECT_WAIT_S)
+            if anew or stream is None:
+                self._stream = None
+                if stream is not None:
+                    await stream.close()
+                    stream = None
+                await self._end_tasks(self._watches)
+                stream = await self._connect(self._url, CONNECT_WAIT_S)
+            fence = await stream.fence(self._cluster, self._instance, CONNECT_WAIT_S)
+            tail = await self._tail(stream)
         except StreamError as error:
-            if stream is not None:
-                await stream.close()
-            self._inputs.put_nowait(Disconnected(str(error)))
+            await self._fail_connection(stream, str(error))
         except Exception as error:  # whatever it was, without a word of it the publisher would wait for ever
             log.exception("publisher.connect_failed", server=self._server, instance=self._instance)
-            if stream is not None:
-                await stream.close()
-            self._inputs.put_nowait(Disconnected(f"{type(error).__name__}: {error}"))
+            await self._fail_connection(stream, f"{type(error).__name__}: {error}")
         else:
-            self._stream = stream
-            self._inputs.put_nowait(Connected(position))
+            if stream is not self._stream:
+                self._stream = stream
+                self._begin(self._follow_state(stream), watch=True)
+                self._begin(self._follow_asks(stream), watch=True)
+            self._inputs.put_nowait(Connected(attempt, fence, tail, stream.max_message_bytes))
+
+    async def _fail_connection(self, stream: EventStream | None, why: str) -> None:
+        if stream is not None and stream is not self._stream:
+            await stream.close()
+        self._inputs.put_nowait(Disconnected(why))
+
+    async def _tail(self, stream: EventStream) -> Tail | None:
+        try:
+            return await stream.tail(self._cluster, self._instance, CONNECT_WAIT_S)
+        except UnreadableError as error:
+            self._warn_once("publisher.foreign_message", why=str(error), remedy="all that the log has is sent again")
+            return Tail(ORIGIN, ORIGIN)
 
     async def _publish(self, message: Publish) -> None:
         stream = self._stream
         if stream is None:
             return  # a new connection is being made; it learns what to send
-        try:
-            await stream.publish(self._cluster, self._instance, message.data, ACK_WAIT_S)
-        except StreamError as error:
-            if stream is self._stream:
-                self._inputs.put_nowait(Refused(str(error)) if stream.is_connected else Disconnected(str(error)))
-        else:
-            self._inputs.put_nowait(Acked(message.through))
+        work = stream.publish(self._cluster, self._instance, message.data, 2 * ACK_WAIT_S, message.fence, message.safe)
+        if await self._outcome(stream, message.attempt, work) is not None:
+            self._inputs.put_nowait(Acked(message.attempt))
 
-    async def _send_pulse(self, stopping: bool) -> None:
-        heartbeat = self._heartbeat(self._published)
-        if heartbeat.epoch < self._published.epoch:
-            self._warn_once(
-                "publisher.epoch_behind", epoch=heartbeat.epoch, epoch_on_stream=self._published.epoch,
-                remedy="another instance has this name, or the journal was lost: begin a newer epoch",
-            )  # fmt: skip
+    async def _set_fence(self, wanted: SetFence) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        work = stream.set_fence(
+            self._cluster, self._instance, wanted.epoch, wanted.run, wanted.expected, 2 * ACK_WAIT_S
+        )
+        fence = await self._outcome(stream, wanted.attempt, work)
+        if fence is not None:
+            self._inputs.put_nowait(FenceSet(wanted.attempt, fence))
+
+    async def _outcome(self, stream: EventStream, attempt: int, work: Awaitable[T]) -> T | None:
+        try:
+            return await work
+        except FencedError as error:
+            self._inputs.put_nowait(FencedOff(attempt, str(error)))
+        except StreamError as error:
+            if stream.is_connected:
+                self._inputs.put_nowait(Refused(attempt, str(error)))
+            elif stream is self._stream:
+                self._inputs.put_nowait(Disconnected(str(error)))
+        except Exception as error:  # whatever it was, the publisher waits for a word
+            log.exception("publisher.send_failed", server=self._server, instance=self._instance)
+            self._inputs.put_nowait(Refused(attempt, f"{type(error).__name__}: {error}"))
+        return None
+
+    async def _ask_pulse(self) -> None:
         stream = self._stream
         if stream is None:
             return
         try:
+            heartbeat = await stream.last_pulse(self._cluster, self._instance, CONNECT_WAIT_S)
+        except StreamError as error:
+            if stream is self._stream:
+                self._inputs.put_nowait(Disconnected(str(error)))
+        else:
+            self._inputs.put_nowait(Pulse(heartbeat))
+
+    async def _follow_state(self, stream: EventStream) -> None:
+        while True:
+            try:
+                state = await stream.state(CONNECT_WAIT_S)
+            except StreamError as error:
+                self._warn_once("publisher.state_unknown", why=str(error))
+            else:
+                self._inputs.put_nowait(Kept(state.max_age_s))
+                self._ask_owner("on_stream_state", lambda: self._owner.on_stream_state(state))  # noqa: B023 - called now
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def _follow_asks(self, stream: EventStream) -> None:
+        try:
+            async for _ in stream.watch_round_asks(self._cluster, self._instance):
+                self._ask_owner("on_round_asked", self._owner.on_round_asked)
+        except StreamError as error:
+            self._warn_once(
+                "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own rounds"
+            )
+
+    async def _send_pulse(self, stopping: bool) -> None:
+        stream = self._stream
+        if stream is None or not self._publisher.has_place:
+            return
+        heartbeat = self._ask_owner("heartbeat", lambda: self._owner.heartbeat(self._publisher.confirmed))
+        if heartbeat is None:
+            return
+        try:
             await stream.send_pulse(msgspec.structs.replace(heartbeat, stopping=stopping or heartbeat.stopping))
         except StreamError as error:
-            if stream.is_connected:
-                self._warn_once("publisher.pulse_refused", why=str(error))
-            elif stream is self._stream:
-                self._inputs.put_nowait(Disconnected(str(error)))
+            self._take_word_refused(stream, "publisher.pulse_refused", error)
+
+    async def _send_samples(self) -> None:
+        stream, source = self._stream, self._samples
+        if stream is None or source is None:
+            return
+        try:
+            for sample in self._ask_owner("take_samples", source.take_samples) or ():
+                await stream.send_sample(sample)
+        except StreamError as error:
+            self._take_word_refused(stream, "publisher.sample_refused", error)
+
+    def _take_word_refused(self, stream: EventStream, what: str, error: StreamError) -> None:
+        if stream.is_connected:
+            self._warn_once(what, why=str(error))
+        elif stream is self._stream:
+            self._inputs.put_nowait(Disconnected(str(error)))
+
+    def _ask_owner(self, what: str, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - an owner's fault must not end what carries its events
+            self._warn_once(f"publisher.owner_failed.{what}", why=f"{type(error).__name__}: {error}")
+            return None
 
     # -- words, once per change ---------------------------------------------------------------------------------------
 
     def _tell_state(self, happened: Input) -> None:
         match happened:
-            case Connected() if self._said != "publisher.refused":
+            case FenceSet() if self._said != "publisher.refused":
                 self._say("publisher.connected", "")
             case Acked() if self._said == "publisher.refused":
                 self._say("publisher.connected", "")
             case Disconnected(reason):
                 self._say("publisher.disconnected", reason)
-            case Refused(reason):
+            case Refused(_, reason):
                 self._say("publisher.refused", reason)
 
     def _say(self, what: str, why: str) -> None:

@@ -19,30 +19,36 @@ from pathlib import Path
 import pytest
 
 from kvbm.core.codec import decode_header
-from kvbm.core.errors import ConfigError, MissingExtraError, StreamError
-from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.core.kernels import REFERENCE
 from kvbm.streams import server as server_module
-from kvbm.streams.base import Heartbeat, Position, StreamMessage
+from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.nats import NatsStream
-from kvbm.streams.publisher import PublisherThread
+from kvbm.streams.nats import PULL_MESSAGES, NatsStream
+from kvbm.streams.publisher import (
+    Acked,
+    Appended,
+    Connect,
+    Connected,
+    Effect,
+    FencedOff,
+    FenceSet,
+    Input,
+    Publish,
+    Publisher,
+    PublisherThread,
+    SetFence,
+    ShutOut,
+    Ticked,
+)
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
-from tests.nats_fixture import cluster, fresh_nats, make_frame, nats_url  # noqa: F401
+from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
 ONE = InstanceId("one")
 WAIT_S = 20.0
-
-
-def beat(cluster: str, epoch: int = 1) -> Callable[[Position], Heartbeat]:
-    def heartbeat(published: Position) -> Heartbeat:
-        return Heartbeat(
-            instance=ONE, cluster=cluster, epoch=Epoch(epoch), published=published.offset, wall_time_ns=time.time_ns()
-        )
-
-    return heartbeat
 
 
 def process_state(pid: int) -> str:
@@ -286,8 +292,9 @@ def test_the_streams_are_as_they_must_be(nats_url: str) -> None:
         client = await nats.connect(nats_url)
         try:
             events = (await client.jsm().stream_info("KVBM")).config
-            assert (events.subjects, events.storage, events.max_age) == (["kvbm.v1.events.>"], "file", 86400.0)
-            assert (events.deny_delete, events.deny_purge) == (True, True)
+            assert events.subjects == ["kvbm.v1.events.>", "kvbm.v1.fence.>"]
+            assert (events.storage, events.max_age) == ("file", 86400.0)
+            assert (events.deny_delete, events.deny_purge, events.allow_direct) == (True, True, True)
             pulses = (await client.jsm().stream_info("KVBM_PULSE")).config
             assert (pulses.subjects, pulses.storage) == (["kvbm.v1.pulse.>"], "memory")
             assert pulses.max_msgs_per_subject == 1
@@ -325,10 +332,10 @@ def test_a_forbidden_subject_is_an_error_and_others_still_work() -> None:
             with pytest.raises(StreamError, match="permissions violation"):
                 await stream.publish("c", InstanceId("two"), make_frame(0).data, WAIT_S)
             assert time.monotonic() - started_s < 2.0
-            await stream.send_pulse(beat("c")(Position(Epoch(1), Offset(0))))
+            await stream.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0))))
             await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
             with pytest.raises(StreamError, match="permissions violation"):
-                await stream.send_pulse(beat("c")(Position(Epoch(1), Offset(0))))
+                await stream.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0))))
             assert stream.is_connected
             await stream.close()
 
@@ -392,7 +399,7 @@ def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -
         writing = await NatsStream.connect(first.url, WAIT_S)
         for at in range(3):
             await writing.publish("c", ONE, make_frame(at).data)
-        await writing.send_pulse(beat("c")(Position(Epoch(1), Offset(1))))
+        await writing.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(1))))
         reader = await reading.pull(0, "c")
         watch = reading.watch_pulses("c")
         found = await reader.fetch(WAIT_S)
@@ -410,7 +417,7 @@ def test_a_reader_and_a_watcher_go_on_after_a_kill_and_restart(tmp_path: Path) -
             while not more:
                 more = await reader.fetch(WAIT_S)
             assert [message.sequence for message in found + more] == [1, 2, 3, 4]
-            await writing.send_pulse(beat("c")(Position(Epoch(1), Offset(2))))
+            await writing.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(2))))
             async with asyncio.timeout(WAIT_S):
                 assert (await anext(watch)).published == 2
             await writing.close()
@@ -459,7 +466,7 @@ def test_a_publisher_loses_nothing_over_kills_and_restarts_of_the_server(tmp_pat
     journal.begin_epoch(Epoch(1))
     server = EmbeddedServer.start(tmp_path / "nats")
     port = int(server.url.rpartition(":")[2])
-    publisher = PublisherThread(journal, server.url, "c", ONE, beat("c"), interval_s=0.1)
+    publisher = PublisherThread(journal, server.url, "c", ONE, PlainOwner("c"), interval_s=0.1)
     publisher.start()
     try:
         for at in range(1500):
@@ -483,7 +490,7 @@ def test_a_publisher_loses_nothing_over_kills_and_restarts_of_the_server(tmp_pat
 def test_a_publisher_without_nats_does_not_hold_its_owner_up_and_catches_up_later(tmp_path: Path) -> None:
     frames = MemoryLog()
     port = free_port()
-    publisher = PublisherThread(frames, f"nats://127.0.0.1:{port}", "c", ONE, beat("c"), interval_s=0.1)
+    publisher = PublisherThread(frames, f"nats://127.0.0.1:{port}", "c", ONE, PlainOwner("c"), interval_s=0.1)
     publisher.start()
     started_s = time.monotonic()
     for at in range(2000):
@@ -506,7 +513,7 @@ def test_a_publisher_without_nats_does_not_hold_its_owner_up_and_catches_up_late
 def test_a_publisher_stops_in_time_when_nats_never_comes() -> None:
     frames = MemoryLog()
     frames.append(make_frame(0))
-    publisher = PublisherThread(frames, f"nats://127.0.0.1:{free_port()}", "c", ONE, beat("c"))
+    publisher = PublisherThread(frames, f"nats://127.0.0.1:{free_port()}", "c", ONE, PlainOwner("c"))
     publisher.start()
     started_s = time.monotonic()
     assert not publisher.stop(0.5)
@@ -518,19 +525,20 @@ def test_a_new_publisher_goes_on_where_the_stream_ends(nats_url: str, cluster: s
     for epoch, count in ((1, 3), (2, 2)):
         for at in range(count):
             frames.append(make_frame(at, epoch=epoch))
-        publisher = PublisherThread(frames, nats_url, cluster, ONE, beat(cluster, epoch))
+        publisher = PublisherThread(frames, nats_url, cluster, ONE, PlainOwner(cluster, epoch=epoch))
         publisher.start()
         assert publisher.wait_published(Position(Epoch(epoch), Offset(count)), WAIT_S)
         assert publisher.stop(WAIT_S)
         assert publisher.published == Position(Epoch(epoch), Offset(count))
     messages = asyncio.run(read_all(nats_url, cluster))
     headers = [decode_header(message.data) for message in messages]
-    assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (2, 0)]
+    # the first message could not know that it would arrive, so the second publisher repeats it
+    assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (1, 0), (2, 0)]
 
 
 def test_heartbeats_tell_how_far_the_stream_is_and_the_last_one_that_it_stops(nats_url: str, cluster: str) -> None:
     frames = MemoryLog()
-    publisher = PublisherThread(frames, nats_url, cluster, ONE, beat(cluster), interval_s=0.05)
+    publisher = PublisherThread(frames, nats_url, cluster, ONE, PlainOwner(cluster), interval_s=0.05)
     publisher.start()
 
     async def work() -> None:
@@ -559,4 +567,605 @@ def test_heartbeats_tell_how_far_the_stream_is_and_the_last_one_that_it_stops(na
 
 def test_a_publisher_refuses_impossible_names_at_once(nats_url: str) -> None:
     with pytest.raises(ConfigError, match=r"host\.1"):
-        PublisherThread(MemoryLog(), nats_url, "c", InstanceId("host.1"), beat("c"))
+        PublisherThread(MemoryLog(), nats_url, "c", InstanceId("host.1"), PlainOwner("c"))
+
+
+# -- one place, several that want it --------------------------------------------------------------------------------------
+
+
+def headers_in(messages: list[StreamMessage]) -> list[tuple[int, int]]:
+    """Epoch and first offset of every frame, as stored."""
+    found = []
+    for message in messages:
+        at = 0
+        while at < len(message.data):
+            header = decode_header(message.data, at)
+            at += header.frame_bytes
+            found.append((header.epoch, header.first_offset))
+    return found
+
+
+async def drive(publisher: Publisher, stream: NatsStream, cluster: str, happened: Input) -> list[Effect]:
+    """Step and do what it says, until it only waits; the effects. A frozen process is one that is not stepped."""
+    done: list[Effect] = []
+    inputs = [happened]
+    while inputs:
+        effects = publisher.step(time.monotonic(), inputs.pop(0))
+        done += effects
+        for effect in effects:
+            try:
+                match effect:
+                    case Connect(attempt, _):
+                        fence, tail = await stream.fence(cluster, ONE), await stream.tail(cluster, ONE)
+                        inputs.append(Connected(attempt, fence, tail, stream.max_message_bytes))
+                    case SetFence(attempt, epoch, run, expected):
+                        fence = await stream.set_fence(cluster, ONE, epoch, run, expected)
+                        inputs.append(FenceSet(attempt, fence))
+                    case Publish(attempt, data, _, number, safe):
+                        await stream.publish(cluster, ONE, data, fence=number, safe=safe)
+                        inputs.append(Acked(attempt))
+                    case _:
+                        pass
+            except FencedError as error:
+                inputs.append(FencedOff(attempt, str(error)))
+    return done
+
+
+def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url: str, cluster: str) -> None:
+    old_log, new_log = MemoryLog(), MemoryLog()
+
+    async def work() -> None:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        old = Publisher(old_log, Epoch(1), "old", 0.05, message_bytes=1)
+        old_log.append(make_frame(0))
+        await drive(old, stream, cluster, Ticked())
+        new = Publisher(new_log, Epoch(2), "new", 0.05, message_bytes=1)
+        new_log.append(make_frame(0, epoch=2))
+        await drive(new, stream, cluster, Ticked())
+        before = await stream.last_sequence()
+        for at in range(1, 4):
+            old_log.append(make_frame(at))
+        old.step(time.monotonic(), Appended())
+        await asyncio.sleep(0.01)
+        done = await drive(old, stream, cluster, Ticked())
+        assert [effect for effect in done if isinstance(effect, Publish)]  # it did not know
+        assert ShutOut(Epoch(2), "new") in done
+        assert await stream.last_sequence() == before
+        new_log.append(make_frame(1, epoch=2))
+        new.step(time.monotonic(), Appended())
+        await asyncio.sleep(0.01)
+        await drive(new, stream, cluster, Ticked())
+        assert new.published == Position(Epoch(2), Offset(2))
+        assert headers_in(await read_all(nats_url, cluster)) == [(1, 0), (2, 0), (2, 1)]
+        await stream.close()
+
+    asyncio.run(work())
+
+
+def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_later_epoch_after_it(
+    nats_url: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = MemoryLog(), MemoryLog()
+    owners = PlainOwner(cluster, epoch=1, run="first"), PlainOwner(cluster, epoch=1, run="second")
+    first, second = (
+        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.1)
+        for log, owner in zip(logs, owners, strict=True)
+    )
+    try:
+        first.start()
+        logs[0].append(make_frame(0))
+        first.notify()
+        assert first.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
+        logs[1].append(make_frame(0))
+        second.start()
+        time.sleep(1.0)  # ten heartbeats, in which the first one lives
+        assert owners[1].fenced == []
+        assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
+        assert owners[1].beats == []
+        assert capsys.readouterr().out.count("instance.fenced") == 1
+        logs[0].append(make_frame(1))
+        first.notify()
+        assert first.wait_published(Position(Epoch(1), Offset(2)), WAIT_S)
+        first.stop(WAIT_S)
+        assert wait_until(lambda: owners[1].fenced == [Epoch(1)])
+        logs[1].append(make_frame(0, epoch=2))
+        second.notify()
+        assert second.wait_published(Position(Epoch(2), Offset(1)), WAIT_S)
+        assert set(headers_in(asyncio.run(read_all(nats_url, cluster)))) == {(1, 0), (1, 1), (2, 0)}
+    finally:
+        first.stop(0.0)
+        second.stop(0.0)
+
+
+def test_messages_of_a_window_behind_a_refused_one_come_again_in_order(fresh_nats: str) -> None:
+    """The server takes ten messages of the window and refuses the rest until it may hold more."""
+    import nats
+    from nats.js.api import DiscardPolicy
+
+    async def allow(count: int, discard: DiscardPolicy) -> None:
+        client = await nats.connect(fresh_nats)
+        config = (await client.jsm().stream_info("KVBM")).config
+        await client.jsm().update_stream(config.evolve(max_msgs=count, discard=discard))
+        await client.close()
+
+    async def prepare() -> None:
+        await (await NatsStream.connect(fresh_nats, WAIT_S)).close()
+        await allow(11, DiscardPolicy.NEW)
+
+    asyncio.run(prepare())
+    frames = MemoryLog()
+    for at in range(40):
+        frames.append(make_frame(at, blocks=1500))
+    publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1, window_bytes=128 << 10)
+    publisher.start()
+    try:
+        assert wait_until(lambda: publisher.published.offset >= 10)
+        assert not publisher.wait_published(Position(Epoch(1), Offset(40)), 0.3)
+        asyncio.run(allow(-1, DiscardPolicy.OLD))
+        assert publisher.wait_published(Position(Epoch(1), Offset(40)), WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(fresh_nats, "c"))) == list(range(40))
+    finally:
+        publisher.stop(0.0)
+
+
+def offsets_kept_aside(messages: list[StreamMessage]) -> list[int]:
+    """The first offsets in the order in which a reader that keeps frames behind a hole aside takes them."""
+    aside: dict[int, int] = {}
+    found: list[int] = []
+    reached = 0
+    for message in messages:
+        at = 0
+        while at < len(message.data):
+            header = decode_header(message.data, at)
+            at += header.frame_bytes
+            aside[header.first_offset] = header.next_offset
+        while reached in aside:
+            found.append(reached)
+            reached = aside[reached]
+    return found
+
+
+class DroppingStream(NatsStream):
+    """Loses the messages whose first offset is in `lost`, once each, without a word; as a connection that ends does."""
+
+    lost: set[int]
+
+    async def publish(
+        self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: int | None = None,
+        safe: Position = ORIGIN,
+    ) -> int:  # fmt: skip
+        """See `EventStream.publish`."""
+        first = decode_header(data).first_offset
+        if first in self.lost:
+            self.lost.discard(first)
+            await asyncio.sleep(0.2)  # while the others of its window arrive
+            await self._link.close()
+            raise StreamError("the connection is lost")
+        return await super().publish(cluster, instance, data, timeout_s, fence, safe)
+
+
+def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, cluster: str) -> None:
+    """The stream has 0 1 3 4 when the process ends: its last message ends at 5, and 2 is not there."""
+    lost = {2}
+    connections: list[DroppingStream] = []
+
+    async def connect(url: str, timeout_s: float) -> NatsStream:
+        if connections:
+            raise StreamError("the server is away")
+        stream = await DroppingStream.connect(url, timeout_s)
+        assert isinstance(stream, DroppingStream)
+        stream.lost = lost
+        connections.append(stream)
+        return stream
+
+    frames = MemoryLog()
+    for at in range(5):
+        frames.append(make_frame(at, blocks=1100))  # one a message, with this window
+    owner = PlainOwner(cluster)
+    first = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, connect, window_bytes=100 << 10)
+    first.start()
+    assert wait_until(lambda: bool(connections) and not connections[0].is_connected)
+    assert not first.stop(0.0)
+    assert f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}
+    assert headers_in(asyncio.run(read_all(nats_url, cluster))) == [(1, 0), (1, 1), (1, 3), (1, 4)]
+    assert first.published == Position(Epoch(1), Offset(2))
+
+    second = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, window_bytes=100 << 10)
+    second.start()
+    try:
+        assert second.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(nats_url, cluster))) == list(range(5))
+    finally:
+        second.stop(0.0)
+
+
+def test_a_fence_that_is_gone_is_set_again_by_its_owner(fresh_nats: str) -> None:
+    """As after the stream's max_age without a renewal; here somebody has deleted the message."""
+    import nats
+
+    async def lose_fence() -> None:
+        client = await nats.connect(fresh_nats)
+        config = (await client.jsm().stream_info("KVBM")).config
+        await client.jsm().delete_stream("KVBM")
+        await client.jsm().add_stream(config.evolve(deny_delete=False, deny_purge=False))
+        await client.close()
+
+    async def purge_fence() -> None:
+        client = await nats.connect(fresh_nats)
+        await client.jsm().purge_stream("KVBM", subject="kvbm.v1.fence.>")
+        await client.close()
+
+    async def prepare() -> None:
+        await (await NatsStream.connect(fresh_nats, WAIT_S)).close()
+        await lose_fence()
+
+    asyncio.run(prepare())
+    frames = MemoryLog()
+    publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1)
+    publisher.start()
+    try:
+        for at in range(4):
+            frames.append(make_frame(at))
+            publisher.notify()
+            assert publisher.wait_published(Position(Epoch(1), Offset(at + 1)), WAIT_S)
+            asyncio.run(purge_fence())
+        assert offsets_kept_aside(asyncio.run(read_all(fresh_nats, "c"))) == list(range(4))
+    finally:
+        publisher.stop(0.0)
+
+
+def test_a_stream_that_was_replaced_is_filled_again_from_the_log(fresh_nats: str) -> None:
+    import nats
+
+    async def replace() -> None:
+        client = await nats.connect(fresh_nats)
+        config = (await client.jsm().stream_info("KVBM")).config
+        await client.jsm().delete_stream("KVBM")
+        await client.jsm().add_stream(config)
+        await client.close()
+
+    frames = MemoryLog()
+    for at in range(10):
+        frames.append(make_frame(at))
+    publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1)
+    publisher.start()
+    try:
+        assert publisher.wait_published(Position(Epoch(1), Offset(10)), WAIT_S)
+        asyncio.run(replace())
+        frames.append(make_frame(10))
+        publisher.notify()
+        assert publisher.wait_published(Position(Epoch(1), Offset(11)), WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(fresh_nats, "c"))) == list(range(11))
+    finally:
+        publisher.stop(0.0)
+
+
+def test_a_burst_while_the_server_is_killed_five_times_is_whole(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    port = int(server.url.rpartition(":")[2])
+    frames = MemoryLog()
+    publisher = PublisherThread(frames, server.url, "c", ONE, PlainOwner("c"), interval_s=0.1, window_bytes=64 << 10)
+    publisher.start()
+    try:
+        for kill in range(5):
+            for at in range(kill * 400, (kill + 1) * 400):
+                frames.append(make_frame(at, blocks=64))
+                publisher.notify()
+            assert publisher.wait_published(Position(Epoch(1), Offset(kill * 400 + 1)), WAIT_S)
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            server = EmbeddedServer.start(tmp_path / "nats", port=port)
+        assert publisher.wait_published(Position(Epoch(1), Offset(2000)), WAIT_S)
+        assert publisher.stop(WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(2000))
+    finally:
+        publisher.stop(0.0)
+        server.stop()
+
+
+def test_an_owner_that_raises_ends_nothing(nats_url: str, cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Faulty(PlainOwner):
+        def heartbeat(self, published: Position) -> Heartbeat:
+            self.beats.append(published)
+            raise RuntimeError("a fault")
+
+        def on_published(self, position: Position) -> None:
+            raise RuntimeError("another")
+
+    frames, owner = MemoryLog(), Faulty(cluster)
+    publisher = PublisherThread(frames, nats_url, cluster, ONE, owner, interval_s=0.02)
+    publisher.start()
+    try:
+        assert wait_until(lambda: len(owner.beats) > 3)
+        frames.append(make_frame(0))
+        publisher.notify()
+        assert publisher.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
+        assert capsys.readouterr().out.count("owner_failed.heartbeat") == 1
+    finally:
+        publisher.stop(0.0)
+
+
+def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samples_travel(
+    nats_url: str, cluster: str
+) -> None:
+    class Sampling(PlainOwner):
+        def take_samples(self) -> list[AccessSample]:
+            return [
+                AccessSample(
+                    instance=ONE, cluster=cluster, wall_time_ns=1, namespace=NamespaceId(b"n" * 16), hashes=b"", depth=0,
+                    rate=1.0,
+                )
+            ]  # fmt: skip
+
+    owner = Sampling(cluster)
+    publisher = PublisherThread(MemoryLog(), nats_url, cluster, ONE, owner, interval_s=0.05)
+    publisher.start()
+
+    async def work() -> None:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            assert (await anext(stream.watch_samples(cluster))).instance == ONE
+            while not await stream.ask_round(cluster, ONE):  # noqa: ASYNC110 - nobody tells when it listens
+                await asyncio.sleep(0.01)
+        await stream.close()
+
+    try:
+        asyncio.run(work())
+        assert wait_until(lambda: owner.asked == 1)
+        assert owner.states[0].max_age_s == 86400.0
+    finally:
+        publisher.stop(0.0)
+
+
+def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
+    publisher = PublisherThread(MemoryLog(), nats_url, cluster, ONE, PlainOwner(cluster, run="r"), interval_s=0.05)
+    publisher.start()
+
+    async def fence() -> int:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        found = await stream.fence(cluster, ONE)
+        await stream.close()
+        assert found is None or (found.epoch, found.run) == (1, "r")
+        return found.sequence if found else 0
+
+    try:
+        assert wait_until(lambda: asyncio.run(fence()) > 0)
+        before = asyncio.run(fence())
+        publisher.round_began()
+        assert wait_until(lambda: asyncio.run(fence()) > before)
+    finally:
+        publisher.stop(0.0)
+
+
+# -- readers --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_whose_server_is_killed_while_it_reads_misses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    port = int(server.url.rpartition(":")[2])
+
+    async def work() -> None:
+        nonlocal server
+        writing = await NatsStream.connect(server.url, WAIT_S)
+        sequences: list[int] = []
+        for start in range(0, 9000, 500):
+            sequences += await asyncio.gather(
+                *(writing.publish("c", ONE, make_frame(start + at).data, WAIT_S) for at in range(500))
+            )
+        await writing.close()
+        reading = await NatsStream.connect(server.url, WAIT_S)
+        reader = await reading.pull(0, "c")
+        found: list[StreamMessage] = []
+        kills = 0
+        while len(found) < len(sequences):
+            try:
+                found += await reader.fetch(WAIT_S)
+            except StreamError:
+                continue
+            if kills < 3 and len(found) > 2000 * kills:
+                kills += 1
+                os.kill(server.pid, signal.SIGKILL)
+                await asyncio.to_thread(server.stop)
+                server = await asyncio.to_thread(EmbeddedServer.start, tmp_path, port=port)
+        assert [message.sequence for message in found] == sorted(sequences)
+        assert reader.at_end
+        await reading.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        server.stop()
+
+
+async def delete_consumers(url: str, subjects: str) -> None:
+    import nats
+
+    client = await nats.connect(url)
+    for consumer in await client.jsm().consumers_info("KVBM"):
+        if consumer.config.filter_subject == subjects:
+            await client.jsm().delete_consumer("KVBM", consumer.name)
+    await client.close()
+
+
+def test_a_reader_whose_consumer_the_server_deleted_makes_a_new_one(nats_url: str, cluster: str) -> None:
+    async def work() -> None:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        await stream.publish(cluster, ONE, make_frame(0).data)
+        reader = await stream.pull(0, cluster)
+        found = await reader.fetch(WAIT_S)
+        await delete_consumers(nats_url, f"kvbm.v1.events.{cluster}.>")
+        await stream.publish(cluster, ONE, make_frame(1).data)
+        while len(found) < 2:
+            found += await reader.fetch(WAIT_S)
+        assert [offset for _, offset in headers_in(found)] == [0, 1]
+        await stream.close()
+
+    asyncio.run(work())
+
+
+def test_a_reader_passes_over_sequences_that_are_gone(fresh_nats: str) -> None:
+    import nats
+
+    async def work() -> None:
+        stream = await NatsStream.connect(fresh_nats, WAIT_S)
+        client = await nats.connect(fresh_nats)
+        config = (await client.jsm().stream_info("KVBM")).config
+        await client.jsm().delete_stream("KVBM")
+        await client.jsm().add_stream(config.evolve(deny_delete=False))
+        for at in range(6):
+            await stream.publish("c", ONE, make_frame(at).data)
+        for sequence in (1, 3, 4):
+            await client.jsm().delete_msg("KVBM", sequence)
+        await client.close()
+        reader = await stream.pull(0, "c")
+        found: list[StreamMessage] = []
+        while not reader.at_end:
+            found += await reader.fetch(WAIT_S)
+        assert [message.sequence for message in found] == [2, 5, 6]
+        await delete_consumers(fresh_nats, "kvbm.v1.events.c.>")
+        await stream.publish("c", ONE, make_frame(6).data)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [7]
+        await stream.close()
+
+    asyncio.run(work())
+
+
+def test_a_reader_that_does_not_take_is_sent_no_more_than_it_asked_for(nats_url: str, cluster: str) -> None:
+    async def work() -> None:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        writing = await NatsStream.connect(nats_url, WAIT_S)
+        reader = await stream.pull(0, cluster)
+        for start in range(0, 12_000, 500):
+            await asyncio.gather(
+                *(writing.publish(cluster, ONE, make_frame(start + at).data, WAIT_S) for at in range(500))
+            )
+        first = await reader.fetch(WAIT_S)
+        assert len(first) <= 2 * PULL_MESSAGES
+        found = list(first)
+        while len(found) < 12_000:
+            found += await reader.fetch(WAIT_S)
+        assert [offset for _, offset in headers_in(found)] == list(range(12_000))
+        await writing.close()
+        await stream.close()
+
+    asyncio.run(work())
+
+
+# -- streams of an older kvbm ---------------------------------------------------------------------------------------------
+
+
+OLD_SETTINGS = """
+authorization { users: [
+  { user: "all", password: "x", permissions: { publish: ">", subscribe: ">" } },
+  { user: "one", password: "x", permissions: {
+      publish: { allow: ["kvbm.v1.*.c.one", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
+"""
+
+
+def test_a_stream_of_an_older_kvbm_gets_what_it_lacks_and_keeps_its_limits() -> None:
+    import nats
+
+    with nats_server(OLD_SETTINGS) as server:
+        whole, limited = (server.url.replace("://", f"://{user}:x@") for user in ("all", "one"))
+
+        async def work() -> None:
+            client = await nats.connect(whole)
+            await client.jetstream().add_stream(
+                name="KVBM", subjects=["kvbm.v1.events.>"], max_age=77, max_bytes=1 << 26, deny_purge=True
+            )
+            await client.jetstream().add_stream(
+                name="KVBM_PULSE", subjects=["kvbm.v1.pulse.>"], max_msgs_per_subject=1, storage="memory"
+            )
+            data = make_frame(0, 3).data
+            await client.jetstream().publish("kvbm.v1.events.c.one", data)
+            with pytest.raises(StreamError, match=r"older kvbm and lacks kvbm\.v1\.fence\.>.*permissions violation"):
+                await NatsStream.connect(limited, WAIT_S)
+            stream = await NatsStream.connect(whole, WAIT_S)
+            config = (await client.jsm().stream_info("KVBM")).config
+            assert config.subjects == ["kvbm.v1.events.>", "kvbm.v1.fence.>"]
+            assert (config.max_age, config.max_bytes, config.deny_purge, config.allow_direct) == (
+                77,
+                1 << 26,
+                True,
+                True,
+            )
+            end = Position(Epoch(1), Offset(3))
+            assert await stream.tail("c", ONE) == Tail(end, end)  # its publisher waited for each ack
+            await client.close()
+            await stream.close()
+            await (await NatsStream.connect(limited, WAIT_S)).close()
+
+        asyncio.run(work())
+
+
+def test_without_direct_access_the_last_messages_are_asked_for_in_the_other_way() -> None:
+    import nats
+
+    with nats_server(OLD_SETTINGS) as server:
+        whole, limited = (server.url.replace("://", f"://{user}:x@") for user in ("all", "one"))
+
+        async def work() -> None:
+            client = await nats.connect(whole)
+            await client.jetstream().add_stream(name="KVBM", subjects=["kvbm.v1.events.>", "kvbm.v1.fence.>"])
+            await client.jetstream().add_stream(
+                name="KVBM_PULSE", subjects=["kvbm.v1.pulse.>"], max_msgs_per_subject=1, storage="memory"
+            )
+            stream = await NatsStream.connect(limited, WAIT_S)
+            assert await stream.tail("c", ONE) is None
+            fence = await stream.set_fence("c", ONE, Epoch(2), "r", 0)
+            assert await stream.fence("c", ONE) == fence
+            safe = Position(Epoch(1), Offset(9))
+            await stream.publish("c", ONE, make_frame(0, epoch=2).data, fence=fence.sequence, safe=safe)
+            assert await stream.tail("c", ONE) == Tail(Position(Epoch(2), Offset(1)), safe)
+            heartbeat = PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0)))
+            await stream.send_pulse(heartbeat)
+            await stream.last_sequence()
+            assert await stream.last_pulse("c", ONE) == heartbeat
+            await client.close()
+            await stream.close()
+
+        asyncio.run(work())
+
+
+def test_a_refused_subscription_is_an_error_of_its_watcher_alone() -> None:
+    with nats_server(OLD_SETTINGS) as server:
+
+        async def work() -> None:
+            stream = await NatsStream.connect(server.url.replace("://", "://all:x@"), WAIT_S)
+            await stream.close()
+            stream = await NatsStream.connect(server.url.replace("://", "://one:x@"), WAIT_S)
+            watching = asyncio.ensure_future(anext(stream.watch_round_asks("c", ONE)))
+            count = 0
+            async with asyncio.timeout(WAIT_S):
+                while not watching.done():
+                    await asyncio.gather(*(stream.publish("c", ONE, make_frame(at).data) for at in range(20)))
+                    count += 20
+            with pytest.raises(StreamError, match="permissions violation"):
+                await watching
+            assert count
+            await stream.close()
+
+        asyncio.run(work())
+
+
+def test_a_message_that_is_too_large_for_the_server_says_what_to_raise() -> None:
+    with nats_server("max_payload: 65536") as server:
+        frames = MemoryLog()
+        for at in range(200):
+            frames.append(make_frame(at, blocks=64))
+        publisher = PublisherThread(frames, server.url, "c", ONE, PlainOwner("c"), interval_s=0.1)
+        publisher.start()
+        try:
+            assert publisher.wait_published(Position(Epoch(1), Offset(200)), WAIT_S)  # in messages it takes
+        finally:
+            publisher.stop(0.0)
+
+        async def work() -> None:
+            stream = await NatsStream.connect(server.url, WAIT_S)
+            assert stream.max_message_bytes < 65536
+            await stream.publish("c", ONE, bytes(stream.max_message_bytes))
+            with pytest.raises(StreamError, match="raise max_payload"):
+                await stream.publish("c", ONE, bytes(65537))
+            await stream.close()
+
+        asyncio.run(work())

@@ -21,12 +21,13 @@ from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.locate.http import CatalogClient, HttpLocator
-from kvbm.streams.base import Heartbeat, Position, StreamMessage
+from kvbm.streams.base import Heartbeat, StreamMessage
 from kvbm.streams.memory import MemoryLog, MemoryStream
 from kvbm.streams.nats import _heartbeat_in
 from kvbm.streams.publisher import PublisherThread
 from kvbm.workload.processes import Child, EngineProcess
 from tests.indexes import NATIVE, Twin, each_twin, frame_bytes
+from tests.nats_fixture import PlainOwner
 
 ONE = InstanceId("one")
 SPACE = Namespace(model="m", block_tokens=16).id
@@ -108,10 +109,7 @@ def test_a_publisher_whose_connection_fails_in_an_unforeseen_way_tries_again() -
         stream.append(MemoryStream())
         return stream[0]
 
-    def pulse(position: Position) -> Heartbeat:
-        return heartbeat()
-
-    thread = PublisherThread(MemoryLog(), "nats://127.0.0.1:1", "c", ONE, pulse, 0.05, connect)
+    thread = PublisherThread(MemoryLog(), "nats://127.0.0.1:1", "c", ONE, PlainOwner("c"), 0.05, connect)
     thread.start()
     try:
         deadline = time.monotonic() + 5

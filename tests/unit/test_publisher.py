@@ -1,174 +1,483 @@
-"""The publisher's decisions, alone: virtual time, a stream that loses acks, refuses, and disconnects."""
+"""The publisher's decisions, alone: virtual time, a stream that loses acks, refuses, forgets, and disconnects."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kvbm.core.codec import decode_header
-from kvbm.core.ids import Epoch, Offset
-from kvbm.streams.base import Position, end_of_message
+from kvbm.core.codec import FrameBytes, decode_header
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.streams.base import ORIGIN, Fence, Heartbeat, Position, Tail, end_of_message
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.publisher import (
     ACK_WAIT_S,
     BACKOFF_MOST_S,
+    FENCE_SHARE,
     LINGER_S,
-    ORIGIN,
+    SILENT_HEARTBEATS,
     Acked,
     Appended,
+    AskPulse,
+    Begun,
     Connect,
     Connected,
     Disconnected,
     Effect,
+    FencedOff,
+    FenceSet,
     Input,
+    Kept,
     Publish,
     Publisher,
+    Pulse,
     Refused,
+    RoundBegan,
+    SetFence,
+    ShutOut,
+    Supersede,
     Ticked,
     WakeAt,
 )
 from tests.nats_fixture import make_frame
+
+T = TypeVar("T", bound=Effect)
+ROOM = 1 << 20
 
 
 def position(epoch: int, offset: int) -> Position:
     return Position(Epoch(epoch), Offset(offset))
 
 
-def connected(
-    frames: MemoryLog, at: Position | None = None, message_bytes: int = 1 << 18
-) -> tuple[Publisher, list[Effect]]:
-    """A publisher that has just connected, and what it did then, at time 0."""
-    publisher = Publisher(frames, message_bytes, jitter=lambda: 0.0)
-    assert publisher.step(0.0, Ticked()) == [Connect()]
-    return publisher, publisher.step(0.0, Connected(at))
+def of_kind(effects: Sequence[Effect], kind: type[T]) -> list[T]:
+    return [effect for effect in effects if isinstance(effect, kind)]
 
 
-def published(effects: list[Effect]) -> list[Publish]:
-    return [effect for effect in effects if isinstance(effect, Publish)]
+def the(effects: Sequence[Effect], kind: type[T]) -> T:
+    """The one effect of a kind."""
+    (found,) = of_kind(effects, kind)
+    return found
 
 
-def test_it_begins_where_the_stream_ends() -> None:
-    frames = MemoryLog()
-    for first in range(5):
-        frames.append(make_frame(first))
-    publisher, effects = connected(frames, position(1, 3))
-    assert publisher.published == position(1, 3)
-    assert published(effects) == [Publish(make_frame(3).data + make_frame(4).data, position(1, 5))]
+class Driven:
+    """A publisher of run "me" that is stepped by hand, and what the stream's fence is."""
+
+    def __init__(
+        self, frames: MemoryLog, epoch: int = 1, message_bytes: int = 1 << 18, window_bytes: int = 4 << 20,
+        window_messages: int = 512,
+    ) -> None:  # fmt: skip
+        self.publisher = Publisher(
+            frames, Epoch(epoch), "me", 1.0, window_bytes, window_messages, message_bytes, jitter=lambda: 0.0
+        )
+        self.now_s = 0.0
+
+    def step(self, happened: Input, at_s: float | None = None) -> list[Effect]:
+        self.now_s = self.now_s if at_s is None else at_s
+        return self.publisher.step(self.now_s, happened)
+
+    def find(self, fence: Fence | None = None, tail: Tail | None = None, happened: Input = Ticked()) -> list[Effect]:  # noqa: B008
+        """Step with what leads to a Connect, and answer it."""
+        connect = the(self.step(happened), Connect)
+        return self.step(Connected(connect.attempt, fence, tail, ROOM))
+
+    def begin(self, fence: Fence | None = None, tail: Tail | None = None) -> list[Effect]:
+        """Connect and set the fence, at sequence 100; what follows."""
+        wanted = the(self.find(fence, tail), SetFence)
+        assert wanted.expected == (fence.sequence if fence else 0)
+        return self.step(FenceSet(wanted.attempt, Fence(wanted.epoch, wanted.run, 100)))
+
+    def wait(self, effects: list[Effect]) -> list[Effect]:
+        """Step at the time the effects name."""
+        return self.step(Ticked(), the(effects, WakeAt).at_s)
+
+
+def log_of(*frames: FrameBytes) -> MemoryLog:
+    log = MemoryLog()
+    for frame in frames:
+        log.append(frame)
+    return log
+
+
+def frames_of(count: int, epoch: int = 1) -> list[FrameBytes]:
+    return [make_frame(at, epoch=epoch) for at in range(count)]
+
+
+SIZE = len(make_frame(0).data)
+
+
+# -- messages -----------------------------------------------------------------------------------------------------------
+
+
+def test_it_begins_where_the_stream_is_known_to_be_whole_and_not_where_it_ends() -> None:
+    driven = Driven(log_of(*frames_of(6)))
+    sent = the(driven.begin(Fence(Epoch(1), "me", 9), Tail(position(1, 5), position(1, 3))), Publish)
+    assert sent.data == b"".join(frame.data for frame in frames_of(6)[3:])
+    assert (sent.through, sent.fence, sent.safe) == (position(1, 6), 100, position(1, 3))
+    assert driven.publisher.published == position(1, 3)
+
+
+def test_nothing_is_sent_before_the_fence_is_set() -> None:
+    driven = Driven(log_of(*frames_of(2)))
+    wanted = the(driven.find(), SetFence)
+    assert (wanted.epoch, wanted.run, wanted.expected) == (1, "me", 0)
+    assert not driven.publisher.has_place
+    assert not of_kind(driven.step(Appended(), 1.0), Publish)
+    assert of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 7))), Publish)
+    assert driven.publisher.has_place
 
 
 def test_small_frames_wait_together_for_two_milliseconds() -> None:
     frames = MemoryLog()
-    publisher, effects = connected(frames)
-    assert effects == []
+    driven = Driven(frames)
+    driven.begin()
     frames.append(make_frame(0))
-    assert publisher.step(1.0, Appended()) == [WakeAt(1.0 + LINGER_S)]
+    assert driven.step(Appended(), 1.0) == [WakeAt(1.0 + LINGER_S)]
     frames.append(make_frame(1))
-    assert published(publisher.step(1.001, Appended())) == []
-    effects = publisher.step(1.0 + LINGER_S, Ticked())
-    assert published(effects) == [Publish(make_frame(0).data + make_frame(1).data, position(1, 2))]
+    assert not of_kind(driven.step(Appended(), 1.001), Publish)
+    sent = the(driven.step(Ticked(), 1.0 + LINGER_S), Publish)
+    assert sent.data == make_frame(0).data + make_frame(1).data
 
 
-def test_one_message_is_in_flight_and_published_grows_only_by_its_ack() -> None:
-    frames = MemoryLog()
-    frames.append(make_frame(0))
-    publisher, effects = connected(frames)
-    assert len(published(effects)) == 1
-    frames.append(make_frame(1))
-    assert published(publisher.step(0.5, Appended())) == []
-    assert publisher.published == ORIGIN
-    effects = publisher.step(1.0, Acked(position(1, 1)))
-    assert publisher.published == position(1, 1)
-    assert [message.through for message in published(effects)] == [position(1, 2)]
+def test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes() -> None:
+    driven = Driven(log_of(*frames_of(20)), window_bytes=8 * SIZE, message_bytes=2 * SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    assert [message.through.offset for message in sent] == [2, 4, 6, 8]
+    assert {message.safe for message in sent} == {ORIGIN}
+    more = the(driven.step(Acked(sent[0].attempt)), Publish)
+    assert (more.through, more.safe) == (position(1, 10), position(1, 2))
+    assert driven.publisher.published == position(1, 2)
+
+
+def test_the_window_is_bounded_in_messages_too() -> None:
+    driven = Driven(log_of(*frames_of(20)), message_bytes=SIZE, window_messages=3)
+    sent = of_kind(driven.begin(), Publish)
+    assert [message.through.offset for message in sent] == [1, 2, 3]
+
+
+def test_published_grows_by_acks_without_a_hole_in_whatever_order_they_come() -> None:
+    driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    reached = []
+    for at in (1, 0, 3, 2):
+        driven.step(Acked(sent[at].attempt))
+        reached.append(driven.publisher.published.offset)
+    assert reached == [0, 2, 2, 4]
+    assert driven.publisher.has_all()
 
 
 def test_a_message_has_whole_frames_of_one_epoch_up_to_its_size() -> None:
-    frames = MemoryLog()
-    size = len(make_frame(0).data)
-    for first in range(3):
-        frames.append(make_frame(first))
-    frames.append(make_frame(0, epoch=2))
-    publisher, effects = connected(frames, message_bytes=2 * size + 1)
-    sent = published(effects)
-    for at in range(1, 3):
-        sent += published(publisher.step(float(at), Acked(sent[-1].through)))
+    driven = Driven(log_of(*frames_of(3), make_frame(0, epoch=2)), epoch=2, message_bytes=2 * SIZE + 1)
+    sent = of_kind(driven.begin(), Publish)
     assert [message.through for message in sent] == [position(1, 2), position(1, 3), position(2, 1)]
     assert sent[2].data == make_frame(0, epoch=2).data
 
 
 def test_a_frame_larger_than_a_message_goes_alone() -> None:
-    frames = MemoryLog()
-    frames.append(make_frame(0, blocks=100))
-    frames.append(make_frame(1))
-    _, effects = connected(frames, message_bytes=64)
-    assert [message.through for message in published(effects)] == [position(1, 1)]
+    driven = Driven(log_of(make_frame(0, blocks=100), make_frame(1)), message_bytes=64)
+    assert [message.through.offset for message in of_kind(driven.begin(), Publish)] == [1, 2]
 
 
-@pytest.mark.parametrize("trouble", [Refused("full"), Disconnected("gone"), Ticked()])
-def test_whatever_fails_ends_in_a_new_connection_that_says_where_to_go_on(trouble: Input) -> None:
-    frames = MemoryLog()
-    frames.append(make_frame(0))
-    publisher, _ = connected(frames)
-    effects = publisher.step(ACK_WAIT_S, trouble)
-    assert isinstance(effects[0], WakeAt)
-    assert publisher.step(effects[0].at_s, Ticked()) == [Connect()]
-    effects = publisher.step(effects[0].at_s, Connected(position(1, 1)))  # it was stored after all
-    assert published(effects) == []
-    assert publisher.published == position(1, 1)
+def test_a_message_keeps_to_what_the_connection_takes() -> None:
+    driven = Driven(log_of(*frames_of(4)))
+    connect = the(driven.step(Ticked()), Connect)
+    wanted = the(driven.step(Connected(connect.attempt, None, None, 2 * SIZE)), SetFence)
+    sent = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
+    assert [message.through.offset for message in sent] == [2, 4]
+
+
+def test_a_small_frame_before_a_large_one_does_not_keep_it_back() -> None:
+    driven = Driven(log_of(make_frame(0), make_frame(1, blocks=100)), message_bytes=4 * SIZE)
+    effects = driven.begin()
+    assert the(effects, Publish).through.offset == 1
+    assert the(driven.step(Ticked(), LINGER_S), Publish).through.offset == 2
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------------
+
+
+def test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing() -> None:
+    driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    driven.step(Acked(sent[0].attempt))
+    effects = driven.step(Refused(sent[1].attempt, "full"))
+    assert not of_kind(effects, Publish)
+    driven.step(Acked(sent[2].attempt))
+    driven.step(Acked(sent[3].attempt))
+    assert driven.publisher.published == position(1, 1)
+    again = of_kind(driven.wait(effects), Publish)
+    assert [message.through.offset for message in again] == [2, 3, 4]
+    assert {message.safe for message in again} == {position(1, 1)}
+    assert not {message.attempt for message in again} & {message.attempt for message in sent}
+    driven.step(Refused(sent[1].attempt, "full"))  # late as well
+    for message in again:
+        driven.step(Acked(message.attempt))
+    assert driven.publisher.published == position(1, 4)
+
+
+@pytest.mark.parametrize("trouble", [Disconnected("gone"), Ticked()], ids=["lost", "overdue"])
+def test_a_lost_connection_and_an_overdue_ack_end_in_a_new_connection(trouble: Input) -> None:
+    driven = Driven(log_of(*frames_of(1)))
+    sent = the(driven.begin(), Publish)
+    effects = driven.step(trouble, ACK_WAIT_S)
+    assert not of_kind(effects, Publish)
+    assert the(driven.wait(effects), Connect).anew
+    assert not of_kind(driven.step(Appended()), Publish)
+    driven.step(Acked(sent.attempt))
+    assert driven.publisher.published == ORIGIN
+
+
+def test_after_a_reconnection_it_goes_on_from_the_hole_before_the_tail() -> None:
+    """0 1 3 4 are stored: 2 was lost with its connection, which the last message cannot know."""
+    driven = Driven(log_of(*frames_of(6)), message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    for message in sent[:2]:
+        driven.step(Acked(message.attempt))
+    effects = driven.step(Disconnected("gone"), 1.0)
+    connect = the(driven.wait(effects), Connect)
+    found = Connected(connect.attempt, Fence(Epoch(1), "me", 100), Tail(position(1, 5), position(1, 2)), ROOM)
+    wanted = the(driven.step(found), SetFence)
+    assert wanted.expected == 100
+    again = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 101))), Publish)
+    assert [message.through.offset for message in again] == [3, 4, 5, 6]
+    assert {message.fence for message in again} == {101}
 
 
 def test_it_waits_longer_after_each_failure_up_to_a_limit_and_less_after_an_ack() -> None:
-    frames = MemoryLog()
-    frames.append(make_frame(0))
-    publisher = Publisher(frames, jitter=lambda: 1.0)
+    publisher = Publisher(log_of(*frames_of(1)), Epoch(1), "me", jitter=lambda: 1.0)
     now_s, waits = 0.0, []
     for _ in range(10):
-        assert publisher.step(now_s, Ticked()) == [Connect()]
-        (effect,) = publisher.step(now_s, Disconnected("nobody"))
-        assert isinstance(effect, WakeAt)
-        waits.append(effect.at_s - now_s)
-        now_s = effect.at_s
+        the(publisher.step(now_s, Ticked()), Connect)
+        wake = the(publisher.step(now_s, Disconnected("nobody")), WakeAt)
+        waits.append(wake.at_s - now_s)
+        now_s = wake.at_s
     assert waits == sorted(waits)
     assert waits[-1] == pytest.approx(BACKOFF_MOST_S)
-    publisher.step(now_s, Ticked())
-    publisher.step(now_s, Connected(None))
-    publisher.step(now_s, Acked(position(1, 1)))
-    (effect,) = publisher.step(now_s, Disconnected("gone"))
-    assert isinstance(effect, WakeAt)
-    assert effect.at_s - now_s == pytest.approx(waits[0])
+    connect = the(publisher.step(now_s, Ticked()), Connect)
+    wanted = the(publisher.step(now_s, Connected(connect.attempt, None, None, ROOM)), SetFence)
+    sent = the(publisher.step(now_s, FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
+    publisher.step(now_s, Acked(sent.attempt))
+    wake = the(publisher.step(now_s, Disconnected("gone")), WakeAt)
+    assert wake.at_s - now_s == pytest.approx(waits[0])
 
 
-def test_a_stream_that_lost_its_end_gets_it_again() -> None:
-    frames = MemoryLog()
-    for first in range(4):
-        frames.append(make_frame(first))
-    publisher, _ = connected(frames)
-    publisher.step(0.0, Acked(position(1, 4)))
-    wake = publisher.step(1.0, Disconnected("power cut"))[0]
-    assert isinstance(wake, WakeAt)
-    publisher.step(wake.at_s, Ticked())
-    effects = publisher.step(wake.at_s, Connected(position(1, 2)))
-    assert published(effects) == [Publish(make_frame(2).data + make_frame(3).data, position(1, 4))]
-    assert publisher.published == position(1, 4)
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [(Tail(position(1, 2), position(1, 1)), 1), (None, 0)],
+    ids=["its end is lost", "another stream"],
+)
+def test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shrink(
+    tail: Tail | None, expected: int
+) -> None:
+    driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
+    for message in of_kind(driven.begin(), Publish):
+        driven.step(Acked(message.attempt))
+    effects = driven.step(Disconnected("power cut"), 1.0)
+    connect = the(driven.wait(effects), Connect)
+    wanted = the(driven.step(Connected(connect.attempt, None, tail, ROOM)), SetFence)
+    again = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
+    assert [message.through.offset for message in again] == list(range(expected + 1, 5))
+    assert {message.safe.offset for message in again} == {expected}
+    assert driven.publisher.published == position(1, 4)
+    assert driven.publisher.confirmed.offset == expected
+    assert not driven.publisher.has_all()
+
+
+def test_an_answer_to_an_earlier_attempt_to_connect_is_not_taken() -> None:
+    driven = Driven(log_of(*frames_of(1)))
+    first = the(driven.step(Ticked()), Connect)
+    effects = driven.step(Disconnected("nobody"))
+    second = the(driven.wait(effects), Connect)
+    assert driven.step(Connected(first.attempt, None, None, ROOM)) == []
+    assert of_kind(driven.step(Connected(second.attempt, None, None, ROOM)), SetFence)
+
+
+def test_a_fence_that_is_not_acknowledged_in_time_ends_in_a_new_connection() -> None:
+    driven = Driven(MemoryLog())
+    effects = driven.wait(driven.find())
+    assert of_kind(driven.wait(effects), Connect)
+
+
+# -- the fence ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("happened", [RoundBegan(), Begun(Epoch(2))])
+def test_a_round_and_a_new_epoch_move_the_fence_once_all_that_is_in_flight_is_acknowledged(happened: Input) -> None:
+    frames = log_of(*frames_of(2))
+    driven = Driven(frames, message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    assert not of_kind(driven.step(happened), SetFence)
+    frames.append(make_frame(2))
+    assert not of_kind(driven.step(Appended(), 1.0), Publish)
+    driven.step(Acked(sent[0].attempt))
+    wanted = the(driven.step(Acked(sent[1].attempt)), SetFence)
+    assert (wanted.epoch, wanted.expected) == (driven.publisher.epoch, 100)
+    following = of_kind(driven.step(FenceSet(wanted.attempt, Fence(wanted.epoch, "me", 103)), 2.0), Publish)
+    assert [(message.through.offset, message.fence) for message in following] == [(3, 103)]
+
+
+def test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began() -> None:
+    frames = log_of(make_frame(0))
+    driven = Driven(frames)
+    first = the(driven.begin(), Publish)
+    frames.append(make_frame(0, epoch=2))
+    assert not of_kind(driven.step(Appended(), 1.0), Publish)
+    wanted = the(driven.step(Acked(first.attempt), 2.0), SetFence)
+    assert wanted.epoch == 2
+    sent = the(driven.step(FenceSet(wanted.attempt, Fence(Epoch(2), "me", 102))), Publish)
+    assert (sent.through, sent.fence) == (position(2, 1), 102)
+
+
+def test_a_fence_is_moved_before_the_stream_lets_go_of_it() -> None:
+    driven = Driven(MemoryLog())
+    driven.begin()
+    wake = the(driven.step(Kept(3600.0)), WakeAt)
+    assert wake.at_s == 3600.0 / FENCE_SHARE
+    wanted = the(driven.step(Ticked(), wake.at_s), SetFence)
+    assert wanted.expected == 100
+    effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 101)))
+    assert the(effects, WakeAt).at_s == 2 * 3600.0 / FENCE_SHARE
+
+
+def test_a_fence_that_aged_out_is_set_again() -> None:
+    frames = log_of(*frames_of(2))
+    driven = Driven(frames, message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    connect = the(driven.step(FencedOff(sent[0].attempt, "wrong last sequence: 0")), Connect)
+    assert not connect.anew
+    wanted = the(driven.step(Connected(connect.attempt, None, Tail(position(1, 1), ORIGIN), ROOM)), SetFence)
+    assert wanted.expected == 0
+    again = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 200))), Publish)
+    assert [(message.through.offset, message.fence) for message in again] == [(1, 200), (2, 200)]
+
+
+def test_a_fence_that_is_refused_again_and_again_is_not_asked_for_in_haste() -> None:
+    driven = Driven(log_of(*frames_of(1)))
+    sent = the(driven.begin(), Publish)
+    connect = the(driven.step(FencedOff(sent.attempt, "")), Connect)
+    wanted = the(driven.step(Connected(connect.attempt, None, None, ROOM)), SetFence)
+    effects = driven.step(FencedOff(wanted.attempt, ""))
+    assert not of_kind(effects, Connect)
+    assert the(effects, WakeAt).at_s > 0
+
+
+OTHERS_PLACE = [
+    (Fence(Epoch(2), "other", 9), None, 2),
+    (Fence(Epoch(1), "other", 9), None, 1),
+    (None, Tail(position(3, 5), position(3, 5)), 3),
+    (None, Tail(position(1, 5), position(1, 5)), 1),
+    (Fence(Epoch(1), "me", 9), Tail(position(3, 5), position(3, 5)), 3),
+]
+
+
+@pytest.mark.parametrize(("fence", "tail", "newest"), OTHERS_PLACE)
+def test_another_runs_place_is_left_alone_with_one_word(fence: Fence | None, tail: Tail | None, newest: int) -> None:
+    frames = log_of(*frames_of(2))
+    driven = Driven(frames)
+    effects = driven.find(fence, tail)
+    shut = the(effects, ShutOut)
+    assert (shut.epoch, shut.run) == (newest, "other" if tail is None else "")
+    assert driven.publisher.is_fenced
+    assert not driven.publisher.has_place
+    frames.append(make_frame(2))
+    assert not of_kind(driven.step(Appended(), 1.0), Publish)
+    effects = driven.step(Disconnected("gone"))
+    connect = the(driven.wait(effects), Connect)
+    assert not of_kind(driven.step(Connected(connect.attempt, fence, tail, ROOM)), ShutOut)
+
+
+@pytest.mark.parametrize("fence", [Fence(Epoch(1), "other", 9), Fence(Epoch(2), "me", 9), None])
+def test_an_older_epochs_place_and_its_own_are_taken(fence: Fence | None) -> None:
+    driven = Driven(MemoryLog(), epoch=2)
+    wanted = the(driven.find(fence, Tail(position(1, 5), position(1, 5))), SetFence)
+    assert (wanted.epoch, wanted.expected) == (2, 9 if fence else 0)
+
+
+def beat(run: str, at: int) -> Heartbeat:
+    return Heartbeat(
+        instance=InstanceId("one"), cluster="c", epoch=Epoch(2), published=Offset(0), wall_time_ns=at, run=run
+    )
+
+
+def test_it_takes_a_later_epoch_only_when_the_other_is_silent_for_three_heartbeats() -> None:
+    driven = Driven(log_of(*frames_of(3), make_frame(0, epoch=3)))
+    effects = driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)))
+    assert of_kind(effects, AskPulse)
+    for at in range(1, 20):  # it lives
+        assert not of_kind(driven.step(Pulse(beat("other", at)), float(at)), Supersede)
+    for at_s in (19.0, 20.0, 21.0, 21.9):
+        assert not of_kind(driven.step(Pulse(beat("other", 19)), at_s), Supersede)
+    assert the(driven.step(Pulse(beat("other", 19)), 19.0 + SILENT_HEARTBEATS), Supersede).epoch == 2
+    assert not of_kind(driven.step(Pulse(beat("other", 19)), 30.0), Supersede)  # said once
+    assert not of_kind(driven.step(Begun(Epoch(2))), Connect)
+    wanted = the(
+        driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)), Begun(Epoch(3))), SetFence
+    )
+    assert (wanted.epoch, wanted.expected) == (3, 9)
+    sent = the(driven.step(FenceSet(wanted.attempt, Fence(Epoch(3), "me", 10))), Publish)
+    assert sent.data == make_frame(0, epoch=3).data  # what it had of epochs before is nobody's any more
+
+
+def test_its_own_last_heartbeat_is_no_sign_of_the_other() -> None:
+    driven = Driven(MemoryLog())
+    driven.find(Fence(Epoch(2), "other", 9))
+    for at in range(1, SILENT_HEARTBEATS):
+        assert not of_kind(driven.step(Pulse(beat("me", at)), float(at)), Supersede)
+    assert of_kind(driven.step(Pulse(None), float(SILENT_HEARTBEATS)), Supersede)
+
+
+def test_silence_does_not_count_while_the_stream_cannot_be_asked() -> None:
+    driven = Driven(MemoryLog())
+    driven.find(Fence(Epoch(2), "other", 9))
+    effects = driven.step(Disconnected("gone"), 1.0)
+    connect = the(driven.step(Ticked(), 100.0), Connect)
+    effects = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 9), None, ROOM))
+    assert of_kind(effects, AskPulse)
+    assert not of_kind(driven.step(Pulse(None), 100.5), Supersede)
+
+
+def test_one_that_is_shut_out_in_the_middle_stops_at_once() -> None:
+    driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
+    sent = of_kind(driven.begin(), Publish)
+    connect = the(driven.step(FencedOff(sent[1].attempt, "")), Connect)
+    assert not driven.publisher.has_place
+    effects = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 300), Tail(position(2, 1), ORIGIN), ROOM))
+    assert the(effects, ShutOut) == ShutOut(Epoch(2), "other")
+    driven.step(Acked(sent[0].attempt))
+    assert driven.publisher.published == ORIGIN
+
+
+# -- everything at once -------------------------------------------------------------------------------------------------
 
 
 class World:
-    """A stream behind an unreliable connection, in virtual time."""
+    """A stream with fences behind an unreliable connection, in virtual time. Another run may take the place, and go."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    def __init__(self, choice: random.Random) -> None:
+        self.random = choice
         self.now_s = 0.0
         self.log = MemoryLog()
-        self.stored: list[bytes] = []
+        self.stored: list[tuple[bytes, Position]] = []
+        self.sequence = 0
+        self.fence: Fence | None = None
+        self.pulse: Heartbeat | None = None
         self.publisher = Publisher(
-            self.log, self.random.choice((1, 300, 2000, 1 << 18)), jitter=self.random.random, ack_wait_s=1.0
-        )
+            self.log, Epoch(1), "me", 0.2, self.random.choice((1000, 4000, 4 << 20)), self.random.choice((1, 3, 512)),
+            self.random.choice((1, 300, 2000, 1 << 18)), jitter=self.random.random, ack_wait_s=1.0,
+        )  # fmt: skip
         self.is_calm = False
-        self.appended: list[Position] = []
+        self.appended: list[FrameBytes] = []
+        self.next_offset = 0
+        self.epoch = 1
+        self.others: list[int] = [0]
         self._connection = 0
+        self._server = 0
+        self._line_s = 0.0  # when the server has taken the last message of this connection
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._high = ORIGIN
@@ -180,18 +489,26 @@ class World:
         while self._agenda and self._agenda[0][0] <= end_s:
             self.now_s, _, do = heapq.heappop(self._agenda)
             do()
+        self.now_s = end_s
 
-    def append(self, epoch: int, first: int, events: int) -> None:
-        frame = make_frame(first, events, epoch, blocks=self.random.choice((1, 1, 5, 40)))
+    def append(self) -> None:
+        frame = make_frame(
+            self.next_offset, self.random.randint(1, 4), self.epoch, blocks=self.random.choice((1, 1, 5, 40))
+        )
+        self.next_offset = frame.next_offset
         self.log.append(frame)
-        self.appended.append(Position(frame.epoch, frame.next_offset))
+        self.appended.append(frame)
         self.step(Appended())
+
+    def begin_epoch(self, epoch: int, says_so: bool = True) -> None:
+        self.epoch, self.next_offset = epoch, 0
+        if says_so:
+            self.step(Begun(Epoch(epoch)))
 
     def step(self, happened: Input) -> None:
         for effect in self.publisher.step(self.now_s, happened):
             self.do(effect)
         assert self.publisher.published >= self._high
-        assert self.publisher.published <= max([ORIGIN, *(end_of_message(data, "") for data in self.stored)])
         self._high = self.publisher.published
 
     def do(self, effect: Effect) -> None:
@@ -199,73 +516,168 @@ class World:
             case WakeAt(at_s):
                 assert at_s >= self.now_s
                 self.later(at_s - self.now_s, lambda: self.step(Ticked()))
-            case Connect():
-                self._connection += 1
-                self.later(self.random.uniform(0.0, 0.2), self.answer_connect)
-            case Publish(data, through):
-                assert end_of_message(data, "") == through
-                self.publish(data, through, self._connection)
+            case Connect(attempt, anew):
+                if anew:
+                    self._connection += 1
+                    self._line_s = self.now_s
+                self.later(self.random.uniform(0.0, 0.2), lambda: self.answer_connect(attempt))
+            case Publish():
+                assert end_of_message(effect.data, "") == effect.through
+                self.send(effect.attempt, lambda: self.store(effect))
+            case SetFence():
+                self.send(effect.attempt, lambda: self.move_fence(effect))
+            case AskPulse():
+                pulse = self.pulse
+                self.later(0.001, lambda: self.step(Pulse(pulse)))
+            case Supersede(epoch):
+                self.later(self.random.uniform(0.0, 0.5), lambda: self.begin_epoch(max(epoch, self.epoch) + 1))
+            case ShutOut():
+                pass
 
     def fails(self, chance: float) -> bool:
         return not self.is_calm and self.random.random() < chance
 
-    def answer_connect(self) -> None:
+    def answer_connect(self, attempt: int) -> None:
         if self.fails(0.3):
             self.step(Disconnected("nobody there"))
             return
-        self.step(Connected(end_of_message(self.stored[-1], "") if self.stored else None))
+        data, safe = self.stored[-1] if self.stored else (b"", ORIGIN)
+        self.step(Connected(attempt, self.fence, Tail(end_of_message(data, ""), safe) if data else None, ROOM))
 
-    def publish(self, data: bytes, through: Position, connection: int) -> None:
-        wait_s = self.random.uniform(0.0, 0.01)
+    def send(self, attempt: int, store: Callable[[], Input]) -> None:
+        """One connection's messages are stored in order; an earlier connection's may come late."""
+        connection, server = self._connection, self._server
         if self.fails(0.05):
-            self.later(wait_s, lambda: self.answer(connection, Refused("full")))
+            self.later(0.01, lambda: self.answer(connection, Refused(attempt, "full")))
             return
-        if self.fails(0.05):
-            self.later(wait_s, lambda: self.answer(connection, Disconnected("lost on the way")))
+        if self.fails(0.03):
+            self.later(0.01, lambda: self.answer(connection, Disconnected("lost on the way")))
             return
-        delay_s = (
-            self.random.uniform(0.0, 3.0) if self.fails(0.03) else wait_s
-        )  # may be stored after a newer connection's
-        self.later(delay_s, lambda: self.stored.append(data))
-        fate = self.random.random()
-        if self.is_calm or fate < 0.8:
-            self.later(delay_s, lambda: self.step(Acked(through)))
-        elif fate < 0.9:
-            self.later(delay_s, lambda: self.answer(connection, Disconnected("ack lost")))
+        self._line_s = max(self._line_s, self.now_s + self.random.uniform(0.0, 0.01))
+        if self.fails(0.02):
+            self._line_s += self.random.uniform(0.0, 3.0)
+        is_lost = self.fails(0.05)
+
+        def arrive() -> None:
+            if server != self._server:
+                return
+            answer = store()
+            if is_lost:
+                self.answer(connection, Disconnected("ack lost"))
+            else:
+                self.answer(connection, answer)
+
+        self.later(self._line_s - self.now_s, arrive)
 
     def answer(self, connection: int, happened: Input) -> None:
         if connection == self._connection:
             self.step(happened)
 
+    def store(self, message: Publish) -> Input:
+        if self.fence is None or message.fence != self.fence.sequence:
+            return FencedOff(message.attempt, "wrong last sequence")
+        self.sequence += 1
+        self.stored.append((message.data, message.safe))
+        return Acked(message.attempt)
 
-@pytest.mark.parametrize("seed", range(300))
-def test_what_the_stream_holds_less_repeats_is_the_log_in_order(seed: int) -> None:
-    world = World(seed)
+    def move_fence(self, wanted: SetFence) -> Input:
+        if wanted.expected != (self.fence.sequence if self.fence else 0):
+            return FencedOff(wanted.attempt, "wrong last sequence")
+        self.sequence += 1
+        self.fence = Fence(wanted.epoch, wanted.run, self.sequence)
+        return FenceSet(wanted.attempt, self.fence)
+
+    def lose_power(self) -> None:
+        """The server comes back without its last writes, and perhaps without the last fence."""
+        self.stored = self.stored[: self.random.randint(0, len(self.stored))]
+        if self.random.random() < 0.5:
+            self.fence = None
+        self._server += 1
+        self._connection += 1
+        self.step(Disconnected("the server was away"))
+
+    def usurp(self) -> None:
+        """Another run takes a later epoch, tells one thing, lives for a while and is gone."""
+        epoch = Epoch(max(self.epoch, self.fence.epoch if self.fence else 0, *self.others) + 1)
+        self.others.append(epoch)
+        self.sequence += 2
+        self.fence = Fence(epoch, "other", self.sequence - 1)
+        self.stored.append((make_frame(0, 7, epoch).data, ORIGIN))
+        for at in range(self.random.randint(0, 5)):
+            self.later(0.2 * at, lambda at=at: setattr(self, "pulse", beat("other", self.sequence + at)))  # type: ignore[misc]
+
+    def contiguous(self) -> Position:
+        """How far the stream has our log from its beginning, as a reader that puts frames aside finds."""
+        frames = set()
+        for data, _ in self.stored:
+            at = 0
+            while at < len(data):
+                size = decode_header(data, at).frame_bytes
+                frames.add(data[at : at + size])
+                at += size
+        reached = ORIGIN
+        for frame in self.appended:
+            if frame.data not in frames:
+                break
+            reached = Position(frame.epoch, frame.next_offset)
+        return reached
+
+
+def run_world(choice: random.Random, steps: int, with_losses: bool, with_others: bool) -> World:
+    world = World(choice)
     world.step(Ticked())
     at_s = 0.0
-    for epoch in range(1, world.random.randint(2, 4)):
-        first = 0
-        for _ in range(world.random.randint(0, 60)):
-            events = world.random.randint(1, 4)
-            at_s += world.random.choice((0.0, 0.0005, 0.01, 0.5))
-            world.run_until(at_s)
-            world.now_s = at_s
-            world.append(epoch, first, events)
-            first += events
+    for _ in range(steps):
+        at_s += choice.choice((0.0, 0.0005, 0.01, 0.5))
+        world.run_until(at_s)
+        kind = choice.random()
+        if kind < 0.9:
+            world.append()
+        elif kind < 0.93:
+            world.begin_epoch(world.epoch + 1, world.publisher.is_fenced or choice.random() < 0.8)
+        elif kind < 0.95:
+            world.step(RoundBegan())
+        elif kind < 0.97:
+            world.fence = None  # it aged out
+        elif kind < 0.985 and with_others:
+            world.usurp()
+        elif with_losses:
+            world.lose_power()
+        if not with_losses and not with_others:
+            assert world.publisher.published <= world.contiguous()
     world.is_calm = True
     world.run_until(at_s + 60.0)
+    world.append()  # an epoch of its own that is heard of
+    world.run_until(at_s + 120.0)
+    return world
 
-    reached = ORIGIN
-    for data in world.stored:
-        at = 0
-        while at < len(data):
-            header = decode_header(data, at)
-            at += header.frame_bytes
-            if Position(header.epoch, header.next_offset) <= reached:
-                continue  # a repeat
-            is_next = header.epoch == reached.epoch and header.first_offset == reached.offset
-            assert is_next or (header.epoch > reached.epoch and header.first_offset == 0)
-            reached = Position(header.epoch, header.next_offset)
-    last = world.appended[-1] if world.appended else ORIGIN
-    assert reached == last
-    assert world.publisher.published == last
+
+@given(st.randoms(use_true_random=False), st.integers(0, 60))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_every_frame_reaches_the_stream_and_published_never_passes_what_is_there(
+    choice: random.Random, steps: int
+) -> None:
+    world = run_world(choice, steps, with_losses=False, with_others=False)
+    last = Position(world.appended[-1].epoch, world.appended[-1].next_offset)
+    assert world.contiguous() == world.publisher.published == last
+    assert world.publisher.has_all()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_stream_that_loses_its_end_again_and_again_is_whole_at_last(seed: int) -> None:
+    world = run_world(random.Random(seed), 60, with_losses=True, with_others=False)
+    last = Position(world.appended[-1].epoch, world.appended[-1].next_offset)
+    assert world.contiguous() == world.publisher.published == last
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_after_other_runs_have_come_and_gone_the_last_epoch_is_whole(seed: int) -> None:
+    world = run_world(random.Random(seed), 60, with_losses=False, with_others=True)
+    assert not world.publisher.is_fenced
+    for epoch in world.others[1:]:  # what this one had in the same epoch is not mixed into the other's
+        assert {data for data, _ in world.stored if decode_header(data).epoch == epoch} == {
+            make_frame(0, 7, epoch).data
+        }
+    assert world.publisher.published == Position(Epoch(world.epoch), Offset(world.next_offset))
+    world.appended = [frame for frame in world.appended if frame.epoch == world.epoch]
+    assert world.contiguous() == world.publisher.published
