@@ -6,7 +6,6 @@ import asyncio
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -29,16 +28,19 @@ from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
+from kvbm.manager.frames import Keeping
+from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
 from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload import Offloader
 from kvbm.manager.recovery import recover
+from kvbm.manager.rounds import Rounds
+from kvbm.manager.samples import Samples
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
-from kvbm.streams.base import Heartbeat, Position, StreamState
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
@@ -108,8 +110,9 @@ def open_manager(
         if not settings.journal.in_memory:
             _make_data_dir(settings)
             journal = Journal.open(
-                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes
-            )
+                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
+                settings.journal.capacity_bytes, settings.journal.sync_interval_s,
+            )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
         new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
@@ -120,11 +123,17 @@ def open_manager(
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url) if url else Epoch(0)
-        epoch = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
+        keeping: Keeping | None = MemoryKeeping(memory) if memory is not None else None
+        if journal is not None:
+            keeping = JournalKeeping(journal, pool_id, settings.journal.sync_interval_s)
+        samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = Manager(
-            instance, settings.instance.cluster, epoch, ledger, pools, journal or memory or DiscardingSink(), kernels,
+            instance, settings.instance.cluster, ledger, pools, journal or memory or DiscardingSink(), kernels,
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
-            settings.onboard.threads, wall_clock_ns,
+            settings.onboard.threads, wall_clock_ns, keeping=keeping,
+            rounds=Rounds(settings.rounds.least_s, settings.journal.capacity_bytes if journal is not None else 0),
+            samples=samples, has_stream=bool(url),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -145,7 +154,7 @@ def run_catalog(settings: Settings) -> int:
     check_settings(settings)
     with ExitStack() as opened:
         url = _nats_url(settings, opened)
-        if not settings.catalog.database:
+        if not (settings.catalog.database and settings.catalog.checkpoints):
             _make_data_dir(settings)
         default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
         costs = msgspec.structs.asdict(settings.catalog.routing)
@@ -159,6 +168,9 @@ def run_catalog(settings: Settings) -> int:
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
             capacity=settings.catalog.capacity,
+            checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
+            checkpoint_every_s=settings.catalog.checkpoint_every_s,
+            archive=settings.catalog.archive,
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),
@@ -178,52 +190,14 @@ def catalog_client(url: str) -> CatalogClient:
     return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
 
 
-class _Owner:
-    """What the publisher sees of a manager."""
-
-    def __init__(self, manager: Manager, frames: Journal | MemoryLog) -> None:
-        self.run = uuid.uuid4().hex
-        self._manager = manager
-        self._frames = frames
-        self._begun = Position(manager.epoch, manager.applied())
-
-    @property
-    def epoch(self) -> Epoch:
-        """See `PublisherOwner.epoch`."""
-        return self._manager.epoch
-
-    def heartbeat(self, published: Position) -> Heartbeat:
-        """See `PublisherOwner.heartbeat`."""
-        return msgspec.structs.replace(self._manager.heartbeat(published), run=self.run)
-
-    def on_published(self, position: Position) -> None:
-        """See `PublisherOwner.on_published`."""
-        if isinstance(self._frames, MemoryLog):
-            self._frames.drop_before(position)
-        elif position >= self._begun:
-            self._frames.drop_epochs_before(self._manager.epoch)
-
-    def on_fenced(self, newer: Epoch) -> None:
-        """See `PublisherOwner.on_fenced`."""
-
-    def on_round_asked(self) -> None:
-        """See `PublisherOwner.on_round_asked`."""
-
-    def on_stream_state(self, state: StreamState) -> None:
-        """See `PublisherOwner.on_stream_state`."""
-
-
 def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
-    """A publisher that has begun, and that lets go of what the stream holds.
-
-    An epoch begins with a whole round: once that is on the stream, and so in the journal, nobody needs the epochs before it.
-    """
+    """A publisher that has begun."""
     publisher = PublisherThread(
-        frames, url, settings.instance.cluster, manager.instance, _Owner(manager, frames), settings.nats.heartbeat_s,
+        frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
         window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
     )  # fmt: skip
     publisher.start()
-    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop)
+    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)
 
 
 def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoch:
@@ -269,9 +243,10 @@ def _begin_epoch(
     namespaces: Sequence[Namespace],
     engine: str,
     on_stream: Epoch,
-) -> Epoch:
+) -> str:
+    """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
     recovered: dict[Tier, list[Recovered]] = {}
-    epoch = Epoch(on_stream + 1)
+    epoch, pool_id = Epoch(on_stream + 1), ""
     if journal is not None:
         new_fold: NewFold = Residencies if settings.core == "reference" else NATIVE_FOLD
         nvme = pools.slots.get(Tier.NVME)
@@ -287,7 +262,7 @@ def _begin_epoch(
         epoch=epoch,
         recovered_blocks=len(recovered.get(Tier.NVME, [])),
     )
-    return epoch
+    return pool_id
 
 
 def _nats_url(settings: Settings, opened: ExitStack) -> str:

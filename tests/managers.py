@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 import numpy as np
 
@@ -15,9 +16,12 @@ from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteThrough
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.manager.copies import Pools
-from kvbm.manager.frames import FrameSink
+from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.manager import Manager, Prefix
 from kvbm.manager.offload import Offloader
+from kvbm.manager.offsets import Offsets
+from kvbm.manager.rounds import Rounds
+from kvbm.manager.samples import SampleSink
 from kvbm.pools.base import ObjectPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.streams.memory import MemoryLog
@@ -57,8 +61,15 @@ def make_manager(
     offload: tuple[Tier, ...] = (Tier.HOST, Tier.NVME, Tier.OBJECT),
     clock: Callable[[], float] = time.monotonic,
     event_bytes: int = 64 << 20,
+    by_hand: bool = False,
+    keeping: Keeping | None = None,
+    rounds: Rounds | None = None,
+    samples: SampleSink | None = None,
+    executor: Executor | None = None,
+    offsets: Offsets | None = None,
+    has_stream: bool = False,
 ) -> Manager:
-    """A started manager with memory pools of the given sizes."""
+    """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects)
     stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
@@ -67,10 +78,12 @@ def make_manager(
     ledger.start(Epoch(1), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
-        InstanceId("test"), "tests", Epoch(1), ledger, pools, sink or MemoryLog(), NATIVE,
+        InstanceId("test"), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
         Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s, clock=clock,
+        keeping=keeping, rounds=rounds, samples=samples, executor=executor, offsets=offsets, run="a-run", has_stream=has_stream,
     )  # fmt: skip
-    manager.start()
+    if not by_hand:
+        manager.start()
     return manager
 
 

@@ -12,7 +12,8 @@ A slot is in one of these states, and only its owner may touch its bytes:
 
 Nothing takes the events for as long as the journal's device hangs, and the engine is not held up for it: events wait in
 bounded room. One that does not fit any more is an *overflow*: the stream ends there with InstanceStopped, commands go on without
-being recorded, and durable tiers take nothing, because nobody would ever know of it.
+being recorded, and durable tiers take nothing, because nobody would ever know of it. `restart` begins another epoch in place,
+with a round of all that is held, and with it the recording again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
+
+import msgspec
 
 from kvbm.core.codec import STOPPED_BYTES, FrameBytes, cut_frames, encode_frame, encoded_bytes
 from kvbm.core.errors import LedgerError
@@ -59,6 +62,7 @@ from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.residency import Delta, Residencies
 
 LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
+ROUND_LOOKS = 8192  # held slots that one step of a round looks at, at most
 HIGHEST_PRIORITY = 100  # of a kept block: never given up
 
 
@@ -93,6 +97,7 @@ class Copy(NamedTuple):
         source_slots: packed; empty when the source has no slots of ours.
         target_slots: packed; empty for a target without slots.
         after: offset that must be durable before the target slots are overwritten.
+        epoch: in which `after` counts.
     """
 
     id: int
@@ -103,6 +108,7 @@ class Copy(NamedTuple):
     source_slots: bytes
     target_slots: bytes
     after: Offset
+    epoch: Epoch
 
 
 class Recovered(NamedTuple):
@@ -128,6 +134,19 @@ class _Kept(NamedTuple):
 
     priority: int
     until_s: float
+
+
+class _RoundLeft(NamedTuple):
+    """What is left to state of a tier's round.
+
+    Attributes:
+        at: the slot it goes on with.
+        stated: blocks stated so far.
+    """
+
+    tier: Tier
+    at: int
+    stated: int
 
 
 class _TierState:
@@ -207,7 +226,8 @@ class Ledger:
         self._copies: dict[int, Copy] = {}
         self._next_copy = 1
         self._round = 0
-        self._round_left: deque[tuple[Tier, deque[SequenceHash] | None, int]] = deque()  # None: not begun yet
+        self._round_left: deque[_RoundLeft] = deque()
+        self._started: InstanceStarted | None = None
 
     # -- the life of the stream ---------------------------------------------------------------------------------------
 
@@ -243,13 +263,13 @@ class Ledger:
         Raises: LedgerError: the ledger has started already, or a recovered slot does not exist.
         """
         if self.applied:
-            raise LedgerError(f"the ledger is in epoch {self.epoch} already; make a new one for a new epoch")
-        self._record(
-            InstanceStarted(
-                epoch=epoch, pools=self.pools, namespaces=tuple(namespaces), topology=tuple(topology),
-                engine=engine, version=version,
-            ), counted=False,
+            raise LedgerError(f"the ledger is in epoch {self.epoch} already; restart begins another")
+        started = InstanceStarted(
+            epoch=epoch, pools=self.pools, namespaces=tuple(namespaces), topology=tuple(topology), engine=engine,
+            version=version,
         )  # fmt: skip
+        self._record(started, counted=False)
+        self._started = started
         self._round = 1
         for tier, state in self._tiers.items():
             kept = (recovered or {}).get(tier, [])
@@ -268,8 +288,53 @@ class Ledger:
             for entry in kept:
                 state.policy.gain(entry.hash, pinned=False)
 
+    def restart(self, epoch: Epoch) -> Offset:
+        """Begin another epoch in place, whether the last one was stopped, has overflowed or goes on.
+
+        InstanceStarted as `start` had it, then a whole first round of what every tier holds now: by namespace, within one by slot.
+        It is never an overflow, since pools bound it. What is no event stays as it is, copies in flight among it; a round under way
+        is dropped. Offsets begin again at 0. A slot of a durable tier that holds nothing now may have held something as far as
+        the last epoch's journal goes, so it counts as withdrawn when this round ends.
+
+        Returns: the offset after the round; once it is durable, so is all that is held.
+        Raises: LedgerError: the ledger has not started, events wait, or the epoch is not newer; nothing has changed then.
+        """
+        if self._started is None:
+            raise LedgerError("the ledger has not started, so it cannot begin another epoch")
+        if self._waiting:
+            raise LedgerError(
+                f"{len(self._waiting)} events of epoch {self.epoch} wait; take them before another begins"
+            )
+        if epoch <= self.epoch:
+            raise LedgerError(f"epoch {epoch} is not newer than epoch {self.epoch}")
+        held = {tier: dict(self.residencies.held[tier]) for tier in self._tiers}
+        self._started = msgspec.structs.replace(self._started, epoch=epoch)
+        self.applied = Offset(0)
+        self.overflowed = False
+        self._round_left.clear()
+        self._record(self._started, counted=False, heard=False)
+        self._round = 1
+        for tier in self._tiers:
+            entries = sorted((e.namespace, e.slot, block) for block, e in held[tier].items() if e.slot is not None)
+            for namespace, group in groupby(entries, key=lambda entry: entry[0]):
+                blocks = list(group)
+                for at in range(0, len(blocks), MAX_RUN_BLOCKS):
+                    run = blocks[at : at + MAX_RUN_BLOCKS]
+                    self._record(
+                        ResidenciesStated(
+                            namespace=namespace, tier=tier, round=self._round,
+                            hashes=b"".join(block for _, _, block in run), slots=pack_slots(slot for _, slot, _ in run),
+                        ), counted=False, heard=False,
+                    )  # fmt: skip
+            self._record(RoundEnded(tier=tier, round=self._round, count=len(entries)), counted=False, heard=False)
+        for tier, state in self._tiers.items():
+            if tier in DURABLE_TIERS:
+                unheld = (slot for slot in range(state.unused) if self.residencies.slot_owner(tier, slot) is None)
+                state.free_after = dict.fromkeys(unheld, self.applied)
+        return self.applied
+
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None:
-        """End the stream cleanly; nothing may be recorded after it. Nothing to do after an overflow."""
+        """End the stream cleanly; nothing may be recorded after it but by `restart`. Nothing to do after an overflow."""
         if not self.overflowed:
             self._record(InstanceStopped(reason=reason), counted=False)  # its room is always kept
 
@@ -534,7 +599,9 @@ class Ledger:
             target_slots, after = allocation
             state.arriving.update(blocks)
             state.receiving.update(split_slots(target_slots))
-        copy = Copy(self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after)
+        copy = Copy(
+            self._next_copy, namespace, source, target, b"".join(blocks), source_slots, target_slots, after, self.epoch
+        )
         self._next_copy += 1
         self._copies[copy.id] = copy
         return copy
@@ -631,44 +698,63 @@ class Ledger:
         if self._round_left or self.overflowed:
             return False
         self._round += 1
-        self._round_left.extend((tier, None, 0) for tier in self._tiers)
+        self._round_left.extend(_RoundLeft(tier, 0, 0) for tier in self._tiers)
         return True
 
     def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool:
-        """State one more run, cut here and now. Returns whether the round goes on.
+        """State up to `limit` blocks more, by slot number, a run for each stretch of one namespace; cut here and now.
 
-        A tier's round begins at its first step: what is gained before it is stated, what is gained later needs no statement.
-        An overflow ends the round.
+        A tier's round begins at its first step: what is gained before it is stated, what is gained later needs no statement. A
+        step looks at no more than `ROUND_LOOKS` held slots, and at one tier, so that no engine waits for it.
+
+        Returns: whether the round goes on. An overflow ends it.
         """
+        if limit < 1:
+            raise LedgerError(f"limit is {limit}; a step of a round states at least 1 block")
         if self.overflowed:
             self._round_left.clear()
         if not self._round_left:
             return False
-        tier, left, count = self._round_left.popleft()
-        held = self.residencies.held[tier]
-        if left is None:
-            left = deque(sorted(held, key=lambda block: held[block].namespace))
-        run: list[SequenceHash] = []
-        while left and len(run) < limit:
-            if left[0] not in held:
-                left.popleft()
-                continue
-            if run and held[left[0]].namespace != held[run[0]].namespace:
-                break
-            run.append(left.popleft())
-        if run:
+        tier, at, count = self._round_left.popleft()
+        runs, at = self._next_runs(tier, at, min(limit, MAX_RUN_BLOCKS))
+        for run in runs:
+            namespace = self.residencies.held[tier][run[0]].namespace
             self._record(
                 ResidenciesStated(
-                    namespace=held[run[0]].namespace, tier=tier, round=self._round, hashes=b"".join(run),
+                    namespace=namespace,
+                    tier=tier,
+                    round=self._round,
+                    hashes=b"".join(run),
                     slots=self._slots_of(tier, run),
                 )
-            )  # fmt: skip
+            )
             count += len(run)
-        if left:
-            self._round_left.appendleft((tier, left, count))
+        if at < self._tiers[tier].unused:
+            self._round_left.appendleft(_RoundLeft(tier, at, count))
         else:
             self._record(RoundEnded(tier=tier, round=self._round, count=count))
         return bool(self._round_left) and not self.overflowed
+
+    def _next_runs(self, tier: Tier, at: int, limit: int) -> tuple[list[list[SequenceHash]], int]:
+        """Blocks to state next, from slot `at` on, and the held slot to go on with, or where used slots end."""
+        held, unused = self.residencies.held[tier], self._tiers[tier].unused
+        runs: list[list[SequenceHash]] = []
+        looks = stated = 0
+        for slot in range(at, unused):
+            block = self.residencies.slot_owner(tier, slot)
+            if block is None:
+                continue
+            if stated == limit or looks == ROUND_LOOKS:
+                return runs, slot
+            looks += 1
+            if held[block].round == self._round:
+                continue  # gained since the round began
+            stated += 1
+            if runs and held[runs[-1][-1]].namespace == held[block].namespace:
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return runs, unused
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
@@ -726,11 +812,12 @@ class Ledger:
         state.free.extend(slot for slot in range(state.unused) if slot not in taken)
         state.allocated.update(taken)
 
-    def _record(self, event: Event, counted: bool = True) -> None:
+    def _record(self, event: Event, counted: bool = True, heard: bool = True) -> None:
         """Apply an event and let it wait, or overflow.
 
         Args:
             counted: whether it counts against the room for waiting events.
+            heard: whether soft state follows; not where the event only says again what is held.
         """
         size, before = encoded_bytes(event), self.digest
         delta = self.residencies.evolve(event)
@@ -741,7 +828,8 @@ class Ledger:
             else:
                 self._wait(event, self.digest)
                 self._waiting_bytes += size if counted else 0
-        self._listen(delta)
+        if heard:
+            self._listen(delta)
 
     def _wait(self, event: Event, digest: int) -> None:
         self._waiting.append(event)

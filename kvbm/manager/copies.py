@@ -8,7 +8,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import HASH_BYTES, Epoch, Tier, split_slots
+from kvbm.core.ids import HASH_BYTES, Tier, split_slots
 from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
@@ -44,7 +44,7 @@ class Moved(NamedTuple):
     unwritten: str = ""
 
 
-def move(copy: Copy, pools: Pools, epoch: Epoch, offsets: Offsets, durable_wait_s: float) -> Moved:
+def move(copy: Copy, pools: Pools, offsets: Offsets, durable_wait_s: float) -> Moved:
     """Read from the source, verify, write to the target. Returns when the bytes are in place or will never be.
 
     A target that outlives the process is written only once the withdrawal of what its slots held is durable.
@@ -58,13 +58,13 @@ def move(copy: Copy, pools: Pools, epoch: Epoch, offsets: Offsets, durable_wait_
     good = [outcome == ReadOutcome.GOOD for outcome in result.outcomes]
     if not any(good):
         return Moved(good, result.outcomes)
-    if not offsets.wait_durable(copy.after, durable_wait_s):
-        why = f"offset {copy.after} was not durable within {durable_wait_s} s"
+    if not offsets.wait_durable(copy.epoch, copy.after, durable_wait_s):
+        why = f"offset {copy.after} of epoch {copy.epoch} was not durable within {durable_wait_s} s"
         return Moved([False] * count, result.outcomes, why)
     kept = [index for index, ok in enumerate(good) if ok]
     chosen = rows if len(kept) == count else np.ascontiguousarray(rows[kept])
     hashes = b"".join(copy.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in kept)
-    proof = Proof(copy.namespace, epoch, hashes, np.ascontiguousarray(result.checksums[kept]))
+    proof = Proof(copy.namespace, copy.epoch, hashes, np.ascontiguousarray(result.checksums[kept]))
     if copy.target == Tier.OBJECT:
         assert pools.object is not None
         stored = pools.object.put(chosen, proof)

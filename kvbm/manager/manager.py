@@ -2,25 +2,37 @@
 
 Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one warning; the
 engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: it is a bug in the caller.
+
+`start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same results:
+
+- `step_frames(now_s)` is one turn of the frame writer: it writes what waits, begins and steps rounds, begins another epoch where
+  one is due; it says when the next turn is due.
+- `offload_one()` carries out the next offload; False when none waits.
+- onboards run on the `executor` it is given, which may carry them out at once or later. What has not ended when `acquire` has
+  waited `wait_s` is late, so with `wait_s` 0 it never waits.
+- a copy to NVME that waits for its slots' withdrawal waits in `Offsets.wait_durable`: derive from it and take turns there.
+- `clock` and `wall_clock_ns` are the only times read. `on_published`, `on_fenced`, `on_round_asked` and `on_stream_state` are what a
+  publisher says of the stream. `close` ends it all in turns of its own; a crash is to drop the manager.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import structlog
 
-from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
+    DURABLE_TIERS,
     HASH_BYTES,
     Epoch,
     InstanceId,
@@ -36,12 +48,15 @@ from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import Copy, Match, TierCounts
 from kvbm.locate.base import Locator
 from kvbm.manager.copies import Moved, Pools, move
-from kvbm.manager.frames import FrameSink, FrameWriter
+from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.offload import Offloader
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.rounds import Rounds
+from kvbm.manager.samples import Sampled, SampleSink
+from kvbm.manager.source import EventSource
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.hbm import HbmPool
-from kvbm.streams.base import Heartbeat, Load, Position
+from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
 
 log = structlog.get_logger()
 
@@ -63,7 +78,11 @@ class Prefix(NamedTuple):
 
 
 class ManagerStats(NamedTuple):
-    """Counters since the start, and what is in use now."""
+    """Counters since the start, and what is in use now.
+
+    Attributes:
+        trouble: what the manager cannot do now, in words; "" when all is well.
+    """
 
     created_blocks: int
     hit_blocks: dict[Tier, int]
@@ -76,6 +95,7 @@ class ManagerStats(NamedTuple):
     skipped_offloads: int
     copies_in_flight: int
     pools: dict[Tier, TierCounts]
+    trouble: str
 
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
@@ -103,29 +123,37 @@ class Publishing(NamedTuple):
         notify: the journal has more.
         published: how far the stream has come.
         stop: publish the rest within a timeout; whether all of it is published.
+        round_began: what comes next in the journal is a round.
     """
 
     notify: Callable[[], None]
     published: Callable[[], Position]
     stop: Callable[[float], bool]
+    round_began: Callable[[], None] = lambda: None
 
 
 class Manager:
-    """See the module. `kvbm.assembly.open_manager` makes one from settings.
+    """See the module. `kvbm.assembly.open_manager` makes one from settings. A `PublisherOwner`.
 
     Args:
-        ledger: started in `epoch`, its first events not taken yet.
+        ledger: started, its first events not taken yet.
         sink: the journal.
         pools: the bytes of the ledger's pools.
         wait_s: the longest a request waits for bytes.
         clock: seconds that only grow; how long blocks are kept is measured by it.
+        keeping: what the journal does beside taking frames; None where nothing outlives the process.
+        rounds: when what is held is restated; None: when somebody asks.
+        samples: who is told of prompts; None: nobody.
+        executor: carries out onboards; None: `copy_threads` threads.
+        offsets: how far the journal has come.
+        run: of this process; None makes one.
+        has_stream: whether a publisher says how far the stream has come.
     """
 
     def __init__(
         self,
         instance: InstanceId,
         cluster: str,
-        epoch: Epoch,
         ledger: LedgerTwin,
         pools: Pools,
         sink: FrameSink,
@@ -137,27 +165,43 @@ class Manager:
         copy_threads: int = 2,
         wall_clock_ns: Callable[[], int] = time.time_ns,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        keeping: Keeping | None = None,
+        rounds: Rounds | None = None,
+        samples: SampleSink | None = None,
+        executor: Executor | None = None,
+        offsets: Offsets | None = None,
+        run: str | None = None,
+        has_stream: bool = False,
     ) -> None:
-        self.instance, self.cluster, self.epoch = instance, cluster, epoch
+        self.instance, self.cluster = instance, cluster
+        self.run = secrets.token_hex(8) if run is None else run
         self.pools = pools
         self._ledger, self._kernels, self._offloader, self._locator = ledger, kernels, offloader, locator
         self._wait_s, self._locate_s, self._wall_clock_ns, self._clock = wait_s, locate_s, wall_clock_ns, clock
         self._lock = threading.Lock()
-        self._offsets = Offsets()
+        self._offsets = offsets or Offsets()
+        self._offsets.begin_epoch(ledger.epoch, ledger.applied)
+        self._published = ORIGIN
+        self._samples = samples
+        self._sampled_below = b"" if samples is None else samples.below
         self._load = Load()
         self._namespaces: dict[NamespaceId, None] = {}
         self._publishing: Publishing | None = None
         self._stopped = False  # closing has begun
-        self._ended = False  # InstanceStopped is recorded; nothing may follow
-        self._overflow_told = False
+        self._overflow_told = Epoch(0)
         self._expire_at_s = 0.0
         self._running_copies = 0
         self._closers: list[Callable[[], None]] = []
-        self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
+        self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = self._skipped = 0
         self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._offloaded: dict[Tier, int] = {tier: 0 for tier in Tier}
-        self._frames = FrameWriter(instance, sink, self._take_frames, self._offsets, self._on_written)
-        self._onboarders = ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
+        self._source = EventSource(instance, ledger, self._lock, wall_clock_ns)
+        self._frames = FrameWriter(
+            instance, self._source, sink, self._offsets, self._on_written, keeping, rounds,
+            (lambda: self._published) if has_stream else (lambda: None), self._on_round_began, clock=clock,
+        )  # fmt: skip
+        self._onboarders = executor or ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
         self._offload_wanted = threading.Event()
         self._offload_thread = threading.Thread(target=self._run_offloads, name=f"kvbm-offload-{instance}", daemon=True)
 
@@ -211,11 +255,15 @@ class Manager:
             found = self._ledger.match(hashes, pinned=True)
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (self.pools.object is None or found.depth * HASH_BYTES == len(hashes)):
-                return self._count(namespace, hashes, _local(found))
+                prefix = self._count(namespace, hashes, _local(found))
+                if hashes < self._sampled_below:
+                    self._sample(namespace, hashes, prefix.depth)
+                return prefix
             arrivals = _Arrivals()
-            begun, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
+            copies, reachable = self._begin_onboards(namespace, hashes, found)
+        begun = self._submit(copies, arrivals)
         if reachable == found.depth:
-            begun += self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :], arrivals)
+            begun += self._submit(self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :]), arrivals)
         self._wake_writer()  # a copy may have evicted to make room
         if begun:
             wait([onboard.ended for onboard in begun], timeout=self._wait_s)
@@ -224,6 +272,8 @@ class Manager:
             self._give_up(begun)
             prefix = self._count(namespace, hashes, self._collect(hashes, found, arrivals))
         self._wake_writer()
+        if hashes < self._sampled_below:
+            self._sample(namespace, hashes, prefix.depth)
         return prefix
 
     def allocate(self, count: int) -> list[int] | None:
@@ -302,18 +352,100 @@ class Manager:
         """
         with self._lock:
             self._require_open()
-            self._ledger.begin_round()
+        if self._source.begin_round():
+            self._on_round_began()
         going_on = True
         while going_on:
-            with self._lock:
-                going_on = not self._ended and self._ledger.step_round()
+            going_on = self._source.step_round()
             self._wake_writer()
 
     def report_load(self, queued_tokens: int, running_requests: int) -> None:
         """Tell routers how busy the engine is; goes out with the next heartbeat."""
         self._load = Load(queued_tokens, running_requests)
 
+    # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
+
+    def step_frames(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
+        """One turn of the frame writer, as `FrameWriter.step`; instead of `start`."""
+        return self._frames.step(now_s, runs)
+
+    def offload_one(self) -> bool:
+        """Carry out the next offload that waits; False when there is none, or the manager closes."""
+        if self._stopped:
+            return False
+        with self._lock:
+            wish = self._offloader.next()
+            if wish is None:
+                return False
+            if wish.target in DURABLE_TIERS and (self._frames.refusal or self._ledger.overflowed):
+                self._skipped += len(wish.hashes) // HASH_BYTES  # nobody would know of it
+                return True
+            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
+        if copy is None:
+            return True
+        self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
+
+        def finish(moved: Moved) -> None:
+            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
+            self._settle_trouble(copy, moved)
+            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
+            self._offloaded[copy.target] += len(arrived) // HASH_BYTES
+            if copy.target == Tier.OBJECT:
+                self._offloader.claimed(arrived)
+            else:
+                self._offer(copy.namespace, copy.target, arrived, uses=1)
+
+        self._carry_out(copy, finish)
+        return True
+
+    # -- what a publisher asks and says, in its own thread: see `streams.base.PublisherOwner` ------------------------------
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch its newest events belong to; grows when another begins in place."""
+        return self._ledger.epoch
+
+    def on_published(self, position: Position) -> None:
+        """See `PublisherOwner.on_published`."""
+        if position > self._published:
+            self._published = position
+            if self._source.waits_for(position) or self._frames.refusal:
+                self._frames.notify()
+
+    def on_fenced(self, newer: Epoch) -> None:
+        """See `PublisherOwner.on_fenced`."""
+        self._frames.fence(newer)
+
+    def on_round_asked(self) -> None:
+        """See `PublisherOwner.on_round_asked`."""
+        self._frames.ask_round()
+
+    def on_stream_state(self, state: StreamState) -> None:
+        """See `PublisherOwner.on_stream_state`."""
+        self._frames.learn_stream(state)
+
+    def take_samples(self) -> list[AccessSample]:
+        """The sampled prompts since the last call."""
+        if self._samples is None:
+            return []
+        rate = self._samples.rate
+        return [
+            AccessSample(
+                instance=self.instance, cluster=self.cluster, wall_time_ns=one.wall_time_ns, namespace=one.namespace,
+                hashes=one.hashes, depth=one.depth, rate=rate,
+            )
+            for one in self._samples.take()
+        ]  # fmt: skip
+
     # -- numbers ------------------------------------------------------------------------------------------------------
+
+    def trouble(self) -> str:
+        """What the manager cannot do now, in words; "" when all is well."""
+        refusal = self._frames.refusal
+        if self._ledger.overflowed:
+            why = refusal or "it took events too slowly"
+            return f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events again"
+        return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again" if refusal else ""
 
     def applied(self) -> Offset:
         """The offset after the last event decided."""
@@ -321,12 +453,13 @@ class Manager:
             return self._ledger.applied
 
     def durable(self) -> Offset:
-        """The offset after the last event in the journal."""
-        return self._offsets.durable
+        """The offset after the last event of this epoch in the journal."""
+        durable = self._offsets.durable
+        return durable.offset if durable.epoch == self.epoch else Offset(0)
 
     def published(self) -> Position:
         """How far the stream has come; (0, 0) without one."""
-        return self._publishing.published() if self._publishing else Position(Epoch(0), Offset(0))
+        return self._publishing.published() if self._publishing else self._published
 
     def digest(self) -> tuple[Offset, int]:
         """The digest of what is held, and the offset it is true at; after an overflow no offset says what is held."""
@@ -343,8 +476,8 @@ class Manager:
         with self._lock:
             return ManagerStats(
                 self._created, dict(self._hits), self._missed, dict(self._offloaded), self._corrupt, self._verified,
-                self._failed, self._late, self._offloader.skipped_blocks, self._ledger.copies_in_flight(),
-                {tier: self._ledger.counts(tier) for tier in self.pools.slots},
+                self._failed, self._late, self._offloader.skipped_blocks + self._skipped, self._ledger.copies_in_flight(),
+                {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(),
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -352,10 +485,11 @@ class Manager:
         with self._lock:
             free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
             namespaces = tuple(self._namespaces)
-        offset = published.offset if published.epoch == self.epoch else Offset(0)
+            epoch = self._ledger.epoch
+        offset = published.offset if published.epoch == epoch else Offset(0)
         return Heartbeat(
-            instance=self.instance, cluster=self.cluster, epoch=self.epoch, published=offset, wall_time_ns=self._wall_clock_ns(),
-            queued_tokens=self._load.queued_tokens, running_requests=self._load.running_requests, free_slots=free,
+            instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
+            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens, running_requests=self._load.running_requests, free_slots=free,
             namespaces=namespaces, stopping=self._stopped,
         )  # fmt: skip
 
@@ -363,8 +497,12 @@ class Manager:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until no offload waits or runs; False when some still do."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        deadline = self._clock() + timeout_s
+        while self._clock() < deadline:
+            if self._offload_thread.ident is None:  # driven by hand
+                if not self.offload_one():
+                    return not self._ledger.copies_in_flight()
+                continue
             with self._lock:
                 if not self._offloader.waiting_blocks and not self._ledger.copies_in_flight():
                     return True
@@ -379,12 +517,12 @@ class Manager:
                 return
             self._stopped = True
         self._offload_wanted.set()
-        self._offload_thread.join(timeout_s)
+        if self._offload_thread.ident is not None:
+            self._offload_thread.join(timeout_s)
         self._onboarders.shutdown(wait=False, cancel_futures=True)
         still = self._wait_copies(timeout_s)
         with self._lock:
-            self._ended = True
-            self._ledger.stop()
+            self._source.end()
         self._frames.notify()
         if not self._frames.stop(timeout_s):
             log.warning(
@@ -406,8 +544,8 @@ class Manager:
 
     def _wait_copies(self, timeout_s: float) -> int:
         """Wait for copies that run; returns how many still hold slots. Those that never began hold none that matter."""
-        deadline = time.monotonic() + timeout_s
-        while self._running_copies and time.monotonic() < deadline:
+        deadline = self._clock() + timeout_s
+        while self._running_copies and self._offload_thread.ident is not None and self._clock() < deadline:
             time.sleep(0.005)
         return self._running_copies
 
@@ -424,22 +562,17 @@ class Manager:
         if self._stopped:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
 
-    def _take_frames(self) -> list[FrameBytes]:
-        now_ns = self._wall_clock_ns()
-        with self._lock:
-            return self._ledger.take_frames(self.instance, now_ns)
-
     def _wake_writer(self) -> None:
         """Events may have been recorded. Outside the lock."""
         self._frames.notify()
-        if self._ledger.overflowed and not self._overflow_told:
+        if self._ledger.overflowed and self._overflow_told != self._ledger.epoch:
             with self._lock:
-                told, self._overflow_told = self._overflow_told, True
-            if not told:
+                told, self._overflow_told = self._overflow_told, self._ledger.epoch
+            if told != self._overflow_told:
                 log.warning(
                     "ledger.overflowed", instance=self.instance, offset=self._ledger.applied,
-                    remedy="the journal took nothing for too long: see to its device (journal.write_failed, journal.writer_broke), "
-                    "then restart the engine; until then it is served, but unseen by the catalog and without NVME and OBJECT",
+                    remedy="the journal took nothing for too long: see to its device (journal.write_failed); until it takes events "
+                    "again and another epoch begins, the engine is served, but unseen by the catalog and without NVME and OBJECT",
                 )  # fmt: skip
 
     def _expire(self) -> None:
@@ -449,15 +582,21 @@ class Manager:
             self._expire_at_s = now_s + _EXPIRE_S
             self._ledger.expire(now_s)
 
+    def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
+        assert self._samples is not None
+        self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
+
     def _on_written(self) -> None:
         if self._publishing is not None:
             self._publishing.notify()
 
-    def _begin_onboards(
-        self, namespace: NamespaceId, hashes: bytes, found: Match, arrivals: _Arrivals
-    ) -> tuple[list[_Onboard], int]:
+    def _on_round_began(self) -> None:
+        if self._publishing is not None:
+            self._publishing.round_began()
+
+    def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[Copy], int]:
         """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
-        begun: list[_Onboard] = []
+        begun: list[Copy] = []
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
@@ -465,13 +604,13 @@ class Manager:
                 wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
                 copy = self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
                 if copy is not None:
-                    begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, tier, arrivals)))
+                    begun.append(copy)
                 if copy is None or copy.hashes != wanted:
                     return begun, at
             at = end
         return begun, at
 
-    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes, arrivals: _Arrivals) -> list[_Onboard]:
+    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes) -> list[Copy]:
         """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
         pool = self.pools.object
         if pool is None or not hashes:
@@ -483,9 +622,19 @@ class Manager:
             if self._stopped:
                 return []
             copy = self._ledger.begin_copy(namespace, Tier.OBJECT, Tier.HBM, hashes[: depth * HASH_BYTES])
-            if copy is None:
-                return []
-            return [_Onboard(copy, self._onboarders.submit(self._onboard, copy, Tier.OBJECT, arrivals))]
+            return [] if copy is None else [copy]
+
+    def _submit(self, copies: list[Copy], arrivals: _Arrivals) -> list[_Onboard]:
+        """Have copies carried out. Outside the lock: an executor may do it at once."""
+        begun: list[_Onboard] = []
+        for copy in copies:
+            try:
+                begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, arrivals)))
+            except RuntimeError:  # the manager closes
+                with self._lock:
+                    if not self._source.ended:
+                        self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+        return begun
 
     def _give_up(self, begun: list[_Onboard]) -> None:
         """Take back copies that never began; those that did end by themselves. Under the lock."""
@@ -502,9 +651,9 @@ class Manager:
         with self._lock:
             self._running_copies += 1
         try:
-            moved = move(copy, self.pools, self.epoch, self._offsets, self._wait_s)
+            moved = move(copy, self.pools, self._offsets, self._wait_s)
             with self._lock:
-                if not self._ended:
+                if not self._source.ended:
                     finish(moved)
             _tell_trouble(copy, moved)
         except Exception:
@@ -518,7 +667,10 @@ class Manager:
                 self._running_copies -= 1
         self._wake_writer()
 
-    def _onboard(self, copy: Copy, source: Tier, arrivals: _Arrivals) -> None:
+    def _onboard(self, copy: Copy, arrivals: _Arrivals) -> None:
+        source = copy.source
+        assert isinstance(source, Tier)
+
         def finish(moved: Moved) -> None:
             holders = self._ledger.end_copy(copy, moved.arrived, MigrateCause.ONBOARD, pinned=arrivals.waiting)
             if arrivals.waiting:
@@ -588,34 +740,8 @@ class Manager:
         while not self._stopped:
             self._offload_wanted.wait(0.5)
             self._offload_wanted.clear()
-            while self._offload_one():
+            while self.offload_one():
                 pass
-
-    def _offload_one(self) -> bool:
-        """Carry out the next wish; False when there is none, or the manager closes."""
-        if self._stopped:
-            return False
-        with self._lock:
-            wish = self._offloader.next()
-            if wish is None:
-                return False
-            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
-        if copy is None:
-            return True
-        self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
-
-        def finish(moved: Moved) -> None:
-            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
-            self._settle_trouble(copy, moved)
-            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
-            self._offloaded[copy.target] += len(arrived) // HASH_BYTES
-            if copy.target == Tier.OBJECT:
-                self._offloader.claimed(arrived)
-            else:
-                self._offer(copy.namespace, copy.target, arrived, uses=1)
-
-        self._carry_out(copy, finish)
-        return True
 
 
 def _packed(slots: Sequence[int]) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import structlog
 
 from kvbm.core.errors import FrameError, IllegalEventError
@@ -19,7 +21,8 @@ def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: Ne
 
     The newest epoch that ended its first round in the tier decides. An epoch that was killed before changed no slot anybody
     relied on: a slot is overwritten only once the withdrawal of what it held is durable, and that comes after the round. So the
-    epoch before it still holds.
+    epoch before it still holds. That is not so of an epoch whose beginning was let go, or that has lost frames: of it only what
+    a later whole round has stated is known, and without such a round nothing is.
 
     They are believed, not proven: each is verified against its slot's header and checksum when it is first read. A journal that
     contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no more.
@@ -31,31 +34,56 @@ def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: Ne
         return []
     for epoch in journal.epochs_of_pool():
         try:
-            fold = _fold(journal, epoch, new_fold)
+            fold, is_known, is_complete = _fold(journal, epoch, tier, new_fold)
         except (FrameError, IllegalEventError, OSError) as error:
             log.warning("recovery.journal_refused", epoch=epoch, why=str(error), remedy="run kvbm-replay verify")
             return []
-        if fold.is_whole(tier):
+        if is_known:
             blocks = fold.blocks(tier)
             owners = (namespace for namespace, count in blocks.namespaces for _ in range(count))
             numbers = memoryview(blocks.slots).cast("q")
             entries = zip(split_hashes(blocks.hashes), owners, numbers, strict=True)
             return [Recovered(block, owner, slot) for block, owner, slot in entries if 0 <= slot < slots]
-        if journal.was_cut(epoch):
-            return []  # its round may have been in what was cut, and slots overwritten after it
+        if not is_complete or journal.was_cut(epoch):
+            log.warning("recovery.round_missing", epoch=epoch, tier=tier.name, remedy="run kvbm-replay verify")
+            return []  # its round may have been in what is gone, and slots overwritten after it
     return []
 
 
-def _fold(journal: Journal, epoch: Epoch, new_fold: NewFold) -> Fold:
-    """Everything the journal has of an epoch. Raises IllegalEventError: it contradicts itself, or something is missing."""
+class _Folded(NamedTuple):
+    """An epoch as far as the journal has it.
+
+    Attributes:
+        is_known: what the tier holds is known: a round has ended, and the digest agrees.
+        is_complete: everything from its first event on is there, but for what a torn tail may have held.
+    """
+
+    fold: Fold
+    is_known: bool
+    is_complete: bool
+
+
+def _fold(journal: Journal, epoch: Epoch, tier: Tier, new_fold: NewFold) -> _Folded:
+    """Everything the journal has of an epoch.
+
+    From its first event on the fold is strict and every digest must agree. Where events are missing, at the beginning or
+    further on, it goes on leniently, and digests must agree again from the first that does after a whole round.
+
+    Raises: IllegalEventError: it contradicts itself.
+    """
     fold = new_fold()
     expected = 0
+    in_step = is_complete = True
     for frame, data in journal.frames(epoch):
-        if (frame.instance, frame.epoch, frame.first_offset) != (journal.instance, epoch, expected):
-            detail = (
-                f"{frame.instance} epoch {frame.epoch} offset {frame.first_offset} where offset {expected} was expected"
-            )
-            raise IllegalEventError("hole", detail)
+        place = f"{frame.instance} epoch {frame.epoch} offset {frame.first_offset}"
+        if (frame.instance, frame.epoch) != (journal.instance, epoch) or frame.first_offset < expected:
+            raise IllegalEventError("foreign-frame", f"{place} where epoch {epoch} offset {expected} was expected")
+        if frame.first_offset > expected:
+            log.info("recovery.events_missing", epoch=epoch, since=expected, until=frame.first_offset)
+            if not expected:
+                fold.begin_blind(epoch)
+            fold.miss_events()
+            fold.strict = in_step = is_complete = False
         expected = frame.next_offset
         folded = fold.evolve_frame(data, frame.at)
         if folded.illegal is not None:
@@ -64,6 +92,8 @@ def _fold(journal: Journal, epoch: Epoch, new_fold: NewFold) -> Fold:
             raise IllegalEventError(
                 "epoch-differs", f"offset {frame.first_offset + folded.folded} begins another epoch"
             )
-        if fold.digest != frame.digest:
+        agrees = fold.digest == frame.digest
+        if in_step and not agrees:
             raise IllegalEventError("digest-mismatch", f"after offset {frame.next_offset - 1}")
-    return fold
+        in_step = in_step or (agrees and fold.is_whole(tier))
+    return _Folded(fold, in_step and fold.is_whole(tier), is_complete)

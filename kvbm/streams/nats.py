@@ -26,13 +26,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError
 
-from kvbm.core.errors import ConfigError, FencedError, StreamError
+from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ASKS_KEPT,
@@ -63,6 +62,7 @@ from kvbm.streams.base import (
     pulse_subject,
     subject_names,
 )
+from kvbm.streams.credentials import CheckedClient, Credentials, NoTlsError
 
 log = structlog.get_logger()
 
@@ -78,10 +78,14 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 2.0
 
+JS_API = "$JS.API"
+BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
+
 SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
+_NOT_ENABLED = 10039  # JetStream, for this account
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -205,10 +209,11 @@ class _Stored(NamedTuple):
 class _Link:
     """One connection, from its making to its loss; it never comes back."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, credentials: Credentials) -> None:
         self.url = url
         self.shown = shown(url)
-        self.client = Client()
+        self.client = CheckedClient()
+        self.client.wants_tls = credentials.wants_tls(url)
         self.wakes: set[asyncio.Event] = set()  # set when the connection is lost
         self._is_open = False
         self._why_lost = ""
@@ -217,13 +222,21 @@ class _Link:
         self._unheard: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
+        self.is_lent = False  # JetStream is another account's
 
     @classmethod
-    async def open(cls, url: str, timeout_s: float) -> _Link:
-        link = cls(url)
+    async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> _Link:
+        link = cls(url, credentials)
+        try:
+            options = credentials.connect_options(url)
+        except (
+            ConfigError,
+            MissingExtraError,
+        ) as error:  # found at the start by whoever has the settings; files may change
+            raise StreamError(str(error)) from None
         try:
             async with asyncio.timeout(timeout_s):
-                await link._connect(timeout_s)
+                await link._connect(timeout_s, options)
                 link._inbox = link.client.new_inbox()
                 link._is_open = True
                 await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
@@ -235,13 +248,15 @@ class _Link:
             why = link._why_lost or _words(error)
             # a refused user may show as a reset, because the server closes before nats-py has read its reason
             remedy = _REMEDY if isinstance(error, NoServersError) else _TURNED_AWAY
+            if isinstance(error, ssl.SSLError | NoTlsError) or "certificate" in why:
+                remedy = _TLS_FAILED
             raise StreamError(f"no connection to NATS at {link.shown} ({why}); {remedy}") from None
         except BaseException:
             await link.close()
             raise
         return link
 
-    async def _connect(self, timeout_s: float) -> None:
+    async def _connect(self, timeout_s: float, options: dict[str, Any]) -> None:
         """In a task of its own, because a cancellation that comes while one of nats-py's steps ends is lost in it.
 
         It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
@@ -259,6 +274,7 @@ class _Link:
                 pending_size=0,  # buffer nothing while disconnected
                 error_cb=self._on_error,
                 closed_cb=self._on_closed,
+                **options,
             )
         )
         try:
@@ -282,6 +298,7 @@ class _Link:
 
         Raises: StreamError: lost, refused, or late.
         """
+        subject = self._routed(subject)
         self.check(subject)
         inbox = f"{self._inbox}.{next(self._counter)}"
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -306,6 +323,9 @@ class _Link:
                 f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
             )
         return message
+
+    def _routed(self, subject: str) -> str:
+        return BORROWED_API + subject.removeprefix(JS_API) if self.is_lent and subject.startswith(JS_API) else subject
 
     async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """Without nats-py's limits, because beyond them it drops messages: `take` must bound what it keeps. Raises StreamError."""
@@ -407,7 +427,8 @@ class _Link:
 
 
 _REMEDY = "start a nats-server there, or correct the URL"
-_TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants"
+_TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants, or the key"
+_TLS_FAILED = "check nats.tls_ca and nats.tls_cert, and that the server's certificate names this host"
 
 
 def _words(error: Exception) -> str:
@@ -421,8 +442,9 @@ class NatsStream:
     A lost connection fails the calls in flight, and later ones at once; readers and watchers make a new one for all.
     """
 
-    def __init__(self, url: str, link: _Link, max_bytes: int) -> None:
+    def __init__(self, url: str, link: _Link, max_bytes: int, credentials: Credentials) -> None:
         self.url = url
+        self._credentials = credentials
         self._link = link
         self._max_bytes = max_bytes
         self._relinking = asyncio.Lock()
@@ -430,14 +452,18 @@ class NatsStream:
         self._readers: set[NatsReader] = set()
 
     @classmethod
-    async def connect(cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1) -> NatsStream:
+    async def connect(
+        cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1, credentials: Credentials | None = None
+    ) -> NatsStream:
         """Connect and make sure that both streams exist.
 
         Args:
             max_bytes: what the events may take on the server's disk, if the stream is made here; -1 for no limit.
+            credentials: keys and certificates, where the server wants some.
         Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
         """
-        return cls(url, await _open_ready(url, timeout_s, max_bytes), max_bytes)
+        credentials = credentials or Credentials()
+        return cls(url, await _open_ready(url, timeout_s, max_bytes, credentials), max_bytes, credentials)
 
     @property
     def is_connected(self) -> bool:
@@ -684,7 +710,7 @@ class NatsStream:
                 self._check_open()
                 if not self._link.is_open:
                     await self._link.close()
-                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes)
+                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes, self._credentials)
                     try:
                         self._check_open()
                     except StreamError:
@@ -941,11 +967,13 @@ class NatsReader:
 # -- requests of the JetStream API --------------------------------------------------------------------------------------
 
 
-async def _open_ready(url: str, timeout_s: float, max_bytes: int) -> _Link:
+async def _open_ready(url: str, timeout_s: float, max_bytes: int, credentials: Credentials) -> _Link:
     deadline_s = time.monotonic() + timeout_s
-    link = await _Link.open(url, timeout_s)
+    link = await _Link.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+            info = await _request(link, f"{JS_API}.STREAM.INFO.{STREAM}", {}, _StreamInfo, timeout_s)
+            link.is_lent = info.error is not None and info.error.err_code == _NOT_ENABLED
             for config in _STREAMS.values():
                 limits = {"max_bytes": max_bytes} if config["name"] == STREAM else {}
                 await _ensure_stream(link, config | limits, timeout_s)

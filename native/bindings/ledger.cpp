@@ -161,18 +161,26 @@ class PythonLedger {
   void start(std::uint64_t epoch, nb::handle namespaces, nb::handle topology, nb::handle engine, nb::handle version,
              nb::handle recovered) {
     translated([&] {
-      const nb::tuple all_namespaces = nb::tuple(nb::borrow(namespaces));
-      const nb::object event = classes_->started(
-          nb::arg("epoch") = epoch, nb::arg("pools") = pools_, nb::arg("namespaces") = all_namespaces,
-          nb::arg("topology") = nb::tuple(nb::borrow(topology)), nb::arg("engine") = engine, nb::arg("version") = version);
+      const StartedWith with{nb::tuple(nb::borrow(namespaces)), nb::tuple(nb::borrow(topology)), nb::borrow(engine),
+                             nb::borrow(version)};
+      const nb::object blob = started_blob(epoch, with);
       std::array<std::vector<Recovered>, kTierCount> by_tier;
       if (!recovered.is_none()) {
         for (nb::handle item : recovered.attr("items")()) {
           by_tier[static_cast<std::size_t>(tier_of(item[0]))] = recovered_of(item[1]);
         }
       }
-      const nb::object blob = classes_->encode_started(event);
-      ledger_.start(epoch, run_of(blob), all_namespaces.size(), by_tier);
+      if (ledger_.epoch() == 0) {
+        started_with_ = with;
+      }
+      ledger_.start(epoch, run_of(blob), with.namespaces.size(), by_tier);
+    });
+  }
+
+  std::uint64_t restart(std::uint64_t epoch) {
+    return translated([&] {
+      const nb::object blob = started_blob(epoch, started_with_);
+      return ledger_.restart(epoch, run_of(blob), started_with_.namespaces.size());
     });
   }
 
@@ -273,7 +281,7 @@ class PythonLedger {
       return classes_->copy(nb::int_(begun->first), nb::borrow(namespace_id),
                             tier != nullptr ? classes_->tier(*tier) : nb::borrow(source), classes_->tier(copy.target),
                             copy_bytes(copy.hashes), packed(copy.source_slots), packed(copy.target_slots),
-                            nb::int_(copy.after));
+                            nb::int_(copy.after), nb::int_(copy.epoch));
     });
   }
 
@@ -316,9 +324,24 @@ class PythonLedger {
   }
 
  private:
+  // What `start` was given for the InstanceStarted of its epoch, and of each later one.
+  struct StartedWith {
+    nb::tuple namespaces;             // known at the start
+    nb::tuple topology;               // where the instance stands
+    nb::object engine = nb::str("");  // who embeds it
+    nb::object version = nb::str("");  // kvbm's
+  };
+
+  nb::object started_blob(std::uint64_t epoch, const StartedWith& with) const {
+    return classes_->encode_started(classes_->started(
+        nb::arg("epoch") = epoch, nb::arg("pools") = pools_, nb::arg("namespaces") = with.namespaces,
+        nb::arg("topology") = with.topology, nb::arg("engine") = with.engine, nb::arg("version") = with.version));
+  }
+
   SharedErrors errors_;          // what a thrown Error becomes
   SharedLedgerClasses classes_;  // what results are made of
   nb::tuple pools_;              // as they were given
+  StartedWith started_with_;     // set by `start`
   Ledger ledger_;                // the ledger
 };
 
@@ -342,6 +365,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def_prop_ro("overflowed", &PythonLedger::overflowed)
       .def("start", &PythonLedger::start, nb::arg("epoch"), nb::arg("namespaces") = none, nb::arg("topology") = none,
            nb::arg("engine") = "", nb::arg("version") = "", nb::arg("recovered") = nb::none())
+      .def("restart", &PythonLedger::restart, nb::arg("epoch"))
       .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
       .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
       .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false)

@@ -134,7 +134,7 @@ Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size
 void Ledger::start(std::uint64_t epoch, Bytes started, std::size_t namespaces,
                    std::span<const std::vector<Recovered>, kTierCount> recovered) {
   if (applied_ > 0) {
-    throw ledger_error("the ledger is in epoch " + std::to_string(epoch_) + " already; make a new one for a new epoch");
+    throw ledger_error("the ledger is in epoch " + std::to_string(epoch_) + " already; restart begins another");
   }
   const InstanceStarted event{.blob = started};
   const std::size_t bytes = admit(event);
@@ -220,6 +220,72 @@ void Ledger::state_recovered(TierSlots& tier, std::span<const Recovered> run, st
       fresh.push_back(entry.slot);
     }
   }
+}
+
+std::uint64_t Ledger::restart(std::uint64_t epoch, Bytes started, std::size_t namespaces) {
+  if (epoch_ == 0) {
+    throw ledger_error("the ledger has not started, so it cannot begin another epoch");
+  }
+  if (!waiting_.bodies().empty()) {
+    std::size_t events = 0;
+    for (const FrameBody& body : waiting_.bodies()) {
+      events += body.event_count;
+    }
+    throw ledger_error(std::to_string(events) + " events of epoch " + std::to_string(epoch_) +
+                       " wait; take them before another begins");
+  }
+  if (epoch <= epoch_) {
+    throw ledger_error("epoch " + std::to_string(epoch) + " is not newer than epoch " + std::to_string(epoch_));
+  }
+  const InstanceStarted event{.blob = started};
+  const std::size_t bytes = admit(event);
+  epoch_ = epoch;
+  applied_ = 0;
+  stopped_ = overflowed_ = false;
+  round_left_.clear();
+  record(event, bytes, 0, 0, false, namespaces);
+  round_ = 1;
+  for (TierSlots* const tier : in_order_) {
+    state_held(*tier);
+  }
+  for (TierSlots* const tier : in_order_) {
+    if (is_durable(tier->tier())) {
+      tier->withdraw_unheld(applied_);
+    }
+  }
+  return applied_;
+}
+
+// States all a tier holds, by namespace id, within one by slot, and ends the round there.
+void Ledger::state_held(TierSlots& tier) {
+  std::vector<std::vector<std::uint32_t>> by_namespace;
+  for (std::uint32_t slot = tier.next_held(0); slot != kNoSlot; slot = tier.next_held(slot + 1)) {
+    const std::uint32_t namespace_index = tier.slot(slot).namespace_index;
+    by_namespace.resize(std::max(by_namespace.size(), namespace_index + std::size_t{1}));
+    by_namespace[namespace_index].push_back(slot);
+  }
+  std::vector<std::uint32_t> order;
+  for (std::uint32_t namespace_index = 0; namespace_index < by_namespace.size(); ++namespace_index) {
+    order.push_back(namespace_index);
+  }
+  std::ranges::sort(order, {}, [this](std::uint32_t index) -> const NamespaceId& { return namespaces_[index]; });
+  std::uint32_t count = 0;
+  run_hashes_.clear();
+  slot_numbers_.clear();
+  for (const std::uint32_t namespace_index : order) {
+    const std::span<const std::uint32_t> slots = by_namespace[namespace_index];
+    for (std::size_t begin = 0; begin < slots.size(); begin += kMaxRunBlocks) {
+      for (const std::uint32_t slot : slots.subspan(begin, std::min(kMaxRunBlocks, slots.size() - begin))) {
+        append(run_hashes_, tier.slot(slot).hash.data());
+        slot_numbers_.push_back(slot);
+        tier.gain_again(slot);
+        ++count;
+      }
+      state_run(tier, false, digest_ + mixes(tier.tier(), run_hashes_));
+    }
+  }
+  const RoundEnded ended{.tier = tier.tier(), .round = round_, .count = count};
+  record(ended, admit(ended), 0, digest_, false);
 }
 
 void Ledger::stop(StopReason reason) {
@@ -662,6 +728,7 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Ledger::begin_copy(const Na
     }
     copy.after = allocation->after;
   }
+  copy.epoch = epoch_;
   const std::uint64_t id = next_copy_++;
   return std::pair(id, &copies_.emplace(id, std::move(copy)).first->second);
 }
@@ -827,7 +894,7 @@ bool Ledger::begin_round() {
   }
   ++round_;
   for (const TierSlots* const tier : in_order_) {
-    round_left_.push_back({.tier = tier->tier(), .blocks = {}});
+    round_left_.push_back({.tier = tier->tier()});
   }
   return true;
 }
@@ -842,52 +909,57 @@ bool Ledger::step_round(std::size_t limit) {
   if (round_left_.empty()) {
     return false;
   }
-  RoundLeft left = std::move(round_left_.front());
+  limit = std::min(limit, kMaxRunBlocks);
+  RoundLeft left = round_left_.front();
   round_left_.pop_front();
   const TierSlots& tier = tier_slots(left.tier);
-  const auto namespace_of_slot = [&](std::uint32_t slot) -> const NamespaceId& {
-    return namespaces_[tier.slot(slot).namespace_index];
-  };
   if (!left.begun) {
     left.begun = true;
-    std::vector<std::uint32_t> held = tier.held_slots();
-    std::ranges::stable_sort(held, {}, namespace_of_slot);
-    left.blocks.reserve(held.size());
-    for (const std::uint32_t slot : held) {
-      left.blocks.push_back(tier.slot(slot).hash);
-    }
+    left.gained_before = tier.gained();
   }
   run_hashes_.clear();
   slot_numbers_.clear();
-  while (left.at < left.blocks.size() && slot_numbers_.size() < limit) {
-    const SequenceHash& block = left.blocks[left.at];
-    const std::uint32_t slot = tier.find(block.data());
-    if (slot != kNoSlot) {
-      if (!slot_numbers_.empty() && namespace_of_slot(slot) != namespace_of_slot(slot_numbers_.front())) {
-        break;
-      }
-      append(run_hashes_, block.data());
-      slot_numbers_.push_back(slot);
+  std::size_t looks = 0;
+  std::uint32_t stated = 0;
+  std::uint32_t slot = tier.next_held(left.at);
+  for (; slot != kNoSlot && stated < limit && looks < kRoundLooks; ++looks, slot = tier.next_held(slot + 1)) {
+    const Slot& block = tier.slot(slot);
+    if (block.gained >= left.gained_before) {
+      continue;
     }
-    ++left.at;
+    if (!slot_numbers_.empty() && tier.slot(slot_numbers_.front()).namespace_index != block.namespace_index) {
+      state_run(tier, true, digest_);
+    }
+    append(run_hashes_, block.hash.data());
+    slot_numbers_.push_back(slot);
+    ++stated;
   }
-  if (!slot_numbers_.empty()) {
-    const std::uint32_t namespace_index = tier.slot(slot_numbers_.front()).namespace_index;
-    const ResidenciesStated event{.namespace_id = namespaces_[namespace_index],
-                                  .tier = left.tier,
-                                  .round = round_,
-                                  .hashes = run_hashes_,
-                                  .slots = packed(slot_numbers_)};
-    record(event, admit(event), namespace_index, digest_);
-    left.count += static_cast<std::uint32_t>(slot_numbers_.size());
-  }
-  if (left.at < left.blocks.size()) {
-    round_left_.push_front(std::move(left));
+  state_run(tier, true, digest_);
+  left.at = slot;
+  left.count += stated;
+  if (slot != kNoSlot) {
+    round_left_.push_front(left);
   } else {
     const RoundEnded event{.tier = left.tier, .round = round_, .count = left.count};
     record(event, admit(event), 0, digest_);
   }
   return !round_left_.empty() && !overflowed_;
+}
+
+// Records the statement of a run of one namespace, gathered in run_hashes_ and slot_numbers_, which are empty afterwards.
+void Ledger::state_run(const TierSlots& tier, bool counted, std::uint64_t digest) {
+  if (slot_numbers_.empty()) {
+    return;
+  }
+  const std::uint32_t namespace_index = tier.slot(slot_numbers_.front()).namespace_index;
+  const ResidenciesStated event{.namespace_id = namespaces_[namespace_index],
+                                .tier = tier.tier(),
+                                .round = round_,
+                                .hashes = run_hashes_,
+                                .slots = packed(slot_numbers_)};
+  record(event, admit(event), namespace_index, digest, counted);
+  run_hashes_.clear();
+  slot_numbers_.clear();
 }
 
 // -- inside ------------------------------------------------------------------------------------------------------------

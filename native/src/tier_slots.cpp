@@ -1,6 +1,7 @@
 #include "kvbm/tier_slots.hpp"
 
 #include <algorithm>
+#include <bit>
 
 namespace kvbm {
 
@@ -10,7 +11,8 @@ TierSlots::TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, 
       index_(slots, seed),
       arriving_(slots, seed),
       policy_(make_eviction_policy(eviction, slots_, seed)),
-      free_(slots) {}
+      free_(slots),
+      held_bits_((slots + std::size_t{63}) / 64) {}
 
 TierCounts TierSlots::counts() const noexcept {
   return {size(), free_count(), held_, policy_->size(), allocated_};
@@ -21,13 +23,26 @@ bool TierSlots::is_arriving(const std::uint8_t* hash) const noexcept {
   return receiving_ > 0 && arriving_.find(arriving_.tag(hash), hash, hash_of) != kNoEntry;
 }
 
+std::uint32_t TierSlots::next_held(std::uint32_t from) const noexcept {
+  std::size_t word = from / 64;
+  if (word >= held_bits_.size()) {
+    return kNoSlot;
+  }
+  std::uint64_t bits = held_bits_[word] & ~std::uint64_t{0} << from % 64;
+  while (bits == 0) {
+    if (++word == held_bits_.size()) {
+      return kNoSlot;
+    }
+    bits = held_bits_[word];
+  }
+  return static_cast<std::uint32_t>(64 * word + static_cast<std::size_t>(std::countr_zero(bits)));
+}
+
 std::vector<std::uint32_t> TierSlots::held_slots() const {
   std::vector<std::uint32_t> held;
   held.reserve(held_);
-  for (std::uint32_t slot = 0; slot < unused_; ++slot) {
-    if (slots_[slot].state == SlotState::kHeld) {
-      held.push_back(slot);
-    }
+  for (std::uint32_t slot = next_held(0); slot != kNoSlot; slot = next_held(slot + 1)) {
+    held.push_back(slot);
   }
   std::ranges::sort(held, {}, [this](std::uint32_t slot) { return slots_[slot].gained; });
   return held;
@@ -100,6 +115,7 @@ void TierSlots::gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept
   block.state = SlotState::kHeld;
   block.namespace_index = namespace_index;
   block.gained = gained_++;
+  held_bits_[slot / 64] |= std::uint64_t{1} << slot % 64;
   --allocated_;
   ++held_;
 }
@@ -107,6 +123,14 @@ void TierSlots::gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept
 void TierSlots::enter(std::uint32_t slot, bool pinned) noexcept {
   slots_[slot].pins = pinned ? 1 : 0;
   policy_->gain(slot, pinned);
+}
+
+void TierSlots::withdraw_unheld(std::uint64_t applied) noexcept {
+  for (std::uint32_t slot = 0; slot < unused_; ++slot) {
+    if (slots_[slot].state != SlotState::kHeld) {
+      slots_[slot].withdrawn_before = applied;
+    }
+  }
 }
 
 void TierSlots::lose(std::uint32_t slot, std::uint64_t applied) noexcept {
@@ -117,6 +141,7 @@ void TierSlots::lose(std::uint32_t slot, std::uint64_t applied) noexcept {
   }
   index_.erase(index_.tag(block.hash.data()), slot);
   block.withdrawn_before = applied;
+  held_bits_[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
   --held_;
   if (block.pins > 0) {
     block.state = SlotState::kOrphaned;

@@ -241,6 +241,8 @@ class Model {
         state.digest += residency_mix(static_cast<Tier>(at), key.second.data());
       }
     }
+    state.is_waiting = instance.is_waiting;
+    state.is_missed = !is_whole(instance);
     state.is_doubtful = instance.is_waiting || state.is_partial || !is_whole(instance);
     return state;
   }

@@ -44,9 +44,11 @@ class Fields {
 // Chunks after one another, numbered and checksummed.
 class Chunks {
  public:
+  explicit Chunks(std::uint16_t version = 2) : version_(version) {}
+
   Chunks& add(std::uint16_t kind, const Fields& fields) {
     Fields header;
-    header.put(std::uint32_t{0x58564B}).put(std::uint16_t{1}).put(kind).put(number_++);
+    header.put(std::uint32_t{0x58564B}).put(version_).put(kind).put(number_++);
     header.put(static_cast<std::uint32_t>(fields.data().size()));
     header.put(crc32c(fields.data(), crc32c(header.data())));
     data_.insert(data_.end(), header.data().begin(), header.data().end());
@@ -62,6 +64,7 @@ class Chunks {
  private:
   Buffer data_;               // the chunks
   std::uint32_t number_ = 0;  // of the next one
+  std::uint16_t version_;     // of all
 };
 
 void put_instance(Fields& front, const std::string& name, std::uint32_t pool = ClusterIndex::kNone) {
@@ -172,6 +175,39 @@ void what_was_written_is_loaded() {
   CHECK(load_checkpoint(again, written(loaded)).empty());
   check_same(again, full.model, 610);
   CHECK(again.block_count() == loaded.block_count() && !again.needs_sweep());
+}
+
+void what_others_can_read_is_known_after_a_load_and_who_was_withheld_is_not() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  std::vector<DeclaredPool> pools = own_pools();
+  pools[2].is_pod = true;
+  const Buffer all = hashes_between(0, 60);
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(0), Tier::kNvme, hashes_between(0, 10))}, {pools});
+  index.withhold(one, true);
+  index.audit(300);
+  ClusterIndex loaded(kPlenty, kSecret);
+  loaded.audit(100);  // a pass over nothing, under way
+  load_checkpoint(loaded, written(index));
+  CHECK(!loaded.state(one)->is_withheld && loaded.deepest_held(space_id(0), all) == 60);
+  loaded.withhold(one, true);
+  CHECK(loaded.deepest_held(space_id(0), all) == 10);
+  AuditPart part;
+  while (!(part = loaded.audit(1000)).is_whole) {
+  }
+  CHECK(part.differing.empty() && part.blocks == 60);
+}
+
+void older_versions_are_read_and_newer_ones_refused() {
+  for (const std::uint16_t version : {0, 1, 2, 3}) {
+    const Buffer data = Chunks(version).add(1, small_front()).add(2, blocks_of(0, {0}, {1, 2, 3})).end(3);
+    if (version == 1 || version == 2) {
+      ClusterIndex index(kPlenty, kSecret);
+      CHECK(load_checkpoint(index, data) == "note" && index.residency_count() == 3);
+    } else {
+      CHECK(code_of(data) == ErrorCode::kCheckpoint);
+    }
+  }
 }
 
 void a_loaded_index_goes_on() {
@@ -404,6 +440,9 @@ void a_file_that_takes_nothing_is_an_error() {
 
 int main() {
   return tests::run({{"what was written is loaded", what_was_written_is_loaded},
+                     {"what others can read is known after a load, and who was withheld is not",
+                      what_others_can_read_is_known_after_a_load_and_who_was_withheld_is_not},
+                     {"older versions are read and newer ones refused", older_versions_are_read_and_newer_ones_refused},
                      {"a loaded index goes on", a_loaded_index_goes_on},
                      {"what happens after the front comes by the events", what_happens_after_the_front_comes_by_the_events},
                      {"an empty index has a checkpoint, too", an_empty_index_has_a_checkpoint_too},

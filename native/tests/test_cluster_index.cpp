@@ -10,6 +10,30 @@
 using namespace kvbm;
 using namespace kvbm::tests;
 
+namespace kvbm {
+
+// Reaches into the table, as damage does.
+class ClusterIndexTest {
+ public:
+  // The holders of a block as the table has them; it must be there.
+  static HolderValue& value_of(ClusterIndex& index, const NamespaceId& id, std::uint64_t number) {
+    const SequenceHash hash = hash_of(number);
+    const BlockKey key = index.key_of(index.find_space(id), hash.data());
+    HolderValue* const value = index.table_.find(key, index.table_.place(key));
+    CHECK(value != nullptr);
+    return *value;
+  }
+
+  // Its key there. A bucket is a line of 64 bytes: three keys of 16, three values of 4.
+  static BlockKey& key_of(HolderValue& value) {
+    const auto address = reinterpret_cast<std::uintptr_t>(&value);
+    const std::uintptr_t bucket = address / 64 * 64;
+    return *reinterpret_cast<BlockKey*>(bucket + (address - bucket - 48) / 4 * 16);
+  }
+};
+
+}  // namespace kvbm
+
 namespace {
 
 std::vector<Event> round_of(const NamespaceId& id, Tier tier, std::uint32_t round, Bytes hashes) {
@@ -130,6 +154,143 @@ void a_dead_ones_seats_are_nobody_elses() {
     sweep_all(index);
   }
   CHECK(index.memory().rest <= rest + 4096 && index.block_count() == 0);
+}
+
+// -- withholding -------------------------------------------------------------------------------------------------------
+
+void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  const Buffer all = hashes_between(0, 60);
+  const Buffer half = hashes_between(0, 30);
+  std::vector<DeclaredPool> pools = shared_pools("pool");
+  pools[2].is_pod = true;
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(0), Tier::kNvme, hashes_between(0, 10))}, {pools});
+  apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHost, half)}, {pools});
+  index.claim("pool", space_id(0), hashes_between(0, 20));
+  const std::uint64_t digest = index.state(one)->digest;
+  index.withhold(one, true);
+  PrefixAnswer answer;
+  index.prefixes(space_id(0), all, 0, answer);
+  CHECK(answer.deepest == 30 && answer.instances.size() == 2 && depth_of(answer, one) == 10 && depth_of(answer, other) == 30);
+  for (const InstanceDepth& depth : answer.instances) {
+    CHECK(depth.instance == other || (depth.by_tier[2] == 10 && depth.reach == 20));
+  }
+  index.prefixes(space_id(0), all, 1, answer);
+  CHECK(answer.instances.size() == 1 && answer.instances[0].instance == other);
+  CHECK(index.deepest_held(space_id(0), all) == 30);
+  CHECK(index.holders(space_id(0), hash_of(40).data()).empty());
+  CHECK(index.holders(space_id(0), hash_of(40).data(), true).size() == 1);
+  CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 3);
+  CHECK(index.state(one)->is_withheld && index.state(one)->digest == digest && index.residency_count() == 100);
+  // Sweeps, rounds, new namespaces and new epochs leave it withheld.
+  sweep_all(index);
+  CHECK(index.residency_count() == 100 && index.block_count() == 60);
+  apply(index, one, round_of(space_id(0), Tier::kHbm, 7, half));
+  apply(index, one, {created(space_id(2), Tier::kHbm, all)});
+  CHECK(index.deepest_held(space_id(2), all) == 0 && index.holders(space_id(0), hash_of(25).data()).size() == 1);
+  index.withhold(one, false);
+  CHECK(index.deepest_held(space_id(2), all) == 60 && index.holders(space_id(0), hash_of(25).data()).size() == 2);
+  index.withhold(one, true);
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
+  CHECK(index.state(one)->is_withheld && index.deepest_held(space_id(0), all) == 30);
+  index.drop(one);
+  CHECK(index.instance("one") == one && !index.state(one)->is_withheld);
+  apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
+  CHECK(index.deepest_held(space_id(0), all) == 60);
+}
+
+// -- auditing ----------------------------------------------------------------------------------------------------------
+
+AuditPart audit_all(ClusterIndex& index) {
+  for (bool is_pass = false;;) {  // the rest of a pass under way, then a whole one
+    AuditPart part = index.audit(50);
+    if (part.is_whole && std::exchange(is_pass, true)) {
+      return part;
+    }
+  }
+}
+
+void an_audit_finds_nothing_while_frames_grow_and_shrink_the_table() {
+  ClusterIndex index(kPlenty, kSecret);
+  constexpr std::uint32_t kHolders = 5;
+  Random random(3);
+  for (std::uint32_t number = 0; number < kHolders; ++number) {
+    index.instance(name_of(number));
+    apply(index, number, {InstanceStarted{}}, {own_pools()});
+  }
+  int passes = 0;
+  std::uint32_t round = 0;
+  for (int step = 0; step < 1500; ++step) {
+    const auto number = static_cast<std::uint32_t>(random.below(kHolders));
+    // Up to three pages a shard, then down again, twice.
+    const std::uint64_t begin = random.below(700'000);
+    const Buffer some = hashes_between(begin, begin + 1 + random.below(2000));
+    const bool is_growing = step / 375 % 2 == 0;
+    const auto tier = static_cast<Tier>(random.below(2));
+    if (random.below(40) == 0) {
+      apply(index, number, round_of(space_id(0), tier, ++round, some));
+    } else if (random.below(is_growing ? 400 : 30) == 0) {
+      apply(index, number, {InstanceStarted{}}, {own_pools()});
+    } else if (random.below(4) == 0) {
+      apply(index, number, {stated(space_id(0), tier, ++round, some)});
+    } else {
+      apply(index, number, {is_growing ? created(space_id(0), tier, some) : evicted(space_id(0), tier, some)});
+    }
+    index.sweep(random.below(30));
+    const AuditPart part = index.audit(random.below(40));
+    CHECK(part.differing.empty() && part.damaged == 0);
+    passes += part.is_whole ? 1 : 0;
+  }
+  CHECK(passes > 20);
+  sweep_all(index);
+  CHECK(audit_all(index).blocks == index.block_count());
+}
+
+void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round() {
+  for (unsigned bit = 0; bit < 128 + 15; bit += 5) {
+    ClusterIndex index(kPlenty, kSecret);
+    const Buffer all = hashes_between(0, 20'000);
+    for (std::uint32_t number = 0; number < 3; ++number) {
+      index.instance(name_of(number));
+      const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);  // some blocks have two holders
+      apply(index, number, {InstanceStarted{}, created(space_id(0), Tier::kHbm, mine), created(space_id(1), Tier::kHost, mine)}, {own_pools()});
+    }
+    index.audit(bit * 2);  // it may be found in this pass or the next one
+    HolderValue& value = ClusterIndexTest::value_of(index, space_id(0), 12'345);
+    if (bit < 64) {
+      ClusterIndexTest::key_of(value).low ^= std::uint64_t{1} << bit;
+    } else if (bit < 128) {
+      ClusterIndexTest::key_of(value).high ^= std::uint64_t{1} << (bit - 64);
+    } else {
+      value ^= HolderValue{1} << (bit - 128);
+    }
+    const AuditPart found = audit_all(index);
+    CHECK(found.differing == std::vector<std::uint32_t>{1} || (found.differing.size() == 2 && bit >= 128) ||
+          (found.differing == std::vector<std::uint32_t>{1} && found.damaged == 1));
+    for (std::uint32_t number = 0; number < 3; ++number) {
+      const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);
+      apply(index, number,
+            {stated(space_id(0), Tier::kHbm, 5, mine), RoundEnded{Tier::kHbm, 5, 9000}, stated(space_id(1), Tier::kHost, 5, mine),
+             RoundEnded{Tier::kHost, 5, 9000}});
+    }
+    if (bit < 128) {
+      CHECK(audit_all(index).differing.empty());
+      CHECK(index.holders(space_id(0), hash_of(12'345).data()).size() == 1);
+    }
+  }
+}
+
+void holders_that_cannot_be_are_counted_and_not_followed() {
+  for (const unsigned bit : {27U, 30U, 31U}) {
+    ClusterIndex index(kPlenty, kSecret);
+    const std::uint32_t one = index.instance("one");
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 50))}, {own_pools()});
+    ClusterIndexTest::value_of(index, space_id(0), 7) ^= HolderValue{1} << bit;
+    const AuditPart found = audit_all(index);
+    CHECK(found.damaged == 1 && found.differing == std::vector<std::uint32_t>{one} && found.blocks == 50);
+  }
 }
 
 // -- capacity and claims -----------------------------------------------------------------------------------------------
@@ -392,7 +553,11 @@ void whatever_happens_the_index_is_the_model() {
         case 9:
           check_all(index, model, kBlocks + 12);
           break;
-        case 10:
+        case 10: {
+          const AuditPart part = index.audit(random.below(300));
+          CHECK(part.differing.empty() && part.damaged == 0);
+          break;
+        }
         case 11:
         case 12:
           check_prefixes(index, model, id, hashes);
@@ -530,6 +695,15 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
     }
   });
   threads.emplace_back([&] {
+    for (std::uint32_t number = 0; !is_done; number = (number + 1) % kInstances) {
+      const AuditPart part = index.audit(20);
+      CHECK(part.differing.empty() && part.damaged == 0);
+      index.withhold(number, true);
+      std::this_thread::yield();
+      index.withhold(number, false);
+    }
+  });
+  threads.emplace_back([&] {
     while (!is_done) {
       std::uint64_t before = 0;
       Buffer data = written(index, "", &before);
@@ -582,6 +756,11 @@ int main() {
                      {"rounds without a sweep keep what each stated", rounds_without_a_sweep_keep_what_each_stated},
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
                      {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
+                     {"who is withheld is in no answer and is not forgotten", who_is_withheld_is_in_no_answer_and_is_not_forgotten},
+                     {"an audit finds nothing while frames grow and shrink the table",
+                      an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},
+                     {"a flipped bit of an entry is found and healed by a round", a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round},
+                     {"holders that cannot be are counted and not followed", holders_that_cannot_be_are_counted_and_not_followed},
                      {"beyond capacity is refused and said", beyond_capacity_is_refused_and_said},
                      {"claims of several tiers are one block's", claims_of_several_tiers_are_one_blocks},
                      {"a run goes on in a pool that was not walked yet", a_run_goes_on_in_a_pool_that_was_not_walked_yet},

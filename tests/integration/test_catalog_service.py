@@ -294,16 +294,35 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     eventually(is_left_to_a)
 
 
-def test_a_heartbeat_the_stream_has_kept_for_long_is_no_sign_of_life(running: Running) -> None:
+def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    a = Instance(nats_url, cluster, "a")
+    a.beat(queued_tokens=5)
+    for running in run_catalog(nats_url, cluster, sqlite_url):
+        eventually(lambda: running.client.instance("a") is not None)  # noqa: B023
+        summary = running.client.instance("a")
+        assert summary is not None
+        assert (summary.state, summary.queued_tokens) == ("unheard", 5)
+        a.beat(age_s=3600)  # a clock that is an hour late, but alive
+        eventually(lambda: running.client.instances()[0].state == "live")  # noqa: B023
+
+
+def test_a_stopped_instance_is_left_out_of_answers_until_it_is_heard_in_its_next_epoch(running: Running) -> None:
     a = running.instance("a")
-    a.beat(age_s=3600)
-    eventually(lambda: bool(running.client.instances()))
-    summary = running.client.instance("a")
-    assert summary is not None
-    assert summary.state == "silent"
-    assert (summary.heartbeat_age_s or 0) > 3599
-    a.beat(age_s=3600)  # a clock that is an hour late, but alive
-    eventually(lambda: running.client.instances()[0].state == "live")
+    a.create(0, 10)
+    wanted = a.publish()
+    a.beat()
+    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).deepest == 10
+    a.ledger.stop()
+    wanted = a.publish()
+    answer = running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
+    assert (answer.deepest, answer.instances, answer.withheld) == (0, [], ["a"])
+    again = running.instance("a", epoch=2)
+    again.create(0, 5)
+    wanted = again.publish()
+    a.beat()
+    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).withheld == ["a"]
+    again.beat()
+    eventually(lambda: running.client.lookup(SPACE, HASHES).deepest == 5)
 
 
 def test_an_instance_of_another_model_is_not_routed_to(running: Running) -> None:
@@ -400,6 +419,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
     assert set(described["paths"]) == {
         *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
         *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
+        "/v1/instances/{instance}/round",
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "408", "413", "422", "503", "504"}

@@ -15,10 +15,13 @@ from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
-from kvbm.core.events import InstanceStopped, StopReason
+from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ledger import Ledger
+from kvbm.core.residency import Residencies
 from kvbm.manager.frames import FrameWriter
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.source import EventSource
 from kvbm.pools.base import Proof, ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
@@ -184,15 +187,14 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     release.set()
 
 
-# -- the frame writer ---------------------------------------------------------------------------------------------------
-
-
-def make_writer(sink: MemoryLog) -> FrameWriter:
-    return FrameWriter(InstanceId("i"), sink, list, Offsets(), lambda: None)
+# -- the frame writer's thread; its turns are in test_manager_turns.py ---------------------------------------------------
 
 
 def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
-    writer = make_writer(MemoryLog())
+    ledger = Ledger([])
+    ledger.start(Epoch(1))
+    source = EventSource(InstanceId("i"), ledger, threading.Lock(), time.time_ns)
+    writer = FrameWriter(InstanceId("i"), source, MemoryLog(), Offsets())
 
     class StoppedMeanwhile(threading.Event):
         def clear(self) -> None:
@@ -208,22 +210,21 @@ def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
     assert not writer._thread.is_alive()
 
 
-def test_a_writer_that_breaks_says_that_not_everything_is_written() -> None:
+def test_a_sink_that_always_breaks_costs_the_engine_nothing_and_is_told() -> None:
     class Refusing(MemoryLog):
         def append(self, frame: FrameBytes) -> None:
             raise LedgerError("a bug in the journal")
 
     manager = make_manager({Tier.HBM: 4}, sink=Refusing())
-    wait_until(lambda: not manager._frames._thread.is_alive(), "the writer goes on")
     serve(manager, 1, 4)  # the engine does not notice
+    wait_until(manager.trouble, "nobody is told")
     assert manager.durable() == 0
     assert not manager._frames.stop(1.0)
     manager.close(0.1)
 
 
-def test_a_journal_that_hangs_ends_the_stream_and_not_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_hangs_ends_the_epoch_and_not_the_engine_and_another_follows() -> None:
     hangs = threading.Event()
-    told: list[tuple[str, dict[str, object]]] = []
 
     class Hanging(MemoryLog):
         def append(self, frame: FrameBytes) -> None:
@@ -231,29 +232,25 @@ def test_a_journal_that_hangs_ends_the_stream_and_not_the_engine(monkeypatch: py
                 raise OSError(5, "Input/output error")
             super().append(frame)
 
-    class Reader:
-        def warning(self, event: str, **fields: object) -> None:
-            told.append((event, fields))
-
     log = Hanging()
-    manager = make_manager({Tier.HBM: 64, Tier.NVME: 16}, sink=log, offload=(), event_bytes=1 << 20)
-    serve(manager, 1, 64)
-    hangs.set()
-    monkeypatch.setattr("kvbm.manager.manager.log", Reader())
-    serve(manager, 2, 64)
-    wait_until(lambda: manager._frames._failing, "the writer has not noticed")
-    refused = len(manager._frames._unwritten)
-    for prompt in range(3, 600):
-        serve(manager, prompt, 64)
-    ended = manager.applied()
-    assert [event for event, _ in told] == ["ledger.overflowed"]
-    assert told[0][1]["offset"] == ended
-    assert "restart the engine" in str(told[0][1]["remedy"])
-    assert manager._ledger.begin_copy(NAMESPACE.id, Tier.HBM, Tier.NVME, hashes_of(599, 4)) is None
-    assert manager.acquire(NAMESPACE.id, hashes_of(599, 64)).hits == {Tier.HBM: 64}
-    assert len(manager._frames._unwritten) == refused  # the rest waits in the ledger
-    hangs.clear()
-    manager.close()
-    assert manager.applied() == manager.durable() == ended
+    with make_manager({Tier.HBM: 64, Tier.NVME: 16}, sink=log, offload=(), event_bytes=1 << 20) as manager:
+        serve(manager, 1, 64)
+        hangs.set()
+        serve(manager, 2, 64)
+        wait_until(lambda: manager.stats().trouble, "the writer has not noticed")
+        refused = len(manager._frames._unwritten)
+        for prompt in range(3, 600):
+            serve(manager, prompt, 64)
+        ended = manager.applied()
+        assert manager.acquire(NAMESPACE.id, hashes_of(599, 64)).hits == {Tier.HBM: 64}
+        assert len(manager._frames._unwritten) == refused  # the rest waits in the ledger
+        hangs.clear()
+        wait_until(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
+        wait_until(lambda: manager.durable() == manager.applied(), "its round was not written")
     events = [e for f in log.read_after(Position(Epoch(1), Offset(0)), 1 << 30) for e in decode_frame(f.data)[0].events]
-    assert events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)
+    assert events[ended - 1] == InstanceStopped(reason=StopReason.OVERFLOW)
+    assert isinstance(events[ended], InstanceStarted)
+    fold = Residencies(strict=True)
+    for event in events:
+        fold.evolve(event)
+    assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))

@@ -208,6 +208,71 @@ def test_prefixes_are_right_for_any_pattern_of_holes(twin: Twin, pattern: list[l
     assert answers(index, namespace, b"".join(blocks)) == expected
 
 
+withholdings = st.lists(st.tuples(st.integers(0, 79), st.integers(0, len(INSTANCES) - 1), st.booleans()), max_size=9)
+
+
+@each_twin
+@thorough
+@given(scripts, withholdings, st.sets(st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])))
+def test_answers_are_those_of_a_cluster_without_what_is_withheld(
+    twin: Twin,
+    script: list[tuple[int, tuple[Any, ...]]],
+    withholdings: list[tuple[int, int, bool]],
+    pods: set[Tier],
+) -> None:
+    """Whatever happens before and after: the index says what counting blocks without these residencies gives, and forgets nothing."""
+    cluster = Cluster(twin)
+    withheld: set[InstanceId] = set()
+    script = [*script, *((which, ("cut",)) for which in range(len(INSTANCES)))]
+    # The ledgers declare their own pools; what others can read is told anew, in an epoch that restates what there is.
+    for at, (which, command) in enumerate(script):
+        cluster.run(which, command)
+        for when, whose, is_withheld in withholdings:
+            if when == at % 80:
+                cluster.index.withhold(INSTANCES[whose], is_withheld)
+                (withheld.add if is_withheld else withheld.discard)(INSTANCES[whose])
+    declare(cluster, pods)
+    held = cluster.held()
+    shown = {
+        key: kept
+        for key, holders in held.items()
+        if (kept := {h for h in holders if h.is_pool or h.name not in withheld or h.tier in pods})
+    }
+    assert indexed(cluster.index) == shown
+    for namespace, block in ALL_KEYS:
+        left_out = {h.name for h in held.get((namespace, block), set()) - shown.get((namespace, block), set())}
+        assert set(cluster.index.withheld_holders(namespace, block)) == left_out
+    for prompt in range(6):
+        for namespace in NAMESPACES:
+            expected = brute_force(shown, namespace.id, chain(prompt, 8))
+            for name in withheld:
+                if expected.get(name, (1,))[0] == 0:
+                    del expected[name]  # it reaches only what others have
+            assert answers(cluster.index, namespace.id, chain(prompt, 8)) == expected
+            ends = [at + 1 for at, block in enumerate(split_hashes(chain(prompt, 8))) if (namespace.id, block) in shown]
+            assert cluster.index.deepest_held(namespace.id, chain(prompt, 8)) == max(ends, default=0)
+    for name in INSTANCES:
+        view = cluster.index.view(name)
+        assert view is not None and view.withheld == (name in withheld)
+        cluster.index.withhold(name, False)
+    assert indexed(cluster.index) == held
+
+
+def declare(cluster: Cluster, pods: set[Tier]) -> None:
+    """A new epoch of every instance, whose pools in these tiers can be read by others, and what it holds."""
+    pools = tuple(msgspec.structs.replace(p, reach=Reach.POD) if p.tier in pods else p for p in POOLS)
+    for name, driver in zip(INSTANCES, cluster.drivers, strict=True):
+        events: list[Event] = [InstanceStarted(epoch=Epoch(99), pools=pools)]
+        for tier, held in driver.ledger.residencies.held.items():
+            events += [
+                BlocksCreated(
+                    namespace=residency.namespace, tier=tier, hashes=block, slots=pack_slots([residency.slot])
+                )
+                for block, residency in held.items()
+            ]
+        cluster.index.apply(frame_bytes(name, *events, epoch=99))
+
+
 @each_twin
 @thorough
 @given(scripts, st.sets(st.integers(0, 79)))

@@ -30,7 +30,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.kernels import LedgerTwin
-from kvbm.core.ledger import LEAST_EVENT_BYTES, Allocation, Copy, Ledger, Recovered
+from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
 from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.residency import Residencies
 
@@ -45,7 +45,7 @@ NAMESPACES = (Namespace(model="a", block_tokens=16), Namespace(model="b", block_
 SOURCES = (*Tier, InstanceId("peer-é"))
 INSTANCE = InstanceId("wörker-0")
 
-AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25)  # the steps that ask for no slots: nobody does then
+AFTER_A_STOP = (8, 9, 11, 21, 22, 24, 25, 28)  # the steps that ask for no slots: nobody does then
 
 Step = tuple[int, int, int, int, int]  # which command, and four numbers it takes its arguments from
 
@@ -104,7 +104,8 @@ class Twins:
         frames = self.take_frames(INSTANCE, 7)
         self.frames.extend(frames)
 
-    def restart(self) -> None:
+    def recover(self) -> None:
+        """The process dies, and another begins with what NVME has kept."""
         self.cut()
         entries = []
         for held in split_hashes(self.held(Tier.NVME)):
@@ -115,6 +116,16 @@ class Twins:
         self.__init__(self.eviction, self.event_bytes, self.pools)  # type: ignore[misc]
         self.frames = frames
         self.start(epoch, NAMESPACES, ("zone-a", "rack-3"), "engine", "0", {Tier.NVME: entries})
+
+    def begin_another(self, newer_by: int) -> None:
+        """Another epoch begins in place. What is held says the same before and after, to the owner and to a fold."""
+        self.cut()
+        before = {tier: sorted(split_hashes(self.native.held(tier))) for tier in SLOT_TIERS}
+        after = self.restart(Epoch(self.native.epoch + newer_by))
+        if newer_by > 0:
+            assert {tier: sorted(split_hashes(self.native.held(tier))) for tier in SLOT_TIERS} == before
+            assert after == self.native.applied
+            assert not self.native.stopped
 
     def verify(self) -> None:
         """Every event was legal, every digest is that of the events before it, and the last says what is held."""
@@ -206,9 +217,11 @@ class Twins:
 
     def end(self, kind: int, a: int, b: int) -> None:
         if kind == 27 and a % 4 == 0:
-            self.restart()
+            self.recover()
         elif kind == 28 and a % 16 == 0:
             self.stop(StopReason(b % 3))
+        elif kind == 28 and a % 4 == 1:
+            self.begin_another(b % 4)
 
     def prefill(self, namespace: NamespaceId, first: int, count: int) -> None:
         hashes = run_of(first, count)
@@ -298,8 +311,11 @@ def test_an_overflow_comes_at_the_same_event_and_ends_the_same_things(eviction: 
     filler = (LEAST_EVENT_BYTES - 8 - room) // HASH_BYTES
     twins.forget(Tier.OBJECT, NAMESPACES[0].id, MANY_BLOCKS[: filler * HASH_BYTES], EvictReason.MISSING)
     for step in script:
-        if step[0] not in (24, 27):  # taking the frames makes room
+        if step[0] not in (24, 27, 28):  # taking the frames makes room
             twins.step(step)
+    twins.begin_another(1)
+    for step in script:
+        twins.step(step)
     twins.verify()
 
 
@@ -317,8 +333,36 @@ def test_long_runs_and_many_frames_are_cut_the_same():
     twins.begin_round()
     while twins.step_round():
         pass
-    twins.restart()
+    twins.recover()
     assert len(twins.frames) > 5
+    twins.verify()
+
+
+def test_rounds_over_large_pools_are_stepped_and_restarted_the_same():
+    count = 2 * ROUND_LOOKS
+    twins = Twins("lru", pools=(PoolStated(Tier.HBM, count + 70, 64), PoolStated(Tier.NVME, 3, 64)))
+    twins.start(Epoch(1))
+
+    def fill(first: int, length: int, namespace: bytes) -> bytes:
+        hashes = b"".join(number.to_bytes(HASH_BYTES, "little") for number in range(first, first + length))
+        allocation = twins.allocate(Tier.HBM, length)
+        twins.unpin(Tier.HBM, twins.create(namespace, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots))
+        return hashes
+
+    older = [fill(1 + at, 64, bytes([at // 64 % 3] * 16)) for at in range(0, count, 64)]
+    twins.begin_round()
+    twins.step_round(1000)
+    for run in older[:-9]:
+        twins.evict(Tier.HBM, run[32:], EvictReason.CLEARED)
+    fill(1 << 20, count // 2 - 500, b"n" * 16)
+    while twins.step_round(100):
+        pass
+    twins.cut()
+    assert sum(frame.next_offset - frame.first_offset for frame in twins.frames) > 300
+    twins.begin_another(1)
+    twins.begin_round()
+    while twins.step_round(5000):
+        pass
     twins.verify()
 
 

@@ -9,7 +9,7 @@
     > keep HBM A 3 10 [50]                 keep three blocks until second 10, priority 0 or as given;  > expire 10
     > allocate HBM 2 / release HBM 0 1 / evict HOST A 2 / missing A 1 / match A 3 / counts HBM
     > round / step 2                       begin a round / state a run of at most two blocks
-    > stop
+    > stop / restart 2                     end the stream / begin epoch 2 in place
 """
 
 from __future__ import annotations
@@ -201,6 +201,9 @@ class Scenario:
 
     def do_step(self, limit: str) -> str:
         return "goes on" if self.ledger.step_round(int(limit)) else "ended"
+
+    def do_restart(self, epoch: str) -> str:
+        return f"offset {self.ledger.restart(Epoch(int(epoch)))} comes next"
 
     def do_stop(self) -> None:
         self.ledger.stop()

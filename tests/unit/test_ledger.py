@@ -33,7 +33,7 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, Copy, Ledger, Recovered
+from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Copy, Ledger, Recovered
 from kvbm.core.residency import Residencies
 
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -304,7 +304,7 @@ def test_an_epoch_begins_with_a_round_of_what_was_kept() -> None:
     events = said(ledger)
     assert [type(event) for event in events] == [InstanceStarted, RoundEnded, ResidenciesStated, RoundEnded]
     assert ledger.counts(NVME) == (4, 2, 2, 2, 0)
-    with pytest.raises(LedgerError, match="make a new one"):
+    with pytest.raises(LedgerError, match="restart begins another"):
         ledger.start(Epoch(6))
 
 
@@ -648,3 +648,126 @@ def test_keeping_a_block_again_and_again_is_one_use() -> None:
     use(3)
     ledger.allocate(HBM, 1)
     assert ledger.held(HBM) == blocks(3)
+
+
+# -- another epoch in place ---------------------------------------------------------------------------------------------
+
+
+def test_another_epoch_restates_all_that_is_held_and_records_again() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(9), HOST)
+    overflow(ledger)
+    said(ledger)
+    fill(ledger, blocks(5, 6))  # unseen
+    after = ledger.restart(Epoch(4))
+    assert (ledger.epoch, ledger.applied, ledger.stopped, ledger.overflowed) == (4, after, False, False)
+    (frame,) = ledger.take_frames(InstanceId("i"), 7)
+    assert (frame.epoch, frame.first_offset, frame.next_offset) == (4, 0, after)
+    events = decode_frame(frame.data)[0].events
+    assert events[0] == InstanceStarted(epoch=Epoch(4), pools=ledger.pools, namespaces=(NAMESPACE,))
+    reader = Residencies(strict=True)
+    for event in events:
+        reader.evolve(event)
+    assert {tier: set(reader.held[tier]) for tier in Tier} == {
+        HBM: {block(5), block(6)}, HOST: {block(9)}, NVME: set(), OBJECT: set(),
+    }  # fmt: skip
+    assert all(reader.is_whole(tier) for tier in (HBM, HOST, NVME))
+    assert reader.digest == ledger.digest == ledger.residencies.recomputed_digest()
+    copy = begin(ledger, HBM, NVME, blocks(5))  # durable tiers take blocks again
+    ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)
+    assert isinstance(said(ledger)[-1], BlocksMigrated)
+
+
+def test_an_epoch_in_place_is_stated_by_namespace_and_never_an_overflow() -> None:
+    count = 2 * LEAST_EVENT_BYTES // 16
+    ledger = Ledger([PoolStated(HBM, count, 64)], event_bytes=LEAST_EVENT_BYTES)
+    ledger.start(Epoch(1))
+    for at in range(0, count, 512):
+        run = b"".join(block(number + 1) for number in range(at, at + 512))
+        allocation = ledger.allocate(HBM, 512)
+        assert allocation is not None
+        owner = (OTHER, NAMESPACE)[at // 512 % 2].id
+        ledger.create(owner, HBM, NO_PARENT, 0, run, allocation.slots)
+        said(ledger)
+    ledger.restart(Epoch(2))
+    assert not ledger.overflowed
+    stated = [event for event in said(ledger) if isinstance(event, ResidenciesStated)]
+    assert [event.namespace for event in stated] == sorted(event.namespace for event in stated)
+    assert {len(event.hashes) // 16 for event in stated} == {1024}
+
+
+def test_what_is_no_event_survives_another_epoch() -> None:
+    kept = [Recovered(block(7), NAMESPACE.id, 1)]
+    ledger = make_ledger(kept)
+    pinned = ledger.allocate(HBM, 1)
+    given = ledger.allocate(HBM, 1)
+    assert pinned is not None and given is not None
+    ledger.create(NAMESPACE.id, HBM, NO_PARENT, 0, blocks(1), pinned.slots)
+    fill(ledger, blocks(2))
+    ledger.keep(HBM, blocks(2), 10.0)
+    copy = begin(ledger, HBM, NVME, blocks(1))
+    said(ledger)
+    before = [ledger.counts(tier) for tier in (HBM, HOST, NVME)]
+    ledger.restart(Epoch(2))
+    assert [ledger.counts(tier) for tier in (HBM, HOST, NVME)] == before
+    assert (copy.epoch, copy.after) == (1, 0)
+    assert ledger.end_copy(copy, [True], MigrateCause.OFFLOAD) == [0]
+    ledger.unpin(HBM, pinned.slots)
+    ledger.create(NAMESPACE.id, HBM, block(1), 1, blocks(3), given.slots)
+    assert ledger.expire(10.0) == 1
+    slots_are_whole(ledger)
+    assert [type(event) for event in said(ledger)][-2:] == [BlocksMigrated, BlocksCreated]
+
+
+def test_a_durable_slot_that_holds_nothing_is_written_only_after_the_epochs_round() -> None:
+    ledger = make_ledger([Recovered(block(number), NAMESPACE.id, number - 1) for number in (1, 2)])
+    fill(ledger, blocks(5))
+    overflow(ledger)
+    said(ledger)
+    ledger.evict(NVME, blocks(1), EvictReason.CORRUPT)  # nobody hears of it; the journal says the slot holds the block
+    fill(ledger, blocks(6))
+    after = ledger.restart(Epoch(2))
+    copy = begin(ledger, HBM, NVME, blocks(6))
+    assert (split_slots(copy.target_slots), copy.epoch, copy.after) == ([0], 2, after)
+
+
+def test_a_round_under_way_is_dropped_by_another_epoch() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3))
+    ledger.begin_round()
+    ledger.step_round(1)
+    said(ledger)
+    ledger.restart(Epoch(2))
+    said(ledger)
+    assert not ledger.step_round()
+    assert said(ledger) == []
+    assert ledger.begin_round()
+
+
+def test_another_epoch_is_refused_while_events_wait_or_when_it_is_not_newer() -> None:
+    ledger = Ledger([PoolStated(HBM, 4, 64)])
+    with pytest.raises(LedgerError, match="has not started"):
+        ledger.restart(Epoch(2))
+    ledger.start(Epoch(3))
+    with pytest.raises(LedgerError, match="2 events of epoch 3 wait"):
+        ledger.restart(Epoch(4))
+    said(ledger)
+    with pytest.raises(LedgerError, match="not newer"):
+        ledger.restart(Epoch(3))
+    assert (ledger.epoch, ledger.applied) == (3, 2)
+
+
+def test_a_step_of_a_round_looks_at_so_many_slots_and_no_more() -> None:
+    ledger = Ledger([PoolStated(HBM, 3 * ROUND_LOOKS, 64)])
+    ledger.start(Epoch(1))
+    fill(ledger, blocks(1))
+    fill(ledger, blocks(*range(10, 10 + 2 * ROUND_LOOKS)))
+    ledger.begin_round()
+    ledger.step_round(1)
+    ledger.evict(HBM, blocks(*range(10, 10 + 2 * ROUND_LOOKS)), EvictReason.CLEARED)
+    fill(ledger, blocks(*range(100_000, 100_000 + 2 * ROUND_LOOKS)))  # gained since: need no statement
+    said(ledger)
+    assert ledger.step_round()
+    assert said(ledger) == []
+    assert not ledger.step_round()
+    assert said(ledger) == [RoundEnded(tier=HBM, round=2, count=1)]

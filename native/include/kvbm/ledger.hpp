@@ -1,5 +1,5 @@
 // Ledger: decides commands into events. Twin of kvbm/core/ledger.py, which says what each command means; this one is what
-// production runs. Made with an instance's pools, started once, asked until the process ends; a new epoch needs a new ledger.
+// production runs. Made with an instance's pools, started once, restarted for each later epoch, asked until the process ends.
 // Owner's lock around every call: no lock inside, no threads. Tables are sized at construction; a command on blocks that are
 // neither kept nor copied allocates nothing once its scratch and the waiting frames have grown to what they need.
 // A view that a command returns is valid until the next command, and must be copied before it is given to one.
@@ -28,6 +28,7 @@
 namespace kvbm {
 
 inline constexpr std::size_t kMaxRunBlocks = 1024;                        // of one event: it must fit a frame
+inline constexpr std::size_t kRoundLooks = 8192;                          // held slots a step of a round looks at, at most
 inline constexpr std::size_t kLeastEventBytes = std::size_t{1} << 20;     // less room would overflow at the first large command
 inline constexpr std::size_t kDefaultEventBytes = std::size_t{64} << 20;
 
@@ -70,6 +71,7 @@ struct Copy {
   std::vector<std::uint32_t> source_slots;  // empty when the source has no slots of ours
   std::vector<std::uint32_t> target_slots;  // empty for a target without slots
   std::uint64_t after = 0;                  // offset that must be durable before the target slots are overwritten
+  std::uint64_t epoch = 0;                  // in which `after` counts
 };
 
 class Ledger {
@@ -89,6 +91,8 @@ class Ledger {
   // started: the InstanceStarted of the epoch, of `namespaces` namespaces. recovered: by tier, in the order to be stated.
   void start(std::uint64_t epoch, Bytes started, std::size_t namespaces,
              std::span<const std::vector<Recovered>, kTierCount> recovered);
+  // Another epoch begins in place, with a whole round of what is held. Returns the offset after the round.
+  std::uint64_t restart(std::uint64_t epoch, Bytes started, std::size_t namespaces);
   void stop(StopReason reason);
   // The frames that wait, but for what depends on who takes them.
   std::span<const FrameBody> waiting_frames() const noexcept { return waiting_.bodies(); }
@@ -132,11 +136,11 @@ class Ledger {
  private:
   // What is left to state of one tier's round.
   struct RoundLeft {
-    Tier tier;                         // the tier
-    bool begun = false;                // whether `blocks` is set
-    std::vector<SequenceHash> blocks;  // held when it began, by namespace
-    std::size_t at = 0;                // the next of them
-    std::uint32_t count = 0;           // stated so far
+    Tier tier;                        // the tier
+    bool begun = false;               // whether its first step was made
+    std::uint64_t gained_before = 0;  // blocks the tier had gained when it was: later ones need no statement
+    std::uint32_t at = 0;             // slot it goes on with
+    std::uint32_t count = 0;          // blocks stated so far
   };
 
   TierSlots* find_tier(Tier tier) const noexcept { return tiers_[static_cast<std::size_t>(tier)].get(); }
@@ -149,6 +153,8 @@ class Ledger {
               bool counted = true, std::size_t started_namespaces = 0);
   void withdraw(TierSlots& tier, std::span<const std::uint32_t> slots, EvictReason reason);
   void recover(TierSlots& tier, std::span<const Recovered> entries);
+  void state_held(TierSlots& tier);
+  void state_run(const TierSlots& tier, bool counted, std::uint64_t digest);
   void state_recovered(TierSlots& tier, std::span<const Recovered> run, std::vector<std::uint32_t>& fresh);
   void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) const;
   void create_run(TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,

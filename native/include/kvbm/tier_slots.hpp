@@ -56,6 +56,10 @@ class TierSlots {
   // Whether a copy brings the block here.
   bool is_arriving(const std::uint8_t* hash) const noexcept;
   bool is_held(std::uint32_t slot) const noexcept { return slot < size() && slots_[slot].state == SlotState::kHeld; }
+  // The first held slot from one on, or kNoSlot.
+  std::uint32_t next_held(std::uint32_t from) const noexcept;
+  // How many blocks were gained so far: more than the `gained` of any slot.
+  std::uint64_t gained() const noexcept { return gained_; }
   // Held slots in the order their blocks were gained.
   std::vector<std::uint32_t> held_slots() const;
 
@@ -94,6 +98,10 @@ class TierSlots {
   void gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept;
   // A gained block may be evicted from now on, or is pinned once for whoever gained it.
   void enter(std::uint32_t slot, bool pinned) noexcept;
+  // A held block counts as gained anew, after all others: an epoch begins and has stated it.
+  void gain_again(std::uint32_t slot) noexcept { slots_[slot].gained = gained_++; }
+  // Used slots that hold nothing count as withdrawn by the event before `applied`.
+  void withdraw_unheld(std::uint64_t applied) noexcept;
   // A held block is withdrawn by the event before `applied`.
   void lose(std::uint32_t slot, std::uint64_t applied) noexcept;
 
@@ -131,6 +139,7 @@ class TierSlots {
   std::size_t allocated_ = 0;               // how many slots are allocated or receiving
   std::size_t receiving_ = 0;               // how many are receiving
   std::size_t held_ = 0;                    // how many are held
+  std::vector<std::uint64_t> held_bits_;    // a bit for each slot: whether it is held
   std::uint64_t gained_ = 0;                // blocks gained so far
   std::set<InTime> kept_in_time_;           // kept slots, the first to expire first
   std::set<InRank> kept_in_rank_;           // the same, the first to be given up first

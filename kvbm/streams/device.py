@@ -1,0 +1,77 @@
+"""What a journal does to its folder, as few calls that another disk can stand in for: one that fails, or forgets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Device(Protocol):
+    """The writing half of a disk. All raise OSError. What was written is safe from a power cut once its file was synced, and a
+    name once its folder was."""
+
+    def open(self, path: Path) -> int:
+        """A file to append to, made if it is not there."""
+
+    def write(self, file: int, pieces: Sequence[memoryview]) -> int:
+        """Append; gives how many bytes were taken, maybe not all."""
+
+    def sync(self, file: int) -> None:
+        """Bring a file to the device."""
+
+    def sync_folder(self, folder: Path) -> None:
+        """Bring the names in a folder to the device."""
+
+    def truncate(self, file: int, size: int) -> None:
+        """Cut a file."""
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give a file another name, which another file may have had."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+
+    def close(self, file: int) -> None:
+        """Close a file."""
+
+
+class OsDevice:
+    """The operating system's."""
+
+    def open(self, path: Path) -> int:
+        """See `Device.open`."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, file: int, pieces: Sequence[memoryview]) -> int:
+        """See `Device.write`."""
+        return os.writev(file, pieces)
+
+    def sync(self, file: int) -> None:
+        """See `Device.sync`."""
+        os.fsync(file)
+
+    def sync_folder(self, folder: Path) -> None:
+        """See `Device.sync_folder`."""
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def truncate(self, file: int, size: int) -> None:
+        """See `Device.truncate`."""
+        os.ftruncate(file, size)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """See `Device.replace`."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """See `Device.remove`."""
+        path.unlink(missing_ok=True)
+
+    def close(self, file: int) -> None:
+        """See `Device.close`."""
+        os.close(file)

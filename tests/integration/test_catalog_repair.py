@@ -1,0 +1,775 @@
+"""The catalog loses nothing: gaps are repaired by rounds it asks for, restarts go on where they were, SQL catches up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from kvbm import _native
+from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.catalog import service
+from kvbm.catalog.archive import ArchiveFiles
+from kvbm.catalog.index import Audit, NewIndex
+from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.service import CatalogService, ServiceSettings
+from kvbm.catalog.store import Applied, Store, StoreBatch
+from kvbm.core.errors import CatalogError
+from kvbm.core.events import EvictReason, MigrateCause, PoolStated
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, pack_slots
+from kvbm.streams.base import AccessSample, Heartbeat, LivenessFact, Position
+from kvbm.streams.memory import MemoryStream
+from kvbm.streams.nats import NatsStream
+from kvbm.streams.samples import read_samples
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.servers import nats_server
+
+SPACE = Namespace(model="m", block_tokens=4)
+POOLS = (PoolStated(Tier.HBM, 100_000, 1024), PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool"))
+
+
+def block_hashes(first: int, end: int) -> bytes:
+    return b"".join(number.to_bytes(16, "little") for number in range(first, end))
+
+
+class Instance:
+    """A native ledger on a stream, that serves rounds and sends heartbeats while it runs."""
+
+    def __init__(self, stream: Any, within: str, name: str, epoch: int = 1) -> None:
+        self.stream, self.cluster, self.name, self.epoch = stream, within, InstanceId(name), Epoch(epoch)
+        self.ledger = _native.Ledger(POOLS)
+        self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
+        self.rounds = 0
+        self.published = Offset(0)
+
+    def create(self, first: int, end: int) -> None:
+        for at in range(first, end, 1000):
+            hashes = block_hashes(at, min(end, at + 1000))
+            allocation = self.ledger.allocate(Tier.HBM, len(hashes) // 16)
+            assert allocation is not None
+            self.ledger.create(SPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots)
+
+    def offload(self, first: int, end: int) -> None:
+        copy = self.ledger.begin_copy(SPACE.id, Tier.HBM, Tier.OBJECT, block_hashes(first, end))
+        assert copy is not None
+        self.ledger.end_copy(copy, [True] * (end - first), MigrateCause.OFFLOAD)
+
+    async def publish(self, lose: bool = False) -> Position:
+        for frame in self.ledger.take_frames(self.name, time.time_ns()):
+            if not lose:
+                await self.stream.publish(self.cluster, self.name, frame.data)
+        self.published = self.ledger.applied
+        return Position(self.epoch, self.published)
+
+    async def beat(self) -> None:
+        await self.stream.send_pulse(
+            Heartbeat(
+                instance=self.name, cluster=self.cluster, epoch=self.epoch, published=self.published,
+                wall_time_ns=time.time_ns(), run="r1", trouble="journal full: 3 of 4 bytes",
+            )
+        )  # fmt: skip
+
+    async def round(self) -> None:
+        self.ledger.begin_round()
+        while self.ledger.step_round():
+            pass
+        self.rounds += 1
+        await self.publish()
+
+    @contextlib.asynccontextmanager
+    async def alive(self, beat_s: float = 0.1) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                await self.beat()
+                await asyncio.sleep(beat_s)
+
+        async def serve() -> None:
+            async for _ in self.stream.watch_round_asks(self.cluster, self.name):
+                await self.round()
+
+        tasks = [asyncio.create_task(beat()), asyncio.create_task(serve())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def is_whole_in(self, catalog: CatalogService) -> bool:
+        view = catalog._index.view(self.name)
+        is_there = catalog._projector.position(self.name) == (self.epoch, self.ledger.applied)
+        return is_there and view is not None and not view.doubtful and view.digest == self.ledger.digest
+
+
+async def eventually(check: Callable[[], bool] | Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        found = check()
+        if found if isinstance(found, bool) else await found:
+            return
+        assert time.monotonic() < deadline_s, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def catalog_on(
+    settings: ServiceSettings, new_index: NewIndex = NATIVE_INDEX, stream: Any = None, ready: bool = True
+) -> AsyncIterator[CatalogService]:
+    catalog = await CatalogService.start(settings, NATIVE, new_index, stream)
+    try:
+        if ready:
+            await eventually(lambda: catalog.is_ready)
+        yield catalog
+    finally:
+        await catalog.close()
+
+
+async def kill(catalog: CatalogService) -> None:
+    """As if its process had been killed: nothing is stored or written any more."""
+    for task in catalog._tasks:
+        task.cancel()
+    await asyncio.gather(*catalog._tasks, return_exceptions=True)
+    await catalog._stream.close()
+    await catalog._store.close()
+
+
+@pytest.fixture
+def settings(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> ServiceSettings:  # noqa: F811
+    return ServiceSettings(
+        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, ask_again_s=0.5,
+        checkpoints=str(tmp_path / "checkpoints"),
+    )  # fmt: skip
+
+
+def forget_checkpoints(settings: ServiceSettings) -> None:
+    for path in Path(settings.checkpoints).iterdir():
+        path.unlink()
+
+
+def damage_checkpoints(settings: ServiceSettings) -> None:
+    for path in Path(settings.checkpoints).glob("*.index"):
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 1
+        path.write_bytes(data)
+
+
+def serve_catalog(server: str, database: str, within: str, folder: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "kvbm.cli", "catalog", "serve", "--set", f"nats.url={server}",
+            "--set", f"catalog.database={database}", "--set", f"instance.cluster={within}",
+            "--set", "catalog.listen=127.0.0.1:0", "--set", f"instance.data_dir={folder}",
+        ],
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def run(work: Callable[[NatsStream], Awaitable[None]], server: str) -> None:
+    async def connected() -> None:
+        stream = await NatsStream.connect(server)
+        try:
+            await work(stream)
+        finally:
+            await stream.close()
+
+    asyncio.run(connected())
+
+
+# -- gaps and rounds --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new_index", [NATIVE_INDEX, ReferenceIndex], ids=["native", "reference"])
+def test_a_gap_is_repaired_by_a_round_the_catalog_asks_for(settings: ServiceSettings, new_index: NewIndex) -> None:
+    async def work(stream: NatsStream) -> None:
+        one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
+        async with catalog_on(settings, new_index) as catalog, one.alive(), two.alive():
+            one.create(0, 10)
+            two.create(0, 10)
+            await two.publish()
+            await one.publish()
+            one.create(10, 20)
+            await one.publish(lose=True)
+            one.create(20, 30)
+            await one.publish()
+            await eventually(lambda: catalog._projector.counters.gaps == 1)
+            await eventually(lambda: one.is_whole_in(catalog))
+            assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
+            assert two.is_whole_in(catalog) and two.rounds == 0
+            numbers = catalog.numbers()
+            assert (numbers.gaps, numbers.gaps_repaired, numbers.doubtful) == (1, 1, 0)
+            assert one.rounds >= 1 and numbers.rounds_asked >= 1
+
+    run(work, settings.nats_url)
+
+
+def test_a_lost_end_is_found_by_the_heartbeat_and_repaired(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as catalog, one.alive():
+            one.create(0, 10)
+            await one.publish()
+            one.create(10, 20)
+            await one.publish(lose=True)
+            await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
+
+    run(work, settings.nats_url)
+
+
+def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as catalog:
+            one.create(0, 10)
+            await one.publish(lose=True)
+            one.create(10, 20)
+            await one.publish()  # joined midway, and nobody serves rounds
+            await one.beat()
+            await eventually(lambda: catalog.numbers().rounds_asked >= 2)
+            (summary,) = catalog.instances()
+            assert (summary.doubts, summary.trouble, summary.run) == (
+                ["joined midway"],
+                "journal full: 3 of 4 bytes",
+                "r1",
+            )
+            assert summary.round_asked_s is not None
+            assert await catalog.ask_round(one.name) is False
+            assert await catalog.ask_round(InstanceId("nobody")) is None
+            async with one.alive():
+                await eventually(lambda: one.is_whole_in(catalog))
+            await eventually(lambda: catalog.instances()[0].round_asked_s is None)
+            assert catalog.instances()[0].doubts == []
+
+    run(work, settings.nats_url)
+
+
+def test_two_catalogs_are_repaired_by_the_same_rounds(settings: ServiceSettings, tmp_path: Path) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        other = msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))
+        async with catalog_on(settings) as first, catalog_on(other) as second, one.alive():
+            one.create(0, 10)
+            await one.publish()
+            one.create(10, 20)
+            await one.publish(lose=True)
+            one.create(20, 30)
+            await one.publish()
+            await eventually(lambda: one.is_whole_in(first) and one.is_whole_in(second))
+            assert first.numbers().gaps_repaired == second.numbers().gaps_repaired == 1
+
+    run(work, settings.nats_url)
+
+
+def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Damaged(ReferenceIndex):
+        damaged = True
+
+        def audit(self, pages: int = 64) -> Audit:
+            differing = [InstanceId("one")] if self.damaged and self.view(InstanceId("one")) else []
+            self.damaged = self.damaged and not differing
+            return Audit(True, 10, differing, 0)
+
+    async def work() -> None:
+        stream = MemoryStream()
+        one = Instance(stream, "c", "one")
+        async with catalog_on(asked, Damaged, stream) as catalog, one.alive():
+            one.create(0, 10)
+            await one.publish()
+            with capture_logs() as logs:
+                await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            numbers = catalog.numbers()
+            assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
+            assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
+
+    monkeypatch.setattr(service, "AUDIT_PAUSE_S", 0.01)
+    asked = ServiceSettings(nats_url="", database_url="", cluster="c", ask_again_s=0.5)
+    with contextlib.ExitStack() as opened:
+        folder = opened.enter_context(contextlib.closing(_Folder()))
+        asked = msgspec.structs.replace(asked, database_url=f"sqlite:///{folder.path}/c.db")
+        asyncio.run(work())
+
+
+class _Folder:
+    def __init__(self) -> None:
+        import tempfile
+
+        self._folder = tempfile.TemporaryDirectory()
+        self.path = self._folder.name
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+# -- starts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
+def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettings, killed: bool) -> None:
+    async def work(stream: NatsStream) -> None:
+        one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
+        one.create(0, 5000)
+        two.create(0, 100)
+        two.offload(0, 50)
+        first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
+        await one.publish()
+        wanted = await two.publish()
+        await first.wait_for(two.name, wanted, 10)
+        await eventually(lambda: one.is_whole_in(first) and two.is_whole_in(first))
+        await eventually(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        if killed:
+            assert first._checkpointer is not None
+            await first._checkpointer.write()
+            two.create(100, 200)  # after the checkpoint
+            await two.publish()
+            await eventually(lambda: two.is_whole_in(first))
+            await kill(first)
+        else:
+            await first.close()
+        one.ledger.evict(Tier.HBM, block_hashes(0, 10), EvictReason.CAPACITY)
+        await one.publish()
+        with capture_logs() as logs:
+            async with catalog_on(settings) as second:
+                assert one.is_whole_in(second) and two.is_whole_in(second)
+                assert second.numbers().digest_mismatches == second.numbers().blind_starts == 0
+                assert second._index.claim_counts() == {"pool": 50}
+                assert one.rounds == two.rounds == 0
+        (started,) = [entry for entry in logs if entry["event"] == "catalog.started"]
+        assert started["reading_after"] > 0 and started["residencies"] == 5100
+
+    run(work, settings.nats_url)
+
+
+def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
+        assert first._checkpointer is not None
+        one.create(0, 50_000)
+        await one.publish()
+        writing = asyncio.create_task(first._checkpointer.write())
+        for number in range(100):
+            one.ledger.evict(Tier.HBM, block_hashes(number * 100, number * 100 + 50), EvictReason.CAPACITY)
+            one.create(50_000 + number * 100, 50_100 + number * 100)
+            if number == 50:
+                await one.round()
+            await one.publish()
+        await writing
+        await eventually(lambda: one.is_whole_in(first))
+        await eventually(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        await kill(first)
+        async with catalog_on(settings) as second:
+            assert one.is_whole_in(second)
+            assert second.numbers().digest_mismatches == 0
+            assert second.numbers().anomalies.get("round-incomplete", 0) == 0
+
+    run(work, settings.nats_url)
+
+
+def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one, gone = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "gone")
+        async with catalog_on(settings) as first:
+            one.create(0, 100)
+            gone.create(0, 100)
+            gone.offload(0, 10)
+            gone.ledger.unpin(Tier.HBM, pack_slots(range(100)))
+            gone.ledger.stop()
+            await one.publish()
+            await gone.publish()
+            await eventually(lambda: one.is_whole_in(first) and first._index.claim_counts() == {"pool": 10})
+        forget_checkpoints(settings)
+        async with one.alive(), catalog_on(settings, ready=False) as second:
+            await eventually(lambda: second.is_ready)
+            assert second._after > 0
+            assert one.is_whole_in(second) and one.rounds > 0
+            assert second._index.claim_counts() == {"pool": 10}
+            assert second.lookup(SPACE.id, block_hashes(0, 100)).deepest == 100
+
+    run(work, settings.nats_url)
+
+
+def test_a_catalog_whose_instances_stay_silent_is_ready_all_the_same(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as first:
+            one.create(0, 100)
+            await one.publish()
+            await eventually(lambda: one.is_whole_in(first))
+        forget_checkpoints(settings)
+        await one.beat()
+        async with catalog_on(msgspec.structs.replace(settings, whole_wait_s=0.3)) as second:
+            assert second.instances()[0].doubtful
+
+    run(work, settings.nats_url)
+
+
+def test_a_damaged_checkpoint_is_passed_over(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as first:
+            one.create(0, 100)
+            await one.publish()
+            await eventually(lambda: one.is_whole_in(first))
+        damage_checkpoints(settings)
+        with capture_logs() as logs:
+            async with one.alive(), catalog_on(settings) as second:
+                await eventually(lambda: one.is_whole_in(second))
+        assert sum(entry["event"] == "checkpoint.damaged" for entry in logs) == 1
+
+    run(work, settings.nats_url)
+
+
+def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
+    settings = ServiceSettings(
+        nats_url="", database_url=sqlite_url, cluster=cluster, store_every_s=0.02, checkpoints=str(tmp_path / "checkpoints")
+    )  # fmt: skip
+    for epoch in (1, 2):
+        with nats_server() as server:
+            here = msgspec.structs.replace(settings, nats_url=server.url)
+
+            async def work(stream: NatsStream, here: ServiceSettings = here, epoch: int = epoch) -> None:
+                one = Instance(stream, cluster, "one", epoch)
+                async with catalog_on(here) as catalog:
+                    assert catalog._after == 0
+                    for number in range(5):
+                        one.create(number * 10, number * 10 + 10)
+                        await one.publish()
+                    one.offload(0, 10 * epoch)
+                    await one.publish()
+                    await eventually(lambda: one.is_whole_in(catalog))
+
+            run(work, server.url)
+
+    async def claims() -> int:
+        store = await Store.open(sqlite_url)
+        try:
+            return await store.claim_count()
+        finally:
+            await store.close()
+
+    assert asyncio.run(claims()) == 20
+
+
+def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    async def work(url: str, replace: Callable[[], None]) -> None:
+        settings = ServiceSettings(nats_url=url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02)
+        async with catalog_on(settings) as catalog:
+            stream = await NatsStream.connect(url)
+            one = Instance(stream, cluster, "one")
+            for number in range(5):
+                one.create(number, number + 1)
+                await one.publish()
+            await eventually(lambda: one.is_whole_in(catalog))
+            await stream.close()
+            replace()
+            stream = await NatsStream.connect(url)
+            two = Instance(stream, cluster, "two")
+            two.create(0, 10)
+            two.offload(0, 10)
+            await two.publish()
+            await eventually(lambda: two.is_whole_in(catalog), 30)
+            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 1, 30)
+            assert await catalog._store.claim_count() == 10
+            await stream.close()
+
+    with nats_server() as server:
+        port = int(server.url.rpartition(":")[2])
+        begun: list[Any] = []
+
+        def replace() -> None:
+            import shutil
+
+            server.stop()
+            shutil.rmtree(server.folder)
+            server.folder.mkdir()
+            begun.append(type(server).start(server.folder, port=port))
+
+        try:
+            asyncio.run(work(server.url, replace))
+        finally:
+            for another in begun:
+                another.stop()
+
+
+# -- life -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_told(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        facts: list[LivenessFact] = []
+
+        async def listen() -> None:
+            async for fact in stream.watch_liveness(settings.cluster):
+                facts.append(fact)
+
+        one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
+        listening = asyncio.create_task(listen())
+        quick = msgspec.structs.replace(settings, liveness_s=0.8)
+        async with catalog_on(quick) as catalog, two.alive():
+            one.create(0, 10)
+            await one.publish()
+            await two.publish()
+            async with one.alive():
+                await eventually(lambda: one.is_whole_in(catalog))
+                assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
+            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
+            assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
+            assert {entry.instance: entry.withheld for entry in catalog.instances()} == {"one": "silent", "two": ""}
+            assert catalog.numbers().withheld == 1
+            async with one.alive():
+                await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
+            one.ledger.stop()
+            await one.publish()
+            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
+            await eventually(lambda: len(facts) >= 3)
+        assert [(fact.instance, fact.withheld, fact.why) for fact in facts] == [
+            ("one", True, "silent"), ("one", False, "heard"), ("one", True, "stopped"),
+        ]  # fmt: skip
+        listening.cancel()
+
+    run(work, settings.nats_url)
+
+
+# -- SQL --------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_let_go_while_the_database_was_away_are_read_again(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: Store, batch: StoreBatch) -> Applied:
+        raise CatalogError("the database does not answer")
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as catalog, one.alive():
+            one.create(0, 1000)
+            one.offload(0, 10)
+            await one.publish()
+            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            catalog._storing._waiting_bytes = 1000
+            with monkeypatch.context() as away:
+                away.setattr(Store, "apply", refuse)
+                for number in range(20):
+                    one.offload(10 + number * 10, 20 + number * 10)
+                    await one.publish()
+                    await asyncio.sleep(0.02)
+                await eventually(lambda: catalog._storing._is_behind)
+                assert catalog._projector.waiting_bytes == 0
+                one.offload(500, 600)
+                await one.publish()
+                await eventually(lambda: one.is_whole_in(catalog))
+            await eventually(lambda: catalog.numbers().rows_read_again == 1)
+            one.offload(600, 610)
+            await one.publish()
+            await eventually(lambda: catalog._index.claim_counts() == {"pool": 320})
+            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            assert await catalog._store.claim_count() == 320
+            (position,) = (await catalog._store.instance_positions()).values()
+            assert Position(position.epoch, position.next_offset) == catalog._projector.position(one.name)
+            assert not catalog.readiness().degraded
+
+    run(work, settings.nats_url)
+
+
+def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
+    settings: ServiceSettings, tmp_path: Path
+) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as catalog:
+            one.create(0, 100)
+            for number in range(10):
+                one.offload(number * 10, number * 10 + 10)
+                await one.publish()
+            last = await stream.last_sequence()
+            await eventually(lambda: catalog.numbers().stored_sequence == last)
+            with sqlite3.connect(tmp_path / "catalog.db") as database:  # as it was after the fourth message
+                database.execute("UPDATE positions SET stream_sequence = ?", (last - 6,))
+                database.execute("UPDATE instance_positions SET next_offset = 1")
+                database.execute("DELETE FROM object_claims")
+            one.create(100, 110)
+            await one.publish()
+            await eventually(lambda: catalog.numbers().rows_read_again == 1)
+            await one.publish()
+            one.offload(100, 101)
+            await one.publish()
+            await eventually(lambda: catalog.numbers().stored_sequence == last + 2)
+            assert await catalog._store.claim_count() == 61  # what lay in messages 5 to 12
+            assert catalog.failure is None
+
+    run(work, settings.nats_url)
+
+
+def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    postgres_url: str,
+    tmp_path: Path,
+) -> None:
+    """The writer is a process of its own, killed in the midst of its work; positions in SQL never go back."""
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=postgres_url, cluster=cluster, store_every_s=0.01, checkpoints=str(tmp_path / "b")
+    )  # fmt: skip
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, cluster, "one")
+        one.create(0, 4000)
+        await one.publish()
+        seen: list[int] = []
+        claimed = 0
+        for _ in range(3):
+            child = serve_catalog(nats_url, postgres_url, cluster, tmp_path)
+            try:
+                store = await Store.open(postgres_url)
+                async with catalog_on(settings) as replica:
+                    while child.poll() is None and b"follows" not in await asyncio.to_thread(child.stderr.readline):  # type: ignore[union-attr]
+                        pass
+                    assert child.poll() is None
+                    for number in range(100):
+                        one.offload(claimed, claimed + 10)
+                        claimed += 10
+                        await one.publish()
+                        seen.append(await store.position(replica._storing.name))
+                        if number == 50:
+                            os.kill(child.pid, signal.SIGKILL)
+                            child.wait()
+                    await eventually(lambda: one.is_whole_in(replica))
+                    last = await stream.last_sequence()
+                    while seen[-1] < last:
+                        await asyncio.sleep(0.02)
+                        seen.append(await store.position(replica._storing.name))
+                    assert await store.claim_count() == claimed
+                    (position,) = (await store.instance_positions()).values()
+                    assert Position(position.epoch, position.next_offset) == (1, one.ledger.applied)
+                    assert replica.failure is None
+                await store.close()
+            finally:
+                child.kill()
+                child.wait()
+                assert child.stderr is not None
+                child.stderr.close()
+        assert seen == sorted(seen)
+
+    run(work, nats_url)
+
+
+# -- archive ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSettings, tmp_path: Path) -> None:
+    folder = tmp_path / "archive"
+    archiving = msgspec.structs.replace(settings, archive=str(folder))
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        sent: list[bytes] = []
+        for turn in range(3):
+            catalog = await CatalogService.start(archiving, NATIVE, NATIVE_INDEX)
+            for number in range(20):
+                one.create(turn * 1000 + number * 10, turn * 1000 + number * 10 + 10)
+                for frame in one.ledger.take_frames(one.name, time.time_ns()):
+                    sent.append(frame.data)
+                    await stream.publish(one.cluster, one.name, frame.data)
+            last = await stream.last_sequence()
+            await stream.send_sample(sample)
+            await eventually(lambda catalog=catalog, last=last: catalog.numbers().archive_sequence == last)  # type: ignore[misc]
+            await eventually(lambda catalog=catalog: catalog.numbers().samples >= 1)  # type: ignore[misc]
+            if turn == 1:
+                await kill(catalog)
+            else:
+                await catalog.close()
+        written = b"".join(path.read_bytes() for path in sorted(folder.glob("*.kvbm")))
+        assert written == b"".join(sent)
+        assert len(list(read_samples(folder / "samples"))) >= 3
+
+    sample = AccessSample(
+        instance=InstanceId("one"), cluster=str(settings.cluster), wall_time_ns=1, namespace=NamespaceId(SPACE.id),
+        hashes=block_hashes(0, 3), depth=2, rate=1.0,
+    )  # fmt: skip
+    run(work, settings.nats_url)
+
+
+def test_an_archive_whose_disk_is_full_is_said_and_waited_for(
+    settings: ServiceSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archiving = msgspec.structs.replace(settings, archive=str(tmp_path / "archive"))
+
+    def full(self: ArchiveFiles, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(archiving) as catalog:
+            with monkeypatch.context() as disk:
+                disk.setattr(ArchiveFiles, "_write", full)
+                one.create(0, 10)
+                await one.publish()
+                await eventually(lambda: "No space left" in catalog.readiness().degraded)
+                await eventually(lambda: one.is_whole_in(catalog))
+                assert catalog.is_ready
+            await eventually(lambda: not catalog.readiness().degraded)
+            await eventually(lambda: catalog.numbers().archive_sequence > 0)
+
+    run(work, settings.nats_url)
+
+
+# -- bursts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: ServiceSettings) -> None:
+    """The size by hand: KVBM_BURST_BLOCKS=1000000."""
+    blocks = int(os.environ.get("KVBM_BURST_BLOCKS", "200000"))
+    each = 50_000
+
+    async def work(stream: NatsStream) -> None:
+        instances = [
+            Instance(stream, str(settings.cluster), f"i{number}") for number in range(max(2, blocks // each // 2))
+        ]
+        async with catalog_on(settings) as catalog:
+            for instance in instances:
+                await instance.publish()
+            await eventually(lambda: len(catalog.instances()) == len(instances))
+        events = 0
+        while events < blocks:
+            for instance in instances:
+                instance.create(0, each // 2)
+                instance.ledger.evict(Tier.HBM, block_hashes(0, each // 4), EvictReason.CAPACITY)
+                instance.create(0, each // 4)
+                instance.ledger.evict(Tier.HBM, block_hashes(0, each // 2), EvictReason.CAPACITY)
+                events += 3 * each // 2
+                await instance.publish()
+        for instance in instances:
+            instance.create(0, each // 10)
+            await instance.publish()
+        async with catalog_on(settings) as catalog:
+            assert all(instance.is_whole_in(catalog) for instance in instances)
+            numbers = catalog.numbers()
+            assert numbers.blocks >= blocks
+            assert (numbers.gaps, numbers.digest_mismatches, numbers.holes) == (0, 0, 0)
+
+    run(work, settings.nats_url)
+
+
+def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        async with catalog_on(settings) as first, catalog_on(settings) as second:
+            await eventually(lambda: first._liveness._own_s is not None and second._liveness._own_s is not None)
+            assert first.instances() == second.instances() == []
+
+    run(work, settings.nats_url)

@@ -1,0 +1,491 @@
+"""The manager driven by hand, in its own time: what it does when its journal refuses, another run has its fence, or a reader asks."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvbm.core.codec import FrameBytes, decode_frame
+from kvbm.core.errors import JournalError
+from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesStated, RoundEnded, StopReason
+from kvbm.core.ids import Epoch, Offset, Tier
+from kvbm.core.residency import Residencies
+from kvbm.manager.manager import Manager
+from kvbm.manager.offsets import Offsets
+from kvbm.manager.rounds import Rounds
+from kvbm.manager.samples import Samples
+from kvbm.streams.base import ORIGIN, Position, StreamState
+from kvbm.streams.memory import MemoryLog
+from tests.managers import NAMESPACE, hashes_of, make_manager, serve
+
+SMALL = {Tier.HBM: 64, Tier.HOST: 32, Tier.NVME: 32}
+EVENT_BYTES = 1 << 20
+
+
+class Disk(MemoryLog):
+    """A journal that keeps its word and has as much room as it is given; `Keeping` and sink in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = Epoch(1)
+        self.room = 1 << 40
+        self.error: Exception | None = None  # instead of taking a frame
+        self.epoch_error: Exception | None = None
+        self.round_end = Offset(0)
+        self.tried = 0
+        self.let_go_of: list[tuple[Position, Position]] = []
+        self.frames: list[FrameBytes] = []
+
+    def append(self, frame: FrameBytes) -> None:
+        self.tried += 1
+        if self.error is not None:
+            raise self.error
+        is_first_round = frame.epoch == self.epoch and frame.first_offset < self.round_end
+        if len(frame.data) > self.room and not is_first_round:
+            raise OSError(errno.ENOSPC, "the journal is full")
+        super().append(frame)
+        self.room -= len(frame.data)
+        self.frames.append(frame)
+
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+        if self.epoch_error is not None:
+            raise self.epoch_error
+        assert epoch > self.epoch
+        self.epoch, self.round_end = epoch, round_end
+
+    def begin_round(self) -> None:
+        return
+
+    def sync(self, now_s: float) -> float | None:
+        return None
+
+    def let_go(self, published: Position, whole_round: Position) -> None:
+        self.let_go_of.append((published, whole_round))
+        self.room = 1 << 40
+
+    def used_bytes(self) -> int:
+        return 0
+
+    def events(self) -> list[Event]:
+        return [event for frame in self.frames for event in decode_frame(frame.data)[0].events]
+
+    def fold(self) -> Residencies:
+        """What the frames say, held to the strictest rules: no hole, no illegal event, every digest right."""
+        fold, expected = Residencies(strict=True), Position(Epoch(1), Offset(0))
+        for frame in self.frames:
+            begins = Position(frame.epoch, frame.first_offset)
+            assert begins == expected or (begins.epoch > expected.epoch and begins.offset == 0)
+            decoded, _ = decode_frame(frame.data)
+            for event in decoded.events:
+                fold.evolve(event)
+            assert fold.digest == decoded.digest
+            expected = Position(frame.epoch, frame.next_offset)
+        return fold
+
+    def end(self) -> Position:
+        return Position(self.frames[-1].epoch, self.frames[-1].next_offset)
+
+
+class Driven:
+    """A manager without threads, and the time it lives in."""
+
+    def __init__(self, slots: dict[Tier, int] = SMALL, **named: Any) -> None:
+        self.disk = Disk()
+        self.now_s = 1000.0
+        self.manager: Manager = make_manager(
+            slots, sink=self.disk, keeping=self.disk, by_hand=True, clock=lambda: self.now_s, event_bytes=EVENT_BYTES, wait_s=0.0,
+            **named,
+        )  # fmt: skip
+        self.turn()
+
+    def turn(self, times: int = 1, runs: int = 8) -> float | None:
+        """Turns of the frame writer, each at the time the last one asked for, or a second later."""
+        wake_s = None
+        for _ in range(times):
+            wake_s = self.manager.step_frames(self.now_s, runs)
+            self.now_s = max(self.now_s, self.now_s + 1.0 if wake_s is None else wake_s)
+        return wake_s
+
+    def overflow(self) -> None:
+        for prompt in range(10_000):
+            serve(self.manager, prompt, 60)
+            if self.manager.trouble().endswith("until it takes events again") and "unseen" in self.manager.trouble():
+                return
+        raise AssertionError("the ledger takes everything")
+
+    def check(self) -> None:
+        """The journal says exactly what the manager holds."""
+        fold = self.disk.fold()
+        assert fold.epoch == self.manager.epoch
+        assert fold.digest == self.manager.digest()[1]
+        for tier in SMALL:
+            assert set(fold.held[tier]) == set(self.manager.held(tier))
+
+
+@pytest.fixture
+def driven() -> Iterator[Driven]:
+    driven = Driven(offload=())
+    yield driven
+    driven.manager.close()
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+# -- a journal that refuses ---------------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_refuses_is_told_once_and_what_it_refused_is_written_when_it_takes_again(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.disk.error = full()
+    with capture_logs() as told:
+        driven.turn(5)
+        trouble = driven.manager.trouble()
+        assert "No space left on device" in trouble
+        assert driven.manager.heartbeat(ORIGIN).trouble == driven.manager.stats().trouble == trouble
+        serve(driven.manager, 2, 8)
+        driven.disk.error = None
+        driven.turn(2)
+    assert [entry["event"] for entry in told] == ["journal.write_failed", "journal.write_resumed"]
+    assert driven.manager.trouble() == driven.manager.heartbeat(ORIGIN).trouble == ""
+    assert driven.manager.durable() == driven.manager.applied()
+    assert driven.manager.epoch == 1
+    driven.check()
+
+
+def test_a_journal_that_refuses_is_asked_again_less_and_less_often(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.disk.error = full()
+    tried, waits = driven.disk.tried, []
+    for _ in range(8):
+        before = driven.now_s
+        wake_s = driven.manager.step_frames(before)
+        assert wake_s is not None
+        assert driven.manager.step_frames(before + (wake_s - before) / 2) == wake_s  # too early: nothing is tried
+        waits.append(wake_s - before)
+        driven.now_s = wake_s
+    assert driven.disk.tried == tried + 8
+    assert waits == sorted(waits)
+    assert waits[0] < 0.5 and waits[-1] == waits[-2] <= 5
+
+
+def test_while_the_journal_refuses_nothing_durable_is_begun_and_the_rest_goes_on() -> None:
+    driven = Driven()
+    manager = driven.manager
+    serve(manager, 1, 4)
+    driven.disk.error = full()
+    driven.turn()
+    while manager.offload_one():
+        pass
+    assert len(manager.held(Tier.HOST)) == 4
+    assert manager.held(Tier.NVME) == []
+    assert manager.stats().skipped_offloads == 4
+    driven.disk.error = None
+    driven.turn(2)
+    serve(manager, 2, 4)
+    while manager.offload_one():
+        driven.turn()
+    assert len(manager.held(Tier.NVME)) == 4
+    manager.close()
+    driven.check()
+
+
+def test_an_overflow_ends_the_epoch_and_another_begins_when_the_journal_takes_again() -> None:
+    driven = Driven(offload=(), has_stream=True)
+    driven.disk.error = full()
+    with capture_logs() as told:
+        driven.overflow()
+        driven.turn(3)
+        ended = driven.manager.applied()
+        serve(driven.manager, 77, 40)
+        driven.disk.error = None
+        driven.turn(2)
+    assert driven.manager.epoch == 2
+    assert driven.manager.trouble() == ""
+    names = [entry["event"] for entry in told]
+    assert sorted(names) == [
+        "instance.epoch_begun",
+        "journal.write_failed",
+        "journal.write_resumed",
+        "ledger.overflowed",
+    ]
+    events = driven.disk.events()
+    assert events[ended - 1] == InstanceStopped(reason=StopReason.OVERFLOW)
+    assert isinstance(events[ended], InstanceStarted)
+    driven.check()
+    serve(driven.manager, 78, 40)
+    driven.turn()
+    driven.check()
+
+
+def test_an_epoch_that_cannot_be_begun_is_tried_again(driven: Driven) -> None:
+    driven.disk.error, driven.disk.epoch_error = full(), JournalError("EPOCH cannot be written")
+    driven.overflow()
+    driven.turn(3)
+    driven.disk.error = None
+    driven.turn(3)
+    assert driven.manager.epoch == 1
+    assert "EPOCH cannot be written" in driven.manager.trouble()
+    driven.disk.epoch_error = None
+    driven.turn(3)
+    assert driven.manager.epoch == 2
+    driven.check()
+
+
+def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch() -> None:
+    driven = Driven(offload=(), has_stream=True)
+    driven.disk.room = 0
+    driven.overflow()
+    driven.turn(5)
+    assert driven.manager.epoch == 1  # what the journal holds may still be published, which makes room
+    driven.manager.on_published(driven.disk.end())
+    driven.turn(2)
+    assert driven.manager.epoch == 2  # its first round goes beyond the room
+    driven.check()
+    assert driven.manager.durable() == driven.manager.applied()
+    for prompt in range(70, 90):
+        serve(driven.manager, prompt, 60)
+        driven.turn()
+    assert driven.manager.trouble()  # full again until the round is published
+    driven.manager.on_published(driven.disk.end())
+    driven.turn(3)
+    assert driven.disk.let_go_of[-1][1] == Position(Epoch(2), Offset(0))
+    assert driven.manager.trouble() == ""
+    driven.check()
+
+
+def test_a_device_that_takes_no_frame_of_the_new_epoch_gets_no_third_one() -> None:
+    driven = Driven(offload=(), has_stream=True)
+    driven.disk.error = full()
+    driven.overflow()
+    driven.manager.on_published(driven.disk.end())
+    driven.turn(2)
+    assert driven.manager.epoch == 2
+    driven.overflow()
+    driven.turn(20)
+    assert driven.manager.epoch == 2  # its first round is nowhere yet
+    driven.disk.error = None
+    driven.turn(3)
+    assert driven.manager.epoch == 3
+    driven.check()
+
+
+def test_frames_lost_by_a_bug_are_followed_by_another_epoch_and_never_by_what_came_after_them(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.disk.error = RuntimeError("a bug in the journal")
+    with capture_logs() as told:
+        driven.turn()
+    assert "journal.writer_broke" in [entry["event"] for entry in told]
+    assert driven.manager.trouble()
+    serve(driven.manager, 2, 8)
+    driven.disk.error, driven.disk.epoch_error = None, full()
+    driven.turn(3)
+    assert len(driven.disk.frames) == 1  # nothing is written after the hole
+    driven.disk.epoch_error = None
+    driven.turn(2)
+    assert driven.manager.epoch == 2
+    assert driven.manager.trouble() == ""
+    driven.check()
+
+
+# -- another run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fenced_manager_begins_a_later_epoch_in_the_writers_turn(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.turn()
+    serve(driven.manager, 2, 8)
+    driven.manager.on_fenced(Epoch(7))
+    assert driven.manager.epoch == 1
+    driven.turn(2)
+    assert driven.manager.epoch == driven.disk.epoch == 8
+    assert driven.manager.heartbeat(ORIGIN).run == driven.manager.run == "a-run"
+    driven.check()
+    driven.turn(5)
+    assert driven.manager.epoch == 8
+
+
+def test_an_epoch_is_above_whatever_the_journal_has_begun(driven: Driven) -> None:
+    driven.disk.epoch = Epoch(20)
+    driven.manager.on_fenced(Epoch(7))
+    driven.turn(2)
+    assert driven.manager.epoch == 21
+    driven.check()
+
+
+def test_a_copy_of_the_last_epoch_is_written_once_the_new_epochs_round_is_durable() -> None:
+    waits: list[tuple[Epoch, Offset]] = []
+    begins: list[Callable[[], None]] = []
+
+    class Turning(Offsets):
+        def wait_durable(self, epoch: Epoch, offset: Offset, timeout_s: float) -> bool:
+            waits.append((epoch, offset))
+            if offset and begins:
+                assert not self.is_durable(epoch, offset)
+                begins.pop()()
+            return self.is_durable(epoch, offset)
+
+    driven = Driven({Tier.HBM: 64, Tier.HOST: 32, Tier.NVME: 4}, offload=(Tier.NVME,), offsets=Turning())
+    manager = driven.manager
+    serve(manager, 1, 4)
+    while manager.offload_one():
+        driven.turn()
+    serve(manager, 2, 4)  # its offload evicts what NVME holds
+
+    def lose() -> None:
+        driven.disk.error = RuntimeError("the withdrawal is lost")
+        driven.turn()
+        driven.disk.error = None
+        driven.turn(3)
+
+    begins.append(lose)
+    assert manager.offload_one()
+    assert waits[-1][0] == 1
+    assert manager.epoch == 2
+    assert manager.stats().failed_copies == 0
+    driven.turn()
+    assert set(manager.held(Tier.NVME)) == {hashes_of(2, 4)[at : at + 16] for at in range(0, 64, 16)}
+    driven.check()
+
+
+# -- rounds ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() -> None:
+    driven = Driven({Tier.HBM: 4000, Tier.HOST: 32, Tier.NVME: 32}, offload=(), rounds=Rounds(10.0))
+    serve(driven.manager, 1, 2500)
+    driven.turn()
+    before = len(driven.disk.events())
+    driven.manager.on_round_asked()
+    assert driven.turn(runs=1) == driven.now_s  # at once again
+    serve(driven.manager, 2, 40)
+    driven.turn(10, runs=1)
+    said = driven.disk.events()[before:]
+    stated = [
+        len(event.hashes) // 16 for event in said if isinstance(event, ResidenciesStated) and event.tier == Tier.HBM
+    ]
+    assert stated == [1024, 1024, 452]  # and none of what came meanwhile
+    assert [event.tier for event in said if isinstance(event, RoundEnded)] == [Tier.HBM, Tier.HOST, Tier.NVME]
+    driven.check()
+    driven.manager.on_round_asked()
+    driven.turn()
+    assert len(driven.disk.events()) == before + len(said)  # not so soon
+    driven.now_s += 10.0
+    driven.turn(3)
+    assert len(driven.disk.events()) > before + len(said)
+
+
+def test_a_round_begins_in_a_quarter_of_what_the_stream_keeps(driven: Driven) -> None:
+    before = len(driven.disk.events())
+    driven.manager.on_stream_state(StreamState(1, 5, 100, -1, 400.0, "a"))
+    assert driven.manager.step_frames(driven.now_s) == 1100.0
+    driven.manager.step_frames(1099.0)
+    assert len(driven.disk.events()) == before
+    driven.manager.step_frames(1100.0)
+    assert isinstance(driven.disk.events()[-1], RoundEnded)
+    driven.manager.step_frames(1101.0)
+    assert len(driven.disk.events()) == before + 3
+
+
+def test_what_is_published_goes_only_behind_a_round_that_is_whole_and_published() -> None:
+    driven = Driven(offload=(), has_stream=True)
+    manager, disk = driven.manager, driven.disk
+    serve(manager, 1, 8)
+    driven.turn()
+    assert disk.let_go_of == []
+    manager.on_published(disk.end())
+    driven.turn()
+    assert disk.let_go_of == [(disk.end(), Position(Epoch(1), Offset(0)))]
+    began = Position(Epoch(1), manager.applied())
+    manager.restate()
+    driven.turn()
+    assert len(disk.let_go_of) == 1
+    ended = Position(Epoch(1), manager.applied())
+    manager.on_published(Position(ended.epoch, Offset(ended.offset - 1)))
+    driven.turn()
+    assert len(disk.let_go_of) == 1  # the round's end is not on the stream
+    manager.on_published(ended)
+    driven.turn()
+    assert disk.let_go_of[1:] == [(ended, began)]
+    assert manager.published() == ended
+
+
+# -- the rest -------------------------------------------------------------------------------------------------------------
+
+
+class Later(Executor):
+    """Carries out what it is given when it is told to."""
+
+    def __init__(self) -> None:
+        self.work: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.work.append((future, lambda: fn(*args, **named)))
+        return future
+
+    def run(self) -> None:
+        for future, work in self.work:
+            if future.set_running_or_notify_cancel():
+                future.set_result(work())
+        self.work.clear()
+
+
+class AtOnce(Later):
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        future = super().submit(fn, *args, **named)
+        self.run()
+        return future
+
+
+def test_onboards_are_carried_out_by_the_executor_and_late_ones_are_a_miss() -> None:
+    for executor, depth in ((AtOnce(), 4), (Later(), 0)):
+        driven = Driven(executor=executor)
+        serve(driven.manager, 1, 4)
+        assert driven.manager.settle(10.0)
+        driven.manager.evict(Tier.HBM, hashes_of(1, 4))
+        prefix = driven.manager.acquire(NAMESPACE.id, hashes_of(1, 4))
+        assert prefix.depth == depth
+        driven.manager.close()
+        driven.check()
+
+
+def test_a_manager_that_is_driven_by_hand_closes_in_its_own_turns(driven: Driven) -> None:
+    serve(driven.manager, 1, 8)
+    driven.manager.close()
+    assert driven.disk.events()[-1] == InstanceStopped(reason=StopReason.SHUTDOWN)
+    assert driven.manager.durable() == driven.manager.applied()
+    driven.manager.on_fenced(Epoch(9))
+    driven.turn(3)
+    assert driven.manager.epoch == 1
+
+
+def test_prompts_are_sampled_by_their_first_block_and_lost_beyond_the_room() -> None:
+    samples = Samples(0.5, capacity=40)
+    driven = Driven({Tier.HBM: 1000}, samples=samples)
+    for prompt in range(60):
+        for depth in (2, 3):
+            serve(driven.manager, prompt, depth)
+    taken = driven.manager.take_samples()
+    chosen = [prompt for prompt in range(60) if hashes_of(prompt, 1) < samples.below]
+    assert 15 < len(chosen) < 45
+    expected = [(hashes_of(prompt, depth), depth - 2) for prompt in chosen for depth in (2, 3)]
+    found = [(sample.hashes, max(0, sample.depth - 1)) for sample in taken]
+    assert found == [(hashes, depth) for hashes, depth in expected][:40]
+    assert samples.dropped == max(0, len(expected) - 40)
+    assert {(sample.rate, sample.instance, sample.namespace) for sample in taken} == {(0.5, "test", NAMESPACE.id)}
+    assert driven.manager.take_samples() == []
+
+
+def test_all_prompts_or_none_are_sampled_where_the_rate_says_so() -> None:
+    for rate, count in ((0.0, 0), (1.0, 20)):
+        driven = Driven({Tier.HBM: 100}, samples=Samples(rate))
+        for prompt in range(20):
+            serve(driven.manager, prompt, 2)
+        assert len(driven.manager.take_samples()) == count
