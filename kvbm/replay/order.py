@@ -6,7 +6,7 @@ beyond it than any publisher has in flight.
 
 from __future__ import annotations
 
-import hashlib
+import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -18,6 +18,8 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located
 
+_CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
+_MASK = (1 << 64) - 1
 ASIDE_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
 
 
@@ -77,7 +79,7 @@ class Conflict(NamedTuple):
 
 
 class WentBack(NamedTuple):
-    """A frame of an older epoch that was not seen before. `epoch` is the newer one."""
+    """A frame of an older epoch that was not seen before: of a process that was replaced. `epoch` is the newer one."""
 
     located: Located
     frame: ScannedFrame
@@ -123,16 +125,23 @@ class _Seen:
 
     def add(self, frame: ScannedFrame, data: bytes) -> None:
         self.firsts.append(frame.first_offset)
-        self.prints.append(_fingerprint(data))
+        self.prints.append(_fingerprint(frame, data))
         self.end = frame.next_offset
 
-    def is_same(self, first: Offset, data: bytes) -> bool:
-        at = bisect_left(self.firsts, first)
-        return at < len(self.firsts) and self.firsts[at] == first and self.prints[at] == _fingerprint(data)
+    def is_same(self, frame: ScannedFrame, data: bytes) -> bool:
+        at = bisect_left(self.firsts, frame.first_offset)
+        return (
+            at < len(self.firsts)
+            and self.firsts[at] == frame.first_offset
+            and self.prints[at] == _fingerprint(frame, data)
+        )
 
 
-def _fingerprint(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+def _fingerprint(frame: ScannedFrame, data: bytes) -> int:
+    """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has proven, and
+    the digest of what is held after it."""
+    (checksum,) = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)
+    return ((checksum << 32) ^ frame.digest ^ len(data)) & _MASK
 
 
 class _Order:
@@ -187,7 +196,7 @@ class _Order:
     def _judge_old(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """A frame before the place that was reached."""
         seen = self._seen.get(frame.epoch) or _Seen()
-        if seen.is_same(frame.first_offset, located.data):
+        if seen.is_same(frame, located.data):
             if frame.epoch == self._epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
                 yield from (Late(late.located) for late in self._late)
                 self._late = []

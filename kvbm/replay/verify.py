@@ -16,7 +16,6 @@ from kvbm.replay.findings import (
     MISSING,
     ROUND_RULES,
     SKIPPED,
-    WENT_BACK,
     Finding,
     damage_finding,
     damage_words,
@@ -47,6 +46,7 @@ class Verified(msgspec.Struct, kw_only=True):
     Attributes:
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
+        stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
     """
@@ -59,6 +59,7 @@ class Verified(msgspec.Struct, kw_only=True):
     blocks: int = 0
     repeats: int = 0
     late: int = 0
+    stale: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
 
@@ -72,6 +73,8 @@ class Verified(msgspec.Struct, kw_only=True):
             counts += f", {counted(self.repeats, 'repeat')}"
         if self.late:
             counts += f", {self.late:,} late"
+        if self.stale:
+            counts += f", {self.stale:,} stale"
         found = counted(len(self.findings), "finding")
         return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
 
@@ -105,6 +108,7 @@ class _Verifier:
         self._decode_frame = decode_frame
         self._folds: dict[StreamKey, StreamFold] = {}
         self._epochs: set[tuple[StreamKey, int]] = set()
+        self._stale: set[tuple[StreamKey, int]] = set()
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
         self._damage: list[Damaged] = []
         self._holes: list[Hole] = []
@@ -133,8 +137,7 @@ class _Verifier:
                 why = f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two writers, or a rewritten file"
                 self._find(CONFLICT, why, step.located, step.frame)
             case WentBack():
-                why = f"a frame of epoch {step.frame.epoch} after epoch {step.epoch} had begun; an instance that was replaced still writes"
-                self._find(WENT_BACK, why, step.located, step.frame)
+                self._note_stale(key, step)
 
     def finish(self) -> Verified:
         """The report, once everything was taken."""
@@ -146,6 +149,15 @@ class _Verifier:
         self.report.epochs = len(self._epochs)
         self.report.findings = [finding for _, finding in sorted(self._found, key=lambda entry: entry[0])]
         return self.report
+
+    def _note_stale(self, key: StreamKey, step: WentBack) -> None:
+        self.report.stale += 1
+        if (key, step.frame.epoch) not in self._stale:
+            self._stale.add((key, step.frame.epoch))
+            self.report.notes.append(
+                f"instance {key.instance} epoch {step.frame.epoch} goes on at {step.located.place} after epoch {step.epoch} had "
+                "begun: a process that was replaced; its frames do not count"
+            )
 
     def _fold_of(self, key: StreamKey) -> StreamFold:
         fold = self._folds.get(key)
