@@ -125,7 +125,7 @@ class _Seen:
 
     def add(self, frame: ScannedFrame, data: bytes) -> None:
         self.firsts.append(frame.first_offset)
-        self.prints.append(_fingerprint(frame, data))
+        self.prints.append(fingerprint(frame, data))
         self.end = frame.next_offset
 
     def is_same(self, frame: ScannedFrame, data: bytes) -> bool:
@@ -133,11 +133,11 @@ class _Seen:
         return (
             at < len(self.firsts)
             and self.firsts[at] == frame.first_offset
-            and self.prints[at] == _fingerprint(frame, data)
+            and self.prints[at] == fingerprint(frame, data)
         )
 
 
-def _fingerprint(frame: ScannedFrame, data: bytes) -> int:
+def fingerprint(frame: ScannedFrame, data: bytes) -> int:
     """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has proven, and
     the digest of what is held after it."""
     (checksum,) = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)
