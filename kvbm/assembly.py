@@ -204,14 +204,16 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
     A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
     would then pass for ahead and hide the new events.
     """
-    found: list[Position | None] = []
+    found: list[Epoch] = []
     cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
 
-    async def ask() -> Position | None:
+    async def ask() -> Epoch:
         async with asyncio.timeout(timeout_s):
             stream = await NatsStream.connect(url, timeout_s)
             try:
-                return await stream.last_position(cluster, instance, timeout_s)
+                tail = await stream.tail(cluster, instance, timeout_s)
+                fence = await stream.fence(cluster, instance, timeout_s)
+                return max(tail.end.epoch if tail else Epoch(0), fence.epoch if fence else Epoch(0))
             finally:
                 await stream.close()
 
@@ -228,7 +230,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
     )  # the engine may have a loop of its own
     asking.start()
     asking.join(timeout_s + 1.0)
-    return found[0].epoch if found and found[0] is not None else Epoch(0)
+    return found[0] if found else Epoch(0)
 
 
 def _begin_epoch(

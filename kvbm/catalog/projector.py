@@ -10,12 +10,13 @@ A reader's place in an instance's stream is (epoch, next offset). What arrives i
     epoch above, from later          applied  blind: its start is no longer, or not yet, on the stream
 
 A hole is a *gap* once the instance's heartbeat has said that what is missing was published, and the reader has been at the
-stream's end since. Then the reader goes on behind the hole, and the instance is doubtful until a round has ended.
+stream's end since. Then the reader goes on behind the hole, and the instance is doubtful until a round has ended. So it is when a
+frame's digest differs from the index's. `troubles` tells of everyone a round would heal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -35,12 +36,12 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.kernels import ScanFrames
-from kvbm.streams.base import Heartbeat, Position, StreamMessage, subject_names
+from kvbm.streams.base import ORIGIN, Heartbeat, Position, StreamMessage, subject_names
 
 log = structlog.get_logger()
 
-ORIGIN = Position(Epoch(0), Offset(0))
 GAP_WAIT_S = 1.0  # what a heartbeat calls published must be here by then when the reader is at the stream's end
+_ROW_BYTES = 200  # what one gathered row takes, about
 ASIDE_BYTES = 16 << 20  # frames kept behind one instance's hole; more are left to be sent again, or to the next round
 
 
@@ -72,7 +73,12 @@ class Step(NamedTuple):
 
 
 class Counters(msgspec.Struct, kw_only=True):
-    """What was seen since the start. `blocks` counts a block once for each event that names it."""
+    """What was seen since the start. `blocks` counts a block once for each event that names it.
+
+    Attributes:
+        gaps_repaired, digest_repaired: after which the instance was whole again.
+        foreign: frames that name another instance than their subject; they are refused with the rest of their message.
+    """
 
     messages: int = 0
     frames: int = 0
@@ -84,7 +90,54 @@ class Counters(msgspec.Struct, kw_only=True):
     gaps: int = 0
     blind_starts: int = 0
     poison: int = 0
+    foreign: int = 0
     digest_mismatches: int = 0
+    gaps_repaired: int = 0
+    digest_repaired: int = 0
+
+
+class Trouble(msgspec.Struct, kw_only=True):
+    """What was found of an instance that a round will heal, counted by kind.
+
+    Attributes:
+        gaps: events were missed. digests: its frames, or a sweep, told another digest. blind: its epoch was joined midway.
+    """
+
+    gaps: int = 0
+    digests: int = 0
+    blind: int = 0
+
+    @property
+    def found(self) -> int:
+        """All of it; more than before is news."""
+        return self.gaps + self.digests + self.blind
+
+    def reasons(self) -> list[str]:
+        """In words."""
+        words = {"events missed": self.gaps, "digest differs": self.digests, "joined midway": self.blind}
+        return [reason for reason, count in words.items() if count]
+
+
+class FollowedState(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance in a `ProjectorState`."""
+
+    row: InstanceRow
+    epoch: Epoch
+    offset: Offset
+    epoch_row: EpochRow
+    declared: tuple[NamespaceId, ...]
+    is_blind: bool
+    is_lost: bool
+    trouble: Trouble | None
+
+
+class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
+    """A projector's state beside its index, as a checkpoint keeps it. Frames kept aside are left out."""
+
+    sequence: int
+    newest_wall_ns: int
+    namespaces: tuple[Namespace, ...]
+    followed: tuple[FollowedState, ...]
 
 
 class _Arrived(NamedTuple):
@@ -143,10 +196,65 @@ class Projector:
         self._followed: dict[InstanceId, _Followed] = {}
         self._namespaces = {namespace.id: namespace for namespace in namespaces}
         self._is_gathering = False
+        self._is_behind = False  # rows were let go: none are gathered until `gather_after`
+        self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests say nothing
+        self._troubles: dict[InstanceId, Trouble] = {}
         self._dirty: set[InstanceId] = set()
         self._epochs: list[EpochRow] = []
         self._new_namespaces: list[NamespaceRow] = []
         self._claims: list[ClaimRun] = []
+        self._claims_bytes = 0
+
+    # -- beginning elsewhere than at nothing ---------------------------------------------------------------------------
+
+    def state(self) -> ProjectorState:
+        """What a checkpoint keeps beside the index."""
+        return ProjectorState(
+            sequence=self.sequence,
+            newest_wall_ns=self.newest_wall_ns,
+            namespaces=tuple(self._namespaces.values()),
+            followed=tuple(
+                FollowedState(
+                    row=followed.row, epoch=followed.position.epoch, offset=followed.position.offset,
+                    epoch_row=followed.epoch_row, declared=tuple(followed.declared), is_blind=followed.is_blind,
+                    is_lost=followed.is_lost, trouble=_copy(self._troubles.get(instance)),
+                )
+                for instance, followed in self._followed.items()
+            ),
+        )  # fmt: skip
+
+    def restore(self, state: ProjectorState, settled: int) -> None:
+        """Go on from a checkpoint; the index has been loaded from it.
+
+        Args:
+            settled: sequence that had been applied when the checkpoint was whole. Blocks in it may be newer than `state`, so until
+                then digests are not compared.
+        """
+        self.sequence, self.newest_wall_ns, self._settled = state.sequence, state.newest_wall_ns, settled
+        for namespace in state.namespaces:
+            self._namespaces.setdefault(namespace.id, namespace)
+        for entry in state.followed:
+            followed = self._followed[entry.row.id] = _Followed(entry.row)
+            followed.position = Position(entry.epoch, entry.offset)
+            followed.epoch_row, followed.declared = entry.epoch_row, frozenset(entry.declared)
+            followed.is_blind, followed.is_lost = entry.is_blind, entry.is_lost
+            if entry.trouble is not None:
+                self._troubles[entry.row.id] = entry.trouble
+
+    def restore_blind(self, sequence: int, positions: Iterable[InstancePosition]) -> None:
+        """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is to restate it."""
+        self.sequence = sequence
+        for position in positions:
+            row = self._known.get(position.instance)
+            if row is None or row.epoch != position.epoch:
+                continue
+            followed = self._followed[row.id] = _Followed(row)
+            followed.position = Position(position.epoch, position.next_offset)
+            followed.epoch_row = EpochRow(
+                instance=row.id, epoch=position.epoch, started_ns=row.last_frame_ns, next_offset=position.next_offset
+            )
+            if row.state is InstanceState.LIVE:
+                self._begin_blind(followed, position.epoch, row.last_frame_ns)
 
     # -- input --------------------------------------------------------------------------------------------------------
 
@@ -160,27 +268,47 @@ class Projector:
         step = Step({}, [], any(message.sequence <= self.sequence for message in messages[:1]))
         for message in messages:
             self.sequence = message.sequence
-            self._is_gathering = step.renumbered or message.sequence > self._stored
+            self._is_gathering = not self._is_behind and (step.renumbered or message.sequence > self._stored)
             self._receive(message, step)
-        self._is_gathering = True
+        self._is_gathering = not self._is_behind
         if at_end:
             for instance, followed in self._followed.items():
                 self._judge(now_s, instance, followed, step)
         return step
 
     def hear(self, now_s: float, heartbeat: Heartbeat) -> None:
-        """Take note of what an instance says it has published."""
+        """Take note of what an instance says it has published.
+
+        It speaks of one epoch alone: that of an older one all was published, or never will be, is not said. A newer epoch than the
+        one that is read takes the place of what was said of the older, whose end nobody will send any more.
+        """
         if not heartbeat.published:
             return
         said = Position(heartbeat.epoch, heartbeat.published)
         followed = self._follow(heartbeat.instance, heartbeat.cluster)
         known = followed.evidence
-        if said > followed.position and (known is None or known[0] <= followed.position):
+        if said <= followed.position:
+            return
+        if known is None or known[0] <= followed.position or known[0].epoch < said.epoch:
             followed.evidence = (said, now_s)
 
     def renumber(self, stream: str, stored: int) -> None:
         """Go on in a stream whose sequences began anew, under another name in SQL."""
-        self._stream, self._stored = stream, stored
+        self._stream, self._stored, self._settled = stream, stored, 0
+
+    def doubt(self, instance: InstanceId) -> None:
+        """What the index holds of an instance is not what its digest says, as a sweep of the index has found."""
+        self.index.miss(instance)
+        self._trouble(instance).digests += 1
+
+    def pass_holes(self) -> None:
+        """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
+        step = Step({}, [], False)
+        for instance, followed in self._followed.items():
+            if followed.aside:
+                self.index.miss(instance)
+                self._jump(followed, min(followed.aside))
+                self._resume(followed, step)
 
     # -- output -------------------------------------------------------------------------------------------------------
 
@@ -189,7 +317,7 @@ class Projector:
 
         The caller stores it, and until it has, keeps it: the next batch begins where this one ends.
         """
-        if self.sequence <= self._stored:
+        if self.sequence <= self._stored or self._is_behind:
             return None
         changed = [self._followed[instance] for instance in sorted(self._dirty)]
         batch = StoreBatch(
@@ -208,8 +336,28 @@ class Projector:
             ),
         )
         self._stored = self.sequence
-        self._dirty, self._epochs, self._new_namespaces, self._claims = set(), [], [], []
+        self._forget_rows()
         return batch
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What the rows that were gathered and not taken weigh, about."""
+        return self._claims_bytes + _ROW_BYTES * (len(self._epochs) + len(self._new_namespaces) + len(self._claims))
+
+    def let_rows_go(self) -> None:
+        """Gather none any more: SQL has been away for too long. Whoever calls this reads them again from where SQL stands."""
+        self._is_behind = True
+        self._is_gathering = False
+        self._forget_rows()
+
+    def gather_after(self, sequence: int) -> None:
+        """Gather rows of what comes after a sequence; SQL has all before. It must not lie before `sequence` here."""
+        self._is_behind = False
+        self._stored = sequence
+
+    def _forget_rows(self) -> None:
+        self._dirty, self._epochs, self._new_namespaces, self._claims = set(), [], [], []
+        self._claims_bytes = 0
 
     def position(self, instance: InstanceId) -> Position:
         """How far an instance was read; (0, 0) when nothing of it was."""
@@ -238,6 +386,15 @@ class Projector:
         """How many instances have a hole that may still be filled."""
         return sum(bool(followed.aside) for followed in self._followed.values())
 
+    def is_waiting(self, instance: InstanceId) -> bool:
+        """Whether an instance has a hole that may still be filled."""
+        followed = self._followed.get(instance)
+        return followed is not None and bool(followed.aside)
+
+    def troubles(self) -> Mapping[InstanceId, Trouble]:
+        """Everyone a round would heal, and why. Read only."""
+        return self._troubles
+
     # -- messages → frames --------------------------------------------------------------------------------------------
 
     def _receive(self, message: StreamMessage, step: Step) -> None:
@@ -245,9 +402,12 @@ class Projector:
         cluster, instance = subject_names(message.subject)
         frames, error = self._scan_frames(message.data)
         for frame in frames:
-            foreign = f"a frame of instance {frame.instance!r} in the stream of {instance!r}"
-            if why := foreign if frame.instance != instance else frame.flaw:
-                self._poison(message, f"byte {frame.at}: {why}")
+            if frame.instance != instance:
+                self.counters.foreign += 1
+                self._refuse(message, f"byte {frame.at}: a frame of instance {frame.instance!r}")
+                return
+            if frame.flaw:
+                self._poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
             self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
         if error is not None:
@@ -255,6 +415,9 @@ class Projector:
 
     def _poison(self, message: StreamMessage, why: str) -> None:
         self.counters.poison += 1
+        self._refuse(message, why)
+
+    def _refuse(self, message: StreamMessage, why: str) -> None:
         log.warning("message.refused", sequence=message.sequence, subject=message.subject, why=why)
 
     def _follow(self, instance: InstanceId, cluster: str) -> _Followed:
@@ -331,6 +494,7 @@ class Projector:
             followed.position = Position(said.epoch, Offset(0))
         resumed = min(followed.aside, default=None)
         self.index.miss(instance)
+        self._trouble(instance).gaps += 1
         if resumed is None:
             followed.is_lost = True
         else:
@@ -346,6 +510,23 @@ class Projector:
         followed.position = Position(followed.position.epoch, offset)
         followed.is_lost = False
 
+    # -- who is to restate what it holds --------------------------------------------------------------------------------
+
+    def _trouble(self, instance: InstanceId) -> Trouble:
+        return self._troubles.setdefault(instance, Trouble())
+
+    def _check_healed(self, instance: InstanceId) -> None:
+        view = self.index.view(instance)
+        if view is not None and not view.doubtful:
+            self._heal(instance)
+
+    def _heal(self, instance: InstanceId) -> None:
+        trouble = self._troubles.pop(instance, None)
+        if trouble is not None:
+            self.counters.gaps_repaired += trouble.gaps
+            self.counters.digest_repaired += trouble.digests
+            log.info("instance.healed", instance=instance, of=trouble.reasons())
+
     # -- frames → index and rows --------------------------------------------------------------------------------------
 
     def _enter(self, followed: _Followed, frame: ScannedFrame) -> None:
@@ -353,6 +534,7 @@ class Projector:
         row, old = followed.row, followed.epoch_row
         if followed.aside:
             self.counters.gaps += 1  # the epoch went on behind the hole, and is over
+            self.counters.gaps_repaired += 1
             self._forget_aside(followed)
         if old.epoch and old.epoch < frame.epoch and old.ended_ns is None and self._is_gathering:
             self._epochs.append(msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced"))
@@ -368,6 +550,7 @@ class Projector:
     def _begin_blind(self, followed: _Followed, epoch: Epoch, wall_time_ns: int) -> None:
         instance = followed.row.id
         self.counters.blind_starts += 1
+        self._trouble(instance).blind += 1
         followed.is_blind = True
         known = self._known.get(instance)
         if known is not None and known.epoch == epoch and known.pools:
@@ -404,10 +587,12 @@ class Projector:
         step.advanced[instance] = followed.position
         if self._is_gathering:
             self._dirty.add(instance)
-        if not self.index.agrees(instance, frame.digest):
+        if self.sequence > self._settled and not self.index.agrees(instance, frame.digest):
             self.counters.digest_mismatches += 1
-            self.index.miss(instance)
+            self.doubt(instance)
             log.warning("digest.diverged", instance=instance, epoch=frame.epoch, offset=frame.next_offset)
+        elif instance in self._troubles:
+            self._check_healed(instance)
 
     def _note(self, followed: _Followed, frame: ScannedFrame, applied: Applied) -> None:
         """Follow what SQL keeps of a frame."""
@@ -429,9 +614,11 @@ class Projector:
                         at_ns=frame.wall_time_ns, withdrawn=withdrawn,
                     )
                 )  # fmt: skip
+                self._claims_bytes += len(hashes)
 
     def _note_start(self, followed: _Followed, frame: ScannedFrame, event: InstanceStarted) -> None:
         followed.is_blind = False
+        self._heal(followed.row.id)  # it holds nothing, and its round follows by itself
         followed.declared = frozenset(namespace.id for namespace in event.namespaces)
         followed.row = msgspec.structs.replace(
             followed.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
@@ -443,3 +630,7 @@ class Projector:
                 self._new_namespaces.append(
                     NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns)
                 )
+
+
+def _copy(trouble: Trouble | None) -> Trouble | None:
+    return None if trouble is None else msgspec.structs.replace(trouble)

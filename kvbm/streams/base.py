@@ -19,6 +19,9 @@ ROUNDS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
 LIVENESS_PREFIX = "kvbm.v1.liveness"
 SAMPLES_PREFIX = "kvbm.v1.samples"
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
+ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
+FACTS_KEPT = 10_000
+SAMPLES_KEPT = 4_000
 
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
@@ -74,6 +77,10 @@ class StreamState(NamedTuple):
     max_bytes: int
     max_age_s: float
     created: str
+
+
+class UnreadableError(StreamError):
+    """A message is not made of whole frames: another program writes there. A retry does not help."""
 
 
 class FrameLog(Protocol):
@@ -224,6 +231,10 @@ class EventStream(Protocol):
     def is_connected(self) -> bool:
         """Whether the connection stands, as far as is known."""
 
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest message that `publish` can have stored, as of the last connection."""
+
     async def publish(
         self,
         cluster: str,
@@ -246,7 +257,10 @@ class EventStream(Protocol):
         """
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
-        """Where the instance's events end; None when the stream holds none. Reads nothing of other instances."""
+        """Where the instance's events end; None when the stream holds none. Reads nothing of other instances.
+
+        Raises: UnreadableError: the last message is not made of frames.
+        """
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
         """The instance's last fence message; None when the stream holds none (any more)."""
@@ -318,6 +332,11 @@ def events_subject(cluster: str, instance: str) -> str:
     return instance_subject(EVENTS_PREFIX, cluster, instance)
 
 
+def fence_subject(cluster: str, instance: str) -> str:
+    """Where an instance's fence messages go. Raises ConfigError as `checked_name`."""
+    return instance_subject(FENCE_PREFIX, cluster, instance)
+
+
 def pulse_subject(cluster: str, instance: str) -> str:
     """Where an instance's heartbeats go. Raises ConfigError as `checked_name`."""
     return instance_subject(PULSE_PREFIX, cluster, instance)
@@ -339,8 +358,31 @@ def subject_names(subject: str) -> tuple[str, InstanceId]:
     return cluster, InstanceId(instance)
 
 
+class _FenceBody(msgspec.Struct, frozen=True):
+    epoch: Epoch
+    run: str
+
+
+def fence_data(epoch: Epoch, run: str) -> bytes:
+    """What a fence message holds."""
+    return msgspec.msgpack.encode(_FenceBody(epoch, run))
+
+
+def fence_of(data: bytes, sequence: int, what: str) -> Fence:
+    """The fence a message sets. Raises UnreadableError: it is none.
+
+    Args:
+        what: the message, for the error.
+    """
+    try:
+        body = msgspec.msgpack.decode(data, type=_FenceBody)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UnreadableError(f"{what} is not a fence ({error}); another program writes there") from None
+    return Fence(body.epoch, body.run, sequence)
+
+
 def end_of_message(data: bytes, what: str) -> Position:
-    """The position after a message's last frame. Raises StreamError: it is not made of whole frames.
+    """The position after a message's last frame. Raises UnreadableError: it is not made of whole frames.
 
     Args:
         what: the message, for the error.
@@ -353,8 +395,8 @@ def end_of_message(data: bytes, what: str) -> Position:
             if at == len(data):
                 return Position(header.epoch, header.next_offset)
             if at > len(data):
-                raise StreamError(
+                raise UnreadableError(
                     f"{what} ends {at - len(data)} bytes before its last frame; another program writes there"
                 )
     except FrameError as error:
-        raise StreamError(f"{what} is not made of frames ({error}); another program writes there") from None
+        raise UnreadableError(f"{what} is not made of frames ({error}); another program writes there") from None

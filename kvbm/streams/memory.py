@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
-import time
+import uuid
 from bisect import bisect_right
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.errors import LedgerError, StreamError
+from kvbm.core.errors import FencedError, LedgerError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
+    ASKS_KEPT,
     EVENTS_PREFIX,
+    FACTS_KEPT,
+    LIVENESS_PREFIX,
+    ORIGIN,
     PULSE_PREFIX,
+    ROUNDS_PREFIX,
+    SAMPLES_KEPT,
+    SAMPLES_PREFIX,
+    AccessSample,
+    Fence,
     Heartbeat,
+    LivenessFact,
     Position,
     StreamMessage,
+    StreamState,
+    Tail,
     cluster_filter,
     end_of_message,
     events_subject,
+    fence_data,
+    fence_of,
+    fence_subject,
+    instance_subject,
     pulse_subject,
 )
 
 FETCH_MESSAGES = 2000
+MAX_MESSAGE_BYTES = 8 << 20
 
 
 class MemoryLog:
@@ -75,14 +92,25 @@ class MemoryLog:
 
 
 class MemoryStream:
-    """An `EventStream` in one process and one asyncio loop; nothing is ever lost or slow."""
+    """An `EventStream` in one process and one asyncio loop; nothing is ever lost or slow.
+
+    It keeps the time of its loop, which need not be the clock's.
+
+    Attributes:
+        messages: events and fences, oldest first.
+    """
 
     def __init__(self) -> None:
         self.messages: list[StreamMessage] = []
+        self._last_sequence = 0
+        self._last_of: dict[str, StreamMessage] = {}  # subject → its last message
+        self._safe: dict[int, Position] = {}  # sequence of a message of events → what it says is safe
+        self._created = f"memory-{uuid.uuid4().hex}"
         self._pulses: dict[str, Heartbeat] = {}
         self._pulse_count = 0
         self._pulse_numbers: dict[str, int] = {}
-        self._changed = asyncio.Condition()
+        self._listeners: list[tuple[str, deque[object]]] = []  # subject or what it begins with, what came
+        self._changed = asyncio.Event()
         self._is_closed = False
 
     @property
@@ -90,48 +118,114 @@ class MemoryStream:
         """See `EventStream.is_connected`."""
         return not self._is_closed
 
-    async def publish(self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0) -> int:
+    @property
+    def max_message_bytes(self) -> int:
+        """See `EventStream.max_message_bytes`."""
+        return MAX_MESSAGE_BYTES
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        cluster: str,
+        instance: InstanceId,
+        data: bytes,
+        timeout_s: float = 5.0,
+        fence: int | None = None,
+        safe: Position = ORIGIN,
+    ) -> int:
         """See `EventStream.publish`."""
         subject = events_subject(cluster, instance)
-        async with self._changed:
-            self._check_open()
-            self.messages.append(StreamMessage(len(self.messages) + 1, subject, data))
-            self._changed.notify_all()
-            return len(self.messages)
-
-    async def last_position(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Position | None:
-        """See `EventStream.last_position`."""
         self._check_open()
-        subject = events_subject(cluster, instance)
-        for message in reversed(self.messages):
-            if message.subject == subject:
-                return end_of_message(message.data, f"message {message.sequence} of {subject}")
-        return None
+        if fence is not None:
+            self._check_fence(cluster, instance, fence)
+        self._safe[self._last_sequence + 1] = safe
+        return self._store(subject, data)
+
+    async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
+        """See `EventStream.tail`."""
+        self._check_open()
+        message = self._last_of.get(events_subject(cluster, instance))
+        if message is None:
+            return None
+        end = end_of_message(message.data, f"message {message.sequence} of {message.subject}")
+        return Tail(end, self._safe[message.sequence])
+
+    async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
+        """See `EventStream.fence`."""
+        self._check_open()
+        message = self._last_of.get(fence_subject(cluster, instance))
+        if message is None:
+            return None
+        return fence_of(message.data, message.sequence, f"message {message.sequence} of {message.subject}")
+
+    async def set_fence(
+        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+    ) -> Fence:
+        """See `EventStream.set_fence`."""
+        self._check_open()
+        self._check_fence(cluster, instance, expected)
+        return Fence(epoch, run, self._store(fence_subject(cluster, instance), fence_data(epoch, run)))
+
+    def _check_fence(self, cluster: str, instance: InstanceId, expected: int) -> None:
+        subject = fence_subject(cluster, instance)
+        last = self._last_of.get(subject)
+        found = last.sequence if last is not None else 0
+        if found != expected:
+            raise FencedError(
+                f"the fence of {subject} is at {found}, not {expected}: another has moved it, or it has aged out"
+            )
+
+    def _store(self, subject: str, data: bytes) -> int:
+        self._last_sequence += 1
+        message = StreamMessage(self._last_sequence, subject, data)
+        self.messages.append(message)
+        self._last_of[subject] = message
+        self._wake()
+        return message.sequence
+
+    async def state(self, timeout_s: float = 5.0) -> StreamState:
+        """See `EventStream.state`."""
+        size = sum(len(message.data) for message in self.messages)
+        return StreamState(await self.first_sequence(), self._last_sequence, size, -1, 0.0, self._created)
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
         """See `EventStream.first_sequence`."""
         self._check_open()
-        return 1
+        return self.messages[0].sequence if self.messages else self._last_sequence + 1
 
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
         """See `EventStream.last_sequence`."""
         self._check_open()
-        return len(self.messages)
+        return self._last_sequence
 
     async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> MemoryReader:
         """See `EventStream.pull`."""
         self._check_open()
-        return MemoryReader(self, cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">"), after_sequence)
+        after = after_sequence if after_sequence <= self._last_sequence else 0
+        return MemoryReader(self, cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">"), after)
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Lose messages, as a server that trims by age or loses its disk does. The sequences of others stay."""
+        gone = set(sequences)
+        self.messages = [message for message in self.messages if message.sequence not in gone]
+        self._last_of = {message.subject: message for message in self.messages}
+
+    # -- pulses -------------------------------------------------------------------------------------------------------
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """See `EventStream.send_pulse`."""
         subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
-        async with self._changed:
-            self._check_open()
-            self._pulse_count += 1
-            self._pulses[subject] = heartbeat
-            self._pulse_numbers[subject] = self._pulse_count
-            self._changed.notify_all()
+        self._check_open()
+        self._pulse_count += 1
+        self._pulses[subject] = heartbeat
+        self._pulse_numbers[subject] = self._pulse_count
+        self._wake()
+
+    async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
+        """See `EventStream.last_pulse`."""
+        self._check_open()
+        return self._pulses.get(pulse_subject(cluster, instance))
 
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
@@ -144,31 +238,83 @@ class MemoryStream:
             seen = self._pulse_count
             for heartbeat in [self._pulses[name] for _, name in newer]:
                 yield heartbeat
-            async with self._changed:
-                while self._pulse_count == seen and not self._is_closed:
-                    await self._wait(1.0)
+            while self._pulse_count == seen and not self._is_closed:
+                await self.wait(None)
+
+    # -- what nobody keeps ----------------------------------------------------------------------------------------------
+
+    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """See `EventStream.ask_round`."""
+        self._check_open()
+        return self._tell(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
+
+    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+        """See `EventStream.watch_round_asks`."""
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+            yield None
+
+    async def send_liveness(self, fact: LivenessFact) -> None:
+        """See `EventStream.send_liveness`."""
+        self._check_open()
+        self._tell(instance_subject(LIVENESS_PREFIX, fact.cluster, fact.instance), fact)
+
+    async def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
+        """See `EventStream.watch_liveness`."""
+        async for fact in self._listen(cluster_filter(LIVENESS_PREFIX, cluster), FACTS_KEPT):
+            assert isinstance(fact, LivenessFact)
+            yield fact
+
+    async def send_sample(self, sample: AccessSample) -> None:
+        """See `EventStream.send_sample`."""
+        self._check_open()
+        self._tell(instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance), sample)
+
+    async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
+        """See `EventStream.watch_samples`."""
+        async for sample in self._listen(cluster_filter(SAMPLES_PREFIX, cluster), SAMPLES_KEPT):
+            assert isinstance(sample, AccessSample)
+            yield sample
+
+    def _tell(self, subject: str, item: object) -> bool:
+        heard = False
+        for wanted, items in self._listeners:
+            if subject == wanted or (wanted.endswith(">") and subject.startswith(wanted[:-1])):
+                items.append(item)
+                heard = True
+        self._wake()
+        return heard
+
+    async def _listen(self, subject: str, kept: int) -> AsyncIterator[object]:
+        items: deque[object] = deque(maxlen=kept)
+        listener = (subject, items)
+        self._listeners.append(listener)
+        try:
+            while not self._is_closed:
+                while items:
+                    yield items.popleft()
+                if not self._is_closed:
+                    await self.wait(None)
+        finally:
+            self._listeners.remove(listener)
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """See `EventStream.close`."""
-        async with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._wake()
 
-    async def wait_longer_than(self, count: int, timeout_s: float) -> None:
-        """Wait until there are more messages than `count`, or time is up. Raises StreamError: it is closed."""
-        deadline_s = time.monotonic() + timeout_s
-        async with self._changed:
-            while len(self.messages) <= count and time.monotonic() < deadline_s:
-                self._check_open()
-                await self._wait(deadline_s - time.monotonic())
-        self._check_open()
-
-    async def _wait(self, timeout_s: float) -> None:
+    async def wait(self, timeout_s: float | None) -> None:
+        """Wait until anything happens, or time is up."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
             pass
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -181,7 +327,7 @@ class MemoryReader:
     def __init__(self, stream: MemoryStream, prefix: str, after_sequence: int) -> None:
         self._stream = stream
         self._prefix = prefix
-        self._after = after_sequence if after_sequence <= len(stream.messages) else 0
+        self._after = after_sequence
         self._is_closed = False
 
     @property
@@ -191,22 +337,30 @@ class MemoryReader:
 
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         """See `EventReader.fetch`."""
-        deadline_s = time.monotonic() + timeout_s
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
         while True:
             if self._is_closed:
                 raise StreamError("the reader is closed")
-            count = len(self._stream.messages)
+            if not self._stream.is_connected:
+                raise StreamError("the stream in memory is closed")
             found = self._following(FETCH_MESSAGES)
             if found:
                 self._after = found[-1].sequence
                 return found
-            if time.monotonic() >= deadline_s:
+            if loop.time() >= deadline_s:
                 return []
-            await self._stream.wait_longer_than(count, deadline_s - time.monotonic())
+            await self._stream.wait(deadline_s - loop.time())
 
     def _following(self, limit: int) -> list[StreamMessage]:
-        rest = itertools.islice(self._stream.messages, self._after, None)
-        return list(itertools.islice((message for message in rest if message.subject.startswith(self._prefix)), limit))
+        messages = self._stream.messages
+        found: list[StreamMessage] = []
+        for at in range(bisect_right(messages, self._after, key=lambda message: message.sequence), len(messages)):
+            if messages[at].subject.startswith(self._prefix):
+                found.append(messages[at])
+                if len(found) == limit:
+                    break
+        return found
 
     async def close(self) -> None:
         """See `EventReader.close`."""

@@ -1,7 +1,9 @@
 """Events and heartbeats on NATS JetStream.
 
     KVBM        kvbm.v1.events.<cluster>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
+                kvbm.v1.fence.<cluster>.<instance>    who may publish the instance's events; the server compares at each publish
     KVBM_PULSE  kvbm.v1.pulse.<cluster>.<instance>    in memory, the last of each subject
+    no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.liveness.…, kvbm.v1.samples.…: told to whoever listens
 
 nats-py carries bytes here and nothing more. Its own reconnection is off, because it sends again, in another order, what it had
 buffered: a lost connection fails the calls in flight at once, and readers make a new one. Its JetStream layer is not used
@@ -18,8 +20,8 @@ import re
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,17 +32,34 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError
 
-from kvbm.core.errors import ConfigError, StreamError
-from kvbm.core.ids import InstanceId
+from kvbm.core.errors import ConfigError, FencedError, StreamError
+from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
+    ASKS_KEPT,
     EVENTS_PREFIX,
+    FACTS_KEPT,
+    FENCE_PREFIX,
+    LIVENESS_PREFIX,
+    ORIGIN,
     PULSE_PREFIX,
+    ROUNDS_PREFIX,
+    SAMPLES_KEPT,
+    SAMPLES_PREFIX,
+    AccessSample,
+    Fence,
     Heartbeat,
+    LivenessFact,
     Position,
     StreamMessage,
+    StreamState,
+    Tail,
     cluster_filter,
     end_of_message,
     events_subject,
+    fence_data,
+    fence_of,
+    fence_subject,
+    instance_subject,
     pulse_subject,
     subject_names,
 )
@@ -59,10 +78,15 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 2.0
 
+SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
+
+_HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
+_WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
 _QUOTED = re.compile(r'"([^"]+)"')
 T = TypeVar("T")
+Told = TypeVar("Told", LivenessFact, AccessSample)
 
 
 class _ApiError(msgspec.Struct):
@@ -74,11 +98,20 @@ class _ApiError(msgspec.Struct):
 class _StreamConfig(msgspec.Struct):
     subjects: list[str] = []
     max_msgs_per_subject: int = -1
+    max_bytes: int = -1
+    max_age: int = 0
+    allow_direct: bool = False
 
 
 class _StreamState(msgspec.Struct):
     first_seq: int = 0
     last_seq: int = 0
+    bytes: int = 0
+
+
+class _RawStreamInfo(msgspec.Struct):
+    config: dict[str, Any] = {}
+    error: _ApiError | None = None
 
 
 class _StreamInfo(msgspec.Struct):
@@ -90,6 +123,7 @@ class _StreamInfo(msgspec.Struct):
 
 class _StoredMessage(msgspec.Struct):
     data: bytes = b""  # base64 on the wire
+    hdrs: bytes = b""  # so too
     seq: int = 0
 
 
@@ -113,13 +147,14 @@ class _PublishAck(msgspec.Struct):
 _STREAMS: dict[str, dict[str, Any]] = {
     STREAM: {
         "name": STREAM,
-        "subjects": [f"{EVENTS_PREFIX}.>"],
+        "subjects": [f"{EVENTS_PREFIX}.>", f"{FENCE_PREFIX}.>"],
         "retention": "limits",
         "discard": "old",
         "storage": "file",
         "max_age": MAX_AGE_S * _NS,
         "deny_delete": True,
         "deny_purge": True,
+        "allow_direct": True,
     },
     PULSE: {
         "name": PULSE,
@@ -129,6 +164,7 @@ _STREAMS: dict[str, dict[str, Any]] = {
         "storage": "memory",
         "max_age": MAX_AGE_S * _NS,
         "max_msgs_per_subject": 1,
+        "allow_direct": True,
     },
 }
 
@@ -152,6 +188,20 @@ class _RefusedError(StreamError):
     """The server forbids it: trying again soon is of no use."""
 
 
+class _NobodyError(StreamError):
+    """Nobody listens to the subject."""
+
+
+class _LateError(StreamError):
+    """No answer came in time, though the connection stands as far as is known."""
+
+
+class _Stored(NamedTuple):
+    sequence: int
+    data: bytes
+    headers: dict[str, str]
+
+
 class _Link:
     """One connection, from its making to its loss; it never comes back."""
 
@@ -163,7 +213,8 @@ class _Link:
         self._is_open = False
         self._why_lost = ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # reply inbox → subject asked, answer
-        self._complaints: dict[str, str] = {}  # subject, "" for all → what the server said of it
+        self._complaints: dict[str, str] = {}  # subject → what the server said of the last thing sent there
+        self._unheard: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
 
@@ -209,18 +260,21 @@ class _Link:
     def new_inbox(self) -> str:
         return self.client.new_inbox()
 
-    async def ask(self, subject: str, data: bytes, timeout_s: float) -> Msg:
-        """Send a request and wait for its answer. Raises StreamError: lost, refused, or late."""
+    async def ask(self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
+        """Send a request and wait for its answer. Nothing is awaited before the bytes are in line to go.
+
+        Raises: StreamError: lost, refused, or late.
+        """
         self.check(subject)
         inbox = f"{self._inbox}.{next(self._counter)}"
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[inbox] = (subject, answer)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.client.publish(subject, data, reply=inbox)
+                await self.client.publish(subject, data, reply=inbox, headers=headers)
                 message = await answer
         except TimeoutError:
-            raise StreamError(f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s") from None
+            raise _LateError(f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s") from None
         except MaxPayloadError:
             raise StreamError(
                 f"a message of {len(data)} bytes for {subject}; NATS at {self.shown} takes {self.client.max_payload}: "
@@ -231,10 +285,33 @@ class _Link:
         finally:
             self._waiting.pop(inbox, None)
         if message.headers and message.headers.get("Status") == "503":
-            raise StreamError(
+            raise _NobodyError(
                 f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
             )
         return message
+
+    async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> Subscription:
+        """Without nats-py's limits, because beyond them it drops messages: `take` must bound what it keeps. Raises StreamError."""
+        try:
+            return await self.client.subscribe(subject, cb=take, pending_msgs_limit=0, pending_bytes_limit=0)
+        except NatsError as error:
+            raise self._lost(_words(error)) from None
+
+    async def unsubscribe(self, subscription: Subscription | None) -> None:
+        """Tell the server, if it still listens."""
+        if subscription is None or not self.is_open:
+            return
+        try:
+            async with asyncio.timeout(_CLOSE_WAIT_S):
+                await subscription.unsubscribe()
+        except (TimeoutError, NatsError):
+            pass  # the connection is ending, and with it the subscription
+
+    def check_heard(self, subject: str) -> None:
+        """Raises StreamError: the server refuses a subscription to this subject."""
+        complaint = self._unheard.get(subject.lower())
+        if complaint:
+            raise _RefusedError(f"NATS at {self.shown} refuses: {complaint}")
 
     async def tell(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send without waiting for an answer. Raises StreamError: lost, or refused before."""
@@ -251,7 +328,7 @@ class _Link:
         """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
         if not self.is_open:
             raise self._lost(self._why_lost or "closed")
-        complaint = self._complaints.pop(subject.lower(), "") or self._complaints.pop("", "")
+        complaint = self._complaints.pop(subject.lower(), "") or self._unheard.get(f"{self._inbox}.*".lower(), "")
         if complaint:
             raise _RefusedError(f"NATS at {self.shown} refuses: {complaint}")
 
@@ -293,9 +370,13 @@ class _Link:
         elif "permissions violation" in words:
             log.warning("stream.permission_refused", server=self.shown, why=words)
             quoted = _QUOTED.search(words)
-            subject = quoted.group(1) if quoted and " publish " in words else ""
+            subject = quoted.group(1) if quoted else ""
             refusal = _RefusedError(f"NATS at {self.shown} refuses: {words}")
-            if not self._fail_waiting(refusal, subject or None):
+            if " subscription " in words:
+                self._unheard[subject] = words
+                if subject == f"{self._inbox}.*".lower():
+                    self._fail_waiting(refusal)  # no answer can come
+            elif not self._fail_waiting(refusal, subject):
                 self._complaints[subject] = words
             self._wake_readers()
         else:
@@ -355,22 +436,83 @@ class NatsStream:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    async def publish(self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0) -> int:
+    @property
+    def max_message_bytes(self) -> int:
+        """See `EventStream.max_message_bytes`."""
+        return max(1, self._link.client.max_payload - _HEADERS_BYTES)
+
+    async def publish(
+        self,
+        cluster: str,
+        instance: InstanceId,
+        data: bytes,
+        timeout_s: float = 5.0,
+        fence: int | None = None,
+        safe: Position = ORIGIN,
+    ) -> int:
         """See `EventStream.publish`."""
         subject = events_subject(cluster, instance)
-        ack = _decode(await self._link.ask(subject, data, timeout_s), _PublishAck, subject)
+        headers = {SAFE_HEADER: f"{safe.epoch}:{safe.offset}"}
+        if fence is not None:
+            headers |= _expecting(fence, fence_subject(cluster, instance))
+        return await self._store(subject, data, headers, timeout_s)
+
+    async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
+        """See `EventStream.tail`."""
+        subject = events_subject(cluster, instance)
+        last = await self._last(STREAM, subject, timeout_s)
+        if last is None:
+            return None
+        end = end_of_message(last.data, f"message {last.sequence} of {subject}")
+        return Tail(end, _position_in(last.headers.get(SAFE_HEADER)) or end)
+
+    async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
+        """See `EventStream.fence`."""
+        subject = fence_subject(cluster, instance)
+        last = await self._last(STREAM, subject, timeout_s)
+        return None if last is None else fence_of(last.data, last.sequence, f"message {last.sequence} of {subject}")
+
+    async def set_fence(
+        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+    ) -> Fence:
+        """See `EventStream.set_fence`."""
+        subject = fence_subject(cluster, instance)
+        headers = _expecting(expected, subject)
+        return Fence(epoch, run, await self._store(subject, fence_data(epoch, run), headers, timeout_s))
+
+    async def _store(self, subject: str, data: bytes, headers: dict[str, str], timeout_s: float) -> int:
+        ack = _decode(await self._link.ask(subject, data, timeout_s, headers), _PublishAck, subject)
         if ack.error is not None:
-            raise StreamError(f"NATS at {shown(self.url)} refuses a message for {subject}: {ack.error.description}")
+            words = f"NATS at {shown(self.url)} refuses a message for {subject}: {ack.error.description}"
+            raise FencedError(words) if ack.error.err_code in _WRONG_LAST else StreamError(words)
         if ack.stream != STREAM:
             raise StreamError(f"{subject} at {shown(self.url)} is stored by stream {ack.stream!r}, not {STREAM!r}")
         return ack.seq
 
-    async def last_position(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Position | None:
-        """See `EventStream.last_position`."""
-        subject = events_subject(cluster, instance)
-        request = json.dumps({"last_by_subj": subject}).encode()
-        asked = f"$JS.API.STREAM.MSG.GET.{STREAM}"
-        reply = _decode(await self._link.ask(asked, request, timeout_s), _MessageReply, asked)
+    async def _last(self, stream: str, subject: str, timeout_s: float) -> _Stored | None:
+        """The last message of a subject.
+
+        It is asked for in a way that a permission can bind to the subject. Another replica of the server may answer, a little
+        late: for a fence the next publish finds out, and a tail that lies earlier costs a repeat.
+        """
+        try:
+            found = await self._link.ask(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout_s)
+        except _NobodyError:
+            return await self._last_asked_of_leader(stream, subject, timeout_s)  # a stream without direct access
+        headers = {str(name): value for name, value in (found.headers or {}).items()}
+        if headers.get("Status") == "404":
+            return None
+        sequence = headers.get("Nats-Sequence", "")
+        if "Status" in headers or not sequence.isdigit():
+            raise StreamError(
+                f"NATS at {shown(self.url)} refuses the last message of {subject}: "
+                f"{headers.get('Status', '')} {headers.get('Description', 'without a sequence')}".rstrip()
+            )
+        return _Stored(int(sequence), found.data, headers)
+
+    async def _last_asked_of_leader(self, stream: str, subject: str, timeout_s: float) -> _Stored | None:
+        asked = f"$JS.API.STREAM.MSG.GET.{stream}"
+        reply = await _request(self._link, asked, {"last_by_subj": subject}, _MessageReply, timeout_s)
         if reply.error is not None:
             if reply.error.code == 404:
                 return None
@@ -379,16 +521,25 @@ class NatsStream:
             )
         if reply.message is None:
             raise StreamError(f"NATS at {shown(self.url)} answered to {asked} with neither a message nor an error")
-        return end_of_message(reply.message.data, f"message {reply.message.seq} of {subject}")
+        lines = reply.message.hdrs.decode(errors="replace").splitlines()
+        headers = dict(line.split(": ", 1) for line in lines if ": " in line)
+        return _Stored(reply.message.seq, reply.message.data, headers)
+
+    async def state(self, timeout_s: float = 5.0) -> StreamState:
+        """See `EventStream.state`."""
+        info = await _stream_info(self._link, STREAM, timeout_s)
+        first = info.state.first_seq if info.state.first_seq else info.state.last_seq + 1
+        return StreamState(
+            first, info.state.last_seq, info.state.bytes, info.config.max_bytes, info.config.max_age / _NS, info.created
+        )
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
         """See `EventStream.first_sequence`."""
-        state = (await _stream_info(self._link, STREAM, timeout_s)).state
-        return max(1, state.first_seq)
+        return (await self.state(timeout_s)).first_sequence
 
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
         """See `EventStream.last_sequence`."""
-        return (await _stream_info(self._link, STREAM, timeout_s)).state.last_seq
+        return (await self.state(timeout_s)).last_sequence
 
     async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> NatsReader:
         """See `EventStream.pull`."""
@@ -402,6 +553,12 @@ class NatsStream:
         """See `EventStream.send_pulse`."""
         subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
         await self._link.tell(subject, msgspec.msgpack.encode(heartbeat))
+
+    async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
+        """See `EventStream.last_pulse`."""
+        subject = pulse_subject(cluster, instance)
+        last = await self._last(PULSE, subject, timeout_s)
+        return None if last is None else _heartbeat_in(StreamMessage(last.sequence, subject, last.data))
 
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
@@ -421,19 +578,101 @@ class NatsStream:
         finally:
             await reader.close()
 
+    # -- what nobody keeps --------------------------------------------------------------------------------------------
+
+    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """See `EventStream.ask_round`."""
+        try:
+            await self._link.ask(instance_subject(ROUNDS_PREFIX, cluster, instance), b"", timeout_s)
+        except (_NobodyError, _LateError):
+            return False
+        return True
+
+    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+        """See `EventStream.watch_round_asks`."""
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+            yield None
+
+    async def send_liveness(self, fact: LivenessFact) -> None:
+        """See `EventStream.send_liveness`."""
+        subject = instance_subject(LIVENESS_PREFIX, fact.cluster, fact.instance)
+        await self._link.tell(subject, msgspec.msgpack.encode(fact))
+
+    async def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
+        """See `EventStream.watch_liveness`."""
+        async for message in self._listen(cluster_filter(LIVENESS_PREFIX, cluster), FACTS_KEPT):
+            fact = _told_in(message, LivenessFact)
+            if fact is not None:
+                yield fact
+
+    async def send_sample(self, sample: AccessSample) -> None:
+        """See `EventStream.send_sample`."""
+        subject = instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance)
+        await self._link.tell(subject, msgspec.msgpack.encode(sample))
+
+    async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
+        """See `EventStream.watch_samples`."""
+        async for message in self._listen(cluster_filter(SAMPLES_PREFIX, cluster), SAMPLES_KEPT):
+            sample = _told_in(message, AccessSample)
+            if sample is not None:
+                yield sample
+
+    async def _listen(self, subject: str, kept: int) -> AsyncIterator[Msg]:
+        """What comes on a subject from now on; who asks is answered. Raises StreamError: the server refuses."""
+        wake = asyncio.Event()
+        ready: deque[Msg] = deque(maxlen=kept)
+
+        async def take(message: Msg) -> None:
+            ready.append(message)
+            wake.set()
+            if message.reply:
+                try:
+                    await link.tell(message.reply, b"")
+                except StreamError as error:
+                    log.debug("stream.answer_failed", subject=subject, why=str(error))
+
+        while not self._is_closed:
+            try:
+                link = await self.link(PULL_EXPIRES_S)
+                subscription = await link.subscribe(subject, take)
+            except (StreamError, TimeoutError) as error:
+                log.debug("stream.subject_unreachable", subject=subject, why=str(error))
+                await asyncio.sleep(RECONNECT_FIRST_S)
+                continue
+            link.wakes.add(wake)
+            try:
+                while link.is_open:
+                    while ready:
+                        yield ready.popleft()
+                    link.check_heard(subject)
+                    wake.clear()
+                    if link.is_open:
+                        await wake.wait()
+            finally:
+                link.wakes.discard(wake)
+                await link.unsubscribe(subscription)
+
     # -- the connection -----------------------------------------------------------------------------------------------
 
     async def link(self, timeout_s: float) -> _Link:
         """The connection, made anew if it was lost. For readers. Raises StreamError."""
         async with asyncio.timeout(timeout_s):
             async with self._relinking:
-                if self._is_closed:
-                    raise StreamError(f"the stream at {shown(self.url)} is closed")
+                self._check_open()
                 if not self._link.is_open:
                     await self._link.close()
                     self._link = await _open_ready(self.url, timeout_s, self._max_bytes)
+                    try:
+                        self._check_open()
+                    except StreamError:
+                        await self._link.close()  # it was made for nobody
+                        raise
                     log.info("stream.reconnected", server=self._link.shown)
                 return self._link
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StreamError(f"the stream at {shown(self.url)} is closed")
 
     def add_reader(self, reader: NatsReader) -> None:
         """Have it closed with the stream."""
@@ -637,9 +876,7 @@ class NatsReader:
         pull = _Pull(link, self._wake)
         link.wakes.add(self._wake)
         try:
-            pull.subscription = await link.client.subscribe(
-                pull.inbox, cb=pull.on_message, pending_msgs_limit=0, pending_bytes_limit=0
-            )  # without limits, because beyond them nats-py drops messages; what was asked for bounds them
+            pull.subscription = await link.subscribe(pull.inbox, pull.on_message)  # what was asked for bounds it
             start: dict[str, Any] = {"deliver_policy": "all"}
             if self._after is None:
                 start = {"deliver_policy": "last_per_subject"}
@@ -708,12 +945,36 @@ async def _ensure_stream(link: _Link, config: dict[str, Any], timeout_s: float) 
             info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
     if info.error is not None:
         raise StreamError(f"stream {name} cannot be had at {link.shown}: {info.error.description}")
-    wanted, most = config["subjects"][0], config.get("max_msgs_per_subject", -1)
-    if wanted not in info.config.subjects or info.config.max_msgs_per_subject != most:
+    most = config.get("max_msgs_per_subject", -1)
+    if config["subjects"][0] not in info.config.subjects or info.config.max_msgs_per_subject != most:
         raise StreamError(
-            f"stream {name} at {link.shown} has subjects {info.config.subjects} and keeps "
-            f"{info.config.max_msgs_per_subject} messages a subject; it needs {wanted} and {most}: rename the other stream"
+            f"stream {name} at {link.shown} has subjects {info.config.subjects} and keeps {info.config.max_msgs_per_subject} "
+            f"messages a subject; it needs {', '.join(config['subjects'])} and {most}: rename the other stream"
         )
+    lacks = [subject for subject in config["subjects"] if subject not in info.config.subjects]
+    if lacks or not info.config.allow_direct:
+        await _modernize_stream(link, config, lacks, timeout_s)
+
+
+async def _modernize_stream(link: _Link, config: dict[str, Any], lacks: list[str], timeout_s: float) -> None:
+    """Add what a stream of an older kvbm lacks. Raises StreamError: it may not be changed, and cannot do without."""
+    name = config["name"]
+    found = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _RawStreamInfo, timeout_s)
+    change = found.config | {"subjects": [*found.config.get("subjects", []), *lacks], "allow_direct": True}
+    try:
+        updated = await _request(link, f"$JS.API.STREAM.UPDATE.{name}", change, _StreamInfo, timeout_s)
+        why = updated.error.description if updated.error is not None else ""
+    except _RefusedError as error:
+        why = str(error)
+    if not why:
+        log.info("stream.updated", stream=name, server=link.shown, subjects=change["subjects"])
+    elif lacks:
+        raise StreamError(
+            f"stream {name} at {link.shown} was made by an older kvbm and lacks {', '.join(lacks)} ({why}); add that to its "
+            "subjects, or connect once as a user who may"
+        )
+    else:
+        log.debug("stream.without_direct_access", stream=name, server=link.shown, why=why)
 
 
 async def _stream_info(link: _Link, name: str, timeout_s: float) -> _StreamInfo:
@@ -732,6 +993,31 @@ def _decode(message: Msg, kind: type[T], subject: str) -> T:
         return msgspec.json.decode(message.data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StreamError(f"NATS answered to {subject} with something else ({error})") from None
+
+
+def _expecting(sequence: int, subject: str) -> dict[str, str]:
+    """Headers that have the server refuse a message when the last one of `subject` is not at `sequence`."""
+    return {
+        "Nats-Expected-Last-Subject-Sequence": str(sequence),
+        "Nats-Expected-Last-Subject-Sequence-Subject": subject,
+    }
+
+
+def _position_in(words: str | None) -> Position | None:
+    epoch, _, offset = (words or "").partition(":")
+    return Position(Epoch(int(epoch)), Offset(int(offset))) if epoch.isdecimal() and offset.isdecimal() else None
+
+
+def _told_in(message: Msg, kind: type[Told]) -> Told | None:
+    try:
+        told = msgspec.msgpack.decode(message.data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("stream.word_refused", subject=message.subject, why=str(error))
+        return None
+    if subject_names(message.subject) != (told.cluster, told.instance):
+        log.warning("stream.word_refused", subject=message.subject, why=f"it is of instance {told.instance!r}")
+        return None
+    return told
 
 
 def _heartbeat_in(message: StreamMessage) -> Heartbeat | None:

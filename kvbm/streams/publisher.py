@@ -393,7 +393,7 @@ class PublisherThread:
         stream: EventStream | None = None
         try:
             stream = await self._connect(self._url, CONNECT_WAIT_S)
-            position = await stream.last_position(self._cluster, self._instance, CONNECT_WAIT_S)
+            tail = await stream.tail(self._cluster, self._instance, CONNECT_WAIT_S)
         except StreamError as error:
             if stream is not None:
                 await stream.close()
@@ -405,7 +405,7 @@ class PublisherThread:
             self._inputs.put_nowait(Disconnected(f"{type(error).__name__}: {error}"))
         else:
             self._stream = stream
-            self._inputs.put_nowait(Connected(position))
+            self._inputs.put_nowait(Connected(tail.end if tail else None))
 
     async def _publish(self, message: Publish) -> None:
         stream = self._stream

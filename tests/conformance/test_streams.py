@@ -7,17 +7,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import pytest
 
 from kvbm.core.codec import decode_header
-from kvbm.core.errors import ConfigError, StreamError
+from kvbm.core.errors import ConfigError, FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, subject_names
+from kvbm.streams.base import (
+    ORIGIN,
+    SAMPLES_KEPT,
+    AccessSample,
+    EventReader,
+    EventStream,
+    Fence,
+    Heartbeat,
+    LivenessFact,
+    Position,
+    StreamMessage,
+    Tail,
+    UnreadableError,
+    subject_names,
+)
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsStream
 from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
 
+Told = TypeVar("Told")
 Work = Callable[[EventStream], Awaitable[None]]
 Run = Callable[[Work], None]
 ONE = InstanceId("one")
@@ -48,6 +64,10 @@ def run(request: pytest.FixtureRequest) -> Run:
     if request.param == "nats":
         request.getfixturevalue("nats_url")  # before any loop runs
     return lambda work: asyncio.run(whole(work))
+
+
+def position(epoch: int, offset: int) -> Position:
+    return Position(Epoch(epoch), Offset(offset))
 
 
 async def read_until_end(reader: EventReader) -> list[StreamMessage]:
@@ -145,13 +165,14 @@ def test_a_reader_from_beyond_the_end_reads_from_the_beginning(run: Run, cluster
     run(work)
 
 
-def test_the_last_position_is_the_end_of_the_last_frame_of_the_last_message(run: Run, cluster: str) -> None:
+def test_the_tail_is_the_end_of_the_last_message_and_what_its_publisher_knew_to_be_safe(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
-        assert await stream.last_position(cluster, ONE) is None
-        await stream.publish(cluster, ONE, make_frame(0, 5, epoch=4).data + make_frame(5, 2, epoch=4).data)
+        assert await stream.tail(cluster, ONE) is None
+        data = make_frame(0, 5, epoch=4).data + make_frame(5, 2, epoch=4).data
+        await stream.publish(cluster, ONE, data, safe=position(3, 8))
         await stream.publish(cluster, TWO, make_frame(0, 1, epoch=9, instance="two").data)
-        assert await stream.last_position(cluster, ONE) == Position(Epoch(4), Offset(7))
-        assert await stream.last_position(cluster, TWO) == Position(Epoch(9), Offset(1))
+        assert await stream.tail(cluster, ONE) == Tail(position(4, 7), position(3, 8))
+        assert await stream.tail(cluster, TWO) == Tail(position(9, 1), ORIGIN)
 
     run(work)
 
@@ -159,11 +180,91 @@ def test_the_last_position_is_the_end_of_the_last_frame_of_the_last_message(run:
 def test_what_is_not_made_of_frames_has_no_position(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
         await stream.publish(cluster, ONE, b"hello")
-        with pytest.raises(StreamError, match="not made of frames"):
-            await stream.last_position(cluster, ONE)
+        with pytest.raises(UnreadableError, match="not made of frames"):
+            await stream.tail(cluster, ONE)
         await stream.publish(cluster, ONE, make_frame(0).data[:-1])
-        with pytest.raises(StreamError, match="1 bytes before its last frame"):
-            await stream.last_position(cluster, ONE)
+        with pytest.raises(UnreadableError, match="1 bytes before its last frame"):
+            await stream.tail(cluster, ONE)
+
+    run(work)
+
+
+def test_a_fence_is_set_by_who_knows_the_last_one_and_by_nobody_else(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        assert await stream.fence(cluster, ONE) is None
+        first = await stream.set_fence(cluster, ONE, Epoch(3), "a", 0)
+        assert first == Fence(Epoch(3), "a", first.sequence)
+        for expected in (0, first.sequence + 1):
+            with pytest.raises(FencedError):
+                await stream.set_fence(cluster, ONE, Epoch(9), "b", expected)
+        assert await stream.fence(cluster, ONE) == first
+        second = await stream.set_fence(cluster, ONE, Epoch(4), "b", first.sequence)
+        assert await stream.fence(cluster, ONE) == second
+        assert second.sequence > first.sequence
+        assert await stream.fence(cluster, TWO) is None
+
+    run(work)
+
+
+def test_a_message_of_another_fence_is_refused_and_nothing_of_it_is_kept(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        with pytest.raises(FencedError):
+            await stream.publish(cluster, ONE, make_frame(0).data, fence=1)
+        old = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
+        await stream.publish(cluster, ONE, make_frame(0).data, fence=old.sequence)
+        await stream.publish(cluster, ONE, make_frame(1).data, fence=old.sequence)
+        new = await stream.set_fence(cluster, ONE, Epoch(2), "b", old.sequence)
+        with pytest.raises(FencedError):
+            await stream.publish(cluster, ONE, make_frame(2).data, fence=old.sequence)
+        await stream.publish(cluster, ONE, make_frame(0, epoch=2).data, fence=new.sequence)
+        messages = await read_until_end(await stream.pull(0, cluster))
+        headers = [decode_header(message.data) for message in messages]
+        assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (1, 1), (2, 0)]
+
+    run(work)
+
+
+def test_messages_under_way_together_are_stored_in_the_order_of_their_calls(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        fence = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
+        calls = [
+            asyncio.create_task(stream.publish(cluster, ONE, make_frame(at).data, fence=fence.sequence))
+            for at in range(300)
+        ]
+        sequences = await asyncio.gather(*calls)
+        assert sequences == sorted(sequences)
+        messages = await read_until_end(await stream.pull(0, cluster))
+        assert [decode_header(message.data).first_offset for message in messages] == list(range(300))
+
+    run(work)
+
+
+def test_a_reader_is_at_the_end_behind_fences_and_never_gets_one(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        fence = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
+        reader = await stream.pull(0, cluster)
+        assert reader.at_end
+        sequence = await stream.publish(cluster, ONE, make_frame(0).data, fence=fence.sequence)
+        last = await stream.set_fence(cluster, ONE, Epoch(1), "a", fence.sequence)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [sequence]
+        assert reader.at_end
+        assert await stream.last_sequence() >= last.sequence > sequence
+        assert [message.sequence for message in await read_until_end(await stream.pull(0, cluster))] == [sequence]
+
+    run(work)
+
+
+def test_the_state_tells_what_is_kept(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        before = await stream.state()
+        assert before.first_sequence <= before.last_sequence + 1
+        sequence = await stream.publish(cluster, ONE, make_frame(0).data)
+        after = await stream.state()
+        assert after.last_sequence == await stream.last_sequence() == sequence
+        assert after.first_sequence == await stream.first_sequence()
+        assert after.bytes > before.bytes
+        assert after.created == before.created
+        assert stream.max_message_bytes >= 1 << 20
 
     run(work)
 
@@ -186,6 +287,92 @@ def test_a_watcher_gets_the_last_pulse_of_each_instance_and_then_each_new_one(ru
         assert seen == [heartbeat(cluster, ONE, 3), heartbeat(cluster, TWO, 8)]
         await stream.send_pulse(heartbeat(cluster, ONE, 4))
         assert await anext(watch) == heartbeat(cluster, ONE, 4)
+
+    run(work)
+
+
+def test_the_last_pulse_of_an_instance_can_be_had_alone(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        assert await stream.last_pulse(cluster, ONE) is None
+        for published in (1, 2):
+            await stream.send_pulse(heartbeat(cluster, ONE, published))
+        await stream.send_pulse(heartbeat(cluster, TWO, 8))
+        await stream.last_sequence()  # an answer, so the pulses before it have arrived
+        assert await stream.last_pulse(cluster, ONE) == heartbeat(cluster, ONE, 2)
+
+    run(work)
+
+
+async def until_heard(ask: Callable[[], Awaitable[bool]]) -> None:
+    while not await ask():  # noqa: ASYNC110 - nobody tells when a watcher has begun
+        await asyncio.sleep(0.01)
+
+
+def test_a_round_is_asked_of_one_instance_and_answered_only_if_it_listens(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        assert not await stream.ask_round(cluster, ONE)
+        asks = stream.watch_round_asks(cluster, ONE)
+        first = asyncio.ensure_future(anext(asks))
+        await until_heard(lambda: stream.ask_round(cluster, ONE))
+        await first
+        assert await stream.ask_round(cluster, ONE)
+        await anext(asks)
+        assert not await stream.ask_round(cluster, TWO)
+
+    run(work)
+
+
+async def heard(watch: AsyncIterator[Told], tell: Callable[[], Awaitable[None]]) -> Told:
+    """The first item; it is told again and again, because nobody knows when a watcher has begun."""
+    first = asyncio.ensure_future(anext(watch))
+    while not first.done():
+        await tell()
+        await asyncio.wait([first], timeout=0.01)
+    return await first
+
+
+def test_liveness_and_samples_reach_who_listens_to_their_cluster(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        fact = LivenessFact(
+            instance=ONE, cluster=cluster, epoch=Epoch(3), withheld=True, why="silent", wall_time_ns=5
+        )  # fmt: skip
+        elsewhere = LivenessFact(
+            instance=ONE, cluster=f"{cluster}-b", epoch=Epoch(3), withheld=False, why="heard", wall_time_ns=6
+        )
+        sample = AccessSample(
+            instance=TWO, cluster=cluster, wall_time_ns=1, namespace=NamespaceId(b"n" * 16), hashes=b"h" * 32, depth=1,
+            rate=0.5,
+        )  # fmt: skip
+
+        async def tell() -> None:
+            await stream.send_liveness(elsewhere)
+            await stream.send_liveness(fact)
+
+        assert await heard(stream.watch_liveness(cluster), tell) == fact
+        assert await heard(stream.watch_liveness(), tell) in (fact, elsewhere)
+        assert await heard(stream.watch_samples(cluster), lambda: stream.send_sample(sample)) == sample
+
+    run(work)
+
+
+def test_a_watcher_that_does_not_take_loses_the_oldest(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        def sample(at: int) -> AccessSample:
+            return AccessSample(
+                instance=ONE, cluster=cluster, wall_time_ns=at, namespace=NamespaceId(b"n" * 16), hashes=b"", depth=0,
+                rate=1.0,
+            )  # fmt: skip
+
+        watch = stream.watch_samples(cluster)
+        await heard(watch, lambda: stream.send_sample(sample(-1)))
+        for at in range(SAMPLES_KEPT + 100):
+            await stream.send_sample(sample(at))
+            if not at % 100:
+                await stream.last_sequence()  # an answer, so the samples before it have arrived
+        await stream.last_sequence()
+        await asyncio.sleep(0.2)
+        found = [(await anext(watch)).wall_time_ns for _ in range(SAMPLES_KEPT)]
+        assert found == list(range(100, SAMPLES_KEPT + 100))
 
     run(work)
 

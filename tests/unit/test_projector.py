@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
+from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.projector import Projector, Step
+from kvbm.catalog.projector import Projector, ProjectorState, Step
 from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import Heartbeat, Position, StreamMessage
-from tests.indexes import Twin, each_twin
+from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -325,12 +328,15 @@ def test_damaged_messages_are_counted_and_skipped(twin: Twin, damage) -> None:  
 
 @each_twin
 @pytest.mark.parametrize(
-    "change", [{"instance": InstanceId("other")}, {"epoch": Epoch(0)}, {"first_offset": Offset(9)}]
+    ("change", "counted"),
+    [({"instance": InstanceId("other")}, (0, 1)), ({"epoch": Epoch(0)}, (1, 0)), ({"first_offset": Offset(9)}, (1, 0))],
 )
-def test_a_frame_that_cannot_be_this_instances_is_poison(twin: Twin, change: dict[str, object]) -> None:
+def test_a_frame_that_cannot_be_this_instances_is_refused(
+    twin: Twin, change: dict[str, object], counted: tuple[int, int]
+) -> None:
     reader = Reader(twin.projector())
     reader.read(msgspec.structs.replace(Instance().frames[0], **change))
-    assert reader.projector.counters.poison == 1
+    assert (reader.projector.counters.poison, reader.projector.counters.foreign) == counted
     assert reader.projector.instances() == []
 
 
@@ -407,3 +413,160 @@ def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
     batch = reader.projector.take_batch()
     assert batch is not None
     assert (batch.stream, batch.previous, batch.stream_sequence) == ("KVBM#2", 0, 1)
+
+
+@each_twin
+def test_a_gap_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1], f[3], f[4])
+    assert not reader.projector.troubles()  # the hole may still be filled
+    assert reader.projector.is_waiting(ONE)
+    reader.projector.hear(0.0, instance.heartbeat())
+    reader.read(now_s=2.0, at_end=True)
+    assert {name: trouble.reasons() for name, trouble in reader.projector.troubles().items()} == {
+        ONE: ["events missed"]
+    }
+    reader.read(instance.create(6))
+    assert reader.projector.troubles()
+    reader.read(instance.round())
+    assert not reader.projector.troubles()
+    assert reader.projector.counters.gaps_repaired == reader.projector.counters.gaps == 1
+
+
+@each_twin
+def test_a_divergence_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
+    assert reader.projector.troubles()[ONE].reasons() == ["digest differs"]
+    reader.projector.doubt(ONE)
+    assert reader.projector.troubles()[ONE].found == 2
+    reader.read(instance.round())
+    assert not reader.projector.troubles()
+    assert reader.projector.counters.digest_repaired == 2
+
+
+@each_twin
+def test_a_start_ends_the_troubles_of_the_epoch_before(twin: Twin) -> None:
+    _, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[2:])
+    assert reader.projector.troubles()[ONE].reasons() == ["joined midway"]
+    reader.read(*Instance(epoch=2).frames)
+    assert not reader.projector.troubles()
+
+
+@each_twin
+def test_an_old_epochs_lost_end_is_forgotten_when_the_newer_one_is_said_to_be_published(twin: Twin) -> None:
+    """A restarted instance whose old tail was never published: the old hole must not stand for what the new epoch sends."""
+    old, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1], at_end=True)
+    reader.projector.hear(0.0, old.heartbeat())
+    new = Instance(epoch=2)
+    reader.projector.hear(0.5, new.heartbeat())
+    assert not reader.read(now_s=1.2, at_end=True).gaps  # the newer word is young
+    reader.read(*new.frames, new.create(7), at_end=True, now_s=1.3)
+    assert not reader.read(now_s=50.0, at_end=True).gaps
+    assert reader.projector.counters.gaps == 0
+    assert not reader.is_doubtful()
+
+
+@each_twin
+def test_a_heartbeat_of_an_older_epoch_says_nothing_of_the_newer(twin: Twin) -> None:
+    old, _ = five_frames()
+    new = Instance(epoch=2)
+    reader = Reader(twin.projector())
+    reader.read(*new.frames)
+    reader.projector.hear(0.0, old.heartbeat())
+    assert not reader.read(now_s=50.0, at_end=True).gaps
+
+
+@each_twin
+def test_an_epoch_that_was_never_restated_after_sql_alone_is_blind_until_its_round(twin: Twin) -> None:
+    instance, f = five_frames()
+    first = Reader(twin.projector())
+    first.read(*f)
+    batch = first.projector.take_batch()
+    assert batch is not None
+    later = Reader(twin.projector(stored=5, known=batch.instances))
+    later.projector.restore_blind(5, batch.positions)
+    later.sequence = 5
+    assert later.projector.position(ONE) == (1, instance.ledger.applied)
+    assert later.is_doubtful() and later.projector.troubles()[ONE].reasons() == ["joined midway"]
+    later.read(instance.create(6))
+    assert later.projector.counters.gaps == later.projector.counters.holes == 0
+    later.read(instance.round())
+    assert later.depth(1, 2, 3, 4) == 4
+    assert not later.is_doubtful() and not later.projector.troubles()
+
+
+@each_twin
+def test_an_instance_that_sql_says_has_stopped_is_not_asked_to_restate(twin: Twin) -> None:
+    instance, _ = five_frames()
+    instance.ledger.stop()
+    instance.cut()
+    first = Reader(twin.projector())
+    first.read(*instance.frames)
+    batch = first.projector.take_batch()
+    assert batch is not None
+    later = Reader(twin.projector(stored=6, known=batch.instances))
+    later.projector.restore_blind(6, batch.positions)
+    assert not later.projector.troubles()
+
+
+@each_twin
+def test_rows_that_were_let_go_are_gathered_again_from_where_another_has_read_them(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f, instance.offload(1))
+    assert reader.projector.waiting_bytes > 0
+    reader.projector.let_rows_go()
+    assert reader.projector.waiting_bytes == 0
+    reader.read(instance.offload(2))
+    assert reader.projector.take_batch() is None
+    reader.projector.gather_after(8)
+    reader.read(instance.offload(3), instance.offload(4))
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.previous, batch.stream_sequence) == (8, 9)
+    assert [run.hashes for run in batch.claims] == [hashes(4)]
+
+
+@each_twin
+def test_what_waits_behind_a_hole_is_read_when_nobody_waits_for_the_hole(twin: Twin) -> None:
+    instance, f = five_frames()
+    offload = instance.offload(1)
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1], f[3], f[4], offload)
+    reader.projector.pass_holes()
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [run.hashes for run in batch.claims] == [hashes(1)]
+    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+
+
+def test_a_projector_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: Path) -> None:
+    instance, f = five_frames()
+    one = Reader(NATIVE.projector())
+    one.read(*f[:3])
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(one.projector.state()), type=ProjectorState)
+    one.read(f[3], f[4])  # the blocks in the checkpoint are newer than the state
+    path = tmp_path / "checkpoint"
+    index = one.index
+    assert isinstance(index, _native.ClusterIndex)
+    index.write_checkpoint(str(path))
+    again = _native.ClusterIndex(1000)
+    again.load_checkpoint(str(path))
+    two = Reader(NATIVE.projector(again))
+    two.projector.restore(state, settled=5)
+    two.sequence = 3
+    assert two.projector.position(ONE) == (1, f[2].next_offset)
+    assert two.projector.declared(ONE) == one.projector.declared(ONE)
+    two.read(f[3], f[4])
+    assert two.in_step(instance)
+    assert not two.is_doubtful()
+    assert two.projector.counters.digest_mismatches == 0
+    two.read(msgspec.structs.replace(instance.create(9), digest=1))
+    assert two.projector.counters.digest_mismatches == 1

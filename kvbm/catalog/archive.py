@@ -1,0 +1,271 @@
+"""The archive: every frame of the stream as files for `kvbm-replay`, and the samples that were heard.
+
+    00000000000000000001.kvbm     whole frames as they came, named by the first message's sequence; about 64 MiB each
+    r0002-00000000000000000001.kvbm   the same after the stream's store was replaced: its sequences began anew
+    POSITION                      where writing stands; what files hold beyond it was torn off, and is cut and read again
+    samples/2026-11-21.samples    accesses, as kvbm.streams.samples describes
+
+Names sort in stream order. `ArchiveFiles` writes; it has no thread or loop of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from kvbm.core.errors import CatalogError
+from kvbm.streams.base import AccessSample, StreamMessage
+from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
+
+log = structlog.get_logger()
+
+FILE_BYTES = 64 << 20
+SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much
+FRAMES = ".kvbm"
+_POSITION = "POSITION"
+
+
+class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """What POSITION says.
+
+    Attributes:
+        created: when the stream's store was made; "" before the first message.
+        generation: of the store, from 1.
+        sequence: the last one written. file, bytes: the file it ends, and where.
+    """
+
+    created: str = ""
+    generation: int = 1
+    sequence: int = 0
+    file: str = ""
+    bytes: int = 0
+
+
+class ArchiveFiles:
+    """The files of one archive. One thread at a time. Every method raises CatalogError when the folder does not take it.
+
+    After such an error the same call may be made again: what it had half written is cut off first.
+
+    Attributes:
+        position: what is written; the folder may know of less, until `sync`.
+        lost: messages that were no longer on the stream when it was their turn.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+        self.position = ArchivePosition()
+        self.lost = 0
+        self._folder = folder
+        self._file_bytes = file_bytes
+        self._file = -1
+        self._synced = ArchivePosition()
+        self._has_failed = False  # the last `append`
+
+    @classmethod
+    def open(cls, folder: Path, file_bytes: int = FILE_BYTES) -> ArchiveFiles:
+        """The archive in a folder, which is made; a torn end is cut off. Raises CatalogError."""
+        archive = cls(folder, file_bytes)
+        try:
+            (folder / "samples").mkdir(parents=True, exist_ok=True)
+            for path in (folder / "samples").glob(f"*{SUFFIX}"):
+                os.truncate(path, whole_bytes(path))
+            archive.position = archive._synced = archive._recover()
+        except OSError as error:
+            raise archive._failed(error) from error
+        return archive
+
+    def follow(self, created: str, first_sequence: int, last_sequence: int) -> int:
+        """The sequence to read the stream after, given what it is and has.
+
+        Args:
+            created: when its store was made; another one than before begins a generation, and so does one that has lost its end.
+        """
+        here = self.position
+        if here.created and (here.created != created or here.sequence > last_sequence):
+            self._begin_generation()
+        self.position = msgspec.structs.replace(self.position, created=created)
+        missing = first_sequence - 1 - self.position.sequence
+        if missing > 0 and self.position.sequence:
+            self.lost += missing
+            log.warning("archive.messages_missed", after=self.position.sequence, missing=missing)
+        return self.position.sequence
+
+    def append(self, messages: Sequence[StreamMessage]) -> None:
+        """Write messages in stream order. Those that are written already are left out, so a call that failed can be made again."""
+        if (
+            messages
+            and messages[0].sequence <= self.position.sequence
+            and messages[-1].sequence < self.position.sequence
+        ):
+            self._begin_generation()  # the reader has begun anew: another store
+        at = 0
+        while at < len(messages):
+            if messages[at].sequence <= self.position.sequence:
+                at += 1
+                continue
+            if not self.position.file or self.position.bytes >= self._file_bytes:
+                self._rotate(messages[at].sequence)
+            room = self._file_bytes - self.position.bytes
+            end, size = at, 0
+            while end < len(messages) and (end == at or size + len(messages[end].data) <= room):
+                size += len(messages[end].data)
+                end += 1
+            try:
+                self._write(b"".join(message.data for message in messages[at:end]))
+            except OSError as error:
+                self._drop_half()
+                raise self._failed(error) from error
+            self.position = msgspec.structs.replace(
+                self.position, sequence=messages[end - 1].sequence, bytes=self.position.bytes + size
+            )
+            at = end
+        self._has_failed = False
+        if self.position.bytes - self._synced.bytes >= SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make what is written last, and move POSITION on."""
+        if self.position == self._synced:
+            return
+        try:
+            if self._file >= 0:
+                os.fsync(self._file)
+            self._put_position()
+        except OSError as error:
+            raise self._failed(error) from error
+        self._synced = self.position
+
+    def append_samples(self, wall_time_ns: int, samples: Sequence[AccessSample]) -> None:
+        """Write samples to the file of this day."""
+        day = datetime.fromtimestamp(wall_time_ns / 1e9, UTC).strftime("%Y-%m-%d")
+        path = self._folder / "samples" / f"{day}{SUFFIX}"
+        data = b"".join(map(encode_sample, samples))
+        begin = 0
+        try:
+            with path.open("ab", buffering=0) as file:
+                begin = file.tell()
+                while data:
+                    data = data[file.write(data) :]
+        except OSError as error:
+            with suppress(OSError):
+                os.truncate(path, begin)
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """Sync, and give the file back."""
+        try:
+            self.sync()
+        finally:
+            self._close_file()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> ArchivePosition:
+        files = sorted(path.name for path in self._folder.glob(f"*{FRAMES}"))
+        position = self._read_position()
+        if position is None:
+            if not files:
+                return ArchivePosition()
+            generation, first = _parse(files[-1])
+            log.warning("archive.position_lost", folder=str(self._folder), read_again=files[-1])
+            (
+                self._folder / files[-1]
+            ).unlink()  # where its last message ends is not known; it is read again from its first
+            return ArchivePosition(generation=generation, sequence=first - 1)
+        for name in files:
+            if name > position.file or not position.file:
+                (self._folder / name).unlink()
+        if position.file:
+            path = self._folder / position.file
+            if not path.exists() or path.stat().st_size < position.bytes:
+                log.warning("archive.file_lost", file=position.file, bytes=position.bytes)
+                return msgspec.structs.replace(position, file="", bytes=0)
+            os.truncate(path, position.bytes)
+        return position
+
+    def _read_position(self) -> ArchivePosition | None:
+        try:
+            body, _, checksum = (self._folder / _POSITION).read_bytes().rstrip(b"\n").rpartition(b"\n")
+        except FileNotFoundError:
+            return None
+        try:
+            if checksum == b"%08x" % zlib.crc32(body):
+                return msgspec.json.decode(body, type=ArchivePosition)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            pass
+        return None
+
+    def _put_position(self) -> None:
+        body = msgspec.json.encode(self.position)
+        part = self._folder / f"{_POSITION}.part"
+        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(file, body + b"\n%08x\n" % zlib.crc32(body))
+            os.fsync(file)
+        finally:
+            os.close(file)
+        part.rename(self._folder / _POSITION)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def _begin_generation(self) -> None:
+        self.sync()
+        self._close_file()
+        self.position = ArchivePosition(generation=self.position.generation + 1)
+        log.warning("archive.store_replaced", generation=self.position.generation)
+
+    def _rotate(self, first: int) -> None:
+        self.sync()
+        self._close_file()
+        name = f"{first:020}{FRAMES}"
+        if self.position.generation > 1:
+            name = f"r{self.position.generation:04}-{name}"
+        try:
+            (self._folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(error) from error
+        self.position = msgspec.structs.replace(self.position, file=name, bytes=0)
+
+    def _write(self, data: bytes) -> None:
+        if self._file < 0:
+            path = self._folder / self.position.file
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.ftruncate(self._file, self.position.bytes)
+            os.lseek(self._file, self.position.bytes, os.SEEK_SET)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._file, view) :]
+
+    def _drop_half(self) -> None:
+        """What a failed write has left goes when the file is opened again; try at once, for a full disk wants every byte."""
+        if self._file >= 0:
+            with suppress(OSError):
+                os.ftruncate(self._file, self.position.bytes)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file >= 0:
+            with suppress(OSError):
+                os.close(self._file)
+            self._file = -1
+
+    def _failed(self, error: OSError) -> CatalogError:
+        return CatalogError(f"the archive {self._folder} takes nothing more ({error.strerror}); it goes on when it can")
+
+
+def _parse(name: str) -> tuple[int, int]:
+    """Generation and first sequence of a file."""
+    generation, _, first = name.removesuffix(FRAMES).rpartition("-")
+    try:
+        return int(generation.removeprefix("r") or 1), int(first)
+    except ValueError:
+        raise CatalogError(f"{name} is no file of an archive; take it out of the archive's folder") from None

@@ -1,0 +1,213 @@
+"""Checkpoints of the index in a folder: written while frames are applied, the newest good one loaded at the start.
+
+    00000000000000004711-1f2e3d4c.index    what the index wrote, the projector's state as its note
+    00000000000000004711-1f2e3d4c.json     its manifest, written last: without it the other file is nothing
+
+The number is the stream sequence the state stands at. Blocks in the file may be newer, up to the manifest's `settled`: whoever loads it
+reads the stream from the number on and compares digests only after `settled`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import msgspec
+import structlog
+
+from kvbm.catalog.index import ClusterIndex, NewIndex
+from kvbm.catalog.projector import ProjectorState
+from kvbm.core.errors import CatalogError, CheckpointError
+
+log = structlog.get_logger()
+
+KEPT = 2
+ORPHAN_S = 3600.0  # a file without a manifest is no longer being written after this
+_VERSION = 1
+_INDEX, _MANIFEST, _PART = ".index", ".json", ".part"
+
+
+@runtime_checkable
+class Checkpointing(Protocol):
+    """An index that writes itself to a file while it is in use. The native one."""
+
+    def write_checkpoint(self, path: str, note: bytes = b"") -> tuple[int, int, int]:
+        """Bytes, blocks and frames before. Any thread. The file is not empty once the index's front, and so the note's moment, is taken.
+
+        Raises: CheckpointError.
+        """
+
+    def load_checkpoint(self, path: str) -> bytes:
+        """Fill an empty index; gives the note. Raises CheckpointError: the index cannot be used then."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the manifest of a checkpoint says.
+
+    Attributes:
+        stream, created: the stream's name in SQL, and when its store was made.
+        sequence: where the state stands. settled: what was applied when the last block was written.
+        bytes, blocks: of the index file.
+    """
+
+    version: int
+    stream: str
+    created: str
+    sequence: int
+    settled: int
+    bytes: int
+    blocks: int
+    wall_time_ns: int
+
+
+class Loaded(NamedTuple):
+    """An index as a checkpoint had it, and the state its projector goes on from."""
+
+    held: ClusterIndex
+    state: ProjectorState
+    settled: int
+
+
+class Writing:
+    """One checkpoint being made: `write` in a thread, then `finish`. After an error nothing of it is left.
+
+    Args:
+        state: of the projector; nothing may be applied to the index between its taking and the moment `has_begun`.
+    """
+
+    def __init__(self, folder: Path, index: Checkpointing, state: ProjectorState, stream: str, created: str) -> None:
+        self.sequence = state.sequence
+        self._folder, self._index, self._stream, self._created = folder, index, stream, created
+        self._note = msgspec.msgpack.encode(state)
+        self._name = f"{state.sequence:020}-{secrets.token_hex(4)}"
+        self._part = folder / f"{self._name}{_INDEX}{_PART}"
+        self._size = (0, 0)
+
+    def has_begun(self) -> bool:
+        """Whether the index may change again: what it was like at the state's moment is in the writer's hands."""
+        try:
+            return self._part.stat().st_size > 0
+        except OSError:
+            return False
+
+    def write(self) -> None:
+        """Write the index. Raises CatalogError: the folder does not take it."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            size, blocks, _ = self._index.write_checkpoint(str(self._part), self._note)
+            _sync(self._part)
+        except (CheckpointError, OSError) as error:
+            raise self._failed(error) from error
+        self._size = (size, blocks)
+
+    def finish(self, settled: int) -> Manifest:
+        """Make it count, and remove older ones. Raises CatalogError: the folder does not take it.
+
+        Args:
+            settled: sequence that has been applied by now.
+        """
+        manifest = Manifest(
+            version=_VERSION, stream=self._stream, created=self._created, sequence=self.sequence, settled=settled,
+            bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
+        )  # fmt: skip
+        body = msgspec.json.encode(manifest)
+        final, part = self._folder / f"{self._name}{_MANIFEST}", self._folder / f"{self._name}{_MANIFEST}{_PART}"
+        try:
+            self._part.rename(self._folder / f"{self._name}{_INDEX}")
+            part.write_bytes(body + b"\n%08x\n" % zlib.crc32(body))
+            _sync(part)
+            _sync(self._folder)
+            part.rename(final)
+            _sync(self._folder)
+            _tidy(self._folder)
+        except OSError as error:
+            raise self._failed(error) from error
+        return manifest
+
+    def _failed(self, error: Exception) -> CatalogError:
+        for path in self._folder.glob(f"{self._name}.*"):
+            path.unlink(missing_ok=True)
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        return CatalogError(
+            f"no checkpoint can be written to {self._folder} ({why}); the next start reads more of the stream"
+        )
+
+
+def load_newest(
+    folder: Path, new_index: NewIndex, capacity: int, stream: str, created: str, stored: int, end: int
+) -> Loaded | None:
+    """The index of the newest checkpoint that can be used, or None. One that is damaged is left out with a warning.
+
+    Args:
+        stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost.
+        end: of the stream; one that knows of later messages is of another stream, or of one that has lost its end.
+    """
+    for path, manifest in _manifests(folder):
+        if (manifest.stream, manifest.created) != (stream, created):
+            continue
+        if manifest.sequence > stored or manifest.settled > end:
+            log.info(
+                "checkpoint.passed_over", path=str(path), sequence=manifest.sequence, settled=manifest.settled,
+                stored=stored, stream_end=end,
+            )  # fmt: skip
+            continue
+        index = new_index(capacity)
+        assert isinstance(index, Checkpointing)
+        file = path.with_suffix(_INDEX)
+        try:
+            if file.stat().st_size != manifest.bytes:
+                raise CatalogError(f"{file.stat().st_size} bytes instead of {manifest.bytes}")
+            state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=ProjectorState)
+        except (CheckpointError, CatalogError, msgspec.MsgspecError, OSError) as error:
+            log.warning("checkpoint.damaged", path=str(file), why=str(error))
+            continue
+        return Loaded(index, state, manifest.settled)
+    return None
+
+
+def newest(folder: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint, whatever stream it is of."""
+    return next((manifest for _, manifest in _manifests(folder)), None)
+
+
+def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """The manifests that can be read, the newest first."""
+    for path in sorted(folder.glob(f"*{_MANIFEST}"), reverse=True):
+        try:
+            body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+            if checksum != b"%08x" % zlib.crc32(body):
+                raise CatalogError("its checksum is another")
+            manifest = msgspec.json.decode(body, type=Manifest)
+        except (CatalogError, msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+            log.warning("checkpoint.damaged", path=str(path), why=str(error))
+            continue
+        if manifest.version == _VERSION:
+            yield path, manifest
+
+
+def _tidy(folder: Path) -> None:
+    """Remove all but the newest checkpoints, and what writers that died have left."""
+    names = sorted((path.stem for path in folder.glob(f"*{_MANIFEST}")), reverse=True)
+    for name in names[KEPT:]:
+        (folder / f"{name}{_MANIFEST}").unlink(missing_ok=True)
+        (folder / f"{name}{_INDEX}").unlink(missing_ok=True)
+    for path in (*folder.glob(f"*{_PART}"), *folder.glob(f"*{_INDEX}")):
+        is_orphan = path.suffix == _PART or path.stem not in names
+        try:
+            if is_orphan and time.time() - path.stat().st_mtime > ORPHAN_S:
+                path.unlink()
+        except FileNotFoundError:
+            pass  # another catalog with this folder has tidied it up
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

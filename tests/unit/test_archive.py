@@ -1,0 +1,162 @@
+"""The archive's files: every message once, in order, whatever was torn, full or replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvbm.catalog.archive import ArchiveFiles
+from kvbm.core.errors import CatalogError
+from kvbm.core.ids import InstanceId, NamespaceId
+from kvbm.streams.base import AccessSample, StreamMessage
+from kvbm.streams.samples import read_samples
+
+SAMPLE = AccessSample(
+    instance=InstanceId("one"), cluster="c", wall_time_ns=1, namespace=NamespaceId(bytes(16)), hashes=bytes(16), depth=0, rate=1.0
+)  # fmt: skip
+DAY_NS = 86_400 * 10**9
+
+
+def message(sequence: int) -> StreamMessage:
+    return StreamMessage(sequence, "kvbm.v1.events.c.one", b"<%06d>" % sequence)  # 8 bytes
+
+
+def messages(first: int, end: int) -> list[StreamMessage]:
+    return [message(sequence) for sequence in range(first, end)]
+
+
+def content(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.kvbm")))
+
+
+def written(*sequences: int) -> bytes:
+    return b"".join(message(sequence).data for sequence in sequences)
+
+
+def test_messages_become_files_named_by_their_first_sequence(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path, file_bytes=32)
+    assert archive.follow("now", 1, 0) == 0
+    archive.append(messages(1, 4))
+    archive.append(messages(4, 7))
+    archive.close()
+    assert sorted(path.name for path in tmp_path.glob("*.kvbm")) == [f"{1:020}.kvbm", f"{5:020}.kvbm"]
+    assert content(tmp_path) == written(*range(1, 7))
+
+
+@pytest.mark.parametrize("torn", [0, 1, 8, 11])
+def test_what_lies_beyond_the_position_is_cut_and_read_again(tmp_path: Path, torn: int) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    archive.sync()
+    with (tmp_path / f"{1:020}.kvbm").open("ab") as file:
+        file.write((written(4) * 2)[:torn])
+    again = ArchiveFiles.open(tmp_path)
+    assert again.follow("now", 1, 9) == 3
+    again.append(messages(4, 6))
+    again.close()
+    assert content(tmp_path) == written(*range(1, 6))
+
+
+def test_files_begun_after_the_position_was_written_are_read_again(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path, file_bytes=16)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 3))
+    archive.sync()
+    (tmp_path / f"{3:020}.kvbm").write_bytes(b"half")
+    again = ArchiveFiles.open(tmp_path, file_bytes=16)
+    assert again.follow("now", 1, 9) == 2
+    again.append(messages(3, 6))
+    again.close()
+    assert content(tmp_path) == written(*range(1, 6))
+
+
+def test_a_lost_position_costs_the_last_file_which_is_read_again(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path, file_bytes=16)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 6))
+    archive.close()
+    (tmp_path / "POSITION").write_bytes(b"{}\n00000000\n")
+    again = ArchiveFiles.open(tmp_path, file_bytes=16)
+    assert again.follow("now", 1, 9) == 4
+    again.append(messages(5, 8))
+    again.close()
+    assert content(tmp_path) == written(*range(1, 8))
+
+
+def test_a_full_disk_is_an_error_and_the_same_call_goes_on_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 3))
+    real = os.write
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) > 3:
+            return real(file, bytes(data)[:3])  # the disk takes a little, then no more
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        for _ in range(2):
+            with pytest.raises(CatalogError, match="No space left on device"):
+                archive.append(messages(3, 5))
+        assert content(tmp_path) == written(1, 2)
+    archive.append(messages(3, 5))
+    archive.close()
+    assert content(tmp_path) == written(1, 2, 3, 4)
+    assert ArchiveFiles.open(tmp_path).position.sequence == 4
+
+
+def test_a_replaced_store_begins_files_that_sort_after_the_old_ones(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    archive.close()
+    again = ArchiveFiles.open(tmp_path)
+    assert again.follow("later", 1, 9) == 0
+    again.append(messages(1, 3))
+    again.append(messages(1, 6))  # and once more, this time while it is read
+    again.close()
+    assert content(tmp_path) == written(1, 2, 3, 1, 2, 1, 2, 3, 4, 5)
+    third = ArchiveFiles.open(tmp_path)
+    assert (third.position.generation, third.follow("later", 1, 9)) == (3, 5)
+
+
+def test_a_stream_that_has_lost_its_end_is_another_one(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    assert archive.follow("now", 1, 2) == 0
+
+
+def test_messages_that_aged_out_before_their_turn_are_counted(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    with capture_logs() as logs:
+        assert archive.follow("now", 6, 9) == 3
+    assert archive.lost == 2
+    assert [entry["event"] for entry in logs] == ["archive.messages_missed"]
+
+
+def test_samples_go_to_the_file_of_their_day_and_a_torn_one_is_cut(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.append_samples(0, [SAMPLE])
+    archive.append_samples(DAY_NS, [SAMPLE, SAMPLE])
+    files = sorted((tmp_path / "samples").iterdir())
+    assert [path.name for path in files] == ["1970-01-01.samples", "1970-01-02.samples"]
+    os.truncate(files[1], files[1].stat().st_size - 1)
+    ArchiveFiles.open(tmp_path).append_samples(DAY_NS, [SAMPLE])
+    assert list(read_samples(tmp_path / "samples")) == [SAMPLE] * 3
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CatalogError, match="takes nothing more"):
+        ArchiveFiles.open(tmp_path / "file")

@@ -1,0 +1,130 @@
+"""The folder of checkpoints: what is written whole is found again, what is not is passed over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvbm import _native
+from kvbm.catalog import checkpoints
+from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest, newest
+from kvbm.catalog.projector import ProjectorState
+from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.errors import CatalogError, CheckpointError
+from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
+from tests.indexes import frame_bytes
+
+SPACE = Namespace(model="m", block_tokens=16).id
+
+
+def filled(blocks: int) -> _native.ClusterIndex:
+    index = _native.ClusterIndex(1000)
+    hashes = b"".join(number.to_bytes(16, "little") for number in range(blocks))
+    start = InstanceStarted(epoch=Epoch(1), pools=(PoolStated(Tier.HBM, 64, 1024),))
+    index.apply(frame_bytes(InstanceId("one"), start, BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes)))
+    return index
+
+
+def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = None, created: str = "now") -> None:
+    state = ProjectorState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
+    writing = Writing(folder, filled(blocks), state, "KVBM", created)
+    assert not writing.has_begun()
+    writing.write()
+    assert writing.has_begun()
+    writing.finish(sequence if settled is None else settled)
+
+
+def load(folder: Path, stored: int = 1000, end: int = 1000, created: str = "now") -> Loaded | None:
+    return load_newest(folder, _native.ClusterIndex, 1000, "KVBM", created, stored, end)
+
+
+def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
+    write(tmp_path, 9, blocks=3)
+    write(tmp_path, 10, blocks=4, settled=12)
+    found = load(tmp_path)
+    assert found is not None
+    assert (found.held.residency_count(), found.state.sequence, found.settled) == (4, 10, 12)
+
+
+def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
+    for sequence in (8, 9, 10, 11):
+        write(tmp_path, sequence)
+    assert sorted(int(path.name[:20]) for path in tmp_path.iterdir()) == [10, 10, 11, 11]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"stored": 9}, {"end": 11}, {"created": "another"}], ids=["ahead of SQL", "ahead of the stream", "of another stream"]
+)  # fmt: skip
+def test_a_checkpoint_that_would_lose_something_is_passed_over(tmp_path: Path, asked: dict[str, object]) -> None:
+    write(tmp_path, 10, settled=12)
+    assert load(tmp_path) is not None
+    assert load(tmp_path, **asked) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", ["index flipped", "index cut", "index gone", "manifest flipped", "manifest empty"])
+def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_loaded(tmp_path: Path, damage: str) -> None:
+    write(tmp_path, 9, blocks=2)
+    write(tmp_path, 10, blocks=4)
+    index, manifest = sorted(path for path in tmp_path.iterdir() if path.name.startswith("00000000000000000010"))
+    match damage:
+        case "index flipped":
+            data = bytearray(index.read_bytes())
+            data[len(data) // 2] ^= 4
+            index.write_bytes(data)
+        case "index cut":
+            os.truncate(index, index.stat().st_size - 1)
+        case "index gone":
+            index.unlink()
+        case "manifest flipped":
+            manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":10', b'"sequence":90'))
+        case "manifest empty":
+            manifest.write_bytes(b"")
+    with capture_logs() as logs:
+        found = load(tmp_path)
+    assert found is not None and found.held.residency_count() == 2
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["checkpoint.damaged"]
+
+
+def test_a_checkpoint_that_was_not_finished_is_nothing(tmp_path: Path) -> None:
+    state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
+    Writing(tmp_path, filled(3), state, "KVBM", "now").write()
+    assert load(tmp_path) is None and newest(tmp_path) is None
+
+
+def test_a_folder_that_takes_nothing_is_one_sentence_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(ReferenceIndex):
+        def write_checkpoint(self, path: str, note: bytes = b"") -> tuple[int, int, int]:
+            Path(path).write_bytes(b"half")
+            raise CheckpointError(4, "writing failed (No space left on device)")
+
+        def load_checkpoint(self, path: str) -> bytes:
+            return b""
+
+    state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
+    with pytest.raises(CatalogError, match="No space left"):
+        Writing(tmp_path, Full(9), state, "KVBM", "now").write()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CatalogError, match="no checkpoint can be written"):
+        Writing(tmp_path / "file", filled(1), state, "KVBM", "now").write()
+
+
+def test_what_a_writer_that_died_has_left_goes_after_a_while(tmp_path: Path) -> None:
+    old, young = tmp_path / "00000000000000000001-aa.index.part", tmp_path / "00000000000000000002-bb.index"
+    old.write_bytes(b"x")
+    young.write_bytes(b"x")
+    long_ago = old.stat().st_mtime - 2 * checkpoints.ORPHAN_S
+    os.utime(old, (long_ago, long_ago))
+    write(tmp_path, 10)
+    assert not old.exists() and young.exists()
+
+
+def test_the_readable_index_has_no_checkpoints() -> None:
+    assert isinstance(_native.ClusterIndex(1), Checkpointing)
+    assert not isinstance(ReferenceIndex(1), Checkpointing)
