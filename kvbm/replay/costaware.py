@@ -31,7 +31,9 @@ class CostAware:
         self._uses: dict[SequenceHash, int] = {}  # of every block of the tier
         self._worth: dict[SequenceHash, float] = {}  # of every block of the tier; 0 until it is first let go
         self._free: set[SequenceHash] = set()  # may be evicted
-        self._heap: list[tuple[float, int, SequenceHash]] = []  # of those; entries whose worth has changed since are stale
+        self._heap: list[
+            tuple[float, int, SequenceHash]
+        ] = []  # of those; entries whose worth has changed since are stale
         self._entries = 0  # ties go in the order of entry
 
     def gain(self, block: SequenceHash, pinned: bool) -> None:

@@ -139,7 +139,12 @@ def _pairs(
 
 
 def _compare(
-    name: InstanceId, a: InstanceFrames | None, b: InstanceFrames | None, report: Diffed, decode: DecodeFrame, watch: Watch
+    name: InstanceId,
+    a: InstanceFrames | None,
+    b: InstanceFrames | None,
+    report: Diffed,
+    decode: DecodeFrame,
+    watch: Watch,
 ) -> None:
     report.instances += 1
     if a is None or b is None:

@@ -37,7 +37,10 @@ _CREATED, _MIGRATED, _EVICTED, _STATED, _ENDED, _STOPPED = range(2, 8)
 _TIERS = tuple(tier.name for tier in Tier)
 _CAUSES = tuple(cause.name.lower() for cause in MigrateCause)
 _EVICT_REASONS = tuple(reason.name.lower() for reason in EvictReason)
-_REASONS = (*_EVICT_REASONS, *(reason.name.lower() for reason in StopReason if reason.name.lower() not in _EVICT_REASONS))
+_REASONS = (
+    *_EVICT_REASONS,
+    *(reason.name.lower() for reason in StopReason if reason.name.lower() not in _EVICT_REASONS),
+)
 _STOP_CODES = np.array([_REASONS.index(reason.name.lower()) for reason in StopReason], dtype=np.uint8)
 
 
@@ -102,7 +105,12 @@ def export(
                 batch, size = [], 0
         if batch:
             writer.write(decode(b"".join(batch))[0])
-    words = {Repeat: "repeats", Missing: "holes", Conflict: "frames that contradict earlier ones", WentBack: "stale frames"}
+    words = {
+        Repeat: "repeats",
+        Missing: "holes",
+        Conflict: "frames that contradict earlier ones",
+        WentBack: "stale frames",
+    }
     for kind, what in words.items():
         if count := left_out.get(kind):
             report.notes.append(f"{count:,} {what} are not in the export; kvbm-replay verify names defects")
@@ -128,15 +136,21 @@ class _Writer:
         self._part_rows = 0
         self._written: list[Path] = []
         if target.is_dir() and (self._is_file or any(target.iterdir())):
-            raise SourceError(f"{target} is a folder{'' if self._is_file else ' with files in it'}; give a new one, or a new file")
+            raise SourceError(
+                f"{target} is a folder{'' if self._is_file else ' with files in it'}; give a new one, or a new file"
+            )
         if self._is_file and target.exists():
             raise SourceError(f"{target} is there already; give another name or remove it")
-        self._guard(lambda: (target.parent if self._is_file else target).mkdir(parents=not self._is_file, exist_ok=True))
+        self._guard(
+            lambda: (target.parent if self._is_file else target).mkdir(parents=not self._is_file, exist_ok=True)
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None:
             if not self._report.rows and self._writer is None:
                 self._begin_part()
@@ -267,7 +281,9 @@ class _Tables:
             indices = np.where(there, indices, 0)
         mask = None if there is None else ~there
         arrow = self._arrow
-        return arrow.DictionaryArray.from_arrays(arrow.array(indices, mask=mask), arrow.array(list(words), arrow.string()))
+        return arrow.DictionaryArray.from_arrays(
+            arrow.array(indices, mask=mask), arrow.array(list(words), arrow.string())
+        )
 
     def _hashes(self, rows: np.ndarray, there: np.ndarray | None = None) -> Any:
         arrow = self._arrow

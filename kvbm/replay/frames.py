@@ -123,7 +123,9 @@ class FrameLibrary:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._open.close()
 
     def fill(self, located: Iterable[Located], is_trimmed: bool) -> None:
@@ -185,7 +187,7 @@ class FrameLibrary:
 
     def _keep_copy(self, data: bytes) -> tuple[int, int]:
         if self._copy is None:
-            file = self._open.enter_context(tempfile.TemporaryFile(prefix="kvbm-replay-"))
+            file = self._open.enter_context(tempfile.TemporaryFile(prefix="kvbm-replay-"))  # noqa: SIM115 - closed with the rest
             self._handles.append(file.fileno())
             self._copy = len(self._handles) - 1
         at, self._copied = self._copied, self._copied + len(data)

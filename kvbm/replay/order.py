@@ -140,7 +140,7 @@ class _Seen:
 def fingerprint(frame: ScannedFrame, data: bytes) -> int:
     """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has proven, and
     the digest of what is held after it."""
-    (checksum,) = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)
+    checksum: int = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)[0]
     return ((checksum << 32) ^ frame.digest ^ len(data)) & _MASK
 
 

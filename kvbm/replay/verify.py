@@ -9,6 +9,7 @@ import msgspec
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.kernels import REFERENCE, DecodeFrame, Kernels, NewFold
 from kvbm.core.residency import Residencies
+from kvbm.replay.against import Against, Comparison
 from kvbm.replay.findings import (
     CONFLICT,
     DIGEST,
@@ -49,6 +50,7 @@ class Verified(msgspec.Struct, kw_only=True):
         stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
+        catalog: whether a catalog says the same, when one was asked.
     """
 
     source: str
@@ -62,6 +64,7 @@ class Verified(msgspec.Struct, kw_only=True):
     stale: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
+    catalog: Against | None = None
 
     def verdict(self) -> str:
         """The whole in one line."""
@@ -85,6 +88,7 @@ def verify(
     fold: NewFold = Residencies,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
+    against: Comparison | None = None,
 ) -> Verified:
     """Fold every stream of a source and name each defect once.
 
@@ -93,16 +97,21 @@ def verify(
     Args:
         instance: only this one's frames.
         located: what was read from the source, where somebody watches it pass.
+        against: a catalog to compare with, asked before the reading begins.
     """
-    verifier = _Verifier(source.name, fold, kernels.decode_frame)
+    verifier = _Verifier(source.name, fold, kernels.decode_frame, against)
     read = source.read(kernels) if located is None else located
     for item in in_order(only(read, instance), source.is_trimmed):
         verifier.take(item)
-    return verifier.finish()
+    report = verifier.finish()
+    if against is not None:
+        report.catalog = against.finish()
+    return report
 
 
 class _Verifier:
-    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame) -> None:
+    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame, against: Comparison | None) -> None:
+        self._against = against
         self.report = Verified(source=name)
         self._new_fold = new_fold
         self._decode_frame = decode_frame
@@ -180,6 +189,8 @@ class _Verifier:
             )
             self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
             fold.diverge()
+        if self._against is not None:
+            self._against.passed(frame, fold)
 
     def _find_illegal(self, step: Next, illegal: Illegal) -> None:
         frame, rule = step.frame, illegal.error.rule

@@ -60,6 +60,9 @@ class Cost(NamedTuple):
         return block_tokens / self.tokens_per_s * (1 + middle / self.double_tokens)
 
 
+COST = Cost()
+
+
 class Accesses(NamedTuple):
     """The prompts of one source, as the pools of `instances` saw them.
 
@@ -152,7 +155,13 @@ def read_accesses(name: str, read_trace: ReadTrace, block_tokens: int | None = N
 
 def _trace_accesses(name: str, lines: Iterable[TraceLine]) -> Accesses:
     prompts = [
-        (0, [SequenceHash(one.to_bytes(16, "little")) for one in line.hash_ids[: line.input_tokens // TRACE_BLOCK_TOKENS]])
+        (
+            0,
+            [
+                SequenceHash(one.to_bytes(16, "little"))
+                for one in line.hash_ids[: line.input_tokens // TRACE_BLOCK_TOKENS]
+            ],
+        )
         for line in lines
     ]
     if not prompts:
@@ -176,12 +185,18 @@ def _sampled_accesses(name: str, path: Path, block_tokens: int) -> Accesses:
             f"{rate:.2%} of the prompts were sampled, so pools have that share of the capacity, and hits and seconds are scaled up"
         )
     if rates and min(rates) < max(rates):
-        notes.append(f"the share that was sampled changed ({min(rates):.2%} to {max(rates):.2%}); its mean is used, so sizes are rough")
+        notes.append(
+            f"the share that was sampled changed ({min(rates):.2%} to {max(rates):.2%}); its mean is used, so sizes are rough"
+        )
     return Accesses(name, prompts, len(instances), block_tokens, rate, notes)
 
 
 def what_if(
-    accesses: Accesses, policies: Sequence[str], capacities: Sequence[int], tiers: Sequence[float] = (), cost: Cost = Cost()
+    accesses: Accesses,
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    tiers: Sequence[float] = (),
+    cost: Cost = COST,
 ) -> WhatIfs:
     """Run policies at capacities.
 
@@ -201,7 +216,9 @@ def what_if(
             report.results += sorted(found, key=lambda one: (-one.saved_s, -one.hit_blocks))
         report.results.append(blocks.run("unbounded", 0, [], watch))
     if any(slots < 100 for slots in (round(capacity * accesses.rate) for capacity in capacities)):
-        report.notes.append("a pool of fewer than 100 slots is left of the smallest capacity: too few to tell policies apart")
+        report.notes.append(
+            "a pool of fewer than 100 slots is left of the smallest capacity: too few to tell policies apart"
+        )
     return report
 
 

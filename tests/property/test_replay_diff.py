@@ -10,9 +10,17 @@ import pytest
 
 from kvbm.assembly import NATIVE
 from kvbm.core.codec import Frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, InstanceStopped, RoundEnded
-from kvbm.core.kernels import REFERENCE
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    InstanceStopped,
+    RoundEnded,
+)
 from kvbm.core.ids import Tier
+from kvbm.core.kernels import REFERENCE
 from kvbm.replay.diff import EVENT, diff
 from kvbm.replay.source import open_source
 from kvbm.replay.words import event_text
