@@ -20,6 +20,9 @@ from kvbm.replay.source import Located
 
 _CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
 _MASK = (1 << 64) - 1
+BEGIN_BYTES = (
+    8 << 20
+)  # per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0
 ASIDE_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
 
 
@@ -221,10 +224,12 @@ class _Order:
         late, self._late = self._late, []
         yield from (WentBack(step.located, step.frame, self._epoch) for step in late)
 
-    def _drain(self) -> Iterator[Step]:
+    def _drain(self, may_wait: bool = True) -> Iterator[Step]:
         """Go on with frames that were set aside, as far as there is no hole before them."""
         if self._is_trimmed and not self._seen:
             epoch, first = self._heap[0]
+            if first and may_wait and self._aside_bytes <= BEGIN_BYTES:
+                return  # what comes before may have been lost at first, and be sent again
             if first:
                 self._unknown[epoch] = [(Offset(0), first)]
                 yield Begins(epoch, first, self._aside[epoch, first].located)
@@ -244,6 +249,9 @@ class _Order:
 
     def _give_up(self) -> Iterator[Step]:
         """Take the first hole for missing and go on after it."""
+        if self._is_trimmed and not self._seen:
+            yield from self._drain(may_wait=False)
+            return
         epoch, first = self._heap[0]
         hole_first = self._next if epoch == self._epoch else Offset(0)
         self._unknown.setdefault(epoch, []).append((hole_first, first))

@@ -27,6 +27,7 @@ POLICIES = (*EVICTION_POLICIES, "cost")
 SAMPLES_FOLDER = "samples"  # of an archive
 TRACE_BLOCK_TOKENS = 512  # of Mooncake's format
 SAMPLE_BLOCK_TOKENS = 16
+_FEWEST_SLOTS = 100
 _TRACE_SUFFIXES = (".jsonl", ".json")
 
 
@@ -215,9 +216,9 @@ def what_if(
             found = [blocks.run(policy, capacity, slots, watch) for policy in dict.fromkeys(policies)]
             report.results += sorted(found, key=lambda one: (-one.saved_s, -one.hit_blocks))
         report.results.append(blocks.run("unbounded", 0, [], watch))
-    if any(slots < 100 for slots in (round(capacity * accesses.rate) for capacity in capacities)):
+    if accesses.rate < 1 and min(capacities) * accesses.rate < _FEWEST_SLOTS:
         report.notes.append(
-            "a pool of fewer than 100 slots is left of the smallest capacity: too few to tell policies apart"
+            f"fewer than {_FEWEST_SLOTS} slots are left of the smallest capacity: too few to tell policies apart"
         )
     return report
 
