@@ -144,7 +144,7 @@ def run_catalog(settings: Settings) -> int:
     check_settings(settings)
     with ExitStack() as opened:
         url = _nats_url(settings, opened)
-        if not settings.catalog.database:
+        if not (settings.catalog.database and settings.catalog.checkpoints):
             _make_data_dir(settings)
         default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
         costs = msgspec.structs.asdict(settings.catalog.routing)
@@ -158,6 +158,9 @@ def run_catalog(settings: Settings) -> int:
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
             capacity=settings.catalog.capacity,
+            checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
+            checkpoint_every_s=settings.catalog.checkpoint_every_s,
+            archive=settings.catalog.archive,
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),

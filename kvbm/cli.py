@@ -55,6 +55,7 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "follow the stream and answer over HTTP until stopped",
         "kvbm-catalog serve --set nats.url=nats://127.0.0.1:4222 --set catalog.listen=127.0.0.1:7700",
     )
+    serve.add_argument("--archive", metavar="DIR", help="keep all frames as files there, for kvbm-replay")
     _add_settings(serve)
     return _run(_serve_catalog, parser.parse_args(argv), "kvbm-catalog")
 
@@ -228,6 +229,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 def _serve_catalog(arguments: argparse.Namespace) -> int:
     from kvbm.assembly import run_catalog
 
+    if arguments.archive is not None:
+        arguments.sets.append(f"catalog.archive={arguments.archive}")
     return run_catalog(_settings(arguments))
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbm.core.errors import LayoutError, MissingExtraError
+from kvbm.core.errors import LayoutError, MissingExtraError, StreamError
 
 try:
     from fastapi import FastAPI
@@ -35,6 +35,7 @@ from kvbm.core.answers import (
     LookupRequest,
     NamespacesAnswer,
     ReadyAnswer,
+    RoundAnswer,
     RouteAnswer,
     RouteRequest,
 )
@@ -113,7 +114,13 @@ class _Api:
                 "start an instance, or see /v1/instances for what is known of each",
             )  # fmt: skip
         response = _json(
-            RouteAnswer(instance=ranked[0].instance, namespace=namespace.hex(), blocks=blocks, ranked=ranked)
+            RouteAnswer(
+                instance=ranked[0].instance,
+                namespace=namespace.hex(),
+                blocks=blocks,
+                ranked=ranked,
+                view_age_s=self._service.view_age_s(),
+            )  # fmt: skip
         )
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return response
@@ -126,6 +133,18 @@ class _Api:
 
     async def instances(self, request: Request) -> Response:
         return _json(InstancesAnswer(instances=self._service.instances()))
+
+    async def ask_round(self, request: Request) -> Response:
+        instance = InstanceId(request.path_params["instance"])
+        try:
+            heard = await self._service.ask_round(instance)
+        except StreamError as error:
+            raise ApiError(503, "not_asked", str(error), "ask again when the stream is back; /readyz says so") from None
+        if heard is None:
+            raise ApiError(
+                404, "instance_unknown", f"no instance {instance!r} was ever heard of", "see /v1/instances for their names"
+            )  # fmt: skip
+        return _json(RoundAnswer(instance=instance, heard=heard))
 
     async def namespaces(self, request: Request) -> Response:
         return _json(NamespacesAnswer(namespaces=self._service.namespaces()))
@@ -359,6 +378,10 @@ _ROUTES = (
         errors=(422, 503),
     ),
     _Route(path="/v1/instances", handler="instances", gives=InstancesAnswer, summary="All instances."),
+    _Route(
+        path="/v1/instances/{instance}/round", handler="ask_round", method="POST", gives=RoundAnswer,
+        summary="Ask an instance to restate what it holds.", errors=(404, 503),
+    ),
     _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
@@ -371,8 +394,9 @@ _ERROR_WORDS = {
     400: "The body is not JSON.",
     408: "The body came too slowly.",
     413: "The body is too large.",
+    404: "There is no such instance.",
     422: "The request makes no sense; the error says why.",
-    503: "Not ready, or nobody to route to.",
+    503: "Not ready, nobody to route to, or the stream is away.",
     504: "`at_least` was not reached in time.",
 }
 

@@ -5,31 +5,43 @@
     POSITION                      where writing stands; what files hold beyond it was torn off, and is cut and read again
     samples/2026-11-21.samples    accesses, as kvbm.streams.samples describes
 
-Names sort in stream order. `ArchiveFiles` writes; it has no thread or loop of its own.
+Names sort in stream order. `ArchiveFiles` writes, without thread or loop; `Archive` follows a stream and drives it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 import structlog
 
-from kvbm.core.errors import CatalogError
-from kvbm.streams.base import AccessSample, StreamMessage
+from kvbm.catalog.degraded import Degraded
+from kvbm.core.errors import CatalogError, StreamError
+from kvbm.streams.base import AccessSample, EventStream, StreamMessage
 from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
 log = structlog.get_logger()
 
 FILE_BYTES = 64 << 20
 SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much
+SYNC_EVERY_S = 1.0
+RETRY_S = 1.0
+SAMPLES_EVERY_S = 1.0
+SAMPLES_WAITING = 10_000
 FRAMES = ".kvbm"
 _POSITION = "POSITION"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,13 +109,10 @@ class ArchiveFiles:
         return self.position.sequence
 
     def append(self, messages: Sequence[StreamMessage]) -> None:
-        """Write messages in stream order. Those that are written already are left out, so a call that failed can be made again."""
-        if (
-            messages
-            and messages[0].sequence <= self.position.sequence
-            and messages[-1].sequence < self.position.sequence
-        ):
+        """Write messages in stream order. Of a call that failed and is made again, those that were written are left out."""
+        if messages and messages[0].sequence <= self.position.sequence and not self._has_failed:
             self._begin_generation()  # the reader has begun anew: another store
+        self._has_failed = True
         at = 0
         while at < len(messages):
             if messages[at].sequence <= self.position.sequence:
@@ -269,3 +278,114 @@ def _parse(name: str) -> tuple[int, int]:
         return int(generation.removeprefix("r") or 1), int(first)
     except ValueError:
         raise CatalogError(f"{name} is no file of an archive; take it out of the archive's folder") from None
+
+
+class Archive:
+    """Follows a stream by a reader of its own and keeps its frames and samples. One asyncio loop; files are written by one thread.
+
+    Trouble with the folder or the stream is noted and waited out: it never stops the catalog.
+    """
+
+    def __init__(self, folder: Path, stream: EventStream, cluster: str | None, degraded: Degraded) -> None:
+        self.samples = 0
+        self.samples_lost = 0
+        self._folder, self._stream, self._cluster, self._degraded = folder, stream, cluster, degraded
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvbm-archive")
+        self._files: ArchiveFiles | None = None
+        self._opening = asyncio.Lock()  # opening cuts a torn end: once, before anything is written
+
+    @property
+    def sequence(self) -> int:
+        """The last message that is written."""
+        return self._files.position.sequence if self._files is not None else 0
+
+    @property
+    def lost(self) -> int:
+        """Messages that were no longer on the stream when it was their turn."""
+        return self._files.lost if self._files is not None else 0
+
+    async def keep_frames(self) -> None:
+        """Archive the stream for ever."""
+        while True:
+            try:
+                await self._follow(await self._open())
+            except (StreamError, CatalogError) as error:
+                self._degraded.note("archive", str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def keep_samples(self) -> None:
+        """Archive what samples are heard, for ever; what cannot be written is lost and counted."""
+        waiting: list[AccessSample] = []
+
+        async def write() -> None:
+            while True:
+                await asyncio.sleep(SAMPLES_EVERY_S)
+                if not waiting:
+                    continue
+                taken = waiting.copy()
+                waiting.clear()
+                try:
+                    files = await self._open()
+                    await self._run(files.append_samples, time.time_ns(), taken)
+                    self.samples += len(taken)
+                except CatalogError as error:
+                    self.samples_lost += len(taken)
+                    log.debug("samples.lost", count=len(taken), why=str(error))
+
+        writing = asyncio.create_task(write(), name="catalog-archive-samples")
+        try:
+            async for sample in self._stream.watch_samples(self._cluster):
+                if len(waiting) < SAMPLES_WAITING:
+                    waiting.append(sample)
+                else:
+                    self.samples_lost += 1
+        finally:
+            writing.cancel()
+
+    async def close(self) -> None:
+        """Sync and close the files."""
+        files = self._files
+        try:
+            if files is not None:
+                await self._run(files.close)
+        except CatalogError as error:
+            log.warning("archive.closed_early", why=str(error))
+        self._writer.shutdown(wait=False)
+
+    async def _open(self) -> ArchiveFiles:
+        async with self._opening:
+            if self._files is None:
+                self._files = await self._run(ArchiveFiles.open, self._folder)
+            return self._files
+
+    async def _follow(self, files: ArchiveFiles) -> None:
+        state = await self._stream.state()
+        after = await self._run(files.follow, state.created, state.first_sequence, state.last_sequence)
+        reader = await self._stream.pull(after, self._cluster)
+        synced_s = time.monotonic()
+        try:
+            while True:
+                messages = await reader.fetch(SYNC_EVERY_S)
+                if messages:
+                    await self._insist(files.append, messages)
+                if time.monotonic() - synced_s >= SYNC_EVERY_S:
+                    await self._insist(files.sync)
+                    synced_s = time.monotonic()
+                self._degraded.clear("archive")
+                if not files.position.created:
+                    return  # another store: ask what it is
+        finally:
+            await reader.close()
+
+    async def _insist(self, work: Callable[P, None], *arguments: P.args, **more: P.kwargs) -> None:
+        """Do it until the folder takes it; what waits meanwhile is on the stream."""
+        while True:
+            try:
+                await self._run(work, *arguments, **more)
+                return
+            except CatalogError as error:
+                self._degraded.note("archive", str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _run(self, work: Callable[P, T], *arguments: P.args, **more: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, partial(work, *arguments, **more))

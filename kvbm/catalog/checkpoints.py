@@ -9,25 +9,28 @@ reads the stream from the number on and compares digests only after `settled`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import structlog
 
+from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.projector import ProjectorState
+from kvbm.catalog.projector import Projector, ProjectorState
 from kvbm.core.errors import CatalogError, CheckpointError
 
 log = structlog.get_logger()
 
 KEPT = 2
 ORPHAN_S = 3600.0  # a file without a manifest is no longer being written after this
+_POLL_S = 0.0005  # the index waits for so long, once in a checkpoint
 _VERSION = 1
 _INDEX, _MANIFEST, _PART = ".index", ".json", ".part"
 
@@ -50,14 +53,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What the manifest of a checkpoint says.
 
     Attributes:
-        stream, created: the stream's name in SQL, and when its store was made.
+        stream: its name in SQL, which tells one store of it from the next.
         sequence: where the state stands. settled: what was applied when the last block was written.
         bytes, blocks: of the index file.
     """
 
     version: int
     stream: str
-    created: str
     sequence: int
     settled: int
     bytes: int
@@ -80,9 +82,9 @@ class Writing:
         state: of the projector; nothing may be applied to the index between its taking and the moment `has_begun`.
     """
 
-    def __init__(self, folder: Path, index: Checkpointing, state: ProjectorState, stream: str, created: str) -> None:
+    def __init__(self, folder: Path, index: Checkpointing, state: ProjectorState, stream: str) -> None:
         self.sequence = state.sequence
-        self._folder, self._index, self._stream, self._created = folder, index, stream, created
+        self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
         self._name = f"{state.sequence:020}-{secrets.token_hex(4)}"
         self._part = folder / f"{self._name}{_INDEX}{_PART}"
@@ -112,7 +114,7 @@ class Writing:
             settled: sequence that has been applied by now.
         """
         manifest = Manifest(
-            version=_VERSION, stream=self._stream, created=self._created, sequence=self.sequence, settled=settled,
+            version=_VERSION, stream=self._stream, sequence=self.sequence, settled=settled,
             bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
         )  # fmt: skip
         body = msgspec.json.encode(manifest)
@@ -138,9 +140,7 @@ class Writing:
         )
 
 
-def load_newest(
-    folder: Path, new_index: NewIndex, capacity: int, stream: str, created: str, stored: int, end: int
-) -> Loaded | None:
+def load_newest(folder: Path, new_index: NewIndex, capacity: int, stream: str, stored: int, end: int) -> Loaded | None:
     """The index of the newest checkpoint that can be used, or None. One that is damaged is left out with a warning.
 
     Args:
@@ -148,7 +148,7 @@ def load_newest(
         end: of the stream; one that knows of later messages is of another stream, or of one that has lost its end.
     """
     for path, manifest in _manifests(folder):
-        if (manifest.stream, manifest.created) != (stream, created):
+        if manifest.stream != stream:
             continue
         if manifest.sequence > stored or manifest.settled > end:
             log.info(
@@ -170,9 +170,53 @@ def load_newest(
     return None
 
 
-def newest(folder: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint, whatever stream it is of."""
-    return next((manifest for _, manifest in _manifests(folder)), None)
+class Checkpointer:
+    """Writes checkpoints of a running catalog. One asyncio loop; bytes are written by a thread.
+
+    Args:
+        applying: held by whoever applies messages to the projector.
+        stream: the stream's name, as it is then.
+
+    Attributes:
+        written: how many. last: the newest one's manifest, None before the first.
+    """
+
+    def __init__(
+        self, folder: Path, index: Checkpointing, projector: Projector, applying: asyncio.Lock, stream: Callable[[], str],
+        degraded: Degraded, every_s: float,
+    ) -> None:  # fmt: skip
+        self.written = 0
+        self.last: Manifest | None = None
+        self._folder, self._index, self._projector = folder, index, projector
+        self._applying, self._stream, self._degraded, self._every_s = applying, stream, degraded, every_s
+
+    async def run(self) -> None:
+        """Write one every so often, for ever."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.write()
+
+    async def write(self) -> None:
+        """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
+        if self.last is not None and self.last.sequence == self._projector.sequence:
+            return
+        async with self._applying:
+            writing = Writing(self._folder, self._index, self._projector.state(), self._stream())
+            work = asyncio.ensure_future(asyncio.to_thread(writing.write))
+            while not work.done() and not writing.has_begun():
+                await asyncio.wait([work], timeout=_POLL_S)
+        try:
+            await work
+            self.last = await asyncio.to_thread(writing.finish, self._projector.sequence)
+        except CatalogError as error:
+            self._degraded.note("checkpoints", str(error))
+            return
+        self.written += 1
+        self._degraded.clear("checkpoints")
+        log.info(
+            "checkpoint.written", sequence=self.last.sequence, settled=self.last.settled, blocks=self.last.blocks,
+            bytes=self.last.bytes,
+        )  # fmt: skip
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:

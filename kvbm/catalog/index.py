@@ -50,7 +50,8 @@ class Prefixes(NamedTuple):
 
     Attributes:
         deepest: the largest depth of all instances and pools.
-        instances, pools: those that have, or reach, at least the first block.
+        instances, pools: those that have, or reach, at least the first block. One that is withheld counts by what others can read
+            without it, and when that is not the first block, it is left out.
     """
 
     deepest: int
@@ -65,11 +66,15 @@ class InstanceView(NamedTuple):
     """What the index knows of one instance.
 
     Attributes:
-        doubtful: see InstanceDepth.
-        partial: residencies of it were refused at the index's capacity, so some are missing here.
-        digest: of what it holds.
+        doubtful: see InstanceDepth; true when any of `partial`, `waiting` and `missed` is.
+        partial: residencies of it were refused at the index's capacity, so some are missing here; a round heals it only once there
+            is room.
+        digest: of what it holds, also when that is withheld.
         pools: as its start declared them; empty when no start was seen.
-        counts: blocks held by tier, cluster pools left out.
+        counts: blocks held by tier, cluster pools left out; withheld ones count.
+        withheld: see `ClusterIndex.withhold`.
+        waiting: later events than the next are there already; the next may still come.
+        missed: events were missed, or the epoch has not ended its first round: only a whole round in each tier heals it.
     """
 
     epoch: Epoch
@@ -79,6 +84,26 @@ class InstanceView(NamedTuple):
     digest: int
     pools: tuple[PoolStated, ...]
     counts: Mapping[Tier, int]
+    withheld: bool
+    waiting: bool
+    missed: bool
+
+
+class Audit(NamedTuple):
+    """What a part of an audit found.
+
+    Attributes:
+        is_whole: a pass over the whole table has ended with this call; only then are the others filled.
+        blocks: looked at in that pass.
+        differing: instances of whose residencies the table has others than the running digest was made from: memory was damaged, or
+            the index is wrong. A round heals it.
+        damaged: entries whose holders cannot be anybody's; they are in `differing` as well, by what is missing.
+    """
+
+    is_whole: bool
+    blocks: int
+    differing: list[InstanceId]
+    damaged: int
 
 
 class Claims(NamedTuple):
@@ -132,6 +157,14 @@ class ClusterIndex(Protocol):
     def wait(self, instance: InstanceId, waiting: bool) -> None:
         """Later events than the next are there already, so for now the instance is doubtful; or no longer."""
 
+    def withhold(self, instance: InstanceId, withheld: bool) -> None:
+        """Leave the instance's residencies out of every answer, or no longer.
+
+        They are not forgotten: events go on being folded, and digest and counts are as ever. What others can read without it
+        stays in the answers: residencies in tiers whose pool has reach `pod`, and claims. A pool nobody has declared counts as one
+        of reach `instance`. Holds until it is told otherwise, or the instance is dropped; checkpoints do not keep it.
+        """
+
     def agrees(self, instance: InstanceId, digest: int) -> bool:
         """Whether an instance in step has this digest. One that is not in step has nothing to compare: True."""
 
@@ -147,6 +180,12 @@ class ClusterIndex(Protocol):
     def sweep(self, pages: int = 256) -> bool:
         """Free the memory of what instances that died, or rounds that ended, have left; a piece of it. Whether more is left."""
 
+    def audit(self, pages: int = 64) -> Audit:
+        """Compute the digests anew from the table, a piece at a time while events are applied, and compare at the end of each pass.
+
+        `agrees` compares what was done with what was said; this compares what memory holds with what was done.
+        """
+
     def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
         """Who has how much of a prefix.
 
@@ -160,6 +199,9 @@ class ClusterIndex(Protocol):
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """Who holds one block, by name, hottest tier first."""
+
+    def withheld_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
+        """Who holds a block in a tier that is withheld, so that `holders` does not say so; in no order."""
 
     def instances(self) -> list[InstanceId]:
         """Every instance that was followed and not dropped, in the order of their first event."""

@@ -76,6 +76,7 @@ class Counters(msgspec.Struct, kw_only=True):
     """What was seen since the start. `blocks` counts a block once for each event that names it.
 
     Attributes:
+        digest_divergence: instances whose residencies an audit found to be others than what was applied.
         gaps_repaired, digest_repaired: after which the instance was whole again.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
     """
@@ -92,6 +93,7 @@ class Counters(msgspec.Struct, kw_only=True):
     poison: int = 0
     foreign: int = 0
     digest_mismatches: int = 0
+    digest_divergence: int = 0
     gaps_repaired: int = 0
     digest_repaired: int = 0
 
@@ -187,6 +189,7 @@ class Projector:
     ) -> None:
         self.index = index
         self.counters = Counters()
+        self.found = 0  # things that a round heals; grows with each
         self.sequence = 0
         self.newest_wall_ns = 0
         self._scan_frames = scan_frames
@@ -513,11 +516,12 @@ class Projector:
     # -- who is to restate what it holds --------------------------------------------------------------------------------
 
     def _trouble(self, instance: InstanceId) -> Trouble:
+        self.found += 1
         return self._troubles.setdefault(instance, Trouble())
 
     def _check_healed(self, instance: InstanceId) -> None:
         view = self.index.view(instance)
-        if view is not None and not view.doubtful:
+        if view is not None and not view.missed:
             self._heal(instance)
 
     def _heal(self, instance: InstanceId) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from kvbm.catalog.index import (
     NOBODY,
     Applied,
+    Audit,
     Claims,
     Holder,
     InstanceDepth,
@@ -61,12 +62,18 @@ class _Instance:
         self.pools_known = False
         self.proven = False  # pools unknown, but a digest has agreed since a round ended
         self.waiting = False
+        self.withheld = False
         self.digest = 0
         self.tiers = {tier: _TierFold() for tier in Tier}
 
     def is_cluster(self, tier: Tier) -> bool:
         reaches = {pool.tier: pool.reach for pool in self.pools}
         return reaches[tier] == Reach.CLUSTER if tier in reaches else tier == Tier.OBJECT
+
+    def is_shown(self, tier: Tier) -> bool:
+        """Whether answers speak of what it holds in a tier."""
+        reaches = {pool.tier: pool.reach for pool in self.pools}
+        return not self.withheld or reaches.get(tier, Reach.INSTANCE) != Reach.INSTANCE
 
     def is_partial(self) -> bool:
         return any(fold.is_partial for fold in self.tiers.values())
@@ -154,6 +161,10 @@ class ReferenceIndex:
         """As `ClusterIndex.wait`."""
         self._entry(instance).waiting = waiting
 
+    def withhold(self, instance: InstanceId, withheld: bool) -> None:
+        """As `ClusterIndex.withhold`."""
+        self._entry(instance).withheld = withheld
+
     def agrees(self, instance: InstanceId, digest: int) -> bool:
         """As `ClusterIndex.agrees`."""
         entry = self._entry(instance)
@@ -180,6 +191,16 @@ class ReferenceIndex:
         """As `ClusterIndex.sweep`; here a death leaves nothing."""
         return False
 
+    def audit(self, pages: int = 64) -> Audit:
+        """As `ClusterIndex.audit`; here a call is a pass."""
+        differing = [
+            name
+            for name, entry in self._instances.items()
+            if entry.digest
+            != sum(residency_mix(tier, block) for tier, fold in entry.tiers.items() for _, block in fold.held) & _MASK
+        ]
+        return Audit(True, self.block_count(), differing, 0)
+
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
@@ -194,7 +215,7 @@ class ReferenceIndex:
         for name, entry in self._instances.items():
             by_tier = [0, 0, 0, 0]
             for block in blocks:
-                tiers = [tier for tier in Tier if (namespace, block) in entry.tiers[tier].held]
+                tiers = [tier for tier in Tier if (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)]
                 if not tiers:
                     break
                 by_tier[min(tiers)] += 1
@@ -202,7 +223,7 @@ class ReferenceIndex:
             rest = [any(claimed.get(pool, [False] * len(blocks))[at] for pool in entry.pool_names.values())
                     for at in range(depth, len(blocks))]  # fmt: skip
             reach = depth + _run(rest)
-            if reach:
+            if depth or (reach and not entry.withheld):
                 counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
                 instances.append(InstanceDepth(name, depth, counts, reach, entry.is_doubtful()))
         if best:
@@ -221,7 +242,7 @@ class ReferenceIndex:
             Holder(name, tier, False)
             for name, entry in self._instances.items()
             for tier, fold in entry.tiers.items()
-            if (namespace, block) in fold.held
+            if (namespace, block) in fold.held and entry.is_shown(tier)
         ]
         found += [
             Holder(pool, tier, True)
@@ -230,6 +251,14 @@ class ReferenceIndex:
             if (tier, namespace, block) in known
         ]
         return sorted(found)
+
+    def withheld_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
+        """As `ClusterIndex.withheld_holders`."""
+        return [
+            name
+            for name, entry in self._instances.items()
+            if any((namespace, block) in fold.held and not entry.is_shown(tier) for tier, fold in entry.tiers.items())
+        ]
 
     def instances(self) -> list[InstanceId]:
         """As `ClusterIndex.instances`."""
@@ -243,8 +272,9 @@ class ReferenceIndex:
         declared = {pool.tier for pool in entry.pools if not entry.is_cluster(pool.tier)}
         counts = {tier: len(fold.held) for tier, fold in entry.tiers.items() if fold.held or tier in declared}
         return InstanceView(
-            entry.epoch, entry.stopped, entry.is_doubtful(), entry.is_partial(), entry.digest, entry.pools, counts
-        )
+            entry.epoch, entry.stopped, entry.is_doubtful(), entry.is_partial(), entry.digest, entry.pools, counts,
+            entry.withheld, entry.waiting, not entry.is_whole(),
+        )  # fmt: skip
 
     def pool_name(self, instance: InstanceId, tier: Tier) -> str | None:
         """As `ClusterIndex.pool_name`."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_doubtful
-from kvbm.catalog.lookup import Pulse
+from kvbm.catalog.liveness import Pulse
 from kvbm.core.answers import RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 from kvbm.core.topology import TIER_LINKS

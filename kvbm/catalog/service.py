@@ -1,24 +1,47 @@
-"""The catalog's work without its HTTP: follow the stream and the pulses, keep SQL in step, answer.
+"""The catalog's work without its HTTP: follow the stream and the pulses, ask for rounds, answer.
 
-At the start claims come from SQL and everything else from the stream, read again from its first message; SQL's own position makes
-repeating that harmless. From then on index and SQL go their own speed: the index never waits for the database.
+At the start the index comes from the newest checkpoint, and the rest from the stream after it. Without one, an index that could have had
+one begins where SQL stands, with every instance in doubt, and asks them all for a round; else the stream is read from its first
+message. Claims come from SQL in any case. What SQL has is not stored again, so that reading twice is harmless. From then on index and
+SQL go their own speed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import structlog
 
+from kvbm.catalog.archive import Archive
+from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
+from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.lookup import LIVENESS_S, Pulses, locate, lookup
+from kvbm.catalog.liveness import (
+    LIVENESS_S,
+    Followed,
+    Heard,
+    Input,
+    LifeState,
+    Liveness,
+    OwnPulse,
+    Ticked,
+    Withhold,
+    catalog_name,
+    is_catalog,
+)
+from kvbm.catalog.lookup import locate, lookup
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.rounds import ASK_AGAIN_S, Doubt, RoundAsker
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
-from kvbm.catalog.store import Outcome, Store, StoreBatch
+from kvbm.catalog.store import InstanceState, Store
+from kvbm.catalog.storing import Numbering, Storing, numbering, slices
 from kvbm.core.answers import (
     BlockAnswer,
     InstanceSummary,
@@ -28,26 +51,27 @@ from kvbm.core.answers import (
     RankedInstance,
     ReadyAnswer,
 )
-from kvbm.core.errors import CatalogError, KvbmError, StreamError
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.errors import KvbmError, StreamError
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
-from kvbm.streams.base import EventReader, EventStream, Position, StreamMessage
-from kvbm.streams.nats import STREAM, NatsStream
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, LivenessFact, Position, StreamMessage, StreamState
+from kvbm.streams.nats import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 
 log = structlog.get_logger()
 
-SLICE_BYTES = 64 << 10  # messages applied at once, so that requests are answered in between
 FETCH_WAIT_S = 0.25
 ASK_END_S = 1.0
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 5.0
+RETRY_S = 0.1
+ROUNDS_STEP_S = 0.1
 SWEEP_EVERY_S = 1.0
 SWEEP_PAGES = 64  # of the index between two other things
+AUDIT_EVERY_S = 60.0
+AUDIT_PAUSE_S = 0.02
 CLOSE_WAIT_S = 5.0
-KEPT_PULSE_S = (
-    60.0  # the first heartbeat of an instance may be one the stream has kept; clocks differ by less than this
-)
+LAST_CHECKPOINT_S = 8.0
+A = TypeVar("A", LookupAnswer, BlockAnswer)
+OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +84,10 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         store_every_s: pause between two transactions.
         tenant_secrets: tenant → secret, for lookups by tokens.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
+        checkpoints: folder of the index's checkpoints; "" writes none.
+        archive: folder where all frames are kept; "" keeps none.
+        ask_again_s: between two requests to a doubtful instance for a round.
+        whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
     """
 
     nats_url: str
@@ -72,6 +100,19 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     tenant_secrets: dict[str, str] = {}
     routing: RoutingSettings = RoutingSettings()
     capacity: int = 100_000_000
+    checkpoints: str = ""
+    checkpoint_every_s: float = 60.0
+    archive: str = ""
+    ask_again_s: float = ASK_AGAIN_S
+    whole_wait_s: float = 10.0
+
+
+class _Beginning(NamedTuple):
+    """An index, its projector, and where reading goes on from."""
+
+    index: ClusterIndex
+    projector: Projector
+    after: int
 
 
 class CatalogService:
@@ -82,26 +123,47 @@ class CatalogService:
     """
 
     def __init__(
-        self, settings: ServiceSettings, store: Store, stream: EventStream, index: ClusterIndex, projector: Projector,
-        numbering: str, end: int, kernels: Kernels,
+        self, settings: ServiceSettings, store: Store, stream: EventStream, begun: _Beginning, stored: Numbering, end: int,
+        kernels: Kernels, new_index: NewIndex,
     ) -> None:  # fmt: skip
         """Prefer `CatalogService.start`."""
         self.settings = settings
         self.kernels = kernels
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
-        self._store, self._stream, self._index, self._projector = store, stream, index, projector
-        self._numbering = numbering
+        self._store, self._stream = store, stream
+        self._index, self._projector, self._after = begun
         self._start_end = self._end = end  # of the stream, as of the start and of the last word
-        self._pulses = Pulses(index, settings.liveness_s)
+        self._liveness = Liveness(settings.liveness_s)
+        self._told: dict[InstanceId, tuple[Epoch, bool]] = {}  # what liveness knows of the stream
+        self._own_run = secrets.token_hex(4)
+        self._own_name = catalog_name(self._own_run)
+        self._asker = RoundAsker(settings.ask_again_s)
+        self._doubted = asyncio.Event()  # somebody has become doubtful
+        self._found = 0  # of the projector's, as of the last look
+        self._asking: set[asyncio.Task[None]] = set()
         self._router = Router(settings.routing)
-        self._is_ready = end == 0
+        self._caught_up_s: float | None = None  # when the stream had been read up to its end as of the start
+        self._is_ready = False
         self._reader: EventReader | None = None
+        self._applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins
         self._moved = asyncio.Condition()
         self._waiters = 0
-        self._batch: StoreBatch | None = None
-        self._stored = 0
-        self._troubles: dict[str, str] = {}  # what does not answer → its words
+        self._degraded = Degraded()
+        self._storing = Storing(
+            store, stream, settings.cluster, self._projector, stored, self._applying, self._degraded, new_index,
+            kernels.scan_frames, settings.store_every_s,
+        )  # fmt: skip
+        self._checkpointer: Checkpointer | None = None
+        if settings.checkpoints and isinstance(self._index, Checkpointing):
+            self._checkpointer = Checkpointer(
+                Path(settings.checkpoints), self._index, self._projector, self._applying, lambda: self._storing.name,
+                self._degraded, settings.checkpoint_every_s,
+            )  # fmt: skip
+        self._archive: Archive | None = None
+        if settings.archive:
+            self._archive = Archive(Path(settings.archive), stream, settings.cluster, self._degraded)
+        self._audits = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
 
@@ -126,47 +188,48 @@ class CatalogService:
             await store.close()
             raise
         try:
-            end = await stream.last_sequence(settings.connect_s)
-            numbering, stored = await _numbering(store, settings.cluster, end)
-            index = new_index(settings.capacity)
-            claimed = 0
-            async for chunk in store.claims():
-                index.claim(chunk.pool, chunk.namespace, chunk.hashes)
-                claimed += len(chunk.hashes) // HASH_BYTES
-            projector = Projector(
-                index,
-                kernels.scan_frames,
-                numbering,
-                stored,
-                known=await store.instances(),
-                namespaces=[row.fields for row in await store.namespaces() if row.fields.id == row.id],
-            )
-            service = cls(settings, store, stream, index, projector, numbering, end, kernels)
-            service._stored = stored
+            state = await stream.state(settings.connect_s)
+            stored = await numbering(store, settings.cluster, state)
+            begun = await _begin(settings, store, kernels, new_index, stored, state)
+            service = cls(settings, store, stream, begun, stored, state.last_sequence, kernels, new_index)
             await service._follow()
         except BaseException:
             await stream.close()
             await store.close()
             raise
-        log.info("catalog.started", stream=numbering, stored=stored, stream_end=end, claims=claimed)
+        log.info(
+            "catalog.started", stream=stored.name, stored=stored.stored, stream_end=state.last_sequence,
+            reading_after=begun.after, residencies=begun.index.residency_count(), blind=len(begun.projector.troubles()),
+        )  # fmt: skip
         return service
 
     async def close(self) -> None:
-        """Stop following, store what is left, close the connections. Idempotent."""
+        """Stop following, store what is left, write a last checkpoint, close the connections. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._asking]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
                 if self._reader is not None:
                     await self._reader.close()
-                if self.failure is None and await self._store_batch():
-                    await self._store_batch()  # what was cut before, then what came after it
+                if self.failure is None:
+                    await self._storing.flush()
         except (TimeoutError, KvbmError) as error:
-            log.warning("catalog.closed_early", why=str(error), stored=self._stored, read=self._projector.sequence)
+            log.warning(
+                "catalog.closed_early", why=str(error), stored=self._storing.stored, read=self._projector.sequence
+            )
+        try:
+            async with asyncio.timeout(LAST_CHECKPOINT_S):
+                if self._checkpointer is not None and self.failure is None:
+                    await self._checkpointer.write()
+                if self._archive is not None:
+                    await self._archive.close()
+        except TimeoutError:
+            log.warning("catalog.closed_early", why="the last checkpoint was not written in time")
         await self._stream.close()
         await self._store.close()
 
@@ -174,7 +237,7 @@ class CatalogService:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the stream was read up to its end as of the start."""
+        """Whether the stream was read up to its end as of the start, and live instances were whole then, or had time to be."""
         return self._is_ready and self.failure is None
 
     def readiness(self) -> ReadyAnswer:
@@ -182,15 +245,41 @@ class CatalogService:
         reason = ""
         if self.failure is not None:
             reason = f"the catalog cannot go on: {self.failure}"
+        elif self._caught_up_s is not None and not self._is_ready:
+            names = ", ".join(sorted(self._unhealed())[:5])
+            reason = f"the stream is read; waiting for rounds of doubtful instances: {names}"
         elif not self._is_ready:
             reason = f"reading the stream: at message {self._projector.sequence} of {self._start_end}"
         return ReadyAnswer(
             ready=not reason,
             reason=reason,
-            degraded="; ".join(self._troubles[what] for what in sorted(self._troubles)),
+            degraded="; ".join([*([str(self._degraded)] if self._degraded else []), *self._staleness()]),
             stream_sequence=self._projector.sequence,
             lag_messages=self._lag_messages(),
         )
+
+    def view_age_s(self) -> float:
+        """How old the view is that answers rest on; 0 while everybody's silence counts."""
+        return round(self._liveness.freshness(time.monotonic()).age_s, 3)
+
+    def _unhealed(self) -> list[InstanceId]:
+        """Live instances that a round would make whole."""
+        return [name for name in self._projector.troubles() if self._liveness.state(name) is LifeState.LIVE]
+
+    async def ask_round(self, instance: InstanceId) -> bool | None:
+        """Ask an instance for a round. Whether it has heard; None when there is no such instance. Raises StreamError."""
+        cluster = self._cluster_of(instance)
+        if cluster is None:
+            return None
+        return await self._stream.ask_round(cluster, instance)
+
+    def _cluster_of(self, instance: InstanceId) -> str | None:
+        row, pulse = self._projector.instance_row(instance), self._liveness.last(instance)
+        return row.cluster if row is not None else pulse.heartbeat.cluster if pulse is not None else None
+
+    def _staleness(self) -> list[str]:
+        fresh = self._liveness.freshness(time.monotonic())
+        return [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
 
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
         """Wait until a place in an instance's stream is in the index. Returns where it is, in time or not."""
@@ -210,7 +299,7 @@ class CatalogService:
 
     def lookup(self, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
         """Who has how much of a prefix."""
-        return lookup(self._index, namespace, hashes, self._pulses.withheld(time.monotonic()))
+        return self._dated(lookup(self._index, namespace, hashes))
 
     def route(self, ask: Ask, fields: Namespace | None) -> list[RankedInstance]:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
@@ -220,17 +309,21 @@ class CatalogService:
         """
         now_s = time.monotonic()
         candidates = [
-            instance for instance in self._pulses.candidates(now_s) if self._serves(instance, ask.namespace, fields)
+            instance for instance in self._liveness.candidates() if self._serves(instance, ask.namespace, fields)
         ]
         if not candidates:
             return []
-        pulses = {instance: self._pulses.last(instance) for instance in candidates}
+        pulses = {instance: self._liveness.last(instance) for instance in candidates}
         return self._router.route(now_s, ask, self._index, candidates, pulses)
 
     def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
         """Who holds one block."""
-        withheld = self._pulses.withheld(time.monotonic())
-        return locate(self._index, namespace, block, withheld.__contains__)
+        return self._dated(locate(self._index, namespace, block))
+
+    def _dated(self, answer: A) -> A:
+        """The answer with the age of a view that is kept."""
+        age_s = self.view_age_s()
+        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
 
     def namespace(self, namespace: NamespaceId) -> Namespace | None:
         """A namespace's fields, if an instance has told them."""
@@ -245,23 +338,37 @@ class CatalogService:
         """All instances, by name."""
         now_s = time.monotonic()
         claims = self._index.claim_counts()
-        return [self._summary(now_s, instance, claims) for instance in sorted(self._pulses.instances())]
+        known = {*self._liveness.instances(), *self._index.instances()}
+        return [self._summary(now_s, instance, claims) for instance in sorted(known)]
 
     def numbers(self) -> CatalogNumbers:
         """What the metrics show."""
-        counters = msgspec.structs.asdict(self._projector.counters)
-        del counters["blind_starts"]
         lag = self._lag_messages()
         newest_ns = self._projector.newest_wall_ns
+        checkpoint = self._checkpointer.last if self._checkpointer is not None else None
         return CatalogNumbers(
-            **counters,
+            **msgspec.structs.asdict(self._projector.counters),
+            rounds_asked=self._asker.asked,
+            zombies=self._liveness.zombies,
+            double_ids=self._liveness.double_ids,
+            audits=self._audits,
+            rows_read_again=self._storing.read_again,
+            checkpoints=self._checkpointer.written if self._checkpointer is not None else 0,
+            checkpoint_sequence=checkpoint.sequence if checkpoint is not None else 0,
+            archive_sequence=self._archive.sequence if self._archive is not None else 0,
+            archive_lost=self._archive.lost if self._archive is not None else 0,
+            samples=self._archive.samples if self._archive is not None else 0,
+            samples_lost=self._archive.samples_lost if self._archive is not None else 0,
+            doubtful=len(self._projector.troubles()),
+            withheld=len(self._liveness.withheld()),
+            view_age_s=self.view_age_s(),
             anomalies=self._index.anomalies(),
             stream_sequence=self._projector.sequence,
-            stored_sequence=self._stored,
+            stored_sequence=self._storing.stored,
             lag_messages=lag,
             lag_s=max(0.0, time.time() - newest_ns / 1e9) if lag and newest_ns else 0.0,
             ready=self.is_ready,
-            degraded=bool(self._troubles),
+            degraded=bool(self._degraded),
             indexed_blocks=self._index.block_count(),
             residencies={
                 (instance, tier.name): count
@@ -274,7 +381,7 @@ class CatalogService:
 
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
         """Whether an instance runs the model of a namespace; whoever has not said what it runs, may."""
-        pulse = self._pulses.last(instance)
+        pulse = self._liveness.last(instance)
         told = self._projector.declared(instance)
         if fields is None or not told or wanted in told or (pulse and wanted in pulse.heartbeat.namespaces):
             return True
@@ -282,7 +389,7 @@ class CatalogService:
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
         view, row = self._index.view(instance), self._projector.instance_row(instance)
-        pulse = self._pulses.last(instance)
+        pulse = self._liveness.last(instance)
         position = self._projector.position(instance)
         heartbeat = pulse.heartbeat if pulse is not None else None
         counts = view.counts if view is not None else {}
@@ -290,13 +397,18 @@ class CatalogService:
         return InstanceSummary(
             instance=instance,
             cluster=row.cluster if row is not None else heartbeat.cluster if heartbeat is not None else "",
-            state=self._pulses.liveness(now_s, instance).value,
+            state=self._liveness.state(instance).value,
             epoch=position.epoch,
             offset=position.offset,
             published=heartbeat.published if heartbeat is not None else None,
             digest=f"{view.digest if view is not None else 0:016x}",
             doubtful=view is None or view.doubtful,
             partial=view is not None and view.partial,
+            doubts=self._doubts(instance),
+            round_asked_s=self._asker.age_s(now_s, instance),
+            withheld=why.value if (why := self._liveness.why(instance)) is not None else "",
+            trouble=heartbeat.trouble if heartbeat is not None else "",
+            run=heartbeat.run if heartbeat is not None else "",
             engine=row.engine if row is not None else "",
             version=row.version if row is not None else "",
             topology=list(row.topology) if row is not None else [],
@@ -322,6 +434,18 @@ class CatalogService:
             else None,
         )
 
+    def _doubts(self, instance: InstanceId) -> list[str]:
+        """Why an instance is doubtful, in words."""
+        view, trouble = self._index.view(instance), self._projector.troubles().get(instance)
+        if view is None:
+            return ["nothing was read of it"]
+        doubts = trouble.reasons() if trouble is not None else ["its first round has not ended"] if view.missed else []
+        if view.waiting:
+            doubts.append("later events came first")
+        if view.partial:
+            doubts.append("the catalog is at its capacity")
+        return doubts
+
     def _lag_messages(self) -> int:
         if self._reader is not None and self._reader.at_end:
             return 0
@@ -330,19 +454,30 @@ class CatalogService:
     # -- following ----------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        self._reader = await self._stream.pull(0, self.settings.cluster, self.settings.connect_s)
+        self._reader = await self._stream.pull(self._after, self.settings.cluster, self.settings.connect_s)
+        for instance in self._projector.instances():
+            self._follow_life(instance)
         for name, work in (
             ("read", self._read(self._reader)),
             ("hear", self._hear()),
-            ("store", self._keep_storing()),
+            ("tick", self._tick()),
+            ("pulse", self._send_pulses()),
+            ("rounds", self._ask_rounds()),
+            ("store", self._storing.run()),
             ("end", self._watch_end()),
             ("sweep", self._sweep()),
+            ("audit", self._audit()),
         ):
             self._spawn(name, work)
+        if self._checkpointer is not None:
+            self._spawn("checkpoint", self._checkpointer.run())
+        if self._archive is not None:
+            self._spawn("archive", self._archive.keep_frames(), is_vital=False)
+            self._spawn("samples", self._archive.keep_samples(), is_vital=False)
 
-    def _spawn(self, name: str, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, name: str, work: Coroutine[None, None, None], is_vital: bool = True) -> None:
         task = asyncio.create_task(work, name=f"catalog-{name}")
-        task.add_done_callback(self._on_done)
+        task.add_done_callback(self._on_done if is_vital else self._on_side_done)
         self._tasks.append(task)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
@@ -352,28 +487,49 @@ class CatalogService:
             self.failed.set()
             log.error("catalog.failed", task=task.get_name(), why=str(error), exc_info=error)
 
+    def _on_side_done(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._degraded.note(task.get_name(), f"{task.get_name()} has ended: {error}")
+            log.error("catalog.task_failed", task=task.get_name(), why=str(error), exc_info=error)
+
     async def _read(self, reader: EventReader) -> None:
         while True:
             try:
                 messages = await reader.fetch(FETCH_WAIT_S)
             except StreamError as error:
-                self._note_trouble("NATS", str(error))
-                await asyncio.sleep(RETRY_FIRST_S)
+                self._degraded.note("NATS", str(error))
+                await asyncio.sleep(RETRY_S)
                 continue
-            self._clear_trouble("NATS")
-            slices = _slices(messages)
-            for part in slices[:-1]:
+            self._degraded.clear("NATS")
+            parts = slices(messages)
+            for part in parts[:-1]:
                 await self._project(part, at_end=False)
-            await self._project(slices[-1], at_end=reader.at_end)
-            if not self._is_ready and (self._projector.sequence >= self._start_end or reader.at_end):
-                self._is_ready = True
-                log.info("catalog.caught_up", stream_sequence=self._projector.sequence)
+            await self._project(parts[-1], at_end=reader.at_end)
+            if not self._is_ready:
+                self._get_ready(reader.at_end)
+
+    def _get_ready(self, at_end: bool) -> None:
+        now_s = time.monotonic()
+        if self._caught_up_s is None and (self._projector.sequence >= self._start_end or at_end):
+            self._caught_up_s = now_s
+            self._doubted.set()
+            log.info("catalog.caught_up", stream_sequence=self._projector.sequence)
+        if self._caught_up_s is not None:
+            has_waited = now_s - self._caught_up_s >= self.settings.whole_wait_s
+            self._is_ready = has_waited or not self._unhealed()
 
     async def _project(self, messages: Sequence[StreamMessage], at_end: bool) -> None:
-        step = self._projector.step(time.monotonic(), messages, at_end)
-        if step.renumbered:
-            await self._renumber(messages[-1].sequence)
-        if step.advanced and self._waiters:
+        async with self._applying:
+            step = self._projector.step(time.monotonic(), messages, at_end)
+            for instance in step.advanced:
+                self._follow_life(instance)
+            if step.renumbered:
+                await self._storing.renumber()
+        if self._projector.found != self._found:
+            self._found = self._projector.found
+            self._doubted.set()
+        if self._waiters and (step.advanced or step.gaps):
             async with self._moved:
                 self._moved.notify_all()
         await asyncio.sleep(0)
@@ -384,28 +540,121 @@ class CatalogService:
             has_more = self._index.sweep(SWEEP_PAGES)
             await asyncio.sleep(0 if has_more else SWEEP_EVERY_S)
 
-    async def _renumber(self, end: int) -> None:
-        """The stream's store was replaced: count it under another name in SQL."""
+    async def _audit(self) -> None:
+        """Compare what memory holds with what was done, a little at a time."""
         while True:
+            await asyncio.sleep(AUDIT_PAUSE_S)
+            found = self._index.audit()
+            if not found.is_whole:
+                continue
+            self._audits += 1
+            for instance in found.differing:
+                self._projector.counters.digest_divergence += 1
+                self._projector.doubt(instance)
+            if found.differing or found.damaged:
+                self._doubted.set()
+                log.warning(
+                    "audit.diverged", instances=sorted(found.differing), blocks=found.blocks, damaged=found.damaged,
+                    what_to_do="nothing: their rounds repair it; if it comes back, check the machine's memory",
+                )  # fmt: skip
+            await asyncio.sleep(AUDIT_EVERY_S)
+
+    async def _ask_rounds(self) -> None:
+        """Ask whoever a round would heal, at once and again."""
+        while True:
+            self._doubted.clear()
+            if self._caught_up_s is not None:
+                doubts = {
+                    instance: Doubt(
+                        trouble.found, once=(view := self._index.view(instance)) is not None and view.partial
+                    )
+                    for instance, trouble in self._projector.troubles().items()
+                }
+                for ask in self._asker.step(time.monotonic(), doubts, self._can_hear):
+                    task = asyncio.create_task(self._ask(ask.instance), name=f"catalog-ask-{ask.instance}")
+                    self._asking.add(task)
+                    task.add_done_callback(self._asking.discard)
             try:
-                self._numbering, self._stored = await _numbering(self._store, self.settings.cluster, end)
-            except CatalogError as error:
-                self._note_trouble("SQL", str(error))
-                await asyncio.sleep(RETRY_MOST_S)
-            else:
-                self._projector.renumber(self._numbering, self._stored)
-                return
+                async with asyncio.timeout(ROUNDS_STEP_S):
+                    await self._doubted.wait()
+            except TimeoutError:
+                pass
+
+    def _can_hear(self, instance: InstanceId) -> bool:
+        is_gone = self._liveness.why(instance) is not None or self._liveness.state(instance) is LifeState.STOPPED
+        return not is_gone and not self._projector.is_waiting(instance)
+
+    async def _ask(self, instance: InstanceId) -> None:
+        try:
+            heard = await self.ask_round(instance)
+        except StreamError as error:
+            heard = False
+            log.debug("round.not_asked", instance=instance, why=str(error))
+        self._asker.answered(time.monotonic(), instance, bool(heard))
+        trouble = self._projector.troubles().get(instance)
+        log.info("round.asked", instance=instance, heard=bool(heard), reasons=trouble.reasons() if trouble else [])
 
     async def _hear(self) -> None:
         async for heartbeat in self._stream.watch_pulses(self.settings.cluster):
-            last = self._pulses.last(heartbeat.instance)
-            if last is not None and last.heartbeat == heartbeat:
-                continue  # a reader that begins anew gets the last one of everybody again, also of the dead
-            now_s = time.monotonic()
-            age_s = time.time() - heartbeat.wall_time_ns / 1e9
-            is_kept = last is None and age_s > KEPT_PULSE_S
-            self._pulses.hear(now_s - age_s if is_kept else now_s, heartbeat)
-            self._projector.hear(now_s, heartbeat)
+            if heartbeat.instance == self._own_name:
+                self._live(OwnPulse())
+            elif not is_catalog(heartbeat.instance):
+                self._live(Heard(heartbeat))
+                self._projector.hear(time.monotonic(), heartbeat)
+
+    async def _tick(self) -> None:
+        """Withhold the silent in time."""
+        while True:
+            self._live(Ticked())
+            await asyncio.sleep(self._liveness.tick_s)
+
+    async def _send_pulses(self) -> None:
+        """Pulses of the catalog's own: while they come back, silence is the silence of others."""
+        cluster = self.settings.cluster or OWN_CLUSTER
+        while True:
+            pulse = Heartbeat(
+                instance=self._own_name, cluster=cluster, epoch=Epoch(1), published=Offset(0),
+                wall_time_ns=time.time_ns(), run=self._own_run,
+            )  # fmt: skip
+            try:
+                await self._stream.send_pulse(pulse)
+            except StreamError as error:
+                log.debug("catalog.pulse_not_sent", why=str(error))
+            await asyncio.sleep(self._liveness.own_pulse_s)
+
+    def _live(self, what: Input) -> None:
+        """One step of liveness; what it decides is in answers from here on."""
+        for effect in self._liveness.step(time.monotonic(), what):
+            withheld = isinstance(effect, Withhold)
+            why = effect.why.value if isinstance(effect, Withhold) else "heard"
+            self._index.withhold(effect.instance, withheld)
+            log.info(
+                "instance.withheld" if withheld else "instance.returned",
+                instance=effect.instance, epoch=effect.epoch, why=why,
+            )  # fmt: skip
+            fact = LivenessFact(
+                instance=effect.instance, cluster=self._cluster_of(effect.instance) or OWN_CLUSTER, epoch=effect.epoch,
+                withheld=withheld, why=why, wall_time_ns=time.time_ns(),
+            )  # fmt: skip
+            task = asyncio.ensure_future(self._tell(fact))
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _tell(self, fact: LivenessFact) -> None:
+        try:
+            await self._stream.send_liveness(fact)
+        except StreamError as error:
+            log.debug("liveness.not_told", instance=fact.instance, why=str(error))
+
+    def _follow_life(self, instance: InstanceId) -> None:
+        """Tell liveness how far the stream has told of an instance, when that is news."""
+        row = self._projector.instance_row(instance)
+        if row is None:
+            return
+        told = (self._projector.position(instance).epoch, row.state is InstanceState.STOPPED)
+        if self._told.get(instance) != told:
+            self._told[instance] = told
+            self._live(Followed(instance, *told))
 
     async def _watch_end(self) -> None:
         while True:
@@ -415,82 +664,30 @@ class CatalogService:
             except StreamError as error:
                 log.debug("stream.end_unknown", why=str(error))
 
-    # -- storing ------------------------------------------------------------------------------------------------------
 
-    async def _keep_storing(self) -> None:
-        retry_s = RETRY_FIRST_S
-        while True:
-            await asyncio.sleep(self.settings.store_every_s)
-            try:
-                await self._store_batch()
-            except CatalogError as error:
-                self._note_trouble("SQL", str(error))
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_MOST_S)
-            else:
-                self._clear_trouble("SQL")
-                retry_s = RETRY_FIRST_S
-
-    async def _store_batch(self) -> bool:
-        """Store the batch that waits, or a new one. Returns whether one was stored. Raises CatalogError: try again."""
-        batch = self._batch or self._projector.take_batch()
-        if batch is None:
-            return False
-        self._batch = batch
-        applied = await self._store.apply(batch)
-        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
-            self._batch = msgspec.structs.replace(batch, previous=applied.position)
-            return False
-        if applied.outcome is Outcome.MISSING:
-            raise _DatabaseReplacedError(
-                f"the database stands at message {applied.position} of {batch.stream}, before {batch.previous}: it was "
-                "restored or replaced; start the catalog again, and it goes on from there"
-            )
-        self._batch = None
-        if batch.stream == self._numbering:
-            self._stored = max(self._stored, applied.position)
-        return True
-
-    def _note_trouble(self, what: str, words: str) -> None:
-        if what not in self._troubles:
-            log.warning("catalog.degraded", what=what, why=words)
-        self._troubles[what] = words
-
-    def _clear_trouble(self, what: str) -> None:
-        if self._troubles.pop(what, None) is not None:
-            log.info("catalog.recovered", what=what)
-
-
-class _DatabaseReplacedError(KvbmError):
-    """The database is not the one this projection began with; only a new start helps."""
-
-
-async def _numbering(store: Store, cluster: str | None, end: int) -> tuple[str, int]:
-    """Name of the stream in SQL, and the position it has there.
-
-    A stream whose end lies before the stored position is another one: its store was replaced. It gets a name of its own.
-    """
-    first = STREAM if cluster is None else f"{STREAM}/{cluster}"
-    name, generation = first, 1
-    while (stored := await store.position(name)) > end:
-        generation += 1
-        name = f"{first}#{generation}"
-    if generation > 1:
-        log.warning("stream.store_replaced", stream=name, end=end)
-    return name, stored
-
-
-def _slices(messages: Sequence[StreamMessage]) -> list[Sequence[StreamMessage]]:
-    """Messages in parts of about SLICE_BYTES; one empty part when there are none."""
-    parts: list[Sequence[StreamMessage]] = []
-    begin = size = 0
-    for at, message in enumerate(messages):
-        if size and size + len(message.data) > SLICE_BYTES:
-            parts.append(messages[begin:at])
-            begin, size = at, 0
-        size += len(message.data)
-    parts.append(messages[begin:])
-    return parts
+async def _begin(
+    settings: ServiceSettings, store: Store, kernels: Kernels, new_index: NewIndex, stored: Numbering, state: StreamState
+) -> _Beginning:  # fmt: skip
+    """The newest checkpoint, or SQL's position with everybody in doubt, or nothing and the whole stream."""
+    known = await store.instances()
+    namespaces = [row.fields for row in await store.namespaces() if row.fields.id == row.id]
+    positions = await store.instance_positions()  # before the claims: what they lie behind must be in those
+    index = new_index(settings.capacity)
+    loaded = None
+    if settings.checkpoints and isinstance(index, Checkpointing):
+        loaded = await asyncio.to_thread(
+            load_newest, Path(settings.checkpoints), new_index, settings.capacity, stored.name, stored.stored,
+            state.last_sequence,
+        )  # fmt: skip
+        index = loaded.held if loaded is not None else index
+    projector = Projector(index, kernels.scan_frames, *stored, known=known, namespaces=namespaces)
+    if loaded is not None:
+        projector.restore(loaded.state, loaded.settled)
+    elif stored.stored and settings.checkpoints and isinstance(index, Checkpointing):
+        projector.restore_blind(stored.stored, positions.values())
+    async for chunk in store.claims():
+        index.claim(chunk.pool, chunk.namespace, chunk.hashes)
+    return _Beginning(index, projector, projector.sequence)
 
 
 def _same_model(a: Namespace, b: Namespace) -> bool:

@@ -84,6 +84,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
         withheld: instances left out because they have stopped or fallen silent.
+        view_age_s: how old the view is while the catalog cannot tell who is silent, else 0.
     """
 
     namespace: str
@@ -92,6 +93,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     instances: list[InstanceHolding]
     pools: list[PoolHolding]
     withheld: list[str]
+    view_age_s: float = 0.0
 
 
 class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,12 +119,13 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The instance to send the prompt to, and all considered, best first."""
+    """The instance to send the prompt to, and all considered, best first. `view_age_s` as in LookupAnswer."""
 
     instance: str
     namespace: str
     blocks: int
     ranked: list[RankedInstance]
+    view_age_s: float = 0.0
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,11 +138,19 @@ class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a block."""
+    """Who holds a block. `view_age_s` as in LookupAnswer."""
 
     namespace: str
     hash: str
     holders: list[BlockHolder]
+    view_age_s: float = 0.0
+
+
+class RoundAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an instance has heard that it shall restate what it holds. It does when it may: at most once in `rounds.least_s`."""
+
+    instance: str
+    heard: bool
 
 
 class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +173,9 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
         published: as the last heartbeat says; None without one.
         digest: 16 hex digits.
         partial: residencies of it were refused at the catalog's capacity.
+        doubts: why it is doubtful, in words. round_asked_s: seconds since the catalog last asked it for a round, while it is.
+        withheld: why it is left out of answers: "silent", "stopped", "restarted", or "".
+        trouble, run: as its last heartbeat says: what it cannot do now, and which process it is.
         heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
     """
 
@@ -174,6 +188,11 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     doubtful: bool
     partial: bool
+    doubts: list[str]
+    round_asked_s: float | None
+    withheld: str
+    trouble: str
+    run: str
     engine: str
     version: str
     topology: list[str]

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
@@ -24,6 +25,7 @@ from kvbm.core.answers import (
     NamespaceSummary,
     PositionWanted,
     ReadyAnswer,
+    RoundAnswer,
     RouteAnswer,
     RouteRequest,
 )
@@ -149,6 +151,12 @@ class CatalogClient:
     def instance(self, instance: InstanceId | str) -> InstanceSummary | None:
         """One instance; None when the catalog does not know it."""
         return next((found for found in self.instances() if found.instance == instance), None)
+
+    def ask_round(self, instance: InstanceId | str) -> bool:
+        """Ask an instance to restate what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
+        path = f"/v1/instances/{quote(instance, safe='')}/round"
+        status, body = self._send("POST", path, b"", self._timeout_s)
+        return self._decode(path, status, body, RoundAnswer).heard
 
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""

@@ -37,7 +37,26 @@ class CatalogNumbers(NamedTuple):
     holes: int
     gaps: int
     digest_mismatches: int
+    digest_divergence: int
+    gaps_repaired: int
+    digest_repaired: int
+    blind_starts: int
     poison: int
+    foreign: int
+    rounds_asked: int
+    zombies: int
+    double_ids: int
+    audits: int
+    rows_read_again: int
+    checkpoints: int
+    archive_lost: int
+    samples: int
+    samples_lost: int
+    checkpoint_sequence: int
+    archive_sequence: int
+    doubtful: int
+    withheld: int
+    view_age_s: float
     anomalies: dict[str, int]
     stream_sequence: int
     stored_sequence: int
@@ -60,7 +79,21 @@ _COUNTERS = {
     "holes": "Times later frames came before the next one; most are filled soon.",
     "gaps": "Holes whose events will not come any more; the instance is doubtful until its next round.",
     "digest_mismatches": "Frames whose digest differed from the index's; repaired by the next round.",
-    "poison": "Messages that are no frames of their instance, skipped.",
+    "digest_divergence": "Instances of whose residencies an audit found others in memory than were applied.",
+    "gaps_repaired": "Gaps after which a round or a new epoch has made the instance whole again.",
+    "digest_repaired": "Divergences after which a round or a new epoch has made the instance whole again.",
+    "blind_starts": "Epochs whose start was not seen; whole after their next round.",
+    "poison": "Messages that are no frames, skipped.",
+    "foreign": "Messages with a frame of another instance than their subject's, refused.",
+    "rounds_asked": "Rounds asked of doubtful instances.",
+    "zombies": "Heartbeats of epochs that are over, ignored.",
+    "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",
+    "audits": "Passes of the audit over the whole index.",
+    "rows_read_again": "Times rows were let go because the database was away, and read again from the stream.",
+    "checkpoints": "Checkpoints of the index written.",
+    "archive_lost": "Messages that aged out of the stream before they were archived.",
+    "samples": "Sampled accesses archived.",
+    "samples_lost": "Sampled accesses heard and not archived.",
 }
 _GAUGES = {
     "stream_sequence": "Sequence of the last message read.",
@@ -68,7 +101,12 @@ _GAUGES = {
     "lag_messages": "Messages on the stream that were not read yet.",
     "lag_s": "Age of the newest frame read while messages are waiting, else 0.",
     "ready": "1 once the stream was read up to its end at the start.",
-    "degraded": "1 while NATS or the database does not answer.",
+    "degraded": "1 while NATS, the database or a folder does not take what it should.",
+    "checkpoint_sequence": "Sequence of the last checkpoint written.",
+    "archive_sequence": "Sequence up to which the archive has everything.",
+    "doubtful": "Instances that a round would make whole.",
+    "withheld": "Instances whose residencies are left out of answers.",
+    "view_age_s": "Age of the view that answers rest on while silence does not count, else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }
 

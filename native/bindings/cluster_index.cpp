@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "frames.hpp"
@@ -62,6 +63,7 @@ struct IndexClasses {
         prefixes(module, "Prefixes"),
         holder(module, "Holder"),
         view(module, "InstanceView"),
+        audit(module, "Audit"),
         applied(module, "Applied"),
         claims(module, "Claims"),
         frames(frame_classes()),
@@ -76,6 +78,7 @@ struct IndexClasses {
   TupleClass prefixes;   // Prefixes
   TupleClass holder;     // Holder
   TupleClass view;       // InstanceView
+  TupleClass audit;      // Audit
   TupleClass applied;    // Applied
   TupleClass claims;     // Claims
   SharedClasses frames;  // of events
@@ -206,6 +209,7 @@ class PythonIndex {
 
   void miss(std::string_view name) { index_.miss(number_for(name)); }
   void wait(std::string_view name, bool is_waiting) { index_.wait(number_for(name), is_waiting); }
+  void withhold(std::string_view name, bool is_withheld) { index_.withhold(number_for(name), is_withheld); }
   bool agrees(std::string_view name, std::uint64_t digest) { return index_.agrees(number_for(name), digest); }
 
   void drop(std::string_view name) {
@@ -226,6 +230,19 @@ class PythonIndex {
   bool sweep(std::size_t pages) {
     const nb::gil_scoped_release released;
     return index_.sweep(pages);
+  }
+
+  nb::object audit(std::size_t pages) {
+    AuditPart part;
+    {
+      const nb::gil_scoped_release released;
+      part = index_.audit(pages);
+    }
+    nb::list differing;
+    for (const std::uint32_t instance : part.differing) {
+      differing.append(nb::steal(name_of(instance)));
+    }
+    return classes_.audit(flag_of(part.is_whole), number_of(part.blocks), differing.release().ptr(), number_of(part.damaged));
   }
 
   nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best) {
@@ -270,6 +287,20 @@ class PythonIndex {
     return found;
   }
 
+  nb::object withheld_holders(const nb::bytes& id, const nb::bytes& hash) {
+    if (packed(hash, "a block's hash").size() != kHashBytes) {
+      throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
+    }
+    nb::list found;
+    std::uint32_t last = ClusterIndex::kNone;  // the tiers of an instance are side by side
+    for (const BlockHolder& holder : index_.holders(namespace_id(id), packed(hash, "a block's hash").data(), true)) {
+      if (holder.holder != std::exchange(last, holder.holder)) {
+        found.append(nb::steal(name_of(holder.holder)));
+      }
+    }
+    return found;
+  }
+
   nb::object instances() {
     nb::list names;
     const std::size_t count = index_.instance_count();
@@ -296,7 +327,7 @@ class PythonIndex {
     number_for(name);  // an index that was loaded knows names that were not asked for yet
     return classes_.view(number_of(state->epoch), flag_of(state->is_stopped), flag_of(state->is_doubtful),
                          flag_of(state->is_partial), number_of(state->digest), nb::object(pools_[instance]).release().ptr(),
-                         counts.release().ptr());
+                         counts.release().ptr(), flag_of(state->is_withheld), flag_of(state->is_waiting), flag_of(state->is_missed));
   }
 
   nb::object pool_name(std::string_view name, std::uint8_t tier) {
@@ -422,9 +453,11 @@ class PythonIndex {
         name = nb::cast<std::string>(pool.attr("tier").attr("name").attr("lower")());
       }
       const nb::bytes words(classes_.encode(pool));
+      constexpr int kReachPod = 1;
       constexpr int kReachCluster = 2;
-      found.push_back({static_cast<Tier>(tier), nb::cast<int>(nb::int_(pool.attr("reach"))) == kReachCluster, std::move(name),
-                       std::string(words.c_str(), words.size())});
+      const int reach = nb::cast<int>(nb::int_(pool.attr("reach")));
+      found.push_back({static_cast<Tier>(tier), reach == kReachCluster, std::move(name), std::string(words.c_str(), words.size()),
+                       reach == kReachPod});
     }
     return found;
   }
@@ -454,6 +487,9 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
       .def("miss", [](Self& self, const std::string& name) { self.miss(name); }, nb::arg("instance"))
       .def("wait", [](Self& self, const std::string& name, bool waiting) { self.wait(name, waiting); }, nb::arg("instance"),
            nb::arg("waiting"))
+      .def("withhold", [](Self& self, const std::string& name, bool withheld) { self.withhold(name, withheld); },
+           nb::arg("instance"), nb::arg("withheld"))
+      .def("audit", &Self::audit, nb::arg("pages") = 64)
       .def("agrees", [](Self& self, const std::string& name, std::uint64_t digest) { return self.agrees(name, digest); },
            nb::arg("instance"), nb::arg("digest"))
       .def("drop", [](Self& self, const std::string& name) { self.drop(name); }, nb::arg("instance"))
@@ -487,6 +523,12 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           "holders",
           [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
             return translated(errors, [&] { return self.holders(id, block); });
+          },
+          nb::arg("namespace"), nb::arg("block"))
+      .def(
+          "withheld_holders",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
+            return translated(errors, [&] { return self.withheld_holders(id, block); });
           },
           nb::arg("namespace"), nb::arg("block"))
       .def("instances", &Self::instances)

@@ -15,7 +15,8 @@ namespace kvbm {
 namespace {
 
 constexpr std::uint32_t kMagic = 0x58564B;  // "KVX"
-constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kVersion = 2;
+constexpr std::uint16_t kOldestVersion = 1;  // did not tell which pools are of reach pod: until their next start they are not
 constexpr std::size_t kHeaderBytes = 20;
 constexpr std::size_t kMaxPayloadBytes = kMaxChunkBytes - kHeaderBytes;
 constexpr std::size_t kBlockBytes = kHashBytes + 4;
@@ -24,7 +25,7 @@ constexpr std::size_t kMaxMembers = 65536;  // of a set in one chunk; a larger s
 enum class Kind : std::uint16_t { kFront = 1, kBlocks = 2, kEnd = 3 };
 
 enum InstanceFlag : std::uint8_t { kKnown = 1, kStopped = 2, kPoolsKnown = 4, kProven = 8 };
-enum TierFlag : std::uint8_t { kOpen = 1, kWhole = 2, kDeclared = 4, kCluster = 8, kPartial = 16, kRefused = 32 };
+enum TierFlag : std::uint8_t { kOpen = 1, kWhole = 2, kDeclared = 4, kCluster = 8, kPartial = 16, kRefused = 32, kPod = 64 };
 
 class Out {
  public:
@@ -197,7 +198,8 @@ class CheckpointWriter {
       front.number(fold.stated);
       front.number(static_cast<std::uint8_t>(flag(fold.is_open, kOpen) | flag(fold.is_whole, kWhole) |
                                              flag(fold.is_declared, kDeclared) | flag(fold.is_cluster, kCluster) |
-                                             flag(fold.is_partial, kPartial) | flag(fold.has_refused, kRefused)));
+                                             flag(fold.is_partial, kPartial) | flag(fold.has_refused, kRefused) |
+                                             flag(fold.is_pod, kPod)));
       front.number(fold.pool);
     }
   }
@@ -333,6 +335,7 @@ class CheckpointLoader {
 
   std::string load() {
     const std::lock_guard turn(index_.writer_);
+    index_.audited_before_ = 0;
     if (!index_.instances_.empty() || !index_.spaces_.empty() || !index_.pools_.empty()) {
       throw Error(ErrorCode::kCheckpoint, "a checkpoint is loaded into an empty index only", 0);
     }
@@ -390,8 +393,9 @@ class CheckpointLoader {
     if (header.number<std::uint32_t>() != kMagic) {
       header.fail("no chunk of a checkpoint begins here");
     }
-    if (const auto version = header.number<std::uint16_t>(); version != kVersion) {
-      header.fail("version " + std::to_string(version) + "; this build reads " + std::to_string(kVersion));
+    if (const auto version = header.number<std::uint16_t>(); version < kOldestVersion || version > kVersion) {
+      header.fail("version " + std::to_string(version) + "; this build reads " + std::to_string(kOldestVersion) + " to " +
+                  std::to_string(kVersion));
     }
     const auto kind = header.number<std::uint16_t>();
     const auto number = header.number<std::uint32_t>();
@@ -467,6 +471,7 @@ class CheckpointLoader {
       fold.is_whole = (tier_flags & kWhole) != 0;
       fold.is_declared = (tier_flags & kDeclared) != 0;
       fold.is_cluster = (tier_flags & kCluster) != 0;
+      fold.is_pod = (tier_flags & kPod) != 0;
       fold.is_partial = (tier_flags & kPartial) != 0;
       fold.has_refused = (tier_flags & kRefused) != 0;
       fold.pool = front.number<std::uint32_t>();

@@ -10,6 +10,7 @@ namespace kvbm {
 namespace {
 
 constexpr std::uint64_t kPoolKind = std::uint64_t{1} << 63;
+constexpr std::uint32_t kSpaceBits = 0x7FFFFFFF;
 
 std::size_t at_tier(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
 
@@ -121,10 +122,11 @@ std::uint32_t ClusterIndex::pair_of_instance(std::uint32_t number, std::uint32_t
   }
   const WriteGuard change(lock_);
   Instance& instance = instances_[number];
-  Pair pair{.holder = number, .space = space, .incarnation = instance.incarnation};
+  Pair pair{.holder = number, .space = space & kSpaceBits, .incarnation = instance.incarnation};
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
     pair.live = static_cast<std::uint16_t>(pair.live | instance.tiers[tier].live << (tier * kGenerations));
   }
+  pair.shown = pair.live & instance.shown;
   const std::uint32_t made = new_pair(pair);
   instance.pairs.push_back(made);
   pair_numbers_.emplace(key, made);
@@ -138,7 +140,7 @@ std::uint32_t ClusterIndex::pair_of_pool(std::uint32_t pool, std::uint32_t space
     return known->second;
   }
   const WriteGuard change(lock_);
-  const std::uint32_t made = new_pair({.holder = pool, .space = space, .live = 0x1111, .is_pool = true});
+  const std::uint32_t made = new_pair({.holder = pool, .space = space & kSpaceBits, .is_pool = 1, .live = 0x1111, .shown = 0x1111});
   spaces_[space].pool_pairs.push_back(made);
   pair_numbers_.emplace(key, made);
   return made;
@@ -319,6 +321,7 @@ void ClusterIndex::run_batch() {
   // A key that was not there is not there still, unless this batch has brought it: then its place is marked.
   std::bitset<1024> brought;
   block = 0;
+  const std::uint64_t audited_before = audited_before_;
   const WriteGuard change(lock_);
   for (const Piece& piece : pieces_) {
     const std::uint8_t* hash = piece.hashes;
@@ -329,6 +332,7 @@ void ClusterIndex::run_batch() {
                          (piece.work == Work::kCreate || !fold->is_whole);
     std::uint64_t added = 0;
     std::uint64_t mixes = 0;
+    std::uint64_t audited = 0;
     for (std::uint32_t index = 0; index < piece.count; ++index, ++block, hash += kHashBytes) {
       const std::size_t mark = places[block] >> 54;
       switch (piece.work) {
@@ -339,7 +343,9 @@ void ClusterIndex::run_batch() {
           if (is_new && may_add) {
             *table_.insert(keys[block], places[block]) = seat;
             ++added;
-            mixes += residency_mix(piece.tier, hash);
+            const std::uint64_t mix = residency_mix(piece.tier, hash);
+            mixes += mix;
+            audited += BlockTable::rank(places[block]) < audited_before ? mix : 0;
           } else {
             gain(piece, keys[block], places[block], hash, is_new);
           }
@@ -350,7 +356,9 @@ void ClusterIndex::run_batch() {
               at != nullptr && *at == seat) {
             table_.erase(at, places[block]);
             --added;
-            mixes -= residency_mix(piece.tier, hash);
+            const std::uint64_t mix = residency_mix(piece.tier, hash);
+            mixes -= mix;
+            audited -= BlockTable::rank(places[block]) < audited_before ? mix : 0;
           } else {
             withdraw(piece, keys[block], places[block], hash);
           }
@@ -368,6 +376,7 @@ void ClusterIndex::run_batch() {
       residencies_ += added;
       fold->counts[fold->generation] += added;
       fold->digests[fold->generation] += mixes;
+      fold->audited[fold->generation] += audited;
     }
   }
 }
@@ -447,6 +456,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
     set_value(at, place, changed({*at, old, old, seat}));
     --fold.counts[generation_of(old)];
     fold.digests[generation_of(old)] -= mix;
+    audit_change(fold, generation_of(old), place, -mix);
   } else {
     if (piece.work == Work::kState && fold.is_whole) {
       count(Anomaly::kRoundAdded);
@@ -463,6 +473,7 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
   }
   ++fold.counts[fold.generation];
   fold.digests[fold.generation] += mix;
+  audit_change(fold, fold.generation, place, mix);
 }
 
 void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
@@ -480,7 +491,9 @@ void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t plac
   }
   --residencies_;
   --fold.counts[generation_of(seat)];
-  fold.digests[generation_of(seat)] -= residency_mix(piece.tier, hash);
+  const std::uint64_t mix = residency_mix(piece.tier, hash);
+  fold.digests[generation_of(seat)] -= mix;
+  audit_change(fold, generation_of(seat), place, -mix);
 }
 
 void ClusterIndex::gain_claim(const Piece& piece, BlockKey key, std::uint64_t place) {
@@ -533,30 +546,52 @@ void ClusterIndex::kill(std::uint32_t number) {
   }
   for (const std::uint32_t pair : instance.pairs) {
     pair_numbers_.erase(std::uint64_t{number} << 32 | pairs_[pair].space);
-    pairs_[pair].live = 0;
+    pairs_[pair].live = pairs_[pair].shown = 0;
     (is_referenced ? dead_pairs_ : free_pairs_).push_back(pair);
   }
   instance.pairs.clear();
   last_instance_ = kNone;
   instance.declared.clear();
+  show(instance);
   ++instance.incarnation;
   ++deaths_;
 }
 
+void ClusterIndex::show(Instance& instance) {
+  instance.shown = kAllSeats;
+  for (std::size_t tier = 0; instance.is_withheld && tier < kTierCount; ++tier) {
+    if (!instance.tiers[tier].is_pod) {
+      instance.shown = static_cast<std::uint16_t>(instance.shown & ~(0xFU << (tier * kGenerations)));
+    }
+  }
+  for (const std::uint32_t pair : instance.pairs) {
+    pairs_[pair].shown = pairs_[pair].live & instance.shown;
+  }
+}
+
+void ClusterIndex::withhold(std::uint32_t number, bool is_withheld) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  instances_[number].is_withheld = is_withheld;
+  show(instances_[number]);
+}
+
 void ClusterIndex::declare(Instance& instance, std::span<const DeclaredPool> pools) {
   for (TierFold& fold : instance.tiers) {
-    fold.is_declared = fold.is_cluster = false;
+    fold.is_declared = fold.is_cluster = fold.is_pod = false;
     fold.pool = kNone;
   }
   for (const DeclaredPool& pool : pools) {
     TierFold& fold = instance.tiers[at_tier(pool.tier)];
     fold.is_declared = true;
     fold.is_cluster = pool.is_cluster;
+    fold.is_pod = pool.is_pod;
     fold.pool = pool.is_cluster ? pool_numbers_.find(pool.name)->second : kNone;
     instance.declared.push_back(pool.words);
   }
   instance.pools_known = true;
   instance.is_proven = false;
+  show(instance);
 }
 
 void ClusterIndex::begin_blind(std::uint32_t number, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
@@ -644,8 +679,9 @@ bool ClusterIndex::agrees(std::uint32_t number, std::uint64_t digest) {
 void ClusterIndex::drop(std::uint32_t number) {
   const std::lock_guard turn(writer_);
   const WriteGuard change(lock_);
-  kill(number);
   Instance& instance = instances_[number];
+  instance.is_withheld = false;
+  kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;
 }
@@ -658,7 +694,9 @@ void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generati
   const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
   for (const std::uint32_t pair : instance.pairs) {
     pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live & ~seat_bit);
+    pairs_[pair].shown = static_cast<std::uint16_t>(pairs_[pair].shown & ~seat_bit);
   }
+  fold.audited[generation] = 0;
   if (fold.counts[generation] != 0) {
     residencies_ -= fold.counts[generation];
     fold.counts[generation] = fold.digests[generation] = 0;
@@ -696,6 +734,7 @@ void ClusterIndex::begin_round(std::uint32_t number, Tier tier, std::uint32_t ro
   const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
   for (const std::uint32_t pair : instances_[number].pairs) {
     pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live | seat_bit);
+    pairs_[pair].shown = static_cast<std::uint16_t>(pairs_[pair].shown | (seat_bit & instances_[number].shown));
   }
 }
 
@@ -872,9 +911,69 @@ void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
     if (generation != fold.generation && generation != target && (fold.live >> generation & 1) != 0) {
       fold.counts[target] += std::exchange(fold.counts[generation], 0);
       fold.digests[target] += std::exchange(fold.digests[generation], 0);
+      fold.audited[target] += std::exchange(fold.audited[generation], 0);
       retire(number, tier, generation);
     }
   }
+}
+
+// -- auditing ----------------------------------------------------------------------------------------------------------
+
+AuditPart ClusterIndex::audit(std::size_t pages) {
+  AuditPart part;
+  for (; pages > 0 && !part.is_whole; --pages) {
+    const std::lock_guard turn(writer_);  // only writers change what is read here; let go after every stretch
+    if (audited_before_ == 0) {
+      begin_audit();
+    }
+    audited_before_ = table_.visit_ranks(audited_before_, [this](BlockKey key, std::uint64_t, const HolderValue& value) {
+      ++audited_blocks_;
+      if (!sets_.is_sound(value)) {
+        ++audited_damaged_;
+        return;
+      }
+      for (const Seat seat : sets_.seats(value)) {
+        if (kvbm::pair_of(seat) >= pairs_.size()) {
+          ++audited_damaged_;
+          continue;
+        }
+        const Pair& pair = pairs_[kvbm::pair_of(seat)];
+        if (pair.is_pool == 0 && is_live(seat)) {
+          const BlockKey& salt = spaces_[pair.space].salt;
+          const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
+          instances_[pair.holder].tiers[at_tier(tier_of(seat))].audited[generation_of(seat)] +=
+              residency_mix(tier_of(seat), reinterpret_cast<const std::uint8_t*>(hash.data()));
+        }
+      }
+    });
+    if (audited_before_ == BlockTable::kRankEnd) {
+      end_audit(part);
+    }
+  }
+  return part;
+}
+
+void ClusterIndex::begin_audit() {
+  audited_blocks_ = audited_damaged_ = 0;
+  for (Instance& instance : instances_) {
+    for (TierFold& fold : instance.tiers) {
+      fold.audited.fill(0);
+    }
+  }
+}
+
+void ClusterIndex::end_audit(AuditPart& part) {
+  part.is_whole = true;
+  part.blocks = audited_blocks_;
+  part.damaged = audited_damaged_;
+  for (std::size_t number = 0; number < instances_.size(); ++number) {
+    const Instance& instance = instances_[number];
+    if (std::any_of(instance.tiers.begin(), instance.tiers.end(),
+                    [](const TierFold& fold) { return fold.audited != fold.digests; })) {
+      part.differing.push_back(static_cast<std::uint32_t>(number));
+    }
+  }
+  audited_before_ = 0;
 }
 
 // -- numbers -----------------------------------------------------------------------------------------------------------
@@ -889,7 +988,10 @@ std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
   state.epoch = instance.epoch;
   state.is_stopped = instance.is_stopped;
   state.is_partial = is_partial(instance);
-  state.is_doubtful = instance.is_waiting || state.is_partial || !is_whole(instance);
+  state.is_withheld = instance.is_withheld;
+  state.is_waiting = instance.is_waiting;
+  state.is_missed = !is_whole(instance);
+  state.is_doubtful = state.is_waiting || state.is_partial || state.is_missed;
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
     const TierFold& fold = instance.tiers[tier];
     for (std::size_t generation = 0; generation < kGenerations; ++generation) {
@@ -911,7 +1013,7 @@ std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {
   return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool : kNone;
 }
 
-std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash) const {
+std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash, bool is_withheld) const {
   const ReadGuard reading(lock_);
   std::vector<BlockHolder> found;
   const std::uint32_t space = find_space(id);
@@ -922,9 +1024,9 @@ std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std:
   const HolderValue* const value = table_.find(key, table_.place(key));
   if (value != nullptr) {
     for (const Seat seat : sets_.seats(*value)) {
-      if (is_live(seat)) {
+      if (is_live(seat) && is_shown(seat) != is_withheld) {
         const Pair& pair = pairs_[kvbm::pair_of(seat)];
-        found.push_back({pair.holder, pair.is_pool, tier_of(seat)});
+        found.push_back({pair.holder, pair.is_pool != 0, tier_of(seat)});
       }
     }
   }

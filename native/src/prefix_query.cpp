@@ -122,7 +122,7 @@ class PrefixWalk {
   unsigned tiers_of(const HolderValue& value, std::uint32_t pair) const noexcept {
     unsigned tiers = 0;
     for (const Seat seat : index_.sets_.seats_of_pair(value, pair)) {
-      tiers |= index_.is_live(seat) ? 1U << (seat >> 2 & 3) : 0;
+      tiers |= index_.is_shown(seat) ? 1U << (seat >> 2 & 3) : 0;
     }
     return tiers;
   }
@@ -135,7 +135,7 @@ class PrefixWalk {
       const std::uint32_t pair = kvbm::pair_of(seats[at]);
       unsigned tiers = 0;
       for (; at < seats.size() && kvbm::pair_of(seats[at]) == pair; ++at) {
-        tiers |= index_.is_live(seats[at]) ? 1U << (seats[at] >> 2 & 3) : 0;
+        tiers |= index_.is_shown(seats[at]) ? 1U << (seats[at] >> 2 & 3) : 0;
       }
       if (tiers != 0 && !index_.pairs_[pair].is_pool && !visit(pair, tiers)) {
         return;
@@ -316,7 +316,7 @@ class PrefixWalk {
     std::sort(work_.told.begin(), work_.told.end());
     for (std::uint32_t number = 0; number < index_.instances_.size(); ++number) {
       const ClusterIndex::Instance& instance = index_.instances_[number];
-      if (!instance.is_known || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
+      if (!instance.is_known || instance.is_withheld || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
@@ -372,7 +372,7 @@ std::uint32_t ClusterIndex::deepest_held(const NamespaceId& id, Bytes hashes) co
     table_.find_all({keys.data(), end - begin}, {places.data(), end - begin}, values.data());
     for (; end > begin; --end) {
       const auto seats = sets_.seats(values[end - 1 - begin]);
-      if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
+      if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_shown(seat); })) {
         return static_cast<std::uint32_t>(end);
       }
     }

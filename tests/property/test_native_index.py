@@ -43,7 +43,8 @@ SPACES = [namespace.id for namespace in NAMESPACES]
 KEYS: set[Key] = {(space, block) for space in SPACES for prompt in range(6) for block in split_hashes(chain(prompt, 8))}
 SHARED = (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.OBJECT, 4, 1, Reach.CLUSTER))
 TWICE = (PoolStated(Tier.HOST, 4, 1, Reach.CLUSTER, "shared"), PoolStated(Tier.HOST, 4, 1))
-DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1]]
+PODS = (PoolStated(Tier.HBM, 4, 1), PoolStated(Tier.NVME, 4, 1, Reach.POD), PoolStated(Tier.HOST, 4, 1, Reach.POD))
+DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1], PODS, PODS[1:]]
 POOL_NAMES = [POOLS[-1].name, "shared", "object", "nobody's"]
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -86,6 +87,9 @@ class Twins:
                 self.both("agrees", name, view.digest if is_own and view is not None else digest)
             case ("sweep", pages):
                 self.native.sweep(pages)
+            case ("audit", pages):
+                found = self.native.audit(pages)
+                assert not found.differing and not found.damaged
             case ("reload",):
                 self.reload()
             case ("check", queries):
@@ -104,7 +108,7 @@ class Twins:
         # What a round that was open has stated is not in a checkpoint, nor what is soft.
         self.model._anomalies.clear()
         for entry in self.model._instances.values():
-            entry.waiting = False
+            entry.waiting = entry.withheld = False
             for fold in entry.tiers.values():
                 fold.is_open = False
 
@@ -116,6 +120,10 @@ class Twins:
             for tier in Tier:
                 self.both("pool_name", name, tier)
         assert held_of(self.native, KEYS) == held_of(self.model, KEYS)
+        for key in KEYS:
+            left_out = self.native.withheld_holders(*key)
+            assert len(left_out) == len(set(left_out))
+            assert set(left_out) == set(self.model.withheld_holders(*key))
         for space, hashes, best in queries:
             self.both("deepest_held", space, hashes)
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
@@ -131,6 +139,13 @@ class Twins:
         assert not self.native.needs_sweep()
         self.check()
         self.both("block_count")
+        assert self.model.audit().differing == []
+        while not (found := self.native.audit(3)).is_whole:
+            pass
+        assert (found.differing, found.damaged) == ([], 0)
+        while not (found := self.native.audit(1000)).is_whole:
+            pass
+        assert found == self.model.audit()
         for name in self.native.instances():
             view = self.native.view(name)
             assert view is not None and view.digest == self.native.recomputed_digest(name)
@@ -202,6 +217,9 @@ actions = st.one_of(
     st.tuples(st.just("begin_blind"), names, st.integers(1, 3).map(Epoch), st.none() | declared, declared),
     st.tuples(st.just("miss"), names),
     st.tuples(st.just("wait"), names, st.booleans()),
+    st.tuples(st.just("withhold"), names, st.booleans()),
+    st.tuples(st.just("withhold"), names, st.booleans()),
+    st.tuples(st.just("audit"), st.integers(1, 300)),
     st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
     st.tuples(st.just("drop"), names),
     st.tuples(st.sampled_from(["claim", "unclaim"]), st.sampled_from(POOL_NAMES), st.sampled_from(SPACES), few_hashes),
@@ -300,6 +318,9 @@ def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) ->
     for name in chance.sample(crowd, 30):
         twins.both(*chance.choice([("drop", name), ("begin_blind", name, Epoch(2))]))
     twins.check(wanted)
+    for name in chance.sample(crowd, 25):
+        twins.both("withhold", name, True)
+    twins.check(wanted)
     twins.native.sweep(chance.randrange(300))
     twins.check(wanted)
     twins.reload()
@@ -312,7 +333,7 @@ def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
     """So many blocks that a shard has pages, and moves while a sweep is somewhere in it. The model is a set for each instance."""
     index, chance, space = _native.ClusterIndex(1 << 24), random.Random(5), SPACES[0]
     held: dict[InstanceId, set[int]] = {name: set() for name in WILD}
-    passes, most = 0, 0
+    passes, audits, most = 0, 0, 0
     for step in range(120):
         name, first = chance.choice(WILD), chance.randrange(1_000_000)
         numbers = range(first, first + chance.randint(1, 30_000))
@@ -327,9 +348,10 @@ def test_a_table_that_grows_and_shrinks_under_a_sweep_loses_nothing() -> None:
         if chance.random() < 0.05:
             held[name].clear()
             index.begin_blind(name, Epoch(1), POOLS)
+        audits += audited(index, 37 * step % 300)
         passes += not index.sweep(chance.randrange(200)) and index.block_count() > 100_000
         most = max(most, index.memory()["table"])
-    assert passes > 1
+    assert passes > 1 and audits > 1
     for _ in range(2):
         assert index.residency_count() == sum(map(len, held.values()))
         for number in chance.sample(range(1_030_000), 20_000):
@@ -412,6 +434,13 @@ def busy_stream(seed: int, events: int) -> list[bytes]:
                 rounds[name, gone] = 0
             frames.append(frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
     return frames
+
+
+def audited(index: _native.ClusterIndex, pages: int) -> bool:
+    """Goes on with the audit, which finds nothing. Whether a pass has ended."""
+    found = index.audit(pages)
+    assert not found.differing and not found.damaged
+    return found.is_whole
 
 
 def numbered(space: NamespaceId, number: int) -> SequenceHash:

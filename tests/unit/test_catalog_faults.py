@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbm.catalog.lookup import Liveness, Pulses
+from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
 from kvbm.catalog.service import CatalogService
 from kvbm.catalog.store import InstanceRow
 from kvbm.core.codec import Frame, encode_frame
@@ -59,15 +59,19 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     service = object.__new__(CatalogService)
     service.settings = type("S", (), {"cluster": None})()
     service._stream = Repeating()  # type: ignore[assignment]
-    index = NATIVE.index()
-    service._projector = NATIVE.projector(index)
-    service._pulses = Pulses(index)
-    heard: list[float] = []
-    real = service._pulses.hear
-    service._pulses.hear = lambda now_s, pulse: (heard.append(now_s), real(now_s, pulse))[1]  # type: ignore[assignment]
+    service._index = NATIVE.index()
+    service._projector = NATIVE.projector(service._index)
+    service._own_name = InstanceId("own")
+    service._liveness = Liveness()
+    service._live(OwnPulse())
     asyncio.run(service._hear())
-    assert len(heard) == 1
-    assert service._pulses.liveness(heard[0] + 60, ONE) is Liveness.SILENT
+    last = service._liveness.last(ONE)
+    assert last is not None and service._liveness.state(ONE) is LifeState.LIVE
+    for second in range(1, 6):
+        service._liveness.step(last.at_s + second, OwnPulse())
+        service._liveness.step(last.at_s + second, Heard(said))
+    service._liveness.step(last.at_s + 5, Ticked())
+    assert service._liveness.state(ONE) is LifeState.SILENT
 
 
 @each_twin

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.catalog import checkpoints
-from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest, newest
+from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest
 from kvbm.catalog.projector import ProjectorState
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.errors import CatalogError, CheckpointError
@@ -29,17 +29,17 @@ def filled(blocks: int) -> _native.ClusterIndex:
     return index
 
 
-def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = None, created: str = "now") -> None:
+def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = None) -> None:
     state = ProjectorState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
-    writing = Writing(folder, filled(blocks), state, "KVBM", created)
+    writing = Writing(folder, filled(blocks), state, "KVBM")
     assert not writing.has_begun()
     writing.write()
     assert writing.has_begun()
     writing.finish(sequence if settled is None else settled)
 
 
-def load(folder: Path, stored: int = 1000, end: int = 1000, created: str = "now") -> Loaded | None:
-    return load_newest(folder, _native.ClusterIndex, 1000, "KVBM", created, stored, end)
+def load(folder: Path, stored: int = 1000, end: int = 1000, stream: str = "KVBM") -> Loaded | None:
+    return load_newest(folder, _native.ClusterIndex, 1000, stream, stored, end)
 
 
 def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"stored": 9}, {"end": 11}, {"created": "another"}], ids=["ahead of SQL", "ahead of the stream", "of another stream"]
+    "asked", [{"stored": 9}, {"end": 11}, {"stream": "another"}], ids=["ahead of SQL", "ahead of the stream", "of another stream"]
 )  # fmt: skip
 def test_a_checkpoint_that_would_lose_something_is_passed_over(tmp_path: Path, asked: dict[str, object]) -> None:
     write(tmp_path, 10, settled=12)
@@ -91,8 +91,8 @@ def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_loaded(tmp
 
 def test_a_checkpoint_that_was_not_finished_is_nothing(tmp_path: Path) -> None:
     state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
-    Writing(tmp_path, filled(3), state, "KVBM", "now").write()
-    assert load(tmp_path) is None and newest(tmp_path) is None
+    Writing(tmp_path, filled(3), state, "KVBM").write()
+    assert load(tmp_path) is None
 
 
 def test_a_folder_that_takes_nothing_is_one_sentence_and_nothing_is_left(
@@ -108,11 +108,11 @@ def test_a_folder_that_takes_nothing_is_one_sentence_and_nothing_is_left(
 
     state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
     with pytest.raises(CatalogError, match="No space left"):
-        Writing(tmp_path, Full(9), state, "KVBM", "now").write()
+        Writing(tmp_path, Full(9), state, "KVBM").write()
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CatalogError, match="no checkpoint can be written"):
-        Writing(tmp_path / "file", filled(1), state, "KVBM", "now").write()
+        Writing(tmp_path / "file", filled(1), state, "KVBM").write()
 
 
 def test_what_a_writer_that_died_has_left_goes_after_a_while(tmp_path: Path) -> None:

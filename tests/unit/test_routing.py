@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 
-from kvbm.catalog.lookup import Liveness, Pulse, Pulses, lookup
+from kvbm.catalog.liveness import Followed, Heard, Input, LifeState, Liveness, OwnPulse, Pulse, Ticked, Withhold
+from kvbm.catalog.lookup import lookup
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
 from kvbm.core.answers import RankedInstance
-from kvbm.core.events import BlocksCreated, InstanceStarted, InstanceStopped, PoolStated, StopReason
+from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import TIER_LINKS
 from kvbm.streams.base import Heartbeat
@@ -197,46 +198,88 @@ def test_a_prompt_shorter_than_a_block_is_routed_too(twin: Twin) -> None:
 # -- who is considered ------------------------------------------------------------------------------------------------
 
 
-def heard(twin: Twin, *pulses: Pulse, started: tuple[InstanceId, ...] = (A, B)) -> Pulses:
-    index = twin.index()
-    for instance in started:
-        created = BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes(1))
-        index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS), created))
-    known = Pulses(index)
-    for pulse in pulses:
-        known.hear(pulse.at_s, pulse.heartbeat)
-    return known
+class Heads:
+    """An index, and a liveness that decides what of it answers leave out, as the catalog joins them."""
+
+    def __init__(self, twin: Twin, *started: InstanceId) -> None:
+        self.index, self.liveness = twin.index(), Liveness()
+        self.step(0.0, OwnPulse())
+        for instance in started:
+            created = BlocksCreated(namespace=SPACE, tier=Tier.HBM, hashes=hashes(1))
+            self.tell(0.0, instance, InstanceStarted(epoch=Epoch(1), pools=POOLS), created)
+
+    def step(self, now_s: float, what: Input) -> None:
+        for effect in self.liveness.step(now_s, what):
+            self.index.withhold(effect.instance, isinstance(effect, Withhold))
+
+    def tell(self, now_s: float, instance: InstanceId, *events: Event) -> None:
+        self.index.apply(frame_bytes(instance, *events))
+        view = self.index.view(instance)
+        assert view is not None
+        self.step(now_s, Followed(instance, view.epoch, view.stopped))
+
+    def hear(self, pulse: Pulse) -> None:
+        self.step(pulse.at_s, Heard(pulse.heartbeat))
+
+    def wait(self, now_s: float) -> None:
+        self.step(now_s, OwnPulse())
+        self.step(now_s, Ticked())
 
 
 @each_twin
 def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) -> None:
-    known = heard(twin, beat(A, 0.0), beat(B, 3.0), beat(C, 3.0, stopping=True), started=(A, B, C))
-    assert known.candidates(5.0) == [B]
-    assert known.withheld(5.0) == {A}
-    assert known.liveness(5.0, C) is Liveness.STOPPING
-    answer = lookup(known._index, SPACE, hashes(1), known.withheld(5.0))
+    heads = Heads(twin, A, B, C)
+    heads.hear(beat(A, 0.5))
+    for second in (1.0, 2.0, 3.0):
+        heads.wait(second)
+    heads.hear(beat(B, 3.5))
+    heads.hear(beat(C, 3.5, stopping=True))
+    heads.wait(4.0)
+    assert [entry.instance for entry in lookup(heads.index, SPACE, hashes(1)).instances] == ["a", "b", "c"]
+    heads.wait(5.0)
+    assert heads.liveness.candidates() == [B]
+    assert heads.liveness.state(C) is LifeState.STOPPING
+    answer = lookup(heads.index, SPACE, hashes(1))
     assert [entry.instance for entry in answer.instances] == ["b", "c"]
     assert answer.withheld == ["a"]
+    assert lookup(heads.index, SPACE, hashes(2)).withheld == []
 
 
 @each_twin
-def test_when_everybody_is_silent_the_view_is_kept(twin: Twin) -> None:
-    known = heard(twin, beat(A, 0.0), beat(B, 0.0))
-    assert known.candidates(60.0) == [A, B]
-    assert known.withheld(60.0) == set()
+def test_a_route_counts_nothing_that_is_withheld(twin: Twin) -> None:
+    cluster = Cluster(twin)
+    cluster.hold(B, Tier.HBM, 1, 2, 3)
+    cluster.index.withhold(B, True)
+    found = cluster.rank(0.0, ask(1, 2, 3))
+    assert (found[B].depth, found[B].recompute_s) == (0, found[A].recompute_s)
+    cluster.index.withhold(B, False)
+    assert cluster.rank(0.0, ask(1, 2, 3))[B].depth == 3
+
+
+@each_twin
+def test_when_everybody_falls_silent_the_view_is_kept(twin: Twin) -> None:
+    heads = Heads(twin, A, B, C)
+    for instance in (A, B, C):
+        heads.hear(beat(instance, 0.1))
+    for second in range(1, 60):
+        heads.wait(float(second))
+    assert heads.liveness.candidates() == [A, B, C]
+    assert len(lookup(heads.index, SPACE, hashes(1)).instances) == 3
 
 
 @each_twin
 def test_without_any_heartbeat_those_known_and_not_stopped_are_candidates(twin: Twin) -> None:
-    known = heard(twin)
-    assert known.candidates(0.0) == [A, B]
-    known._index.apply(frame_bytes(B, InstanceStopped(reason=StopReason.SHUTDOWN)))
-    assert known.candidates(0.0) == [A]
-    assert known.withheld(0.0) == {B}
-    known._index.apply(frame_bytes(A, InstanceStopped(reason=StopReason.SHUTDOWN)))
-    assert known.candidates(0.0) == []
+    heads = Heads(twin, A, B)
+    assert heads.liveness.candidates() == [A, B]
+    heads.tell(1.0, B, InstanceStopped(reason=StopReason.SHUTDOWN))
+    assert heads.liveness.candidates() == [A]
+    assert lookup(heads.index, SPACE, hashes(1)).withheld == ["b"]
+    heads.tell(1.0, A, InstanceStopped(reason=StopReason.SHUTDOWN))
+    assert heads.liveness.candidates() == []
 
 
 @each_twin
 def test_an_instance_that_only_sends_heartbeats_is_a_candidate(twin: Twin) -> None:
-    assert heard(twin, beat(C), started=()).candidates(1.0) == [C]
+    heads = Heads(twin)
+    heads.hear(beat(C, 0.5))
+    assert heads.liveness.candidates() == [C]

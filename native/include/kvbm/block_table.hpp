@@ -211,6 +211,45 @@ class BlockTable {
     }
   }
 
+  // -- going through all of it in an order that nothing changes, a stretch at a time --
+
+  // The place of a block in that order: by shard, and in it as homes are, whatever size the shard has.
+  static constexpr std::uint64_t rank(std::uint64_t place) noexcept { return place % kShards << 32 | place >> 32; }
+  static constexpr std::uint64_t kRankEnd = std::uint64_t{kShards} << 32;
+
+  // Calls visit(key, place, value) for each entry whose rank is at least `first` and below what is returned: about a page of them, or
+  // the rest of a shard. An entry that lies where its key does not belong is not visited.
+  template <class Visit>
+  std::uint64_t visit_ranks(std::uint64_t first, Visit&& visit) const {
+    const Shard& shard = shards_[first >> 32];
+    const std::uint64_t shard_end = ((first >> 32) + 1) << 32;
+    if (shard.buckets == 0) {
+      return shard_end;
+    }
+    const std::uint32_t begin = home(shard, first << 32);
+    const std::uint64_t end = begin + kPageBuckets;
+    // The first rank whose home is `end`, rounded up.
+    const std::uint64_t stop =
+        end < shard.buckets ? (first >> 32 << 32) + ((end << 32) + shard.buckets - 1) / shard.buckets : shard_end;
+    std::uint32_t at = begin;
+    for (std::uint32_t looked = 0; looked < shard.buckets; ++looked) {
+      const Bucket& here = bucket(shard, at);
+      for (std::size_t slot = 0; slot < kSlots; ++slot) {
+        if (here.values[slot] != 0) {
+          const std::uint64_t belongs = place(here.keys[slot]);
+          if (rank(belongs) >= first && rank(belongs) < stop) {
+            visit(here.keys[slot], belongs, here.values[slot]);
+          }
+        }
+      }
+      if (looked + 1 >= kPageBuckets && here.passed == 0) {
+        break;  // beyond the stretch, and nothing of it went on
+      }
+      at = next(shard, at);
+    }
+    return stop;
+  }
+
   // Gives pages back where a shard has become much emptier than it was.
   void shrink(std::size_t shard);
 
@@ -279,6 +318,8 @@ class BlockTable {
     return static_cast<std::uint32_t>((place >> 32) * shard.buckets >> 32);
   }
   static std::uint32_t next(const Shard& shard, std::uint32_t at) noexcept { return at + 1 == shard.buckets ? 0 : at + 1; }
+
+  friend class BlockTableTest;  // damages entries, which nothing else can
 
   void pull_back(Shard& shard, std::uint32_t at, std::size_t slot) noexcept;
   static Value* put(Shard& shard, BlockKey key, std::uint64_t place) noexcept;

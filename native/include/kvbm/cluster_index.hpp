@@ -6,6 +6,12 @@
 // A residency is a *seat* (holder_sets.hpp) in the set of its block's holders. A seat whose bit in its pair's `live` mask is off
 // counts for nobody: so an instance's death, and the end of a round for what it has not stated, is a mask that changes. A sweep
 // goes through the table later and takes such seats out; until it has, their numbers are not used again.
+// What answers speak of is a second mask, `shown`: the live seats without those of instances that are withheld. Only questions look at
+// it, so withholding and returning an instance is a few words changed, and costs questions nothing.
+//
+// An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no growth changes (by
+// shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and generation; whatever changes at
+// places it has passed moves these sums as it moves the digests. At the end of a pass both are equal, or memory was damaged.
 #pragma once
 
 #include <array>
@@ -34,6 +40,7 @@ struct DeclaredPool {
   bool is_cluster;    // whether it is everybody's: then its blocks are claims, and their holder is the pool
   std::string name;   // of a cluster pool
   std::string words{};  // the whole declaration, in bytes of the caller's that the index keeps and gives back
+  bool is_pod = false;  // whether others read it without its owner: then it is never withheld
 };
 
 // What an event broke; counted.
@@ -100,10 +107,21 @@ struct InstanceState {
   bool is_stopped = false;                                // it ended cleanly
   bool is_doubtful = false;                               // events were missed, wait, or were refused
   bool is_partial = false;                                // residencies were refused at the cap
+  bool is_withheld = false;                               // answers leave out what only it can read
+  bool is_waiting = false;                                // later events than the next are there already
+  bool is_missed = false;                                 // events were missed and no round has ended since
   std::array<std::uint64_t, kTierCount> counts{};         // blocks held by tier
   std::array<bool, kTierCount> is_listed{};               // tiers that it declared or holds blocks in, cluster pools left out
 
   bool operator==(const InstanceState&) const = default;
+};
+
+// What a part of an audit found.
+struct AuditPart {
+  bool is_whole = false;                   // a pass has ended with it
+  std::uint64_t blocks = 0;                // of that pass
+  std::uint64_t damaged = 0;               // entries whose holders cannot be anybody's
+  std::vector<std::uint32_t> differing{};  // numbers of the instances whose digest is not the table's
 };
 
 // Bytes by what they are for.
@@ -146,6 +164,8 @@ class ClusterIndex {
   void miss(std::uint32_t instance);
   void wait(std::uint32_t instance, bool is_waiting);
   bool agrees(std::uint32_t instance, std::uint64_t digest);
+  // Leaves what the instance has in tiers that only it can read out of answers, or no longer. Holds until told otherwise or dropped.
+  void withhold(std::uint32_t instance, bool is_withheld);
   void drop(std::uint32_t instance);
   void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
   void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
@@ -154,13 +174,17 @@ class ClusterIndex {
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
 
+  // Goes on with the audit for up to this many pages of the table, and ends at the end of a pass.
+  AuditPart audit(std::size_t pages);
+
   // -- asking --
 
   // best: how many instances, the deepest first; 0 for all, in no order. Ties are in no order.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const;
   // Position after the last block of the run that anybody holds, holes or not; 0 when nobody holds any.
   std::uint32_t deepest_held(const NamespaceId& id, Bytes hashes) const;
-  std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash) const;
+  // is_withheld: those that answers leave out instead.
+  std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_withheld = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;
   // The pools of an instance in its caller's words; empty when no start was seen.
   std::vector<std::string> declared_pools(std::uint32_t instance) const;
@@ -178,12 +202,14 @@ class ClusterIndex {
   std::uint64_t recomputed_digest(std::uint32_t instance) const;
 
  private:
+  friend class ClusterIndexTest;  // damages entries, which nothing else can
   friend class CheckpointWriter;
   friend class CheckpointLoader;
   friend class PrefixWalk;
 
   static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
+  static constexpr std::uint16_t kAllSeats = 0xFFFF;
 
   struct Namespace {
     NamespaceId id;                         // its public name
@@ -194,11 +220,13 @@ class ClusterIndex {
   // A holder in a namespace.
   struct Pair {
     std::uint32_t holder = 0;     // number of the instance or pool
-    std::uint32_t space = 0;      // number of the namespace
+    std::uint32_t space : 31 = 0;   // number of the namespace
+    std::uint32_t is_pool : 1 = 0;  // which kind of holder
     std::uint32_t incarnation = 0;  // of the instance when the pair was made
     std::uint16_t live = 0;       // bit (tier * 4 + generation): that seat counts
-    bool is_pool = false;         // which kind of holder
+    std::uint16_t shown = 0;      // the same: answers speak of it
   };
+  static_assert(sizeof(Pair) == 16);
 
   // One tier of one instance.
   struct TierFold {
@@ -208,6 +236,7 @@ class ClusterIndex {
     bool is_whole = false;                                  // nothing was missed since a round ended
     bool is_declared = false;                               // the start named a pool in this tier
     bool is_cluster = false;                                // and it is the cluster's
+    bool is_pod = false;                                    // or others of the pod can read it
     bool is_partial = false;                                // residencies were refused
     bool has_refused = false;                               // the same, since the round began
     std::uint8_t generation = 0;                            // of what is gained or stated now
@@ -216,6 +245,7 @@ class ClusterIndex {
     std::uint32_t pool = kNone;                             // number of the cluster pool, where its name is known
     std::array<std::uint64_t, kGenerations> counts{};       // residencies, by generation
     std::array<std::uint64_t, kGenerations> digests{};      // sums of their mixes, by generation
+    std::array<std::uint64_t, kGenerations> audited{};      // the same of those that the audit has passed
   };
 
   struct Instance {
@@ -227,6 +257,8 @@ class ClusterIndex {
     bool pools_known = false;                // its start, or somebody who has seen it, told the pools
     bool is_proven = false;                  // pools unknown, but a digest has agreed since a round ended
     bool is_waiting = false;                 // later events than the next are there already
+    bool is_withheld = false;                // answers leave out what only it can read
+    std::uint16_t shown = kAllSeats;         // the bits of `Pair::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> pairs;        // its pairs of this incarnation
     std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
@@ -289,6 +321,14 @@ class ClusterIndex {
   bool is_full(const Piece& piece);
   void kill(std::uint32_t instance);
   void declare(Instance& instance, std::span<const DeclaredPool> pools);
+  // Computes what answers may speak of, for the instance and its pairs.
+  void show(Instance& instance);
+  void begin_audit();
+  void end_audit(AuditPart& part);
+  // A residency at this place was gained, or lost with the mix negated.
+  void audit_change(TierFold& fold, std::size_t generation, std::uint64_t place, std::uint64_t mix) noexcept {
+    fold.audited[generation] += BlockTable::rank(place) < audited_before_ ? mix : 0;
+  }
   void begin_round(std::uint32_t instance, Tier tier, std::uint32_t round);
   void end_round(std::uint32_t instance, const RoundEnded& event);
   void retire(std::uint32_t instance, Tier tier, std::uint8_t generation);
@@ -300,6 +340,7 @@ class ClusterIndex {
 
   // -- under lock_, shared or not --
   bool is_live(Seat seat) const noexcept { return (pairs_[kvbm::pair_of(seat)].live >> (seat & 15) & 1) != 0; }
+  bool is_shown(Seat seat) const noexcept { return (pairs_[kvbm::pair_of(seat)].shown >> (seat & 15) & 1) != 0; }
   BlockKey key_of(std::uint32_t space, const std::uint8_t* hash) const noexcept;
   // The live seat of a pair in a tier, or 0.
   Seat find_seat(const HolderValue& value, std::uint32_t pair, Tier tier) const noexcept;
@@ -378,6 +419,11 @@ class ClusterIndex {
   std::uint64_t pass_moves_ = 0;                   // the shard's moves when the pass came to it
   std::uint32_t pass_ = 0;                         // its number
   std::vector<std::uint32_t> clean_in_;            // by set number: the pass that found all its seats alive
+
+  // The audit.
+  std::uint64_t audited_before_ = 0;   // blocks of lower rank have been summed; 0 before a pass
+  std::uint64_t audited_blocks_ = 0;   // how many the pass has looked at
+  std::uint64_t audited_damaged_ = 0;  // of them: holders that cannot be anybody's
 };
 
 }  // namespace kvbm

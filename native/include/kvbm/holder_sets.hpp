@@ -62,6 +62,12 @@ class HolderSets {
     }
   }
 
+  // Whether a value can be somebody's: of a set, that it is kept. For values that may have been damaged.
+  bool is_sound(HolderValue value) const noexcept {
+    const std::uint32_t number = value & ~kSetBit;
+    return (value & kSetBit) == 0 || (number / kCellsPerSlab < slabs_.size() && cell_of(value).count != 0);
+  }
+
   // Sets kept.
   std::size_t count() const noexcept { return count_; }
   std::size_t bytes() const noexcept;

@@ -1,0 +1,410 @@
+"""Who is alive: which instances' residencies answers leave out, decided from heartbeats and the stream.
+
+A state machine without clock and socket: `Liveness.step(now_s, input)` gives effects. All times are the catalog's own, monotonic;
+what a sender's clock says is never looked at.
+
+    unheard ──new pulse──► live ◄──────────new pulse──────────┐
+       │                    │ not heard for liveness_s         │
+       └────────────────────┴────────────────────────────► silent ──► withheld, unless most fell silent together
+
+An instance is withheld while one of these holds, and returned when none does:
+
+- *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
+- *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
+  that is gone, so it stays left out until the stream has the start, however alive the instance is.
+- *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
+
+Silence counts only while the catalog hears itself: it sends pulses of its own, and when they do not come back by the same server
+(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is withheld then, and when it hears itself again,
+everybody has a whole `liveness_s` anew. When most fall silent together the view is kept as well: see `_is_kept`. `freshness` says how
+old the kept view is.
+
+The stream of pulses keeps the last one of every instance, also of the dead, and gives it to each new reader. So a pulse counts as
+life only if the catalog has heard itself before (the stream has one order: what comes after its own pulse was sent after it), or if
+another pulse of that instance came before it. One that is given twice counts once. After a reconnection the last pulse of one that died
+meanwhile counts as heard when it comes: it is withheld `liveness_s` after that.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from enum import Enum
+from typing import NamedTuple, assert_never
+
+from kvbm.core.ids import Epoch, InstanceId
+from kvbm.streams.base import Heartbeat
+
+LIVENESS_S = 4.0  # three missed of one a second, and a margin
+LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
+_CATALOG_PREFIX = "_catalog-"
+
+
+class LifeState(Enum):
+    """What is known of an instance's life."""
+
+    LIVE = "live"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    SILENT = "silent"
+    UNHEARD = "unheard"
+
+
+class Why(Enum):
+    """Why an instance is withheld."""
+
+    SILENT = "silent"
+    STOPPED = "stopped"
+    RESTARTED = "restarted"
+
+
+class Pulse(NamedTuple):
+    """An instance's last heartbeat, and when it came."""
+
+    heartbeat: Heartbeat
+    at_s: float
+
+
+class Heard(NamedTuple):
+    """A heartbeat came, not the catalog's own."""
+
+    heartbeat: Heartbeat
+
+
+class OwnPulse(NamedTuple):
+    """The catalog has heard its own pulse. It sends one at least every `Liveness.own_pulse_s`."""
+
+
+class Ticked(NamedTuple):
+    """Time has passed. Several times in each `liveness_s`: this is how late a withholding may be."""
+
+
+class Followed(NamedTuple):
+    """How far the stream has told of an instance: its epoch, and whether its clean stop was read.
+
+    For each instance the stream moved on, and for each one that a checkpoint has brought. Saying it again changes nothing.
+    """
+
+    instance: InstanceId
+    epoch: Epoch
+    stopped: bool
+
+
+Input = Heard | OwnPulse | Ticked | Followed
+
+
+class Withhold(NamedTuple):
+    """Leave the instance's residencies out of answers from now on."""
+
+    instance: InstanceId
+    epoch: Epoch
+    why: Why
+
+
+class Return(NamedTuple):
+    """They count again."""
+
+    instance: InstanceId
+    epoch: Epoch
+
+
+Effect = Withhold | Return
+
+
+class Freshness(NamedTuple):
+    """How far the view can be trusted.
+
+    Attributes:
+        age_s: since when it is kept though instances may have died; 0 when every silence counts.
+        why: "" when it is fresh, else in words.
+    """
+
+    age_s: float
+    why: str
+
+
+class _Member:
+    """One instance."""
+
+    __slots__ = ("heard_s", "is_behind", "is_silent", "is_stopped", "pulse", "since_s", "told", "why")
+
+    def __init__(self, now_s: float) -> None:
+        self.pulse: Pulse | None = None  # the last one believed, also a kept one
+        self.heard_s: float | None = None  # the last sign of life; None: unheard
+        self.since_s = now_s  # silence counts from here on
+        self.told: Epoch | None = None  # epoch the stream has given; None: it has told nothing
+        self.is_stopped = False  # in that epoch
+        self.is_silent = False  # for liveness_s
+        self.is_behind = False  # withheld when its epoch began, and not heard in it
+        self.why: Why | None = None  # it is withheld
+
+    @property
+    def newest(self) -> Epoch:
+        """The newest epoch anybody has told of."""
+        return max(self.told or Epoch(0), self.pulse.heartbeat.epoch if self.pulse is not None else Epoch(0))
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether its clean stop was the last word of it."""
+        return self.is_stopped and self.told == self.newest
+
+
+class Liveness:
+    """See the module. Belongs to one thread; `now_s` never goes back.
+
+    Attributes:
+        zombies: heartbeats of an epoch that is over, ignored.
+        double_ids: heartbeats of a second run that claims the epoch of one that is alive, ignored. The first heard is believed
+            while it is heard; the server's fence sees to it that only one of them publishes.
+    """
+
+    def __init__(self, liveness_s: float = LIVENESS_S) -> None:
+        self.zombies = 0
+        self.double_ids = 0
+        self._liveness_s = liveness_s
+        self._began_s: float | None = None
+        self._own_s: float | None = None  # when the own pulse was heard last
+        self._counting_s = 0.0  # silence counts from here on
+        self._members: dict[InstanceId, _Member] = {}
+        self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
+        self._kept: dict[
+            InstanceId, None
+        ] = {}  # silent and not withheld: because most are, or until the next tick judges
+
+    @property
+    def own_pulse_s(self) -> float:
+        """The catalog sends a pulse of its own at least this often; it is cut off when it has not heard two."""
+        return self._liveness_s / 4
+
+    @property
+    def tick_s(self) -> float:
+        """A good pause between ticks."""
+        return min(0.1, self._liveness_s / 10)
+
+    def step(self, now_s: float, what: Input) -> list[Effect]:
+        """Take one input; what is to be done, in order."""
+        if self._began_s is None:
+            self._began_s = now_s
+        match what:
+            case Ticked():
+                return self._tick(now_s)
+            case Heard(heartbeat):
+                return self._hear(now_s, heartbeat)
+            case Followed(instance, epoch, stopped):
+                return self._follow(now_s, instance, epoch, stopped)
+            case OwnPulse():
+                self._hear_itself(now_s)
+                return []
+            case _:
+                assert_never(what)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def last(self, instance: InstanceId) -> Pulse | None:
+        """The last heartbeat believed of an instance, also one the stream had kept: for its load, not its life."""
+        member = self._members.get(instance)
+        return None if member is None else member.pulse
+
+    def state(self, instance: InstanceId) -> LifeState:
+        """What is known of one instance, as of the last step."""
+        member = self._members.get(instance)
+        if member is None:
+            return LifeState.UNHEARD
+        if member.is_ended:
+            return LifeState.STOPPED
+        if member.heard_s is None:
+            return LifeState.UNHEARD
+        if member.is_silent:
+            return LifeState.SILENT
+        return LifeState.STOPPING if member.pulse is not None and member.pulse.heartbeat.stopping else LifeState.LIVE
+
+    def instances(self) -> list[InstanceId]:
+        """Everyone heard or told of."""
+        return list(self._members)
+
+    def withheld(self) -> dict[InstanceId, Why]:
+        """The instances that are withheld."""
+        return {instance: member.why for instance, member in self._members.items() if member.why is not None}
+
+    def why(self, instance: InstanceId) -> Why | None:
+        """Why an instance is withheld; None when it is not."""
+        member = self._members.get(instance)
+        return None if member is None else member.why
+
+    def candidates(self) -> list[InstanceId]:
+        """Instances a prompt may be routed to, by name: the live ones; when nobody is heard, those known and not stopped."""
+        states = {instance: self.state(instance) for instance in sorted(self._members)}
+        live = [instance for instance, state in states.items() if state is LifeState.LIVE]
+        if live or LifeState.STOPPING in states.values():
+            return live
+        return [instance for instance, state in states.items() if state in (LifeState.SILENT, LifeState.UNHEARD)]
+
+    def freshness(self, now_s: float) -> Freshness:
+        """How old the view is that answers rest on."""
+        if not self._hears_itself(now_s):
+            last_s = self._own_s if self._own_s is not None else self._began_s if self._began_s is not None else now_s
+            return Freshness(now_s - last_s, "the catalog does not hear its own pulse, so nobody's silence counts")
+        if self._kept:
+            oldest_s = min(self._members[instance].since_s for instance in self._kept)
+            return Freshness(
+                now_s - oldest_s, f"{len(self._kept)} instances, most of the cluster, fell silent together and are kept"
+            )
+        return Freshness(0.0, "")
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    def _hears_itself(self, now_s: float) -> bool:
+        return self._own_s is not None and now_s - self._own_s < self._liveness_s / 2
+
+    def _hear_itself(self, now_s: float) -> None:
+        if not self._hears_itself(now_s):
+            self._counting_s = now_s
+            for instance in self._kept:  # they too have a whole period anew
+                member = self._members[instance]
+                member.is_silent, member.since_s = False, now_s
+                self._waited[instance] = None
+            self._kept.clear()
+        self._own_s = now_s
+
+    def _hear(self, now_s: float, heartbeat: Heartbeat) -> list[Effect]:
+        member = self._member(now_s, heartbeat.instance)
+        last = member.pulse.heartbeat if member.pulse is not None else None
+        if last == heartbeat:
+            return []
+        if heartbeat.epoch < member.newest:
+            self.zombies += 1
+            return []
+        if member.is_ended and heartbeat.epoch == member.told:
+            return []  # sent before the stop, heard after it
+        is_double = last is not None and last.epoch == heartbeat.epoch and last.run != heartbeat.run
+        if is_double and member.heard_s is not None and not member.is_silent:
+            self.double_ids += 1
+            return []
+        member.pulse = Pulse(heartbeat, now_s)
+        if self._own_s is not None or last is not None:
+            member.heard_s = now_s
+            member.is_silent = member.is_behind = False
+            self._wait(now_s, heartbeat.instance, member)
+        return self._settle(heartbeat.instance, member)
+
+    def _follow(self, now_s: float, instance: InstanceId, epoch: Epoch, stopped: bool) -> list[Effect]:
+        member = self._member(now_s, instance)
+        if member.told is None or epoch > member.told:
+            is_heard = (
+                not member.is_silent
+                and member.heard_s is not None
+                and member.pulse is not None
+                and member.pulse.heartbeat.epoch >= epoch
+            )
+            member.is_behind = member.why is not None and not is_heard
+            member.told, member.is_stopped = epoch, stopped
+            if not is_heard and not member.is_silent and not member.is_ended:
+                self._wait(now_s, instance, member)
+        elif epoch == member.told:
+            member.is_stopped = member.is_stopped or stopped
+        if member.is_ended:
+            self._waited.pop(instance, None)
+        return self._settle(instance, member)
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        if not self._hears_itself(now_s):
+            return []
+        while self._waited:
+            instance = next(iter(self._waited))
+            member = self._members[instance]
+            if now_s - self._basis(member) < self._liveness_s:
+                break
+            del self._waited[instance]
+            member.is_silent = True
+            if member.why is None and member.told is not None:
+                self._kept[instance] = None
+        return self._judge(now_s) if self._kept else []
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _member(self, now_s: float, instance: InstanceId) -> _Member:
+        member = self._members.get(instance)
+        if member is None:
+            member = self._members[instance] = _Member(now_s)
+            self._waited[instance] = None
+        return member
+
+    def _wait(self, now_s: float, instance: InstanceId, member: _Member) -> None:
+        """Silence counts from now on."""
+        member.since_s = now_s
+        self._kept.pop(instance, None)
+        self._waited.pop(instance, None)
+        self._waited[instance] = None
+
+    def _basis(self, member: _Member) -> float:
+        return max(member.since_s, self._counting_s)
+
+    def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
+        """Withhold or return what an input has changed; a silence is judged by the next tick."""
+        if member.told is None:
+            return []
+        if member.newest > member.told:
+            why: Why | None = Why.RESTARTED
+        elif member.is_stopped:
+            why = Why.STOPPED
+        elif member.is_behind or (member.is_silent and member.why is Why.SILENT):
+            why = Why.SILENT
+        else:
+            why = None
+        before, member.why = member.why, why
+        if why is not None:
+            self._kept.pop(instance, None)
+        elif member.is_silent:
+            self._kept[instance] = None
+        if (before is None) == (why is None):
+            return []
+        return [Return(instance, member.told) if why is None else Withhold(instance, member.told, why)]
+
+    def _judge(self, now_s: float) -> list[Effect]:
+        """Withhold those who are silent, unless most fell silent with them."""
+        heard = sorted(
+            self._basis(member)
+            for member in self._members.values()
+            if member.heard_s is not None and member.why is None and not member.is_ended
+        )
+        quiet_until = bisect_right(heard, now_s - self._liveness_s / 2)
+        effects: list[Effect] = []
+        for instance in list(self._kept):
+            member = self._members[instance]
+            if not self._is_kept(member, heard, quiet_until):
+                del self._kept[instance]
+                member.why = Why.SILENT
+                effects.append(Withhold(instance, member.newest, Why.SILENT))
+        return effects
+
+    def _is_kept(self, member: _Member, heard: list[float], quiet_until: int) -> bool:
+        """Whether so many fell silent with this instance that something between them and the server is the likelier reason.
+
+        These are the instances quiet for half of `liveness_s`, whose silence began within one `liveness_s` of this one's; they are
+        most when they are at least LEAST_MASS and more than half of those that were heard then or since. It ends when they are heard
+        again, or when so many others are that they are no longer most. One that died before or after them, alone, is not kept.
+        An instance that was never heard fell silent with nobody: it is kept only while nobody at all is heard.
+
+        Args:
+            heard: since when those who were heard and are not withheld are silent, sorted.
+            quiet_until: how many of them are quiet.
+        """
+        if member.heard_s is None:
+            return quiet_until == len(heard) and len(self._kept) >= LEAST_MASS
+        basis_s = self._basis(member)
+        first = bisect_left(heard, basis_s - self._liveness_s)
+        last = min(bisect_right(heard, basis_s + self._liveness_s), quiet_until)
+        return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first
+
+
+def catalog_name(run: str) -> InstanceId:
+    """The name under which a catalog sends its own pulses.
+
+    Args:
+        run: random, of this process; so the pulse it hears is not one that the stream has kept of another.
+    """
+    return InstanceId(_CATALOG_PREFIX + run)
+
+
+def is_catalog(instance: InstanceId) -> bool:
+    """Whether a pulse is a catalog's own, this one's or another's: no instance of that name holds anything."""
+    return instance.startswith(_CATALOG_PREFIX)

@@ -1,0 +1,231 @@
+"""The projector's rows → SQL, at SQL's own speed: the index never waits for the database.
+
+While the database is away rows wait, up to a limit. Beyond it they are let go, and once the database is back a second projector reads
+them again from where SQL stands, over an index that holds nothing. The same helps when a database was restored from an older copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.index import NewIndex
+from kvbm.catalog.projector import Projector
+from kvbm.catalog.store import Outcome, Store, StoreBatch
+from kvbm.core.errors import CatalogError, StreamError
+from kvbm.core.kernels import ScanFrames
+from kvbm.streams.base import EventStream, StreamMessage, StreamState
+from kvbm.streams.nats import STREAM
+
+log = structlog.get_logger()
+
+WAITING_BYTES = 64 << 20  # of rows that wait for the database
+SLICE_BYTES = 64 << 10  # messages applied at once, so that requests are answered in between
+RETRY_FIRST_S = 0.1
+RETRY_MOST_S = 5.0
+_FETCH_WAIT_S = 0.25
+_HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
+_PARTS = "SQL"
+
+
+class Numbering(NamedTuple):
+    """A stream's name in SQL, and the position it has there."""
+
+    name: str
+    stored: int
+
+
+async def numbering(store: Store, cluster: str | None, state: StreamState) -> Numbering:
+    """Name of the stream in SQL, and its position. Another store is another stream, so the name tells when it was made.
+
+    A stream whose end lies before the stored position has lost its end, and its sequences name other messages from there on: it gets
+    a name of its own too. Raises CatalogError.
+    """
+    first = f"{STREAM if cluster is None else f'{STREAM}/{cluster}'}@{state.created}"
+    name, generation = first, 1
+    while (stored := await store.position(name)) > state.last_sequence:
+        generation += 1
+        name = f"{first}#{generation}"
+    if generation > 1:
+        log.warning("stream.end_lost", stream=name, end=state.last_sequence)
+    return Numbering(name, stored)
+
+
+class Storing:
+    """Brings a projector's rows to SQL. One asyncio loop.
+
+    Args:
+        applying: held by whoever applies messages to the projector.
+        new_index, scan_frames: for the second projector.
+
+    Attributes:
+        stored: sequence up to which SQL has everything.
+        read_again: how often rows were let go and read again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        stream: EventStream,
+        cluster: str | None,
+        projector: Projector,
+        begun: Numbering,
+        applying: asyncio.Lock,
+        degraded: Degraded,
+        new_index: NewIndex,
+        scan_frames: ScanFrames,
+        every_s: float = 0.1,
+        waiting_bytes: int = WAITING_BYTES,
+    ) -> None:
+        self.name, self.stored = begun
+        self.read_again = 0
+        self._store, self._stream, self._cluster, self._projector = store, stream, cluster, projector
+        self._applying, self._degraded = applying, degraded
+        self._new_index, self._scan_frames = new_index, scan_frames
+        self._every_s, self._waiting_bytes = every_s, waiting_bytes
+        self._batch: StoreBatch | None = None
+        self._is_behind = False  # rows were let go
+
+    async def run(self) -> None:
+        """Store for ever."""
+        retry_s = RETRY_FIRST_S
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._store_what_waits()
+            except (CatalogError, StreamError) as error:
+                self._degraded.note(_PARTS, str(error))
+                if self._projector.waiting_bytes > self._waiting_bytes:
+                    self._let_go(str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MOST_S)
+            else:
+                self._degraded.clear(_PARTS)
+                retry_s = RETRY_FIRST_S
+
+    async def flush(self) -> None:
+        """Store what is left, once; what was let go is left to the next start. Raises CatalogError."""
+        if await self._store_batch() and not self._is_behind:
+            await self._store_batch()  # what was cut before, then what came after it
+
+    async def renumber(self) -> None:
+        """The stream's store was replaced: count it under another name. Comes back when SQL and the stream have answered."""
+        retry_s = RETRY_FIRST_S
+        while True:
+            try:
+                begun = await numbering(self._store, self._cluster, await self._stream.state())
+            except (CatalogError, StreamError) as error:
+                self._degraded.note(_PARTS, str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_MOST_S)
+            else:
+                self.name, self.stored = begun
+                self._projector.renumber(*begun)
+                return
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _store_what_waits(self) -> None:
+        await self._store_batch()
+        if self._is_behind:
+            await self._read_again()
+
+    async def _store_batch(self) -> bool:
+        """Store the batch that waits, or a new one. Returns whether one was stored. Raises CatalogError: try again."""
+        batch = self._batch or self._projector.take_batch()
+        if batch is None:
+            return False
+        self._batch = batch
+        applied = await self._store.apply(batch)
+        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
+            self._batch = msgspec.structs.replace(batch, previous=applied.position)
+            return False
+        self._batch = None
+        if applied.outcome is Outcome.MISSING:
+            log.warning(
+                "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
+                what_to_do="nothing: rows are read again from there as far as the stream has them",
+            )  # fmt: skip
+            self._let_go("the database was restored or replaced")
+            return False
+        if batch.stream == self.name:
+            self.stored = max(self.stored, applied.position)
+        return True
+
+    def _let_go(self, why: str) -> None:
+        if not self._is_behind:
+            log.warning("rows.let_go", stored=self.stored, read=self._projector.sequence, why=why)
+        self._is_behind = True
+        self._projector.let_rows_go()
+
+    async def _read_again(self) -> None:
+        """Bring SQL to where the projector is, by another. Raises CatalogError, StreamError: to be begun anew."""
+        name, stored = self.name, await self._store.position(self.name)
+        self.stored = stored
+        positions = await self._store.instance_positions()
+        second = Projector(
+            self._new_index(1), self._scan_frames, name, stored, known=await self._store.instances(),
+            namespaces=[row.fields for row in await self._store.namespaces() if row.fields.id == row.id],
+        )  # fmt: skip
+        if stored:
+            second.restore_blind(stored, positions.values())
+        log.info("rows.read_again", after=stored)
+        reader = await self._stream.pull(stored, self._cluster)
+        try:
+            while not reader.at_end or second.sequence < self._projector.sequence:
+                await self._step(second, await reader.fetch(_FETCH_WAIT_S))
+                await self._store_all(second)
+                if self.name != name:
+                    return  # the stream was replaced meanwhile; begin anew
+            async with self._applying:
+                deadline_s = time.monotonic() + _HANDOVER_S
+                while second.sequence < self._projector.sequence:
+                    if time.monotonic() > deadline_s:
+                        return
+                    await self._step(second, await reader.fetch(_FETCH_WAIT_S))
+                second.pass_holes()
+                self._batch = second.take_batch()
+                self._projector.gather_after(max(second.sequence, stored))
+                self._is_behind = False
+                self.read_again += 1
+            log.info("rows.caught_up", stored=self.stored, read=second.sequence)
+        finally:
+            await reader.close()
+
+    async def _step(self, second: Projector, messages: Sequence[StreamMessage]) -> None:
+        for part in slices(messages):
+            if second.step(time.monotonic(), part).renumbered:
+                raise StreamError("the stream was replaced while rows were read again")
+            await asyncio.sleep(0)
+
+    async def _store_all(self, second: Projector) -> None:
+        batch = second.take_batch()
+        while batch is not None:
+            applied = await self._store.apply(batch)
+            match applied.outcome:
+                case Outcome.OVERTAKEN:
+                    batch = msgspec.structs.replace(batch, previous=applied.position)
+                case Outcome.MISSING:
+                    raise CatalogError(f"the database stands at {applied.position}, before {batch.previous}")
+                case _:
+                    self.stored = max(self.stored, applied.position)
+                    batch = None
+
+
+def slices(messages: Sequence[StreamMessage]) -> list[Sequence[StreamMessage]]:
+    """Messages in parts of about SLICE_BYTES; one empty part when there are none."""
+    parts: list[Sequence[StreamMessage]] = []
+    begin = size = 0
+    for at, message in enumerate(messages):
+        if size and size + len(message.data) > SLICE_BYTES:
+            parts.append(messages[begin:at])
+            begin, size = at, 0
+        size += len(message.data)
+    parts.append(messages[begin:])
+    return parts

@@ -1,0 +1,376 @@
+"""Liveness: who is withheld when, in numbers one can follow; then any interleaving of anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbm.catalog.liveness import (
+    Followed,
+    Heard,
+    Input,
+    LifeState,
+    Liveness,
+    OwnPulse,
+    Return,
+    Ticked,
+    Why,
+    Withhold,
+    catalog_name,
+    is_catalog,
+)
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.streams.base import Heartbeat
+
+A, B, C, D, E = (InstanceId(name) for name in "abcde")
+TICK_S = 0.1
+ONE, TWO = Epoch(1), Epoch(2)
+
+
+class Watch:
+    """A liveness and what it has said: kept in step as the index would be."""
+
+    def __init__(self, liveness_s: float = 4.0) -> None:
+        self.liveness = Liveness(liveness_s)
+        self.withheld: dict[InstanceId, Why] = {}
+        self.sent = 0
+
+    def step(self, now_s: float, what: Input) -> None:
+        for effect in self.liveness.step(now_s, what):
+            if isinstance(effect, Withhold):
+                assert effect.instance not in self.withheld
+                self.withheld[effect.instance] = effect.why
+            else:
+                del self.withheld[effect.instance]
+        assert set(self.withheld) == set(self.liveness.withheld())
+
+    def hear(self, now_s: float, *instances: InstanceId, epoch: int = 1, run: str = "", stopping: bool = False) -> None:
+        for instance in instances:
+            self.sent += 1
+            self.step(now_s, Heard(beat(instance, self.sent, epoch, run, stopping)))
+
+    def follow(self, now_s: float, *instances: InstanceId, epoch: int = 1, stopped: bool = False) -> None:
+        for instance in instances:
+            self.step(now_s, Followed(instance, Epoch(epoch), stopped))
+
+    def run(self, begin_s: float, end_s: float, alive: Sequence[InstanceId] = (), own: bool = True) -> None:
+        """Tick along; these and the catalog itself are heard every second."""
+        for tick in range(round(begin_s / TICK_S), round(end_s / TICK_S)):
+            now_s = tick * TICK_S
+            if tick % 10 == 0:
+                if own:
+                    self.step(now_s, OwnPulse())
+                self.hear(now_s, *alive)
+            self.step(now_s, Ticked())
+
+
+def beat(
+    instance: InstanceId, wall_time_ns: int, epoch: int = 1, run: str = "", stopping: bool = False
+) -> Heartbeat:  # fmt: skip
+    return Heartbeat(
+        instance=instance, cluster="c", epoch=Epoch(epoch), published=Offset(0), wall_time_ns=wall_time_ns, run=run,
+        stopping=stopping,
+    )  # fmt: skip
+
+
+def five(liveness_s: float = 4.0) -> Watch:
+    watch = Watch(liveness_s)
+    watch.follow(0.0, A, B, C, D, E)
+    watch.run(0.0, 10.0, [A, B, C, D, E])
+    assert not watch.withheld
+    return watch
+
+
+def test_one_that_dies_is_withheld_after_liveness_s_and_returned_when_it_is_heard() -> None:
+    watch = five()
+    watch.run(10.0, 13.0, [A, B, C, D])  # E was last heard at 9
+    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+    watch.run(13.0, 13.2, [A, B, C, D])
+    assert watch.withheld == {E: Why.SILENT} and watch.liveness.state(E) is LifeState.SILENT
+    assert watch.liveness.candidates() == [A, B, C, D]
+    assert watch.liveness.freshness(13.1).age_s == 0
+    watch.hear(13.5, E)
+    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+
+
+def test_below_a_second_when_it_is_configured() -> None:
+    watch = Watch(0.75)
+    watch.follow(0.0, A, B)
+    assert watch.liveness.own_pulse_s < 0.25 and watch.liveness.tick_s <= 0.08
+    for tick in range(100):
+        now_s = tick / 16
+        watch.step(now_s, OwnPulse())
+        watch.hear(now_s, A, *([B] if now_s <= 2 else []))
+        watch.step(now_s, Ticked())
+        assert (B in watch.withheld) == (now_s >= 2.75)
+
+
+def test_a_clean_stop_is_withheld_at_once_and_stray_pulses_of_it_change_nothing() -> None:
+    watch = five()
+    watch.hear(10.0, E, stopping=True)
+    assert watch.liveness.state(E) is LifeState.STOPPING and E not in watch.liveness.candidates()
+    watch.follow(10.1, E, stopped=True)
+    assert watch.withheld == {E: Why.STOPPED} and watch.liveness.state(E) is LifeState.STOPPED
+    watch.hear(10.2, E, stopping=True)
+    watch.run(11.0, 20.0, [A, B, C, D])
+    assert watch.withheld == {E: Why.STOPPED} and watch.liveness.freshness(20.0).age_s <= 1
+
+
+def test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read() -> None:
+    stopped = five()
+    stopped.follow(10.0, E, stopped=True)
+    stopped.follow(11.0, E, epoch=2)
+    assert E in stopped.withheld
+    stopped.hear(11.1, E, epoch=2)
+    assert not stopped.withheld
+    killed = five()
+    killed.hear(10.0, E, epoch=2)  # the stream has only told of its first epoch, whose process this proves to be gone
+    assert killed.withheld == {E: Why.RESTARTED} and killed.liveness.state(E) is LifeState.LIVE
+    killed.follow(10.1, E, epoch=2)
+    assert not killed.withheld
+
+
+def test_one_withheld_that_restarts_is_not_returned_by_its_old_self() -> None:
+    watch = five()
+    watch.run(10.0, 15.0, [A, B, C, D])
+    watch.follow(15.0, E, epoch=2)
+    watch.hear(15.1, E, epoch=1)
+    assert E in watch.withheld and watch.liveness.zombies == 1
+    watch.hear(15.2, E, epoch=2)
+    assert not watch.withheld
+
+
+def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
+    watch = Watch()
+    watch.follow(0.0, A, B)
+    watch.step(0.0, OwnPulse())
+    watch.hear(0.1, A, run="x")
+    watch.hear(0.2, A, run="y")
+    assert watch.liveness.double_ids == 1
+    last = watch.liveness.last(A)
+    assert last is not None and last.heartbeat.run == "x"
+    watch.run(0.3, 4.2, [B])
+    assert watch.withheld == {A: Why.SILENT}  # the other's pulses are no life of this one
+    watch.hear(4.3, A, run="y")
+    assert not watch.withheld and watch.liveness.double_ids == 1
+
+
+def test_kept_pulses_are_no_life() -> None:
+    watch = Watch()
+    watch.hear(0.0, A, B)  # as the stream has kept them
+    watch.follow(0.0, A, B)
+    assert watch.liveness.state(A) is LifeState.UNHEARD and watch.liveness.last(A) is not None
+    watch.run(0.0, 3.9, [B])
+    assert not watch.withheld and watch.liveness.state(B) is LifeState.LIVE
+    watch.run(3.9, 4.2, [B])
+    assert watch.withheld == {A: Why.SILENT} and watch.liveness.state(A) is LifeState.UNHEARD
+
+
+def test_a_pulse_given_twice_counts_once() -> None:
+    watch = Watch()
+    watch.follow(0.0, A, B)
+    pulse = Heard(beat(A, 77))
+    watch.step(0.0, OwnPulse())
+    watch.step(0.1, pulse)
+    for second in range(1, 6):
+        watch.step(second, pulse)
+        watch.run(second, second + 1, [B])
+    assert watch.withheld == {A: Why.SILENT}
+
+
+def test_nobody_is_withheld_while_the_catalog_is_cut_off_and_everybody_has_a_period_anew() -> None:
+    watch = five()
+    watch.run(10.0, 60.0, own=False)
+    assert not watch.withheld
+    fresh = watch.liveness.freshness(60.0)
+    assert fresh.age_s == pytest.approx(51.0) and "own pulse" in fresh.why
+    watch.run(60.0, 63.9, [A, B, C, D])
+    assert not watch.withheld
+    watch.run(63.9, 64.2, [A, B, C, D])
+    assert set(watch.withheld) == {E}
+
+
+def test_a_stop_is_heeded_also_by_a_catalog_that_is_cut_off() -> None:
+    watch = five()
+    watch.run(10.0, 20.0, own=False)
+    watch.follow(20.0, E, stopped=True)
+    assert set(watch.withheld) == {E}
+
+
+def test_when_most_fall_silent_together_the_view_is_kept_until_they_are_no_longer_most() -> None:
+    watch = five()
+    watch.run(10.0, 30.0, [A, B])
+    assert not watch.withheld and watch.liveness.state(C) is LifeState.SILENT
+    fresh = watch.liveness.freshness(30.0)
+    assert fresh.age_s == pytest.approx(21.0) and "3 instances" in fresh.why
+    assert watch.liveness.candidates() == [A, B]
+    watch.run(30.0, 31.0, [A, B, C])
+    assert set(watch.withheld) == {D, E}
+    assert watch.liveness.freshness(30.9).age_s == 0
+
+
+def test_one_that_dies_while_others_are_kept_is_withheld() -> None:
+    watch = five()
+    watch.run(10.0, 30.0, [A, B])
+    watch.run(30.0, 35.0, [A])
+    assert set(watch.withheld) == {B}
+
+
+def test_two_of_two_that_die_are_withheld() -> None:
+    watch = Watch()
+    watch.follow(0.0, A, B)
+    watch.run(0.0, 5.0, [A, B])
+    watch.run(5.0, 8.2)
+    assert set(watch.withheld) == {A, B}
+    assert watch.liveness.candidates() == [A, B]  # a prompt has to go somewhere
+
+
+def test_many_that_died_long_ago_are_withheld_when_few_are_heard_and_kept_when_nobody_is() -> None:
+    dead = [InstanceId(f"dead-{number}") for number in range(50)]
+    watch = Watch()
+    watch.hear(0.0, *dead)
+    watch.follow(0.0, A, *dead)
+    watch.run(0.0, 10.0)
+    assert not watch.withheld and watch.liveness.freshness(10.0).age_s > 9
+    watch.run(10.0, 10.2, [A])
+    assert set(watch.withheld) == set(dead)
+
+
+def test_an_instance_the_stream_has_not_told_of_has_nothing_to_withhold() -> None:
+    watch = five()
+    unknown = InstanceId("unknown")
+    watch.hear(10.0, unknown)
+    assert unknown in watch.liveness.candidates()
+    watch.run(10.0, 20.0, [A, B, C, D, E])
+    assert not watch.withheld and watch.liveness.state(unknown) is LifeState.SILENT
+    watch.follow(20.0, unknown)
+    watch.run(20.0, 20.2, [A, B, C, D, E])
+    assert set(watch.withheld) == {unknown}
+
+
+def test_effects_name_the_epoch_the_stream_has_told() -> None:
+    liveness = Liveness()
+    liveness.step(0.0, Followed(A, Epoch(7), False))
+    assert liveness.step(0.1, Followed(A, Epoch(7), True)) == [Withhold(A, Epoch(7), Why.STOPPED)]
+    assert liveness.step(0.2, Followed(A, Epoch(8), False)) == []
+    assert liveness.step(0.3, OwnPulse()) == []
+    assert liveness.step(0.4, Heard(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
+
+
+def test_a_catalog_is_told_from_an_instance_by_its_name() -> None:
+    assert is_catalog(catalog_name("x")) and not is_catalog(A)
+
+
+# -- any interleaving --------------------------------------------------------------------------------------------------
+
+MANY = [InstanceId(f"i{number}") for number in range(6)]
+inputs = st.one_of(
+    st.tuples(st.just("hear"), st.sampled_from(MANY), st.integers(1, 3), st.sampled_from("xy")),
+    st.tuples(st.just("follow"), st.sampled_from(MANY), st.integers(1, 3), st.booleans()),
+    st.just(("own",)),
+    st.just(("tick",)),
+)
+steps = st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.3, 0.9, 1.1, 2.5, 5.0]), inputs), max_size=120)
+thorough = settings(max_examples=400, deadline=None)
+
+
+def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
+    match action:
+        case ("hear", str(name), int(epoch), str(run)):
+            return Heard(beat(InstanceId(name), number * 1000 + clock, epoch, run))
+        case ("follow", str(name), int(epoch), bool(stopped)):
+            return Followed(InstanceId(name), Epoch(epoch), stopped)
+        case ("own",):
+            return OwnPulse()
+        case _:
+            return Ticked()
+
+
+@thorough
+@given(steps)
+def test_whoever_is_heard_in_time_in_an_epoch_the_stream_has_is_never_withheld(
+    script: list[tuple[float, tuple[object, ...]]],
+) -> None:
+    """Whatever the others do, and the catalog. A is heard every second in its one epoch."""
+    watch = Watch()
+    now_s, heard_s = 0.0, -1.0
+    watch.follow(0.0, A)
+    for number, (pause_s, action) in enumerate(script):
+        until_s = now_s + pause_s
+        while heard_s + 1.0 <= until_s:
+            heard_s += 1.0
+            watch.hear(heard_s, A)
+            assert A not in watch.withheld
+        now_s = until_s
+        watch.step(now_s, fed(action, number))
+        assert A not in watch.withheld
+        assert watch.liveness.state(A) in (LifeState.LIVE, LifeState.UNHEARD)
+
+
+@thorough
+@given(steps, st.integers(0, 9))
+def test_whoever_falls_silent_alone_is_withheld_in_time(
+    script: list[tuple[float, tuple[object, ...]]], phase: int
+) -> None:
+    """After any past: it and four others are heard in a new epoch, then it alone no longer."""
+    watch = Watch()
+    now_s = 0.0
+    for number, (pause_s, action) in enumerate(script):
+        now_s += pause_s
+        watch.step(now_s, fed(action, number))
+    begin_s = float(round(now_s) + 1)
+    others = [B, C, D, E]
+    for name in (A, *others):
+        watch.follow(begin_s, name, epoch=9)
+    watch.run(begin_s, begin_s + 5, [])
+    for name in (A, *others):
+        watch.hear(begin_s + 5, name, epoch=9)
+    last_s = begin_s + 5
+    silent_s = None
+    for tick in range(100):
+        now_s = last_s + (tick * 10 + phase) / 100
+        if tick % 10 == 0:
+            watch.step(now_s, OwnPulse())
+            watch.hear(now_s, *others, epoch=9)
+        watch.step(now_s, Ticked())
+        if A in watch.withheld and silent_s is None:
+            silent_s = now_s - last_s
+    assert silent_s is not None and silent_s + 1e-9 >= 4.0 and silent_s <= 4.0 + TICK_S + 1e-9
+    assert not set(others) & set(watch.withheld)
+
+
+@thorough
+@given(steps, st.lists(st.integers(-(10**15), 10**15), min_size=1, max_size=9))
+def test_the_clocks_of_senders_change_nothing(
+    script: list[tuple[float, tuple[object, ...]]], clocks: list[int]
+) -> None:
+    plain, stepped = Liveness(), Liveness()
+    now_s = 0.0
+    for number, (pause_s, action) in enumerate(script):
+        now_s += pause_s
+        clock = clocks[number % len(clocks)] * 1000 * len(script)
+        told = plain.step(now_s, fed(action, number))
+        assert stepped.step(now_s, fed(action, number, clock)) == told
+        assert stepped.freshness(now_s) == plain.freshness(now_s)
+        assert [stepped.state(name) for name in MANY] == [plain.state(name) for name in MANY]
+
+
+@thorough
+@given(steps)
+def test_while_the_catalog_does_not_hear_itself_nobody_is_withheld_for_silence(
+    script: list[tuple[float, tuple[object, ...]]],
+) -> None:
+    watch = Watch()
+    now_s, own_s = 0.0, float("-inf")
+    for number, (pause_s, action) in enumerate(script):
+        now_s += pause_s
+        what = fed(action, number)
+        before = dict(watch.withheld)
+        if isinstance(what, OwnPulse):
+            own_s = now_s
+        watch.step(now_s, what)
+        newly = {name for name, why in watch.withheld.items() if why is Why.SILENT and name not in before}
+        assert not newly or now_s - own_s < 2.0
