@@ -138,7 +138,8 @@ class Comparison:
                 if name not in self._met:
                     self._met.add(name)
                     self._compare(answer, fold)
-                self._compare_blocks(name, end, fold.residencies)
+                if not (fold.doubtful or answer.doubtful or answer.partial):
+                    self._compare_blocks(name, end, fold.residencies)
         for absent in sorted(self._wanted.keys() - self._folds.keys()):
             one = self._wanted[absent]
             if one.epoch:

@@ -4,7 +4,7 @@ A catalog takes a checkpoint only for the stream it was made of, so the state ha
 
     an archive            the stream it was written from, after the last message in it
     the live stream       itself, after the last message read
-    --stream URL          that one, at its end: the log must go at least as far there, instance by instance
+    --stream URL          that one, at its end: the log must have all that is there, instance by instance
     anything else         none: the stream's name is "rebuilt", and only tools that ask for it by this name load it
 """
 
@@ -24,6 +24,7 @@ from kvbm.catalog.checkpoints import Checkpointing, Writing
 from kvbm.catalog.index import ClusterIndex, NewIndex, is_doubtful
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.store import Store, StoreBatch
+from kvbm.catalog.storing import numbering
 from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import Kernels
 from kvbm.replay.findings import Finding, damage_finding, damage_words
@@ -33,8 +34,7 @@ from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.replay.words import counted
-from kvbm.streams.base import EventStream, StreamMessage, events_subject
-from kvbm.streams.nats import STREAM
+from kvbm.streams.base import EventStream, StreamMessage, StreamState, events_subject
 
 REBUILT = "rebuilt"
 _MESSAGE_BYTES = 256 << 10
@@ -45,7 +45,7 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     """What was made.
 
     Attributes:
-        stream, created, sequence: which stream, and where in it a catalog goes on.
+        stream, sequence: which stream, by its name in SQL, and where in it a catalog goes on.
         anomalies: rules that events broke, counted by name.
         doubtful: instances whose residencies may be wrong, because the log has holes; a catalog asks them for a round.
     """
@@ -54,7 +54,6 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     database: str
     checkpoint: str
     stream: str = REBUILT
-    created: str = ""
     sequence: int = 0
     instances: int = 0
     frames: int = 0
@@ -74,7 +73,11 @@ class Rebuilt(msgspec.Struct, kw_only=True):
             f"rebuilt: {counted(self.instances, 'instance')}, {counted(self.residencies, 'residency').replace('residencys', 'residencies')}, "
             f"{counted(self.claims, 'claim')} from {counted(self.events, 'event')} in {counted(self.frames, 'frame')}"
         )
-        where = f"goes on after message {self.sequence:,} of {self.stream}" if self.created else "belongs to no stream"
+        where = (
+            f"goes on after message {self.sequence:,} of {self.stream}"
+            if self.stream != REBUILT
+            else "belongs to no stream"
+        )
         yield f"  rows in {self.database}, index in {self.checkpoint or 'no checkpoint'}; it {where}"
         if self.doubtful:
             yield f"  in doubt, because of holes or wrong digests: {', '.join(self.doubtful)}"
@@ -84,7 +87,6 @@ class _Identity(NamedTuple):
     """Which stream the state belongs to, and how far it goes there."""
 
     stream: str
-    created: str
     sequence: int
 
 
@@ -104,14 +106,25 @@ def rebuild(
 
     Args:
         database: URL of one without rows.
-        cluster: of the instances, for the sources that do not say.
+        cluster: the one the catalog follows, and that of the instances for sources that do not say.
         new_index: one that writes checkpoints, unless there is to be none.
         connect: gives the stream a catalog is to go on with.
         archive: the folder of the source, if it is an archive.
     Raises: SourceError: the database is in use, or the stream has more than the log. CatalogError, StreamError.
     """
     return asyncio.run(
-        _Rebuild(source, database, checkpoint, cluster, kernels, new_index, capacity, connect, instance, archive).run()
+        _Rebuild(
+            source,
+            database,
+            checkpoint,
+            cluster,
+            kernels,
+            new_index,
+            capacity,
+            connect,
+            instance,
+            archive,
+        ).run()
     )
 
 
@@ -140,7 +153,7 @@ class _Rebuild:
             if await store.instances() or await store.namespaces():
                 raise SourceError(f"{self.report.database} has rows already; give a new database")
             await self._project(store)
-            identity = await self._identity()
+            identity = await self._identity(store)
             await self._write(store, identity)
         finally:
             await store.close()
@@ -185,6 +198,8 @@ class _Rebuild:
         """Project frames of one instance as one message."""
         first = frames[0].found
         assert not isinstance(first, Damage)
+        if first.epoch > self._projector.position(first.instance).epoch:
+            await self._store(store)  # a batch tells of one epoch of an instance that ended by itself
         cluster = frames[0].group.rpartition(".")[2] if frames[0].place.sequence is not None else self._cluster
         self._sequence += 1
         data = b"".join(located.data for located in frames)
@@ -205,19 +220,20 @@ class _Rebuild:
 
     # -- whose state it is --------------------------------------------------------------------------------------------
 
-    async def _identity(self) -> _Identity:
+    async def _identity(self, store: Store) -> _Identity:
         if self._connect is not None:
             stream = await self._connect()
             try:
-                return await self._identity_of(stream)
+                return await self._identity_of(store, stream)
             finally:
                 await stream.close()
         position = None if self._archive is None else _archive_position(self._archive)
-        if position is not None and position.created:
-            return _Identity(STREAM, position.created, position.sequence)
-        return _Identity(REBUILT, "", self._sequence)
+        if position is None or not position.created:
+            return _Identity(REBUILT, self._sequence)
+        state = StreamState(1, position.sequence, 0, -1, 0.0, position.created)
+        return _Identity((await numbering(store, self._cluster, state)).name, position.sequence)
 
-    async def _identity_of(self, stream: EventStream) -> _Identity:
+    async def _identity_of(self, store: Store, stream: EventStream) -> _Identity:
         """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked at."""
         state = await stream.state(TIMEOUT_S)
         for name in self._projector.instances():
@@ -229,11 +245,11 @@ class _Rebuild:
                     f"the stream has instance {name} up to {tail.end.epoch}:{tail.end.offset}, the log ends at {here.epoch}:{here.offset}; "
                     "rebuild from its archive, or from the stream itself"
                 )
-        return _Identity(STREAM, state.created, state.last_sequence)
+        return _Identity((await numbering(store, self._cluster, state)).name, state.last_sequence)
 
     async def _write(self, store: Store, identity: _Identity) -> None:
         report = self.report
-        report.stream, report.created, report.sequence = identity
+        report.stream, report.sequence = identity
         if identity.stream != REBUILT and identity.sequence:
             batch = StoreBatch(stream=identity.stream, previous=0, stream_sequence=identity.sequence)
             await store.apply(batch)
@@ -241,7 +257,7 @@ class _Rebuild:
             return
         assert isinstance(self._index, Checkpointing)
         state = msgspec.structs.replace(self._projector.state(), sequence=identity.sequence)
-        writing = Writing(self._checkpoint, self._index, state, identity.stream, identity.created)
+        writing = Writing(self._checkpoint, self._index, state, identity.stream)
         writing.write()
         writing.finish(identity.sequence)
 
