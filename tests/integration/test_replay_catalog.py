@@ -24,6 +24,7 @@ from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, split_hashes
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.cli import Parts, main
+from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
 from tests.integration.test_replay_stream import messages, publish
@@ -49,7 +50,7 @@ def catalog(url: str, folder: Path, name: str, **more: Any) -> Iterator[CatalogC
     """A ready catalog with its own database and checkpoints."""
     settings = ServiceSettings(
         nats_url=url, database_url=f"sqlite+aiosqlite:///{folder / name}.db", cluster=CLUSTER, listen="127.0.0.1:0",
-        store_every_s=0.02, whole_wait_s=0.2, **more,
+        store_every_s=0.02, whole_wait_s=0.2, liveness_s=600.0, **more,
     )  # fmt: skip
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         client = CatalogClient(thread.url)
@@ -69,6 +70,30 @@ def has_all(client: CatalogClient, *streams: list[Frame]) -> bool:
     """Whether a catalog stands at the end of these."""
     ends = {frames[-1].instance: (frames[-1].epoch, frames[-1].next_offset) for frames in streams}
     return {one.instance: (one.epoch, one.offset) for one in client.instances()} == ends
+
+
+def beat(url: str, *streams: list[Frame]) -> None:
+    """A sign of life of each instance."""
+
+    async def work() -> None:
+        stream = await NatsStream.connect(url)
+        try:
+            for frames in streams:
+                last = frames[-1]
+                heartbeat = Heartbeat(
+                    instance=last.instance, cluster=CLUSTER, epoch=last.epoch, published=last.next_offset,
+                    wall_time_ns=time.time_ns(),
+                )  # fmt: skip
+                await stream.send_pulse(heartbeat)
+        finally:
+            await stream.close()
+
+    asyncio.run(work())
+
+
+def is_live(client: CatalogClient) -> bool:
+    """Whether nobody is withheld."""
+    return {one.state for one in client.instances()} == {"live"} and not any(one.withheld for one in client.instances())
 
 
 def gone_back(frames: list[Frame]) -> list[tuple[str, bytes]]:
@@ -141,6 +166,8 @@ def test_a_catalog_rebuilt_from_its_archive_answers_and_stores_as_the_live_one_a
     with catalog(fresh_nats, tmp_path, "live", archive=str(archive)) as live:
         publish(fresh_nats, [*gone_back(ONE), *messages(TWO[:-3], per_message=3)], CLUSTER)
         eventually(lambda: has_all(live, ONE, TWO[:-3]))
+        beat(fresh_nats, ONE, TWO[:-3])
+        eventually(lambda: is_live(live))
         wanted = answers(live)
     stored = rows(f"sqlite+aiosqlite:///{tmp_path / 'live'}.db")
     database = f"sqlite+aiosqlite:///{tmp_path / 'again'}.db"
@@ -162,7 +189,11 @@ def test_a_catalog_rebuilt_from_its_archive_answers_and_stores_as_the_live_one_a
     assert known == {(frame.instance, frame.epoch) for frame in [*ONE, *TWO[:-3]]}
     assert {(one.instance, one.epoch) for one in stored.epochs} <= known
     with catalog(fresh_nats, tmp_path, "again", checkpoints=str(tmp_path / "checkpoints")) as again:
-        assert answers(again) == wanted
+        beat(fresh_nats, ONE, TWO[:-3])
+        eventually(lambda: is_live(again))
+        found = answers(again)
+        for part in wanted:
+            assert found[part] == wanted[part]
         publish(fresh_nats, messages(rest), CLUSTER)
         eventually(lambda: has_all(again, ONE, TWO))
         two = again.instance("two")
