@@ -35,6 +35,8 @@ LINGER_S = 0.002  # what falls due within this is due together
 PULSE_S = 1.0
 TIMEOUT_S = 10.0
 
+_clock, _pause = time.monotonic, asyncio.sleep  # of the chosen speed; tests have their own
+
 
 class Served(msgspec.Struct, kw_only=True):
     """What was fed.
@@ -306,7 +308,7 @@ class _Feeder:
         """Wait for the time at which a frame is due; a clock that went back makes nobody wait twice."""
         if self._speed == MAX_SPEED:
             return
-        now_s = time.monotonic()
+        now_s = _clock()
         if self._began is None:
             self._began = (now_s, wall_time_ns)
         began_s, began_ns = self._began
@@ -314,6 +316,6 @@ class _Feeder:
         if wait_s > 0:
             while self._under_way:  # what waits for its acknowledgement uses the time
                 await self._confirm()
-            await asyncio.sleep(max(0.0, wait_s - (time.monotonic() - now_s)))
+            await _pause(max(0.0, wait_s - (_clock() - now_s)))
         else:
             self._report.latest_s = max(self._report.latest_s, -wait_s)
