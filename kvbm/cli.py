@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import structlog
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, kvbm_version
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 
@@ -62,10 +62,13 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-replay` command."""
+    from kvbm.replay.cli import Parts
     from kvbm.replay.cli import main as replay
+    from kvbm.workload.trace import read_trace
 
     _configure_logs()
-    return replay(list(sys.argv[1:] if argv is None else argv), NATIVE, NATIVE_FOLD)
+    parts = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace)
+    return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
 
 def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
