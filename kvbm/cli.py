@@ -129,7 +129,11 @@ def _add_bench(commands: _Commands) -> None:
         commands, "bench", "measure the native core, and the line from instance to catalog, on this machine",
         "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
     )  # fmt: skip
-    bench.add_argument("what", choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "all"], help="which part")
+    bench.add_argument(
+        "what",
+        choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "all"],
+        help="which part",
+    )
     bench.add_argument(
         "--live", type=_live_count, action="append", metavar="N",
         help="residencies the index holds; may be given several times (default 1000000)",
