@@ -171,6 +171,11 @@ class FrameWriter:
         self._state = state
         self.notify()
 
+    def retry(self) -> None:
+        """There may be room now: try at once what was refused."""
+        self._retry_s = float("-inf")
+        self.notify()
+
     @property
     def refusal(self) -> str:
         """Why the journal takes nothing; "" while it does."""
@@ -202,11 +207,12 @@ class FrameWriter:
             done = not self._broke and self.drain()  # nothing may be written after a hole
             if self._wants_epoch():
                 done = self._begin_epoch(done)
-            wakes = [self._go_on_with_rounds(now_s, runs)]
-            done = done and self.drain()
             self._let_go()
-            wakes.append(self._keeping.sync(now_s))
-            wake_s = min((at_s for at_s in wakes if at_s is not None), default=None)
+            if done:
+                wakes = [self._go_on_with_rounds(now_s, runs)]
+                done = self.drain()
+                wakes.append(self._keeping.sync(now_s))
+                wake_s = min((at_s for at_s in wakes if at_s is not None), default=None)
         except (OSError, JournalError) as error:
             self._refuse(error)
             done = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal
@@ -49,11 +52,19 @@ class JournalKeeping:
 
 
 class MemoryKeeping:
-    """Of a log in memory, which nobody recovers from: what the stream holds may go."""
+    """Of a log in memory, which nobody recovers from; a sink too, so that it knows how much it keeps."""
 
     def __init__(self, log: MemoryLog) -> None:
         self._log = log
+        self._kept: deque[tuple[Position, int]] = deque()  # end and size of each frame
+        self._used_bytes = 0
         self.epoch = Epoch(0)
+
+    def append(self, frame: FrameBytes) -> None:
+        """See `FrameSink.append`."""
+        self._log.append(frame)
+        self._kept.append((Position(frame.epoch, frame.next_offset), len(frame.data)))
+        self._used_bytes += len(frame.data)
 
     def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
         """See `Keeping.begin_epoch`."""
@@ -68,8 +79,11 @@ class MemoryKeeping:
 
     def let_go(self, published: Position, whole_round: Position) -> None:
         """See `Keeping.let_go`."""
-        self._log.drop_before(min(published, whole_round))
+        needless = min(published, whole_round)
+        self._log.drop_before(needless)
+        while self._kept and self._kept[0][0] <= needless:
+            self._used_bytes -= self._kept.popleft()[1]
 
     def used_bytes(self) -> int:
         """See `Keeping.used_bytes`."""
-        return 0
+        return self._used_bytes

@@ -409,7 +409,9 @@ class Manager:
         """See `PublisherOwner.on_published`."""
         if position > self._published:
             self._published = position
-            if self._source.waits_for(position) or self._frames.refusal:
+            if self._frames.refusal:
+                self._frames.retry()
+            elif self._source.waits_for(position):
                 self._frames.notify()
 
     def on_fenced(self, newer: Epoch) -> None:

@@ -63,7 +63,6 @@ class _Mark(NamedTuple):
 
     at_s: float
     sequence: int | None  # the stream's last, as far as it was known
-    written_bytes: int
 
 
 class Rounds:
@@ -85,6 +84,7 @@ class Rounds:
         self._asked_begun_s = float("-inf")
         self._state: StreamState | None = None
         self._used_bytes = self._written_bytes = 0
+        self._written_at_end = 0  # of the last whole round, so that a large round does not call for the next
         self._under_way: _Mark | None = None
         self._whole: _Mark | None = None
 
@@ -106,6 +106,7 @@ class Rounds:
                 self._begin(now_s)
             case Ended():
                 self._whole, self._under_way = self._under_way or self._whole, None
+                self._written_at_end = self._written_bytes
             case Dropped():
                 self._under_way = None
             case Ticked():
@@ -129,7 +130,7 @@ class Rounds:
 
     def _begin(self, now_s: float) -> None:
         sequence = self._state.last_sequence if self._state else None
-        self._under_way = _Mark(now_s, sequence, self._written_bytes)
+        self._under_way = _Mark(now_s, sequence)
         if self._asked and now_s >= self._asked_begun_s + self._least_s:
             self._asked, self._asked_begun_s = False, now_s
 
@@ -154,8 +155,7 @@ class Rounds:
         return is_nearly_full and (state.last_sequence - whole.sequence) * _SHARE >= max(length, _SHARE)
 
     def _is_crowded(self) -> bool:
-        """Whether the journal is half full, and a quarter of it newer than the last whole round."""
+        """Whether the journal is half full, and a quarter of it written since the last whole round."""
         if not self.is_half_full:
             return False
-        since = self._whole.written_bytes if self._whole is not None else 0
-        return (self._written_bytes - since) * _SHARE >= self._capacity_bytes
+        return (self._written_bytes - self._written_at_end) * _SHARE >= self._capacity_bytes

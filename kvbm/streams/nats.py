@@ -636,7 +636,7 @@ class NatsStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT, reconnects=False):
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
@@ -663,7 +663,7 @@ class NatsStream:
             if sample is not None:
                 yield sample
 
-    async def _listen(self, subject: str, kept: int) -> AsyncIterator[Msg]:
+    async def _listen(self, subject: str, kept: int, reconnects: bool = True) -> AsyncIterator[Msg]:
         """What comes on a subject from now on; who asks is answered. Raises StreamError: the server refuses."""
         wake = asyncio.Event()
         ready: deque[Msg] = deque(maxlen=kept)
@@ -680,9 +680,11 @@ class NatsStream:
         wait_s = RECONNECT_FIRST_S
         while not self._is_closed:
             try:
-                link = await self.link(PULL_EXPIRES_S)
+                link = await self.link(PULL_EXPIRES_S) if reconnects else self._link
                 subscription = await link.subscribe(subject, take)
             except (StreamError, TimeoutError) as error:
+                if not reconnects:
+                    return
                 log.debug("stream.subject_unreachable", subject=subject, why=str(error))
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                 wait_s = min(2 * wait_s, RECONNECT_MOST_S)
@@ -700,6 +702,8 @@ class NatsStream:
             finally:
                 link.wakes.discard(wake)
                 await link.unsubscribe(subscription)
+            if not reconnects:
+                return
 
     # -- the connection -----------------------------------------------------------------------------------------------
 

@@ -120,6 +120,23 @@ void overflow_ends_the_stream() {
   CHECK(recorded(ledger).back() == "stopped");
 }
 
+void another_epoch_begins_in_place() {
+  Ledger ledger = started(kPools, "lru", kLeastEventBytes);
+  CHECK(thrown_code([&] { ledger.restart(2, kStarted, 0); }) == ErrorCode::kLedger);  // events wait
+  recorded(ledger);
+  CHECK(thrown_code([&] { ledger.restart(1, kStarted, 0); }) == ErrorCode::kLedger);
+  ledger.forget(Tier::kObject, kNamespace, blocks(0, kLeastEventBytes / kHashBytes - 4), EvictReason::kMissing);
+  filled(ledger, Tier::kHbm, kOther, blocks(0, 4));
+  CHECK(ledger.has_overflowed());
+  filled(ledger, Tier::kHbm, kNamespace, blocks(4, 3));
+  ledger.clear_waiting();
+  const std::uint64_t digest = ledger.digest();
+  const std::uint64_t after = ledger.restart(7, kStarted, 0);
+  CHECK(after == ledger.applied() && ledger.epoch() == 7 && ledger.digest() == digest && !ledger.is_stopped());
+  CHECK((recorded(ledger) == std::vector<std::string>{"started", "stated", "stated", "ended", "ended"}));
+  CHECK(ledger.allocate(Tier::kNvme, 1).has_value() && ledger.begin_round());
+}
+
 void steady_state_reuses_what_it_grew_to() {
   Ledger ledger = started({{Tier::kHbm, 64, false}});
   std::uint64_t digest = 0;
@@ -196,6 +213,10 @@ void no_slot_is_lost(const char* eviction) {
         ledger.begin_round();
         ledger.step_round(1 + random.below(4));
         ledger.clear_waiting();
+        if (random.below(8) == 0) {
+          ledger.restart(ledger.epoch() + 1, kStarted, 0);
+          ledger.clear_waiting();
+        }
     }
     std::uint64_t digest = 0;
     for (const Tier each : {Tier::kHbm, Tier::kHost}) {
@@ -234,6 +255,7 @@ int main() {
   return tests::run({{"blocks are created, matched, pinned and evicted", create_match_evict},
                      {"what is refused has changed nothing", refusals_change_nothing},
                      {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
+                     {"another epoch begins in place, with a round of what is held", another_epoch_begins_in_place},
                      {"the digest is that of what is held, round after round", steady_state_reuses_what_it_grew_to},
                      {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
 }

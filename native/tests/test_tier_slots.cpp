@@ -104,6 +104,23 @@ void recovered_slots_are_reserved() {
   CHECK((taken(tier, 6) == std::vector<std::uint32_t>{0, 2, 3, 5, 6, 7}));
 }
 
+void held_slots_are_found_in_order() {
+  TierSlots tier(Tier::kHbm, 192, "lru", 7);
+  CHECK(tier.next_held(0) == kNoSlot && tier.next_held(192) == kNoSlot);
+  const auto slots = taken(tier, 192);
+  for (const std::uint32_t slot : {0U, 63U, 64U, 191U}) {
+    tier.index(slot, block(1 + slot).data());
+    tier.gain(slot, 0);
+    tier.enter(slot, false);
+  }
+  CHECK(tier.next_held(0) == 0 && tier.next_held(1) == 63 && tier.next_held(64) == 64 && tier.next_held(65) == 191);
+  CHECK(tier.next_held(191) == 191 && tier.next_held(192) == kNoSlot);
+  tier.lose(63, 5);
+  CHECK(tier.next_held(1) == 64);
+  tier.withdraw_unheld(9);
+  CHECK(tier.slot(63).withdrawn_before == 9 && tier.slot(5).withdrawn_before == 9 && tier.slot(64).withdrawn_before == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -112,5 +129,6 @@ int main() {
                      {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
                      {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
                      {"a block on its way is not held", arriving_blocks_are_not_held},
+                     {"held slots are found in order", held_slots_are_found_in_order},
                      {"what a start finds in use is not given out", recovered_slots_are_reserved}});
 }

@@ -556,6 +556,28 @@ def test_a_replaced_stream_is_followed_from_its_beginning(cluster: str, sqlite_u
     assert asyncio.run(stored(sqlite_url))[1] == 10
 
 
+def test_a_round_can_be_asked_for_by_hand(running: Running) -> None:
+    a = running.instance("a")
+    running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5)
+    assert running.client.ask_round("a") is False  # it is there, and nobody serves rounds
+    for unknown in ("nobody", "no/body"):
+        with pytest.raises(CatalogRefusedError) as caught:
+            running.client.ask_round(unknown)
+        assert caught.value.status == 404
+    asked: list[None] = []
+
+    async def serve(stream: NatsStream) -> None:
+        async for _ in stream.watch_round_asks(a.cluster, a.name):
+            asked.append(None)
+            return
+
+    serving = threading.Thread(target=a.run, args=(serve,))
+    serving.start()
+    eventually(lambda: running.client.ask_round("a"))
+    serving.join(10)
+    assert asked
+
+
 def test_positions_of_many_waiters_are_all_told(running: Running) -> None:
     a = running.instance("a")
     a.publish()

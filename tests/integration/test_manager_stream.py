@@ -126,6 +126,19 @@ def test_a_journal_much_smaller_than_what_it_has_carried_takes_everything(
         assert manager.epoch == 2
 
 
+def test_a_journal_in_memory_forgets_what_is_published(tmp_path: Path, nats_url: str, cluster: str) -> None:
+    settings = settings_of(tmp_path, nats_url, cluster, journal__in_memory=True, journal__waiting_bytes=1 << 20)
+    with opened(settings) as manager:
+        for prompt in range(1500):
+            serve(manager, prompt, 60)
+            if prompt % 50 == 0:
+                wait_until(lambda: is_published(manager), "the stream does not come")
+        wait_until(lambda: is_published(manager), "the stream does not come")
+        fold = folded(asyncio.run(frames_of(nats_url, cluster)))
+        assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
+        wait_until(lambda: manager._frames._keeping.used_bytes() < 1 << 20, "it keeps everything")
+
+
 def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when_it_is_back(tmp_path: Path) -> None:
     server = EmbeddedServer.start(tmp_path / "nats")
     port = int(server.url.rpartition(":")[2])

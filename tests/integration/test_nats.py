@@ -642,13 +642,21 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
     asyncio.run(work())
 
 
+async def ask_round(url: str, cluster: str) -> bool:
+    stream = await NatsStream.connect(url, WAIT_S)
+    try:
+        return await stream.ask_round(cluster, ONE, WAIT_S)
+    finally:
+        await stream.close()
+
+
 def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_later_epoch_after_it(
     nats_url: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = MemoryLog(), MemoryLog()
     owners = PlainOwner(cluster, epoch=1, run="first"), PlainOwner(cluster, epoch=1, run="second")
     first, second = (
-        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.1)
+        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.5)
         for log, owner in zip(logs, owners, strict=True)
     )
     try:
@@ -658,10 +666,14 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         assert first.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
         logs[1].append(make_frame(0))
         second.start()
-        time.sleep(1.0)  # ten heartbeats, in which the first one lives
+        seen = len(owners[0].beats)
+        assert wait_until(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
         assert owners[1].fenced == []
         assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
+        assert asyncio.run(ask_round(nats_url, cluster))
+        assert wait_until(lambda: owners[0].asked == 1)
+        assert owners[1].asked == 0
         assert capsys.readouterr().out.count("instance.fenced") == 1
         logs[0].append(make_frame(1))
         first.notify()
@@ -915,6 +927,42 @@ def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samp
         assert owner.states[0].max_age_s == 86400.0
     finally:
         publisher.stop(0.0)
+
+
+def test_a_heartbeat_follows_each_connection_at_once(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    port = int(server.url.rpartition(":")[2])
+    owner = PlainOwner("c")
+    publisher = PublisherThread(MemoryLog(), server.url, "c", ONE, owner, interval_s=3600.0)
+    publisher.start()
+    try:
+        assert wait_until(lambda: len(owner.beats) == 1)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server = EmbeddedServer.start(tmp_path, port=port)
+        assert wait_until(lambda: len(owner.beats) == 2)
+    finally:
+        publisher.stop(0.0)
+        server.stop()
+
+
+def test_an_idle_publisher_fills_the_store_of_a_server_that_came_back_without_its_own(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "a")
+    port = int(server.url.rpartition(":")[2])
+    frames = MemoryLog()
+    for at in range(5):
+        frames.append(make_frame(at))
+    publisher = PublisherThread(frames, server.url, "c", ONE, PlainOwner("c"), interval_s=3600.0)
+    publisher.start()
+    try:
+        assert publisher.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server = EmbeddedServer.start(tmp_path / "b", port=port)
+        assert wait_until(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
+    finally:
+        publisher.stop(0.0)
+        server.stop()
 
 
 def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import datetime
 import ipaddress
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +20,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from kvbm.assembly import open_manager
+from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     Heartbeat,
     LivenessFact,
+    Position,
     StreamMessage,
     events_subject,
     fence_subject,
@@ -39,10 +44,12 @@ from kvbm.streams.permissions import (
     server_config,
 )
 from kvbm.streams.server import EmbeddedServer
+from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import fresh_nats, make_frame
 
 __all__ = ["fresh_nats"]
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
 CLUSTER = "c"
 A, B = InstanceId("a"), InstanceId("b")
@@ -458,3 +465,47 @@ def test_permissions_name_an_instances_own_subjects_alone() -> None:
     with pytest.raises(ConfigError, match="cannot be part"):
         instance_permissions("c", "a.>")
     assert instance_subject("x", "c", "a") == "x.c.a"
+
+
+def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvbm", "nats-permissions", "--cluster", CLUSTER, "--keys", str(keys), *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    printed = run("--instance", "a", "--instance", "b").stdout
+    assert run("--instance", "a", "--instance", "b").stdout == printed  # the same keys
+    twice = run("--instance", "a", "--instance", "a")
+    assert (twice.returncode, "an instance is named twice" in twice.stderr) == (2, True)
+    server = EmbeddedServer.start(tmp_path / "nats", settings=printed)
+    catalog = Credentials(nkey_seed=str(keys / "catalog.nk"), inbox=catalog_inbox(CLUSTER))
+    flags = {
+        "instance.data_dir": str(tmp_path / "data"), "instance.id": "a", "instance.cluster": CLUSTER, "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory", "nats.url": server.url, "nats.nkey_seed": str(keys / "instance-a.nk"),
+    }  # fmt: skip
+
+    async def ready() -> None:
+        await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
+
+    async def read() -> set[str]:
+        stream = await NatsStream.connect(server.url, WAIT_S, credentials=catalog)
+        reader = await stream.pull(0, CLUSTER)
+        found: set[str] = set()
+        while not reader.at_end:
+            found |= {message.subject for message in await reader.fetch(WAIT_S)}
+        await stream.close()
+        return found
+
+    try:
+        asyncio.run(ready())
+        for epoch in (1, 2):
+            with open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES) as manager:
+                assert manager.epoch == epoch
+                serve(manager, epoch, 3)
+            assert manager.published() == Position(manager.epoch, manager.applied())
+        assert asyncio.run(read()) == {events_subject(CLUSTER, A)}
+        with pytest.raises(ConfigError, match=r"nats.nkey_seed .* cannot be read"):
+            open_manager(load_settings(flags=flags | {"nats.nkey_seed": "missing"}), [NAMESPACE], BLOCK_BYTES)
+    finally:
+        server.stop()
