@@ -8,7 +8,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* n
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo test faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ demo: setup  ## the whole line on embedded defaults, then a table; fails when an
 
 test: setup  ## all tests; starts its own nats-server, PostgreSQL and S3 server
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+faults: setup  ## the fault suite alone: the seeded simulator with its mutants, and a short crash loop over real processes
+	$(BIN)/python -m pytest -n $(JOBS) tests/faults $(PYTEST_ARGS)
 
 fmt: setup  ## format
 	$(BIN)/ruff format .

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import structlog
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, kvbm_version
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 
@@ -63,10 +63,13 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-replay` command."""
+    from kvbm.replay.cli import Parts
     from kvbm.replay.cli import main as replay
+    from kvbm.workload.trace import read_trace
 
     _configure_logs()
-    return replay(list(sys.argv[1:] if argv is None else argv), NATIVE, NATIVE_FOLD)
+    parts = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace)
+    return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
 
 def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
@@ -124,10 +127,14 @@ def _add_engine(commands: _Commands) -> None:
 
 def _add_bench(commands: _Commands) -> None:
     bench = _add_command(
-        commands, "bench", "measure the native core on one core of this machine",
+        commands, "bench", "measure the native core, and the line from instance to catalog, on this machine",
         "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
     )  # fmt: skip
-    bench.add_argument("what", choices=["hash", "codec", "ledger", "index", "ingest", "all"], help="which part")
+    bench.add_argument(
+        "what",
+        choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "all"],
+        help="which part",
+    )
     bench.add_argument(
         "--live", type=_live_count, action="append", metavar="N",
         help="residencies the index holds; may be given several times (default 1000000)",

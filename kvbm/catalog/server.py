@@ -40,14 +40,16 @@ def run(
     kernels: Kernels = REFERENCE,
     new_index: NewIndex = ReferenceIndex,
     on_started: Callable[[str], None] = lambda url: None,
+    make_stream: Callable[[], EventStream] | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Args:
         on_started: told the URL once it answers.
+        make_stream: called in the service's loop for the stream, instead of the NATS of the settings.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
-    asyncio.run(_serve(settings, kernels, new_index, on_started, _stop_on_signals))
+    asyncio.run(_serve(settings, kernels, new_index, on_started, _stop_on_signals, make_stream))
 
 
 class CatalogThread:

@@ -539,6 +539,7 @@ class CatalogService:
                 self._follow_life(instance)
             if step.renumbered:
                 self._storing.begin_anew()
+        self._storing.bound()
         if self._projector.found != self._found:
             self._found = self._projector.found
             self._doubted.set()
@@ -610,7 +611,9 @@ class CatalogService:
                 self._live(OwnPulse())
             elif not is_catalog(heartbeat.instance):
                 self._live(Heard(heartbeat))
-                self._projector.hear(time.monotonic(), heartbeat)
+                believed = self._liveness.last(heartbeat.instance)
+                if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
+                    self._projector.hear(time.monotonic(), heartbeat)
 
     async def _tick(self) -> None:
         """Withhold the silent in time."""

@@ -31,7 +31,8 @@ RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
 _HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
-_PARTS = "SQL"
+_MOST_TIMES = 4  # the limit, while a transaction is under way
+_PART = "SQL"
 
 
 class Numbering(NamedTuple):
@@ -100,14 +101,19 @@ class Storing:
             try:
                 await self._store_what_waits()
             except (CatalogError, StreamError) as error:
-                self._degraded.note(_PARTS, str(error))
+                self._degraded.note(_PART, str(error))
                 if self._projector.waiting_bytes > self._waiting_bytes:
                     self._let_go(str(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
             else:
-                self._degraded.clear(_PARTS)
+                self._degraded.clear(_PART)
                 retry_s = RETRY_FIRST_S
+
+    def bound(self) -> None:
+        """Let rows go when far more wait than may, because the database neither takes nor refuses them."""
+        if self._projector.waiting_bytes > _MOST_TIMES * self._waiting_bytes:
+            self._let_go("the database takes too long")
 
     async def flush(self) -> None:
         """Store what is left, once; what was let go is left to the next start. Raises CatalogError."""

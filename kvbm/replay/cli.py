@@ -5,59 +5,132 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import msgspec
 
+from kvbm.catalog.index import NewIndex
+from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
 from kvbm.core.kernels import REFERENCE, Kernels, NewFold
 from kvbm.core.residency import Residencies
+from kvbm.replay.against import Ask, Comparison
 from kvbm.replay.cat import cat
+from kvbm.replay.diff import diff
+from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.progress import watched
-from kvbm.replay.source import SourceError, open_source
+from kvbm.replay.serve import MAX_SPEED, Connect, serve
+from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError, open_source
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
+from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
 from kvbm.replay.words import END, parse_at
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
+_CLUSTER = "local"
+_CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
 SOURCE is one of
   a journal folder        ~/.kvbm/instances/engine-1/journal   (while its manager writes it, too)
   a folder of journals    ~/.kvbm/instances
+  an archive folder       what kvbm-catalog --archive DIR writes, while it writes it, too
   a capture file          whole frames one after another, of any instances
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
 """
-_EXAMPLES = """
-examples:
-  kvbm-replay verify nats://127.0.0.1:4222
-  kvbm-replay cat incident.kvbm --instance engine-1 --limit 20
-  kvbm-replay state incident.kvbm --at 3:4711 --blocks
-  kvbm-replay state incident.kvbm --at 2026-01-31T12:00:00Z --json -
-  kvbm-replay stat ~/.kvbm/instances
-
-It returns 0 when all is well, 1 with findings, 2 when the input cannot be used.
-"""
+_ENDS = "\nIt returns 0 when all is well, 1 with findings, 2 when the input cannot be used.\n"
 
 
-def main(argv: Sequence[str] | None = None, kernels: Kernels = REFERENCE, fold: NewFold = Residencies) -> int:
+class _Command(NamedTuple):
+    """What --help says of one command."""
+
+    about: str
+    examples: str
+    ends: str = _ENDS
+
+
+_COMMANDS = {
+    "cat": _Command(
+        "one line an event, as they lie: instance, epoch:offset, time, event",
+        "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event",
+    ),
+    "stat": _Command(
+        "epochs, frames, events, blocks and bytes of each instance",
+        "kvbm-replay stat ~/.kvbm/instances\n  kvbm-replay stat nats://127.0.0.1:4222 --json stat.json",
+    ),
+    "state": _Command(
+        "what each instance held in each tier, at the end or at a time or offset",
+        "kvbm-replay state incident.kvbm --at 3:4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z --json -",
+    ),
+    "verify": _Command(
+        "fold every stream and name each defect: damage, holes, illegal events, skipped rounds, wrong digests",
+        "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive --reference",
+    ),
+    "diff": _Command(
+        "compare the events of two sources and name the first one in which they differ, for each instance",
+        "kvbm-replay diff ~/.kvbm/instances/engine-1/journal /archive --instance engine-1\n  kvbm-replay diff before.kvbm after.kvbm",
+        "\nIt returns 0 when they tell the same, 1 when they differ, 2 when they cannot be compared.\n",
+    ),
+    "rebuild": _Command(
+        "make a catalog's state from the log: SQL rows and a checkpoint of the index",
+        "kvbm-replay rebuild /archive --database sqlite:///catalog.db --checkpoint /checkpoints\n"
+        "  kvbm-replay rebuild /archive --database sqlite:///new.db --checkpoint /new --stream nats://127.0.0.1:4222",
+    ),
+    "export": _Command(
+        "write the events as Parquet: one row an event, or one row a block with --blocks",
+        "kvbm-replay export /archive events.parquet\n  kvbm-replay export nats://127.0.0.1:4222 /warehouse/today --blocks",
+    ),
+    "whatif": _Command(
+        "run other eviction policies and capacities on the prompts that were asked",
+        "kvbm-replay whatif /archive --policy lru,s3fifo,cost --capacity 10000,40000\n"
+        "  kvbm-replay whatif conversation_trace.jsonl --capacity 5000,20000,60000 --json whatif.json\n"
+        "  kvbm-replay whatif /archive --capacity 10000 --tiers 4,16",
+    ),
+    "serve": _Command(
+        "feed a captured log into the stream of a test cluster, at the speed it was recorded with or another",
+        "kvbm-replay serve incident.kvbm --to nats://127.0.0.1:4222 --speed 1.0\n  kvbm-replay serve /archive --to nats://test:4222 --cluster again",
+    ),
+}  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """What the tool is made of, where that is not its own to choose. The defaults are the readable specification.
+
+    Attributes:
+        new_index: of `rebuild`; one that writes checkpoints.
+        ask: gives who answers for a catalog at a URL.
+        read_trace: reads a trace in Mooncake's format.
+    """
+
+    kernels: Kernels = REFERENCE
+    fold: NewFold = Residencies
+    decode_columns: DecodeColumns = decode_columns
+    new_index: NewIndex = ReferenceIndex
+    ask: Ask | None = None
+    read_trace: ReadTrace | None = None
+
+
+PYTHON = Parts()
+
+
+def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
     """The `kvbm-replay` command.
 
     Args:
-        kernels: how frames are decoded, unless --reference is given.
-        fold: what folds their events, unless --reference is given.
+        parts: what to run on, unless --reference is given.
     Returns: 0, 1 with findings, 2 when the input cannot be used.
     """
     arguments = _parser().parse_args(argv)
-    if arguments.reference:
-        kernels, fold = REFERENCE, Residencies
+    if getattr(arguments, "reference", False):
+        parts = Parts(ask=parts.ask, read_trace=parts.read_trace)
     try:
-        return _run(arguments, kernels, fold)
+        return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
         print(f"kvbm-replay: {error}", file=sys.stderr)
         return 2
@@ -69,45 +142,122 @@ def main(argv: Sequence[str] | None = None, kernels: Kernels = REFERENCE, fold: 
         return 0
 
 
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
 def _parser() -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
+    examples = "".join(f"\n  {command.examples.splitlines()[0]}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
         prog="kvbm-replay", description="What a stream of events says, and whether it is true.",
-        epilog=_SOURCES + _EXAMPLES, formatter_class=layout,
+        epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.", formatter_class=layout,
     )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    about = {
-        "cat": "one line an event, as they lie: instance, epoch:offset, time, event",
-        "stat": "epochs, frames, events, blocks and bytes of each instance",
-        "state": "what each instance held in each tier, at the end or at a time or offset",
-        "verify": "fold every stream and name each defect: damage, holes, illegal events, skipped rounds, wrong digests",
-    }
     made = {}
-    for name, words in about.items():
+    for name, (about, shown, ends) in _COMMANDS.items():
+        sources = "" if name == "whatif" else _SOURCES
         command = made[name] = commands.add_parser(
-            name, help=words, description=words, epilog=_SOURCES, formatter_class=layout
+            name,
+            help=about,
+            description=about,
+            epilog=f"{sources}\nexamples:\n  {shown}\n{ends}",
+            formatter_class=layout,
         )
-        command.add_argument("source", metavar="SOURCE", help="a path or a nats:// URL; see below")
-        command.add_argument(
-            "--json", nargs="?", const="-", metavar="FILE",
-            help="JSON to a file, or to standard output instead of words" + (", a line an event" if name == "cat" else ""),
-        )  # fmt: skip
-        command.add_argument("--instance", metavar="NAME", help="only this instance")
-        command.add_argument("--reference", action="store_true", help="decode and fold with the Python specification")
-        command.add_argument(
-            "--timeout",
-            type=_seconds,
-            default=5.0,
-            metavar="SECONDS",
-            help="how long a server may keep silent (default 5)",
-        )
+        _add_common(command, name)
     made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
     made["state"].add_argument(
         "--at", metavar="TIME|OFFSET",
         help="EPOCH:OFFSET or OFFSET (of the last epoch): before that event; ISO 8601 or Unix seconds: after the last frame cut by then",
     )  # fmt: skip
     made["state"].add_argument("--blocks", action="store_true", help="list every held block")
+    made["verify"].add_argument(
+        "--catalog", metavar="URL", help="also compare with what a running catalog answers, at equal offsets"
+    )
+    _add_rebuild(made["rebuild"])
+    made["export"].add_argument("target", type=Path, metavar="DIR|FILE.parquet", help="a new file or folder")
+    made["export"].add_argument("--blocks", action="store_true", help="one row a block instead of one row an event")
+    _add_whatif(made["whatif"])
+    _add_serve(made["serve"])
     return parser
+
+
+def _add_common(command: argparse.ArgumentParser, name: str) -> None:
+    if name == "diff":
+        command.add_argument("a", metavar="A", help="a SOURCE; see below")
+        command.add_argument("b", metavar="B", help="another")
+    elif name == "whatif":
+        command.add_argument(
+            "source", metavar="SOURCE",
+            help="an archive folder with samples, a folder or file of them, or a trace in Mooncake's format as *.jsonl",
+        )  # fmt: skip
+    else:
+        command.add_argument("source", metavar="SOURCE", help="a path or a nats:// URL; see below")
+    command.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE",
+        help="JSON to a file, or to standard output instead of words" + (", a line an event" if name == "cat" else ""),
+    )  # fmt: skip
+    if name == "whatif":
+        return
+    command.add_argument("--instance", metavar="NAME", help="only this instance")
+    command.add_argument("--reference", action="store_true", help="decode and fold with the Python specification")
+    command.add_argument(
+        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
+    )
+
+
+def _add_rebuild(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--database", required=True, metavar="URL", help="sqlite:///path or postgresql://…; without rows"
+    )
+    command.add_argument("--checkpoint", type=Path, metavar="DIR", help="folder for the index; without it, rows alone")
+    command.add_argument(
+        "--stream", metavar="URL",
+        help="nats://…: the stream a catalog will go on with, where the source is neither its archive nor itself",
+    )  # fmt: skip
+    command.add_argument(
+        "--cluster",
+        default=_CLUSTER,
+        metavar="NAME",
+        help=f"of the instances, which files do not say (default {_CLUSTER})",
+    )
+
+
+def _add_whatif(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--policy", type=_policies, default=list(POLICIES), metavar="NAME[,…]",
+        help=f"{', '.join(POLICIES)} (default all). cost keeps what takes longest to compute again",
+    )  # fmt: skip
+    command.add_argument(
+        "--capacity", type=_capacities, required=True, metavar="N[,…]",
+        help="slots of each instance; where a share of the prompts was sampled, it is scaled by that share",
+    )  # fmt: skip
+    command.add_argument(
+        "--tiers", type=_sizes, default=[], metavar="X[,…]",
+        help="colder tiers, each X times the capacity, that take what the one above evicts",
+    )  # fmt: skip
+    command.add_argument("--block-tokens", type=_positive, metavar="N", help="of sampled blocks (default 16)")
+    command.add_argument(
+        "--prefill-rate", type=_amount, default=Cost().tokens_per_s, metavar="TOKENS/S",
+        help=f"at the beginning of a prompt (default {Cost().tokens_per_s:,.0f})",
+    )  # fmt: skip
+    command.add_argument(
+        "--attention-doubles", type=_amount, default=Cost().double_tokens, metavar="TOKENS",
+        help="where in a prompt a token takes twice as long: 2 × parameters / (4 × layers × width) "
+        f"(default {Cost().double_tokens:,.0f}, of a 70B model)",
+    )  # fmt: skip
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--to", required=True, metavar="URL", help="nats://… of the test cluster")
+    command.add_argument(
+        "--speed", type=_speed, default=MAX_SPEED, metavar="X|max",
+        help="1.0 keeps the gaps as they were recorded, 2.0 halves them, max leaves none (default max)",
+    )  # fmt: skip
+    command.add_argument("--cluster", default=_CLUSTER, metavar="NAME", help=f"to feed as (default {_CLUSTER})")
+    command.add_argument(
+        "--anyway", action="store_true",
+        help="also where the stream has newer events of an instance: readers ignore older ones, and a running instance is shut out",
+    )  # fmt: skip
 
 
 def _seconds(text: str) -> float:
@@ -121,6 +271,21 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _amount(text: str) -> float:
+    """A number above 0; argparse names the option. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give a number above 0")
+    return value
+
+
+def _speed(text: str) -> float:
+    return MAX_SPEED if text == "max" else _amount(text)
+
+
 def _count(text: str) -> int:
     """A whole number from 0 on; argparse names the option. Raises ArgumentTypeError."""
     if not text.isdecimal():
@@ -128,32 +293,152 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _run(arguments: argparse.Namespace, kernels: Kernels, fold: NewFold) -> int:
-    at = parse_at(arguments.at) if arguments.command == "state" and arguments.at else END
-    source = open_source(arguments.source, arguments.timeout)
-    located = watched(source.read(kernels), source)
-    match arguments.command:
-        case "cat":
-            with _opened(arguments.json) as file:
-                out, is_json = file or sys.stdout, file is not None
-                findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, kernels.decode_frame)
-            return _end(findings, notes)
-        case "stat":
-            stats = stats_of(source, kernels, fold, arguments.instance, located)
-            _check_found(arguments.instance, stats.instances)
-            _write(arguments.json, stats, stats.lines())
-            return _end(stats.findings, stats.notes)
-        case "state":
-            states = states_at(source, at, kernels, fold, arguments.instance, arguments.blocks, located)
-            _check_found(arguments.instance, states.instances)
-            _write(arguments.json, states, (line for state in states.instances for line in state.lines()))
-            return _end(states.findings, states.notes)
-        case _:
-            verified = verify(source, kernels, fold, arguments.instance, located)
-            if not verified.instances and not verified.findings:
-                _check_found(arguments.instance, [])
-            _write(arguments.json, verified, [*verified.notes, verified.verdict(), *_listed(verified.findings)])
-            return exit_code(verified.findings)
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError("0 will not do; give 1 or more")
+    return int(text)
+
+
+def _capacities(text: str) -> list[int]:
+    return [_positive(one) for one in text.split(",")]
+
+
+def _sizes(text: str) -> list[float]:
+    return [_amount(one) for one in text.split(",")]
+
+
+def _policies(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no policy; give some of {', '.join(POLICIES)}")
+    return names
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
+    source = _source(arguments)
+    located = watched(source.read(parts.kernels), source)
+    with _opened(arguments.json) as file:
+        out, is_json = file or sys.stdout, file is not None
+        findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, parts.kernels.decode_frame)
+    return _end(findings, notes)
+
+
+def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
+    source = _source(arguments)
+    located = watched(source.read(parts.kernels), source)
+    stats = stats_of(source, parts.kernels, parts.fold, arguments.instance, located)
+    _check_found(arguments.instance, stats.instances)
+    _write(arguments.json, stats, stats.lines())
+    return _end(stats.findings, stats.notes)
+
+
+def _state(arguments: argparse.Namespace, parts: Parts) -> int:
+    at = parse_at(arguments.at) if arguments.at else END
+    source = _source(arguments)
+    located = watched(source.read(parts.kernels), source)
+    states = states_at(source, at, parts.kernels, parts.fold, arguments.instance, arguments.blocks, located)
+    _check_found(arguments.instance, states.instances)
+    _write(arguments.json, states, (line for state in states.instances for line in state.lines()))
+    return _end(states.findings, states.notes)
+
+
+def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
+    source = _source(arguments)
+    against = None
+    if arguments.catalog:
+        if parts.ask is None:
+            raise SourceError("nothing here can ask a catalog")
+        against = Comparison(arguments.catalog, parts.ask(arguments.catalog), arguments.instance)
+    located = watched(source.read(parts.kernels), source)
+    verified = verify(source, parts.kernels, parts.fold, arguments.instance, located, against)
+    if not verified.instances and not verified.findings:
+        _check_found(arguments.instance, [])
+    lines = [*verified.notes, verified.verdict(), *_listed(verified.findings)]
+    asked = verified.catalog
+    if asked is not None:
+        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:_MOST_FINDINGS])]
+    _write(arguments.json, verified, lines)
+    code = exit_code(verified.findings)
+    return 1 if asked is not None and (asked.differences or not asked.compared) else code
+
+
+def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
+    a, b = (open_source(name, arguments.timeout) for name in (arguments.a, arguments.b))
+    report = diff(a, b, parts.kernels, arguments.instance)
+    _write(arguments.json, report, report.lines())
+    return 1 if report.divergences else 0
+
+
+def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
+    from kvbm.replay.rebuild import rebuild  # it needs the extra "catalog"
+
+    connect = None if arguments.stream is None else _connect(arguments.stream, arguments.timeout)
+    source = _source(arguments)
+    folder = Path(arguments.source)
+    is_archive = folder.is_dir() and any(folder.glob(f"*{ARCHIVE_SUFFIX}"))
+    if connect is None and "://" in arguments.source:
+        connect = _connect(arguments.source, arguments.timeout)
+    report = rebuild(
+        source, arguments.database, arguments.checkpoint, arguments.cluster, parts.kernels, parts.new_index, _CAPACITY,
+        connect, arguments.instance, folder if is_archive else None,
+    )  # fmt: skip
+    _write(arguments.json, report, report.lines())
+    return _end(report.findings, report.notes) or (1 if report.doubtful else 0)
+
+
+def _export(arguments: argparse.Namespace, parts: Parts) -> int:
+    source = _source(arguments)
+    located = watched(source.read(parts.kernels), source)
+    report = export(
+        source, arguments.target, parts.kernels, parts.decode_columns, arguments.instance, arguments.blocks, located
+    )
+    _write(arguments.json, report, report.lines())
+    return _end(report.findings, report.notes)
+
+
+def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
+    if parts.read_trace is None and arguments.source.endswith((".json", ".jsonl")):
+        raise SourceError("nothing here can read a trace; give an archive with samples")
+    accesses = read_accesses(arguments.source, parts.read_trace or (lambda path: ()), arguments.block_tokens)
+    cost = Cost(arguments.prefill_rate, arguments.attention_doubles)
+    report = what_if(accesses, arguments.policy, arguments.capacity, arguments.tiers, cost)
+    _write(arguments.json, report, report.lines())
+    return 0
+
+
+def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
+    from kvbm.streams.nats import shown
+
+    source = _source(arguments)
+    report = serve(
+        source, _connect(arguments.to, arguments.timeout), shown(arguments.to), arguments.cluster, parts.kernels,
+        arguments.speed, arguments.anyway, arguments.instance,
+    )  # fmt: skip
+    _write(arguments.json, report, report.lines())
+    return _end(report.findings, report.notes)
+
+
+_RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
+    "cat": _cat, "stat": _stat, "state": _state, "verify": _verify, "diff": _diff, "rebuild": _rebuild, "export": _export,
+    "whatif": _whatif, "serve": _serve,
+}  # fmt: skip
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    return open_source(arguments.source, arguments.timeout)
+
+
+def _connect(url: str, timeout_s: float) -> Connect:
+    from kvbm.streams.nats import NatsStream
+
+    return lambda: NatsStream.connect(url, timeout_s)
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _check_found(instance: str | None, found: Sequence[object]) -> None:

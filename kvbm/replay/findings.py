@@ -13,7 +13,7 @@ from kvbm.replay.source import TRUNCATED, Place
 from kvbm.replay.words import counted
 
 MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
-SKIPPED, DIGEST, WENT_BACK = "skipped-round-run", "digest-mismatch", "epoch-went-back"
+SKIPPED, DIGEST = "skipped-round-run", "digest-mismatch"
 
 ROUND_RULES = ("round-withdrew", "round-incomplete", "round-added")
 

@@ -30,7 +30,7 @@ class StreamSource:
 
     def read(self, kernels: Kernels) -> Iterator[Located]:
         """See `Source.read`."""
-        order = 0
+        order = self.done = 0
         with asyncio.Runner() as runner:
             stream = runner.run(NatsStream.connect(self._url, self._timeout_s))
             try:
@@ -45,6 +45,8 @@ class StreamSource:
                             yield located
                             order += 1
                         self.done += 1
+                if not order:
+                    raise SourceError(f"the stream at {self.name} holds no events")
             finally:
                 runner.run(stream.close())
 

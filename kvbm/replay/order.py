@@ -6,7 +6,7 @@ beyond it than any publisher has in flight.
 
 from __future__ import annotations
 
-import hashlib
+import struct
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -18,6 +18,11 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located
 
+_CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
+_MASK = (1 << 64) - 1
+BEGIN_BYTES = (
+    8 << 20
+)  # per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0
 ASIDE_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
 
 
@@ -77,7 +82,7 @@ class Conflict(NamedTuple):
 
 
 class WentBack(NamedTuple):
-    """A frame of an older epoch that was not seen before. `epoch` is the newer one."""
+    """A frame of an older epoch that was not seen before: of a process that was replaced. `epoch` is the newer one."""
 
     located: Located
     frame: ScannedFrame
@@ -123,16 +128,23 @@ class _Seen:
 
     def add(self, frame: ScannedFrame, data: bytes) -> None:
         self.firsts.append(frame.first_offset)
-        self.prints.append(_fingerprint(data))
+        self.prints.append(fingerprint(frame, data))
         self.end = frame.next_offset
 
-    def is_same(self, first: Offset, data: bytes) -> bool:
-        at = bisect_left(self.firsts, first)
-        return at < len(self.firsts) and self.firsts[at] == first and self.prints[at] == _fingerprint(data)
+    def is_same(self, frame: ScannedFrame, data: bytes) -> bool:
+        at = bisect_left(self.firsts, frame.first_offset)
+        return (
+            at < len(self.firsts)
+            and self.firsts[at] == frame.first_offset
+            and self.prints[at] == fingerprint(frame, data)
+        )
 
 
-def _fingerprint(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+def fingerprint(frame: ScannedFrame, data: bytes) -> int:
+    """64 bits that two different good frames of one offset hardly share: the checksum over all of it, which a scan has proven, and
+    the digest of what is held after it."""
+    checksum: int = _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)[0]
+    return ((checksum << 32) ^ frame.digest ^ len(data)) & _MASK
 
 
 class _Order:
@@ -187,7 +199,7 @@ class _Order:
     def _judge_old(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """A frame before the place that was reached."""
         seen = self._seen.get(frame.epoch) or _Seen()
-        if seen.is_same(frame.first_offset, located.data):
+        if seen.is_same(frame, located.data):
             if frame.epoch == self._epoch and frame.first_offset == 0:  # the publisher went back over the epoch's start
                 yield from (Late(late.located) for late in self._late)
                 self._late = []
@@ -212,10 +224,12 @@ class _Order:
         late, self._late = self._late, []
         yield from (WentBack(step.located, step.frame, self._epoch) for step in late)
 
-    def _drain(self) -> Iterator[Step]:
+    def _drain(self, may_wait: bool = True) -> Iterator[Step]:
         """Go on with frames that were set aside, as far as there is no hole before them."""
         if self._is_trimmed and not self._seen:
             epoch, first = self._heap[0]
+            if first and may_wait and self._aside_bytes <= BEGIN_BYTES:
+                return  # what comes before may have been lost at first, and be sent again
             if first:
                 self._unknown[epoch] = [(Offset(0), first)]
                 yield Begins(epoch, first, self._aside[epoch, first].located)
@@ -235,6 +249,9 @@ class _Order:
 
     def _give_up(self) -> Iterator[Step]:
         """Take the first hole for missing and go on after it."""
+        if self._is_trimmed and not self._seen:
+            yield from self._drain(may_wait=False)
+            return
         epoch, first = self._heap[0]
         hole_first = self._next if epoch == self._epoch else Offset(0)
         self._unknown.setdefault(epoch, []).append((hole_first, first))

@@ -1,4 +1,4 @@
-"""Where frames are read from: a capture file, a journal, a folder of journals, or the live stream; and where each lies."""
+"""Where frames are read from: a capture file, an archive, a journal, a folder of journals, or the live stream; and where each lies."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.journal import SEGMENT_SUFFIX, segment_files
 
 TRUNCATED = "truncated-capture"
+ARCHIVE_SUFFIX = ".kvbm"
 
 _WINDOW_BYTES = 1 << 20
 
@@ -79,7 +80,8 @@ class _File(NamedTuple):
     """One file of frames.
 
     Attributes:
-        may_tear: it is the last of a journal, so a manager may be writing to its end.
+        may_tear: it is the last of a journal, so a manager may be writing to its end; or one of an archive, whose writer begins another
+            file after it was cut off and reads again what it had not written.
     """
 
     path: Path
@@ -88,15 +90,18 @@ class _File(NamedTuple):
 
 
 class FileSource:
-    """Files of whole frames: a `Source`. Nothing is locked or changed, and a manager may go on writing."""
+    """Files of whole frames: a `Source`. Nothing is locked or changed, and a manager or catalog may go on writing.
 
-    def __init__(self, name: str, files: list[_File], is_journal: bool) -> None:
+    Args:
+        is_trimmed: it is a journal or an archive: files may go from its beginning, now and while it is read.
+    """
+
+    def __init__(self, name: str, files: list[_File], is_trimmed: bool) -> None:
         self.name = name
-        self.is_trimmed = is_journal
+        self.is_trimmed = is_trimmed
         self.total = 0
         self.done = 0
         self._files = files
-        self._is_journal = is_journal
 
     def read(self, kernels: Kernels) -> Iterator[Located]:
         """See `Source.read`."""
@@ -105,9 +110,9 @@ class FileSource:
             try:
                 handle = os.open(file.path, os.O_RDONLY)
             except FileNotFoundError:
-                if not self._is_journal:
+                if not self.is_trimmed:
                     raise SourceError(f"{file.path} does not exist") from None
-                continue  # its epoch was published and let go since the folder was listed
+                continue  # it was let go since the folder was listed
             except OSError as error:
                 raise SourceError(f"{file.path} cannot be read ({error.strerror})") from None
             try:
@@ -126,13 +131,13 @@ class FileSource:
             raise SourceError(f"{self.name} is empty: it holds no frame")
         if not frames and not self._has_magic():
             raise SourceError(
-                f"{self.name} is not a capture or journal of kvbm: no frame begins in its {before:,} bytes"
+                f"{self.name} is not a capture, archive or journal of kvbm: no frame begins in its {before:,} bytes"
             )
 
     def _located(self, file: _File, piece: Piece, order: int) -> Located:
         found = piece.found
         if isinstance(found, Damage) and found.kind == TORN and not file.may_tear:
-            found = found._replace(kind=CORRUPT if self._is_journal else TRUNCATED)
+            found = found._replace(kind=CORRUPT if self.is_trimmed else TRUNCATED)
         return Located(found, Place(str(file.path), None, piece.at), piece.data, file.group, order)
 
     def _has_magic(self) -> bool:
@@ -171,11 +176,25 @@ def open_source(name: str, timeout_s: float = 5.0) -> Source:
     if not path.exists():
         raise SourceError(f"{name} does not exist; give a capture file, a journal folder, or a nats:// URL")
     if path.suffix == SEGMENT_SUFFIX:
-        return FileSource(name, [_File(path, "", may_tear=True)], is_journal=True)
-    return FileSource(name, [_File(path, "", may_tear=False)], is_journal=False)
+        return FileSource(name, [_File(path, "", may_tear=True)], is_trimmed=True)
+    return FileSource(name, [_File(path, "", may_tear=False)], is_trimmed=False)
 
 
 def _open_folder(name: str, folder: Path) -> FileSource:
+    files = [_File(path, "", may_tear=True) for path in sorted(folder.glob(f"*{ARCHIVE_SUFFIX}"))]
+    if not files:
+        files = _journal_files(folder)
+    if not files:
+        raise SourceError(
+            f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below; and no *{ARCHIVE_SUFFIX} file of an "
+            "archive in it"
+        )
+    source = FileSource(name, files, is_trimmed=True)
+    source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
+    return source
+
+
+def _journal_files(folder: Path) -> list[_File]:
     files: list[_File] = []
     journals = sorted({path.parent for path in folder.rglob(f"*{SEGMENT_SUFFIX}")})
     for journal in journals:
@@ -183,11 +202,7 @@ def _open_folder(name: str, folder: Path) -> FileSource:
         group = "" if journal == folder else str(journal.relative_to(folder))
         last = len(segments) - 1
         files += [_File(path, group, index == last) for index, (_, _, path) in enumerate(segments)]
-    if not files:
-        raise SourceError(f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below")
-    source = FileSource(name, files, is_journal=True)
-    source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
-    return source
+    return files
 
 
 def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:

@@ -9,6 +9,7 @@ import msgspec
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.kernels import REFERENCE, DecodeFrame, Kernels, NewFold
 from kvbm.core.residency import Residencies
+from kvbm.replay.against import Against, Comparison
 from kvbm.replay.findings import (
     CONFLICT,
     DIGEST,
@@ -16,7 +17,6 @@ from kvbm.replay.findings import (
     MISSING,
     ROUND_RULES,
     SKIPPED,
-    WENT_BACK,
     Finding,
     damage_finding,
     damage_words,
@@ -47,8 +47,10 @@ class Verified(msgspec.Struct, kw_only=True):
     Attributes:
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
+        stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
+        catalog: whether a catalog says the same, when one was asked.
     """
 
     source: str
@@ -59,8 +61,10 @@ class Verified(msgspec.Struct, kw_only=True):
     blocks: int = 0
     repeats: int = 0
     late: int = 0
+    stale: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
+    catalog: Against | None = None
 
     def verdict(self) -> str:
         """The whole in one line."""
@@ -72,6 +76,8 @@ class Verified(msgspec.Struct, kw_only=True):
             counts += f", {counted(self.repeats, 'repeat')}"
         if self.late:
             counts += f", {self.late:,} late"
+        if self.stale:
+            counts += f", {self.stale:,} stale"
         found = counted(len(self.findings), "finding")
         return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
 
@@ -82,6 +88,7 @@ def verify(
     fold: NewFold = Residencies,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
+    against: Comparison | None = None,
 ) -> Verified:
     """Fold every stream of a source and name each defect once.
 
@@ -90,21 +97,27 @@ def verify(
     Args:
         instance: only this one's frames.
         located: what was read from the source, where somebody watches it pass.
+        against: a catalog to compare with, asked before the reading begins.
     """
-    verifier = _Verifier(source.name, fold, kernels.decode_frame)
+    verifier = _Verifier(source.name, fold, kernels.decode_frame, against)
     read = source.read(kernels) if located is None else located
     for item in in_order(only(read, instance), source.is_trimmed):
         verifier.take(item)
-    return verifier.finish()
+    report = verifier.finish()
+    if against is not None:
+        report.catalog = against.finish()
+    return report
 
 
 class _Verifier:
-    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame) -> None:
+    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame, against: Comparison | None) -> None:
+        self._against = against
         self.report = Verified(source=name)
         self._new_fold = new_fold
         self._decode_frame = decode_frame
         self._folds: dict[StreamKey, StreamFold] = {}
         self._epochs: set[tuple[StreamKey, int]] = set()
+        self._stale: set[tuple[StreamKey, int]] = set()
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
         self._damage: list[Damaged] = []
         self._holes: list[Hole] = []
@@ -133,8 +146,7 @@ class _Verifier:
                 why = f"{offsets(step.frame)} were already seen with other bytes, and the first are believed; two writers, or a rewritten file"
                 self._find(CONFLICT, why, step.located, step.frame)
             case WentBack():
-                why = f"a frame of epoch {step.frame.epoch} after epoch {step.epoch} had begun; an instance that was replaced still writes"
-                self._find(WENT_BACK, why, step.located, step.frame)
+                self._note_stale(key, step)
 
     def finish(self) -> Verified:
         """The report, once everything was taken."""
@@ -146,6 +158,15 @@ class _Verifier:
         self.report.epochs = len(self._epochs)
         self.report.findings = [finding for _, finding in sorted(self._found, key=lambda entry: entry[0])]
         return self.report
+
+    def _note_stale(self, key: StreamKey, step: WentBack) -> None:
+        self.report.stale += 1
+        if (key, step.frame.epoch) not in self._stale:
+            self._stale.add((key, step.frame.epoch))
+            self.report.notes.append(
+                f"instance {key.instance} epoch {step.frame.epoch} goes on at {step.located.place} after epoch {step.epoch} had "
+                "begun: a process that was replaced; its frames do not count"
+            )
 
     def _fold_of(self, key: StreamKey) -> StreamFold:
         fold = self._folds.get(key)
@@ -168,6 +189,8 @@ class _Verifier:
             )
             self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
             fold.diverge()
+        if self._against is not None:
+            self._against.passed(frame, fold)
 
     def _find_illegal(self, step: Next, illegal: Illegal) -> None:
         frame, rule = step.frame, illegal.error.rule

@@ -46,6 +46,7 @@ STEADY_S = 10.0  # a connection that lasted this long clears the count of failur
 CONNECT_WAIT_S = 5.0
 STATE_EVERY_S = 60.0
 SILENT_HEARTBEATS = 3  # so long must another run be silent before its place is taken
+FENCE_CHECK_HEARTBEATS = 10  # so often an instance that has nothing to publish looks whether the place is still its own
 FENCE_SHARE = 4  # a fence is moved at least so often in the time the stream keeps a message
 
 
@@ -101,6 +102,17 @@ class FencedOff(NamedTuple):
     reason: str
 
 
+class FenceRead(NamedTuple):
+    """The fence that the stream holds.
+
+    Attributes:
+        asked: sequence of the ReadFence that this answers.
+    """
+
+    asked: int
+    fence: Fence | None
+
+
 class Begun(NamedTuple):
     """The owner is in this epoch."""
 
@@ -135,6 +147,7 @@ Input = (
     | FenceSet
     | Refused
     | FencedOff
+    | FenceRead
     | Begun
     | RoundBegan
     | Kept
@@ -181,6 +194,16 @@ class SetFence(NamedTuple):
     expected: int
 
 
+class ReadFence(NamedTuple):
+    """See whose the place is: who publishes nothing is never refused. Answer with FenceRead or Disconnected.
+
+    Attributes:
+        sequence: of the fence that is there as far as is known.
+    """
+
+    sequence: int
+
+
 class AskPulse(NamedTuple):
     """Read the instance's last heartbeat. Answer with Pulse or Disconnected."""
 
@@ -209,7 +232,7 @@ class WakeAt(NamedTuple):
     at_s: float
 
 
-Effect = Connect | Publish | SetFence | AskPulse | ShutOut | Supersede | WakeAt
+Effect = Connect | Publish | SetFence | ReadFence | AskPulse | ShutOut | Supersede | WakeAt
 
 
 class _State(Enum):
@@ -298,6 +321,7 @@ class Publisher:
         self._fence_epoch = Epoch(0)  # the newest of this run that the stream has had
         self._is_fence_wanted = False
         self._fence_due_s = float("inf")
+        self._fence_check_s = float("inf")  # when to see whether it is still this run's
         self._max_age_s = 0.0
 
         self._message_limit = message_bytes  # of this connection
@@ -350,6 +374,8 @@ class Publisher:
                 self._take_refusal(attempt)
             case FencedOff(attempt):
                 self._take_fencing(attempt, effects)
+            case FenceRead(asked, fence):
+                self._compare_fence(asked, fence, effects)
             case Begun(epoch):
                 self._begin_epoch(epoch, effects)
             case RoundBegan():
@@ -468,8 +494,18 @@ class Publisher:
         self._fence_sequence = fence.sequence
         self._fence_epoch = max(self._fence_epoch, fence.epoch)
         self._fence_due_s = self._next_fence_s()
+        self._see_to_fence()
         self._is_fence_wanted = self._is_fence_wanted or fence.epoch < self.epoch
         self._state = _State.SENDING
+
+    def _see_to_fence(self) -> None:
+        """It was this run's a moment ago, or is being asked for: no need to look for a while."""
+        self._fence_check_s = self._now_s + FENCE_CHECK_HEARTBEATS * self._heartbeat_s
+
+    def _compare_fence(self, asked: int, fence: Fence | None, effects: list[Effect]) -> None:
+        if self._state in (_State.SENDING, _State.PAUSED) and asked == self._fence_sequence:
+            if fence is None or fence.sequence != asked:
+                self._connect(False, effects)
 
     def _next_fence_s(self) -> float:
         return self._now_s + self._max_age_s / FENCE_SHARE if self._max_age_s > 0 else float("inf")
@@ -531,6 +567,7 @@ class Publisher:
     def _take_ack(self, attempt: int) -> None:
         if self._in_flight.pop(attempt, None) is None:
             return  # late: it was given up, and is sent again
+        self._see_to_fence()
         while self._window and self._window[0].attempt not in self._in_flight:
             sent = self._window.popleft()
             self._window_used -= sent.size
@@ -569,7 +606,10 @@ class Publisher:
             self._send_one(effects)
         if self._is_fence_wanted and not self._in_flight:
             self._set_fence(effects)
-        waits = [self._fence_due_s] if not self._is_fence_wanted else []
+        if self._now_s >= self._fence_check_s:
+            self._see_to_fence()
+            effects.append(ReadFence(self._fence_sequence))
+        waits = [self._fence_due_s, self._fence_check_s] if not self._is_fence_wanted else []
         if self._state is _State.FENCING:
             waits = [self._wake_s]
         elif self._window:
@@ -787,6 +827,8 @@ class PublisherThread:
                 self._begin(self._set_fence(effect))
             case Connect(attempt, anew):
                 self._begin(self._reconnect(attempt, anew))
+            case ReadFence(sequence):
+                self._begin(self._read_fence(sequence))
             case AskPulse():
                 self._begin(self._ask_pulse())
             case ShutOut(epoch, run):
@@ -887,6 +929,18 @@ class PublisherThread:
             log.exception("publisher.send_failed", server=self._server, instance=self._instance)
             self._inputs.put_nowait(Refused(attempt, f"{type(error).__name__}: {error}"))
         return None
+
+    async def _read_fence(self, asked: int) -> None:
+        stream = self._stream
+        if stream is None:
+            return
+        try:
+            fence = await stream.fence(self._cluster, self._instance, CONNECT_WAIT_S)
+        except StreamError as error:
+            if not stream.is_connected and stream is self._stream:
+                self._inputs.put_nowait(Disconnected(str(error)))
+        else:
+            self._inputs.put_nowait(FenceRead(asked, fence))
 
     async def _ask_pulse(self) -> None:
         stream = self._stream

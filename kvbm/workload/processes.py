@@ -139,16 +139,26 @@ def start_catalog(
 
     Raises: ProcessError, CatalogError: it does not start, or is not ready in time.
     """
+    child, client = start_catalog_process(folder, nats_url, settings)
+    opened.callback(child.stop)
+    opened.callback(client.close)
+    client.wait_ready(30.0)
+    return client
+
+
+def start_catalog_process(
+    folder: Path, nats_url: str, settings: Mapping[str, object] | None = None
+) -> tuple[Child, CatalogClient]:
+    """A catalog process with its database in a folder, which may not be ready yet, and a client of it.
+
+    Raises: ProcessError: it does not start.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     own = {"nats.url": nats_url, "catalog.listen": f"127.0.0.1:{port}", "instance.data_dir": folder}
     sets = [f"--set={key}={value}" for key, value in {**own, **(settings or {})}.items()]
     command = [sys.executable, "-m", "kvbm", "catalog", "serve", *sets]
-    opened.callback(start_http("catalog", command, f"{url}/healthz", folder / "logs").stop)
-    client = catalog_client(url)
-    opened.callback(client.close)
-    client.wait_ready(30.0)
-    return client
+    return start_http("catalog", command, f"{url}/healthz", folder / "logs"), catalog_client(url)
 
 
 def start_object_store(folder: Path) -> tuple[Child, str]:

@@ -773,3 +773,32 @@ def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
             assert first.instances() == second.instances() == []
 
     run(work, settings.nats_url)
+
+
+def test_a_database_that_hangs_does_not_make_rows_pile_up(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Store.apply
+    answers = asyncio.Event()
+
+    async def hang(self: Store, batch: StoreBatch) -> Applied:
+        await answers.wait()
+        return await real(self, batch)
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        monkeypatch.setattr(Store, "apply", hang)
+        async with catalog_on(settings) as catalog:
+            catalog._storing._waiting_bytes = 1000
+            one.create(0, 1000)
+            for number in range(60):
+                one.offload(number * 10, number * 10 + 10)
+                await one.publish()
+            await eventually(lambda: one.is_whole_in(catalog))
+            assert catalog._projector.waiting_bytes <= 4000
+            answers.set()
+            await eventually(lambda: catalog.numbers().rows_read_again == 1)
+            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            assert await catalog._store.claim_count() == 600
+
+    run(work, settings.nats_url)

@@ -306,7 +306,7 @@ def test_a_creation_that_was_never_recorded_is_found_by_the_digest_or_what_follo
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_old_epoch_that_goes_on_is_named(tmp_path: Path, seed: int) -> None:
+def test_frames_of_an_epoch_that_is_over_are_counted_and_do_not_count(tmp_path: Path, seed: int) -> None:
     capture = next(c for c in (make_capture(seed + 100 * n, 120) for n in range(20)) if len(epochs(c)) > 1)
     frames = capture.frames()
     old = epochs(capture)[0]
@@ -316,8 +316,12 @@ def test_an_old_epoch_that_goes_on_is_named(tmp_path: Path, seed: int) -> None:
         digest=frames[last].digest, events=(RoundEnded(tier=Tier.HBM, round=99, count=0),),
     )  # fmt: skip
     at = random.Random(seed).randint(last + 2, len(frames))
-    finding = only_finding(verify_bytes(tmp_path, packed([*frames[:at], zombie, *frames[at:]])))
-    assert (finding.kind, finding.byte, finding.epoch) == ("epoch-went-back", starts(frames)[at], old)
+    good = verify_bytes(tmp_path, packed(frames))
+    report = verify_bytes(tmp_path, packed([*frames[:at], zombie, *frames[at:]]))
+    assert report.findings == [] and (report.stale, report.frames) == (1, good.frames)
+    assert "1 stale, 0 findings" in report.verdict()
+    assert len(report.notes) == 1 and f"byte {starts(frames)[at]:,} after epoch" in report.notes[0]
+    assert f"epoch {old} goes on" in report.notes[0]
 
 
 def epochs(capture: Capture) -> list[Epoch]:

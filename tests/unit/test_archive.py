@@ -160,3 +160,15 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CatalogError, match="takes nothing more"):
         ArchiveFiles.open(tmp_path / "file")
+
+
+def test_the_command_takes_the_archives_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbm import assembly, cli
+    from kvbm.config import Settings
+
+    served: list[Settings] = []
+    monkeypatch.setattr(assembly, "run_catalog", lambda settings: served.append(settings) or 0)
+    assert cli.catalog_main(["serve", "--archive", "somewhere", "--set", "catalog.listen=127.0.0.1:0"]) == 0
+    assert [(settings.catalog.archive, settings.catalog.listen) for settings in served] == [
+        ("somewhere", "127.0.0.1:0")
+    ]

@@ -19,6 +19,7 @@ from kvbm.streams.memory import MemoryLog
 from kvbm.streams.publisher import (
     ACK_WAIT_S,
     BACKOFF_MOST_S,
+    FENCE_CHECK_HEARTBEATS,
     FENCE_SHARE,
     LINGER_S,
     SILENT_HEARTBEATS,
@@ -31,12 +32,14 @@ from kvbm.streams.publisher import (
     Disconnected,
     Effect,
     FencedOff,
+    FenceRead,
     FenceSet,
     Input,
     Kept,
     Publish,
     Publisher,
     Pulse,
+    ReadFence,
     Refused,
     RoundBegan,
     SetFence,
@@ -130,6 +133,22 @@ def test_nothing_is_sent_before_the_fence_is_set() -> None:
     assert not of_kind(driven.step(Appended(), 1.0), Publish)
     assert of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 7))), Publish)
     assert driven.publisher.has_place
+
+
+def test_who_has_nothing_to_publish_looks_now_and_then_whether_the_place_is_still_its_own() -> None:
+    driven = Driven(log_of(*frames_of(1)))
+    sent = the(driven.begin(), Publish)
+    driven.step(Acked(sent.attempt), 1.0)
+    at_s = 1.0 + FENCE_CHECK_HEARTBEATS
+    assert not of_kind(driven.step(Ticked(), at_s - 0.1), ReadFence)
+    assert the(driven.step(Ticked(), at_s), ReadFence).sequence == 100
+    assert not of_kind(driven.step(FenceRead(100, Fence(Epoch(1), "me", 100))), Connect)
+    assert not of_kind(driven.step(FenceRead(90, None)), Connect)  # asked before the fence was set anew
+    connect = the(driven.step(FenceRead(100, Fence(Epoch(2), "other", 120))), Connect)
+    assert not connect.anew
+    found = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 120), None, ROOM))
+    assert the(found, ShutOut).epoch == 2
+    assert driven.publisher.is_fenced
 
 
 def test_small_frames_wait_together_for_two_milliseconds() -> None:
@@ -336,12 +355,12 @@ def test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_
 def test_a_fence_is_moved_before_the_stream_lets_go_of_it() -> None:
     driven = Driven(MemoryLog())
     driven.begin()
-    wake = the(driven.step(Kept(3600.0)), WakeAt)
-    assert wake.at_s == 3600.0 / FENCE_SHARE
+    wake = the(driven.step(Kept(20.0)), WakeAt)
+    assert wake.at_s == 20.0 / FENCE_SHARE
     wanted = the(driven.step(Ticked(), wake.at_s), SetFence)
     assert wanted.expected == 100
     effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 101)))
-    assert the(effects, WakeAt).at_s == 2 * 3600.0 / FENCE_SHARE
+    assert the(effects, WakeAt).at_s == 2 * 20.0 / FENCE_SHARE
 
 
 def test_a_fence_that_aged_out_is_set_again() -> None:
@@ -526,6 +545,9 @@ class World:
                 self.send(effect.attempt, lambda: self.store(effect))
             case SetFence():
                 self.send(effect.attempt, lambda: self.move_fence(effect))
+            case ReadFence(sequence):
+                fence = self.fence
+                self.later(0.001, lambda: self.step(FenceRead(sequence, fence)))
             case AskPulse():
                 pulse = self.pulse
                 self.later(0.001, lambda: self.step(Pulse(pulse)))

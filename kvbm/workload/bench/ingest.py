@@ -33,7 +33,10 @@ _NAMESPACE = Namespace(model="bench", block_tokens=16)
 def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     """Block events a second from the stream's first message to its last, in two sizes of message."""
     rows: list[Row] = []
-    streams = {f"instance-{number}": _frames(f"instance-{number}", seed + number) for number in range(_INSTANCES)}
+    streams = {
+        name: churn_frames(name, seed + number, _RUNS)
+        for number, name in enumerate(f"instance-{number}" for number in range(_INSTANCES))
+    }
     for what, message_bytes in (("messages of one frame", 1), ("messages of up to 256 KiB", 256 << 10)):
         with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
             server = shared_server(Path(folder))
@@ -41,16 +44,16 @@ def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
                 rows += asyncio.run(_ingest(server.url, streams, message_bytes, what, samples))
             finally:
                 server.stop()
-    return rows, {}
+    return rows, {"ingest_events_per_s": rows[0].value * 1e6}
 
 
-def _frames(name: str, seed: int) -> list[FrameBytes]:
-    """What one instance's ledger writes while its pool is filled and then replaced again and again."""
+def churn_frames(name: str, seed: int, runs: int) -> list[FrameBytes]:
+    """What one instance's ledger writes while its pool is filled and then replaced again and again: frames of 256 block events."""
     rng = np.random.default_rng(seed)
     ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20)
     ledger.start(Epoch(1), [_NAMESPACE])
     frames: list[FrameBytes] = []
-    for number in range(_RUNS):
+    for number in range(runs):
         allocation = ledger.allocate(Tier.HBM, _RUN_BLOCKS)
         assert allocation is not None
         hashes = rng.bytes(_RUN_BLOCKS * HASH_BYTES)

@@ -16,11 +16,13 @@ _NAMESPACE = Namespace(model="bench", block_tokens=16)
 _LIVES = 2048  # runs in one timed piece of work
 
 
-class _Pool:
-    """A full HBM pool: every allocation evicts."""
+class LedgerPool:
+    """A full HBM pool: every allocation evicts. Give `event_bytes` of waiting events room."""
 
-    def __init__(self, eviction: str, slots: int, run_blocks: int, rng: np.random.Generator) -> None:
-        self.ledger: LedgerTwin = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, 64 << 20)
+    def __init__(
+        self, eviction: str, slots: int, run_blocks: int, rng: np.random.Generator, event_bytes: int = 64 << 20
+    ) -> None:
+        self.ledger: LedgerTwin = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, event_bytes)
         self.ledger.start(Epoch(1), [_NAMESPACE])
         self._run_blocks, self._rng = run_blocks, rng
         self._recent: list[bytes] = []
@@ -70,7 +72,7 @@ def bench_ledger(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     numbers: dict[str, float] = {}
     for eviction in ("lru", "s3fifo"):
         for run_blocks in (16, 1):
-            pool = _Pool(eviction, 65_536, run_blocks, np.random.default_rng(seed))
+            pool = LedgerPool(eviction, 65_536, run_blocks, np.random.default_rng(seed))
             values: list[float] = []
             taken: list[Sample] = []
             drained: list[float] = []

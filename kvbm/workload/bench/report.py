@@ -12,10 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.workload.bench.codec import bench_codec
+from kvbm.workload.bench.events import bench_events
 from kvbm.workload.bench.hashing import bench_hash
 from kvbm.workload.bench.index import bench_index
 from kvbm.workload.bench.ledger import bench_ledger
 from kvbm.workload.bench.measure import Row
+from kvbm.workload.bench.replay import bench_replay
 from kvbm.workload.processes import CATALOG_MODULES, require_modules
 from kvbm.workload.reports import check_report_path, write_report
 
@@ -53,6 +55,17 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     encode_blocks_per_s: float | None = None
     decode_blocks_per_s: float | None = None
     hash_blocks_per_s: float | None = None
+    event_ns_per_block_run16: float | None = None
+    event_ns_per_block_run1: float | None = None
+    verify_native_events_per_s: float | None = None
+    verify_reference_events_per_s: float | None = None
+    ingest_events_per_s: float | None = None
+    visible_ms_p50: float | None = None
+    visible_ms_p99: float | None = None
+    withheld_s_default: float | None = None
+    withheld_s_quick: float | None = None
+    restart_ready_s: float | None = None
+    gap_repaired_s: float | None = None
 
 
 Bench = Callable[[BenchOptions], tuple[list[Row], dict[str, float]]]
@@ -65,12 +78,22 @@ def _ingest(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
     return bench_ingest(options.samples, options.seed)
 
 
+def _stream(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
+    require_modules("kvbm bench stream", CATALOG_MODULES, "catalog")
+    from kvbm.workload.bench.stream import bench_stream
+
+    return bench_stream(max(options.live), options.samples, options.seed)
+
+
 BENCHES: dict[str, Bench] = {
     "hash": lambda options: bench_hash(options.samples, options.seed),
     "codec": lambda options: bench_codec(options.samples, options.seed),
     "ledger": lambda options: bench_ledger(options.samples, options.seed),
     "index": lambda options: bench_index(options.live, options.replacements, options.samples, options.seed),
+    "events": lambda options: bench_events(options.samples, options.seed),
+    "replay": lambda options: bench_replay(options.samples, options.seed),
     "ingest": _ingest,
+    "stream": _stream,
 }
 
 

@@ -1,0 +1,168 @@
+"""Archives as a source, and what a fenced, pipelined publisher leaves in a log: none of it is a defect."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvbm.assembly import NATIVE, NATIVE_FOLD
+from kvbm.catalog.archive import ArchiveFiles
+from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.events import (
+    BlocksCreated,
+    Event,
+    InstanceStarted,
+    InstanceStopped,
+    ResidenciesStated,
+    RoundEnded,
+    StopReason,
+)
+from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
+from kvbm.core.residency import Residencies
+from kvbm.replay.cli import main
+from kvbm.replay.source import open_source
+from kvbm.replay.verify import Verified, verify
+from kvbm.streams.base import StreamMessage, events_subject
+from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain, make_capture
+
+
+def verified(path: Path) -> Verified:
+    """What verify says, natively and by the specification, which agree."""
+    native = verify(open_source(str(path)), NATIVE, NATIVE_FOLD)
+    assert native == verify(open_source(str(path)))
+    return native
+
+
+def gone_back(seed: int, frames: list[Frame]) -> list[list[Frame]]:
+    """Messages as a publisher that goes back now and then has them stored: 0 1 3 4 2 3 4."""
+    pick = random.Random(seed)
+    messages: list[list[Frame]] = []
+    for frame in frames:
+        if messages and messages[-1][-1].epoch == frame.epoch and pick.random() < 0.3:
+            messages[-1].append(frame)
+        else:
+            messages.append([frame])
+    stored, at = [], 0
+    while at < len(messages):
+        if pick.random() < 0.25:
+            window = messages[at : at + pick.randint(2, 5)]
+            missing = pick.randrange(len(window))
+            stored += window[:missing] + window[missing + 1 :]
+            at += missing
+        stored.append(messages[at])
+        at += 1
+    return stored
+
+
+def write_archive(folder: Path, seed: int, file_bytes: int = 3000) -> tuple[int, int]:
+    """An archive of two instances, mixed, in several files; how many different frames and how many instances' epochs it has."""
+    pick = random.Random(seed)
+    streams = [make_capture(seed, 80).frames(), make_capture(seed + 500, 80, instance="two").frames()]
+    waiting = [gone_back(seed, frames) for frames in streams]
+    archive = ArchiveFiles.open(folder, file_bytes)
+    archive.follow("created", 1, 1 << 40)
+    sequence = 0
+    while any(waiting):
+        queue = pick.choice([queue for queue in waiting if queue])
+        message = queue.pop(0)
+        sequence += pick.choice([1, 1, 2])  # a fence message between takes a number, too
+        data = b"".join(encode_frame(frame) for frame in message)
+        archive.append([StreamMessage(sequence, events_subject("c", message[0].instance), data)])
+    archive.close()
+    return sum(map(len, streams)), len({(frame.instance, frame.epoch) for frames in streams for frame in frames})
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_archive_of_publishers_that_went_back_verifies_as_one_source(tmp_path: Path, seed: int) -> None:
+    frames, epochs = write_archive(tmp_path, seed)
+    assert len(list(tmp_path.glob("*.kvbm"))) > 2
+    report = verified(tmp_path)
+    assert (report.findings, report.notes, report.stale) == ([], [], 0)
+    assert (report.instances, report.epochs, report.frames + report.late) == (2, epochs, frames)
+    assert report.repeats > 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_archive_whose_beginning_was_let_go_and_whose_end_is_torn_has_no_findings(tmp_path: Path, seed: int) -> None:
+    write_archive(tmp_path, seed)
+    files = sorted(tmp_path.glob("*.kvbm"))
+    files[0].unlink()
+    last = files[-1].read_bytes()
+    files[-1].write_bytes(last[:-7])
+    report = verified(tmp_path)
+    assert report.findings == []
+    assert any("torn" in note for note in report.notes)
+    assert main(["verify", str(tmp_path)]) == 0
+
+
+def test_a_file_that_is_missing_in_the_middle_is_a_hole(tmp_path: Path) -> None:
+    write_archive(tmp_path, 3)
+    files = sorted(tmp_path.glob("*.kvbm"))
+    files[len(files) // 2].unlink()
+    assert {finding.kind for finding in verified(tmp_path).findings} == {"missing-frame"}
+
+
+def recorded(events: list[tuple[int, Event]], fold: Residencies | None = None) -> Capture:
+    """Legal events of some epochs, a frame each."""
+    fold = fold or Residencies()
+    made = []
+    for epoch, event in events:
+        fold.evolve(event)
+        made.append(Recorded(Epoch(epoch), event, fold.digest))
+    return Capture(InstanceId("one"), made, list(range(1, len(made) + 1)))
+
+
+def started(epoch: int) -> InstanceStarted:
+    return InstanceStarted(epoch=Epoch(epoch), pools=POOLS, namespaces=NAMESPACES)
+
+
+def created(slot: int) -> BlocksCreated:
+    return BlocksCreated(namespace=NAMESPACE, tier=Tier.HBM, hashes=chain(slot, 3)[-16:], slots=pack_slots([slot]))
+
+
+def stated(slot: int, number: int) -> ResidenciesStated:
+    block = created(slot)
+    return ResidenciesStated(namespace=NAMESPACE, tier=Tier.HBM, round=number, hashes=block.hashes, slots=block.slots)
+
+
+@pytest.mark.parametrize("end", [[(1, InstanceStopped(reason=StopReason.OVERFLOW))], []])
+def test_an_epoch_begun_in_place_restates_what_is_held_and_is_legal(
+    tmp_path: Path, end: list[tuple[int, Event]]
+) -> None:
+    events: list[tuple[int, Event]] = [(1, started(1)), (1, created(0)), (1, created(2)), *end]
+    events += [(2, started(2)), (2, stated(0, 1)), (2, created(4)), (2, stated(2, 1)), (2, stated(4, 1))]
+    events += [(2, RoundEnded(tier=Tier.HBM, round=1, count=3)), (2, created(6))]
+    capture = recorded(events)
+    path = tmp_path / "a.kvbm"
+    path.write_bytes(b"".join(encode_frame(frame) for frame in capture.frames()))
+    report = verified(path)
+    assert (report.findings, report.epochs, report.events) == ([], 2, len(events))
+    lost = next(
+        index for index, (epoch, event) in enumerate(events) if epoch == 2 and isinstance(event, ResidenciesStated)
+    )
+    path.write_bytes(b"".join(encode_frame(frame) for frame in capture.replace({lost: None}).frames()))
+    (found,) = verified(path).findings
+    assert found.epoch == 2 and found.kind in ("digest-mismatch", "skipped-round-run")
+
+
+def test_an_epoch_whose_beginning_was_let_go_is_trusted_from_the_end_of_its_first_whole_round_on(
+    tmp_path: Path,
+) -> None:
+    events: list[tuple[int, Event]] = [(1, started(1)), *((1, created(slot)) for slot in (0, 2, 4))]
+    events += [(1, stated(slot, 1)) for slot in (0, 2, 4)] + [(1, RoundEnded(tier=Tier.HBM, round=1, count=3))]
+    before = len(events)
+    events += [(1, created(slot)) for slot in (6, 8, 10)]
+    capture = recorded(events)
+    folder = tmp_path / "archive"
+    folder.mkdir()
+    for first in (4, 5):  # with the round's beginning, and without: then it has not begun here, and nothing is trusted
+        frames = capture.frames()[first:]
+        (folder / f"{1:020d}.kvbm").write_bytes(b"".join(encode_frame(frame) for frame in frames))
+        report = verified(folder)
+        assert report.findings == [] and len(report.notes) == 1
+        wrong = capture.replace({before + 1: created(12)}).frames()[first:]
+        (folder / f"{1:020d}.kvbm").write_bytes(b"".join(encode_frame(frame) for frame in wrong))
+        findings = [(finding.kind, finding.offset) for finding in verified(folder).findings]
+        assert findings == ([("digest-mismatch", before + 1)] if first == 4 else [])
