@@ -236,20 +236,7 @@ class _Link:
             raise StreamError(str(error)) from None
         try:
             async with asyncio.timeout(timeout_s):
-                await link.client.connect(
-                    url.split(","),
-                    name="kvbm",
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                    reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                    connect_timeout=timeout_s,  # type: ignore[arg-type]
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    pending_size=0,  # buffer nothing while disconnected
-                    error_cb=link._on_error,
-                    closed_cb=link._on_closed,
-                    **options,
-                )
+                await link._connect(timeout_s, options)
                 link._inbox = link.client.new_inbox()
                 link._is_open = True
                 await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
@@ -268,6 +255,36 @@ class _Link:
             await link.close()
             raise
         return link
+
+    async def _connect(self, timeout_s: float, options: dict[str, Any]) -> None:
+        """In a task of its own, because a cancellation that comes while one of nats-py's steps ends is lost in it.
+
+        It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
+        """
+        connecting = asyncio.ensure_future(
+            self.client.connect(
+                self.url.split(","),
+                name="kvbm",
+                allow_reconnect=False,
+                max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
+                reconnect_time_wait=0.02,  # type: ignore[arg-type]
+                connect_timeout=timeout_s,  # type: ignore[arg-type]
+                ping_interval=5,
+                max_outstanding_pings=2,
+                pending_size=0,  # buffer nothing while disconnected
+                error_cb=self._on_error,
+                closed_cb=self._on_closed,
+                **options,
+            )
+        )
+        try:
+            await asyncio.shield(connecting)
+        except BaseException:
+            connecting.cancel()
+            await asyncio.wait([connecting], timeout=_CLOSE_WAIT_S)
+            if connecting.done() and not connecting.cancelled():
+                connecting.exception()  # it is said by now, or of no use
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -589,14 +606,17 @@ class NatsStream:
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
         reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
+        wait_s = RECONNECT_FIRST_S
         try:
             while not self._is_closed:
                 try:
                     messages = await reader.fetch(PULL_EXPIRES_S)
                 except StreamError as error:
                     log.debug("stream.pulses_unreachable", why=str(error))
-                    await asyncio.sleep(RECONNECT_FIRST_S)
+                    await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                    wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                     continue
+                wait_s = RECONNECT_FIRST_S
                 for message in messages:
                     heartbeat = _heartbeat_in(message)
                     if heartbeat is not None:
@@ -616,7 +636,7 @@ class NatsStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT, reconnects=False):
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
@@ -643,7 +663,7 @@ class NatsStream:
             if sample is not None:
                 yield sample
 
-    async def _listen(self, subject: str, kept: int) -> AsyncIterator[Msg]:
+    async def _listen(self, subject: str, kept: int, reconnects: bool = True) -> AsyncIterator[Msg]:
         """What comes on a subject from now on; who asks is answered. Raises StreamError: the server refuses."""
         wake = asyncio.Event()
         ready: deque[Msg] = deque(maxlen=kept)
@@ -657,14 +677,19 @@ class NatsStream:
                 except StreamError as error:
                     log.debug("stream.answer_failed", subject=subject, why=str(error))
 
+        wait_s = RECONNECT_FIRST_S
         while not self._is_closed:
             try:
-                link = await self.link(PULL_EXPIRES_S)
+                link = await self.link(PULL_EXPIRES_S) if reconnects else self._link
                 subscription = await link.subscribe(subject, take)
             except (StreamError, TimeoutError) as error:
+                if not reconnects:
+                    return
                 log.debug("stream.subject_unreachable", subject=subject, why=str(error))
-                await asyncio.sleep(RECONNECT_FIRST_S)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                 continue
+            wait_s = RECONNECT_FIRST_S
             link.wakes.add(wake)
             try:
                 while link.is_open:
@@ -677,6 +702,8 @@ class NatsStream:
             finally:
                 link.wakes.discard(wake)
                 await link.unsubscribe(subscription)
+            if not reconnects:
+                return
 
     # -- the connection -----------------------------------------------------------------------------------------------
 

@@ -98,3 +98,12 @@ def test_a_journal_that_is_half_full_of_what_no_round_has_made_needless_makes_on
     told(rounds, 102.0, Began(), Ended())
     assert told(rounds, 103.0, Stored(749, 749)) == []  # nothing is published: another round would only make it fuller
     assert told(rounds, 104.0, Stored(750, 750)) == BEGIN
+
+
+def test_a_round_as_large_as_half_the_journal_does_not_call_for_the_next_one() -> None:
+    rounds = begun(capacity_bytes=1000)
+    assert told(rounds, 102.0, Stored(500, 500)) == BEGIN
+    assert told(rounds, 102.0, Began(), Stored(1000, 1000)) == []
+    assert told(rounds, 103.0, Ended()) == []
+    assert told(rounds, 104.0, Stored(600, 1100)) == []
+    assert told(rounds, 105.0, Stored(750, 1250)) == BEGIN
