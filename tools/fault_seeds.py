@@ -66,7 +66,9 @@ def one(seed: int, mutant: str, minimise: bool) -> int:
             print(f"\n{len(left)} of {len(outcome.planned)} faults suffice:")
             for fault in left:
                 print(f"  {fault.at_s:8.3f} s  {fault.kind} for {fault.for_s:.2f} s")
-    print(f"\nseed {seed}: {outcome.steps} steps, {outcome.operations} operations, {outcome.faults} faults, {outcome.trace}")
+    print(
+        f"\nseed {seed}: {outcome.steps} steps, {outcome.operations} operations, {outcome.faults} faults, {outcome.trace}"
+    )
     print(outcome.violation or "nothing was broken")
     return 1 if outcome.violation else 0
 

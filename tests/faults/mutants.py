@@ -250,7 +250,11 @@ def _digest_not_compared(stack: ExitStack) -> None:
 def _repeat_counted_twice(stack: ExitStack) -> None:
     def place(self: Any, followed: Any, arrived: Any, step: Any) -> None:
         frame = arrived.frame
-        if frame.epoch == followed.position.epoch and frame.next_offset <= followed.position.offset and not followed.aside:
+        if (
+            frame.epoch == followed.position.epoch
+            and frame.next_offset <= followed.position.offset
+            and not followed.aside
+        ):
             after = followed.position
             followed.position = Position(frame.epoch, frame.first_offset)
             self._apply_events(followed, arrived, step)
@@ -292,10 +296,14 @@ MUTANTS: dict[str, Mutant] = {
         ("refuse_publishes", "refuse_publishes", "kill", "slow_network", *_LINKS),
     ),
     "slot_reused_early": Mutant(
-        "a slot is written once the withdrawal of its block is durable", _slot_reused_early, ("slow_disk", "fill_disk", *_PROCESSES)
+        "a slot is written once the withdrawal of its block is durable",
+        _slot_reused_early,
+        ("slow_disk", "fill_disk", *_PROCESSES),
     ),
     "claim_before_bytes": Mutant("bytes first, then the claim", _claim_before_bytes, _PROCESSES),
-    "slot_released_at_deadline": Mutant("a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)),
+    "slot_released_at_deadline": Mutant(
+        "a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)
+    ),
     "epoch_from_wall_clock": Mutant("an epoch only grows", _epoch_from_wall_clock, ("step_clock", *_PROCESSES)),
     "round_skips_a_run": Mutant("a round states all that is held", _round_skips_a_run, ("trim", "hide_messages")),
     "torn_tail_accepted": Mutant("a torn tail is cut at the last whole frame", _torn_tail_accepted, ("kill_in_write",)),
@@ -303,7 +311,9 @@ MUTANTS: dict[str, Mutant] = {
     "digest_not_compared": Mutant("digests are compared at every frame", _digest_not_compared, ("spoil_index",)),
     "repeat_counted_twice": Mutant("a repeat changes nothing", _repeat_counted_twice, ("late_copies", *_LINKS)),
     "stale_epoch_applied": Mutant(
-        "an epoch that is over is over", _stale_epoch_applied, ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES)
+        "an epoch that is over is over",
+        _stale_epoch_applied,
+        ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES),
     ),
     "withheld_never_returned": Mutant(
         "whoever is heard again is answered of again", _withheld_never_returned, ("freeze", "cut_node")

@@ -217,7 +217,9 @@ class Checker:
         for instance in instances:
             self.check_instance(projector, instance)
         if projector.counters.digest_mismatches and not self._was_spoilt:
-            raise Violation("a digest differs though no entry was spoilt: events were missed, or counted twice, unnoticed")
+            raise Violation(
+                "a digest differs though no entry was spoilt: events were missed, or counted twice, unnoticed"
+            )
 
     def check_instance(self, projector: Any, instance: InstanceId) -> None:
         self.checks += 1

@@ -304,9 +304,9 @@ class CatalogNode:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            if not isinstance(error, Violation):
-                Violation(f"the catalog ended with {error!r}")
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Violation):
+            Violation(f"the catalog ended with {error!r}")
 
     def kill(self) -> None:
         if self.process is not None:

@@ -61,8 +61,8 @@ def _defaults(stand_ins: dict[Any, Any]) -> Iterator[tuple[Any, str, Any, Any]]:
             functions = [thing]
             if isinstance(thing, type) and thing.__module__.startswith("kvbm"):
                 functions = list(vars(thing).values())
-            for function in functions:
-                function = getattr(function, "__func__", function)
+            for given in functions:
+                function = getattr(given, "__func__", given)
                 if not isinstance(function, types.FunctionType) or id(function) in seen:
                     continue
                 seen.add(id(function))

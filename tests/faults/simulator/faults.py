@@ -53,11 +53,13 @@ class Faults:
 
     def _begin(self, fault: Fault) -> None:
         rng = random.Random(fault.seed)
-        undo = KINDS[fault.kind](self, rng)
+        kind = fault.kind
+        undo = KINDS[kind](self, rng)
         if undo is _NOTHING:
-            return
+            kind = "break_links"  # which can always happen
+            undo = KINDS[kind](self, rng)
         self.happened += 1
-        self._cluster.told("fault", {"kind": fault.kind, "for_s": round(fault.for_s, 2)})
+        self._cluster.told("fault", {"kind": kind, "for_s": round(fault.for_s, 2)})
         if undo is not None:
             self._undone.append(undo)
 
@@ -65,7 +67,7 @@ class Faults:
                 if undo in self._undone:
                     self._undone.remove(undo)
                     undo()
-                    self._cluster.told("healed", {"kind": fault.kind})
+                    self._cluster.told("healed", {"kind": kind})
 
             self._world.after(fault.for_s, self._world.nature, end)
 

@@ -297,7 +297,7 @@ class Loop(asyncio.AbstractEventLoop):
     async def shutdown_asyncgens(self) -> None:
         return
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - asyncio's name
         return
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -549,7 +549,7 @@ class Thread:
             return
         except Violation:
             return
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - no thread of the code under test may end so
             where = "".join(traceback.format_tb(error.__traceback__)[-3:])
             Violation(f"thread {self.name} of {self.process} ended with {error!r}\n{where}")
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import FencedError, StreamError
@@ -607,7 +608,7 @@ class SimReader:
                 self._after = messages[-1].sequence
                 consumer, link = self._consumer, self._link
                 if consumer is not None and link is not None and link.is_up:
-                    link.to_server(lambda: self._server.more(consumer))
+                    link.to_server(partial(self._server.more, consumer))
                 return messages
             left_s = max(0.0, end_s - loop.time())
             if self._link is None or not self._link.is_up:
