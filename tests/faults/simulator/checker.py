@@ -16,7 +16,7 @@ from kvbm.catalog.service import CatalogService
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.kernels import Fold
-from kvbm.streams.base import Heartbeat, Position, subject_names
+from kvbm.streams.base import ORIGIN, Heartbeat, Position, subject_names
 from tests.faults.simulator.kernel import Process, Violation
 from tests.faults.simulator.server import Stored
 
@@ -76,9 +76,10 @@ class Checker:
         self.put: dict[str, dict[int, bytes]] = {}  # machine → NVME slot → the block whose bytes were put there last
         self._stored: dict[tuple[InstanceId, int], Intervals] = {}
         self._fences: dict[str, str] = {}
-        self.spoilt: dict[InstanceId, Position] = {}  # index entries flipped; excused until the next frame
+        self.spoilt: dict[
+            tuple[str, InstanceId], Position
+        ] = {}  # by the catalog's machine; excused until the next frame
         self.untrusted_journals: set[Process] = set()
-        self._was_spoilt = False
         self._damaged: set[str] = set()  # machines whose journal has lost something
 
     def attach(self, cluster: Cluster) -> None:
@@ -205,18 +206,18 @@ class Checker:
     # -- what the catalog says ----------------------------------------------------------------------------------------
 
     def catalog_began(self, node: CatalogNode, service: CatalogService) -> None:
-        self._was_spoilt = False
-        self.spoilt.clear()
+        service._projector.__dict__["machine"] = node.machine.name
 
-    def spoil(self, instance: InstanceId, position: Position) -> None:
-        self.spoilt[instance] = position
-        self._was_spoilt = True
+    def spoil(self, projector: Any, instance: InstanceId, position: Position) -> None:
+        """An entry of an index was flipped; a checkpoint may bring it back."""
+        self.spoilt[projector.__dict__["machine"], instance] = position
 
-    def stepped(self, projector: Any, instances: Any) -> None:
+    def stepped(self, projector: Any, instances: Any, machine: str) -> None:
         """The catalog has applied messages: where it is sure of an instance, it must be right."""
+        projector.__dict__["machine"] = machine
         for instance in instances:
             self.check_instance(projector, instance)
-        if projector.counters.digest_mismatches and not self._was_spoilt:
+        if projector.counters.digest_mismatches and all(spoilt != machine for spoilt, _ in self.spoilt):
             raise Violation(
                 "a digest differs though no entry was spoilt: events were missed, or counted twice, unnoticed"
             )
@@ -234,10 +235,8 @@ class Checker:
         epochs[instance] = view.epoch
         if view.doubtful or view.partial or projector.sequence <= getattr(projector, "_settled", 0):
             return
-        if (spoilt := self.spoilt.get(instance)) is not None:
-            if position <= spoilt:
-                return
-            del self.spoilt[instance]
+        if position <= self.spoilt.get((projector.__dict__.get("machine", ""), instance), ORIGIN):
+            return
         known = self._written.get((instance, position.epoch), [])
         if not any(written.digests.get(position.offset) == view.digest for written in known):
             said = [written.digests.get(position.offset) for written in known]
@@ -250,19 +249,24 @@ class Checker:
 
     def unsettled(self) -> str:
         """What is not as it must be once everything has settled; "" when all is well."""
-        cluster = self.cluster
-        service = cluster.catalog.service
-        if service is None:
-            return "the catalog does not run"
-        if not service.is_ready:
-            return f"the catalog is not ready: {service.readiness().reason}"
         live = {}
-        for node in cluster.nodes:
+        for node in self.cluster.nodes:
             if not node.wanted:
                 continue
             if not node.is_running:
                 return f"{node.instance} on {node.machine.name} does not run"
             live[node.instance] = node
+        for catalog in self.cluster.catalogs:
+            if why := self._unsettled_catalog(catalog, live):
+                return f"{catalog.machine.name}: {why}"
+        return ""
+
+    def _unsettled_catalog(self, catalog: CatalogNode, live: dict[InstanceId, Node]) -> str:
+        service = catalog.service
+        if service is None:
+            return "the catalog does not run"
+        if not service.is_ready:
+            return f"the catalog is not ready: {service.readiness().reason}"
         index, projector = service._index, service._projector
         for instance, node in sorted(live.items()):
             if why := self._unsettled_instance(instance, node, index, projector):
@@ -302,8 +306,9 @@ class Checker:
 
         Of an instance that ran on several machines nobody asks it: who was shut out keeps its tail to itself.
         """
-        machines = {node.machine.name for node in self.cluster.nodes if node.instance == instance}
-        if len(machines) > 1 or machines & self._damaged:
+        nodes = [node for node in self.cluster.nodes if node.instance == instance]
+        machines = {node.machine.name for node in nodes}
+        if len(machines) > 1 or machines & self._damaged or nodes[0].settings.journal.in_memory:
             return ""
         for (name, epoch), known in self._written.items():
             if name != instance:

@@ -294,7 +294,7 @@ class CatalogNode:
         if self.process is not None and self.process.alive:
             return
         self.starts += 1
-        process = self.process = self.machine.process(f"catalog#{self.starts}")
+        process = self.process = self.machine.process(f"{self.machine.name}#{self.starts}")
         process.on_kill.append(lambda: self.machine.disk.release(process))
         self.service = None
         self.world.call_at(self.world.now, process, self._spawn, self._main(process))
@@ -324,7 +324,9 @@ class CatalogNode:
     async def _serve(self, process: Process) -> None:
         stream = await SimStream.connect_to(self.cluster.server, 5.0)
         new_index = ReferenceIndex if self.use_reference else assembly.NATIVE_INDEX
-        service = await CatalogService.start(self.cluster.catalog_settings(), assembly.NATIVE, new_index, stream)
+        service = await CatalogService.start(
+            self.cluster.catalog_settings(self.machine), assembly.NATIVE, new_index, stream
+        )
         self.service = service
         self.cluster.checker.catalog_began(self, service)
         await service.failed.wait()
@@ -360,7 +362,9 @@ class Cluster:
         rng = world.rng
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
         self.network = Network(world)
-        self.server = Server(world, self.network, max_bytes=rng.choice((-1, -1, 1 << 20, 1 << 17)))
+        self.server = Server(
+            world, self.network, rng.choice((-1, -1, 1 << 20, 1 << 17)), rng.choice((0.0, 0.0, 0.0, 6.0, 30.0))
+        )
         self.store = SimStore(world)
         self.objects = SlowObjects(world)
         self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
@@ -374,7 +378,11 @@ class Cluster:
         self.checkpoint_every_s = rng.choice((1.0, 4.0))
         world.server = self.server  # type: ignore[attr-defined]
         world.told = told  # type: ignore[attr-defined]
-        self.catalog = CatalogNode(self, self._machine("catalog"), use_reference=rng.random() < 0.35)
+        self.catalogs = [
+            CatalogNode(self, self._machine(f"catalog-{number}"), use_reference=rng.random() < 0.35)
+            for number in range(rng.choice((1, 1, 1, 2)))
+        ]
+        self.catalog = self.catalogs[0]  # whom managers ask
 
     def _machine(self, name: str) -> Machine:
         machine = self.machines[name] = Machine(self, name)
@@ -389,35 +397,38 @@ class Cluster:
 
     def _settings(self, instance: str) -> Settings:
         rng = self.world.rng
+        in_memory = rng.random() < 0.1
         return Settings(
             core="reference" if rng.random() < 0.5 else "native",
             instance=InstanceSettings(id=instance, cluster=CLUSTER),
             pools=PoolsSettings(
                 hbm=HbmSettings(slots=rng.randint(18, 40), device="memory"),
                 host=HostSettings(slots=rng.choice((0, 8, 24))),
-                nvme=NvmeSettings(slots=rng.choice((0, 12, 24, 24))),
+                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24))),
                 eviction=rng.choice(("lru", "s3fifo")),
             ),
             onboard=OnboardSettings(wait_s=rng.choice((0.01, 0.05, 1.0)), threads=2),
             journal=JournalSettings(
                 fsync=rng.choice(("off", "interval", "always")), segment_bytes=rng.choice((4 << 10, 16 << 10)),
                 capacity_bytes=rng.choice((128 << 10, 1 << 20)), waiting_bytes=1 << 20,
+                in_memory=in_memory,
             ),
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice((2 << 10, 16 << 10, 4 << 20))),
             rounds=RoundsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
 
-    def catalog_settings(self) -> ServiceSettings:
+    def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(
             nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
-            checkpoints=str(self.catalog.machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
+            checkpoints=str(machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
             checkpoint_every_s=self.checkpoint_every_s,
-            archive=str(self.catalog.machine.disk.folder / "archive") if self.has_archive else "",
+            archive=str(machine.disk.folder / "archive") if self.has_archive else "",
         )  # fmt: skip
 
     def begin(self) -> None:
         service_module.Store = StoreClass(self.store)  # type: ignore[misc, assignment]
-        self.catalog.start()
+        for catalog in self.catalogs:
+            catalog.start()
         for node in self.nodes:
             node.start()
         self._sync_server()
@@ -429,7 +440,8 @@ class Cluster:
     def end(self) -> None:
         for node in self.nodes:
             node.kill()
-        self.catalog.kill()
+        for catalog in self.catalogs:
+            catalog.kill()
         self.world.bury()
         for machine in self.machines.values():
             machine.disk.remove()

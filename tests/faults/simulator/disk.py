@@ -160,6 +160,22 @@ class Os:
             return os.write(fd, data)
         return disk.write(process, disk.path_of(fd), data, lambda part: os.write(fd, part))
 
+    def pwritev(self, fd: int, pieces: Any, offset: int) -> int:
+        self._refuse_if_broken(fd)
+        return os.pwritev(fd, pieces, offset)
+
+    def preadv(self, fd: int, pieces: Any, offset: int) -> int:
+        self._refuse_if_broken(fd)
+        return os.preadv(fd, pieces, offset)
+
+    @staticmethod
+    def _refuse_if_broken(fd: int) -> None:
+        process, disk = _here()
+        if not process.alive:
+            raise OSError(errno.EBADF, "the process is dead (simulated)")
+        if disk is not None and disk.broken:
+            raise OSError(errno.EIO, "Input/output error (simulated)", disk.path_of(fd))
+
     def writev(self, fd: int, pieces: Any) -> int:
         return self.write(fd, b"".join(pieces))
 

@@ -86,7 +86,17 @@ class Faults:
                 twin.wanted = False
                 twin.kill()
             twins[0].start()
-        self._cluster.catalog.start()
+        for catalog in self._cluster.catalogs:
+            catalog.start()
+        for instance in sorted({instance for _, instance in self._cluster.checker.spoilt}):
+            self._world.after(5.0, self._world.nature, self._stir, instance)
+
+    def _stir(self, instance: str) -> None:
+        """A spoilt entry shows at the next frame, so there must be one."""
+        for node in self._cluster.nodes:
+            manager, process = node.manager, node.process
+            if node.instance == instance and node.is_running and manager is not None and process is not None:
+                node.spawn(process, manager.restate, "stir")
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -188,16 +198,13 @@ class Faults:
         return end
 
     def kill_catalog(self, rng: random.Random) -> Callable[[], None] | None:
-        self._cluster.catalog.kill()
-        return self._cluster.catalog.start
-
-    def cut_catalog_power(self, rng: random.Random) -> Callable[[], None] | None:
-        self._cluster.catalog.kill()
-        return self._cluster.catalog.start
+        catalog = rng.choice(self._cluster.catalogs)
+        catalog.kill()
+        return catalog.start
 
     def freeze_catalog(self, rng: random.Random) -> Callable[[], None] | None:
         """A consumer so slow that it does nothing."""
-        process = self._cluster.catalog.process
+        process = rng.choice(self._cluster.catalogs).process
         if process is None or not process.alive:
             return _NOTHING
         self._world.freeze(process)
@@ -210,7 +217,7 @@ class Faults:
         return _NOTHING if node is None else self._cut(node.machine.name)
 
     def cut_catalog(self, rng: random.Random) -> Callable[[], None] | None:
-        return self._cut(self._cluster.catalog.machine.name)
+        return self._cut(rng.choice(self._cluster.catalogs).machine.name)
 
     def _cut(self, machine: str) -> Callable[[], None]:
         self._cluster.network.cut.add(machine)
@@ -269,10 +276,10 @@ class Faults:
 
     def drop_acks(self, rng: random.Random) -> Callable[[], None] | None:
         server = self._cluster.server
-        server.drop_acks = rng.choice((0.1, 0.5))
+        server.drop_acks = server.loses_asks = rng.choice((0.1, 0.5))
 
         def end() -> None:
-            server.drop_acks = 0.0
+            server.drop_acks = server.loses_asks = 0.0
 
         return end
 
@@ -436,7 +443,7 @@ class Faults:
 
     def spoil_index(self, rng: random.Random) -> Callable[[], None] | None:
         """The index loses an entry without a word, as a flipped bit would make it."""
-        service = self._cluster.catalog.service
+        service = rng.choice(self._cluster.catalogs).service
         if service is None:
             return _NOTHING
         index, projector = service._index, service._projector
@@ -459,7 +466,7 @@ class Faults:
             )
         )  # fmt: skip
         index.apply(data)
-        self._cluster.checker.spoil(instance, Position(*position))
+        self._cluster.checker.spoil(projector, instance, Position(*position))
         return None
 
 
@@ -471,7 +478,7 @@ KINDS: dict[str, Callable[[Faults, random.Random], Callable[[], None] | None]] =
     name: method
     for name, method in vars(Faults).items()
     if callable(method)
-    and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down")
+    and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down", "_stir")
 }
 _WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
 _ = (np, Tier)

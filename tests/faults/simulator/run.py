@@ -24,7 +24,7 @@ from tests.faults.simulator.environment import installed
 from tests.faults.simulator.faults import Fault, Faults, plan
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
 
-RUN_S = 16.0  # of virtual time with work and faults
+RUN_S = 10.0  # of virtual time with work and faults
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
 
@@ -90,7 +90,7 @@ def watched(*, logs: bool = False) -> Iterator[None]:
 
     def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
-        INSTALLED.world.checker.stepped(self, result.advanced)  # type: ignore[attr-defined]
+        INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
         return result
 
     Journal.append_all = watched_append_all  # type: ignore[method-assign]

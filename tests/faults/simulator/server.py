@@ -185,6 +185,7 @@ class Server:
         self.pulses: dict[str, Heartbeat] = {}
         self.refuses = 0.0  # share of publishes refused with an error
         self.drop_acks = 0.0
+        self.loses_asks = 0.0
         self.on_stored: Callable[[Stored], None] = lambda stored: None
         self.on_pulse: Callable[[Heartbeat], None] = lambda heartbeat: None
         self._consumers: list[_Consumer] = []
@@ -362,6 +363,8 @@ class Server:
 
     def ask_round(self, subject: str) -> bool:
         heard = False
+        if self.loses_asks and self.world.rng.random() < self.loses_asks:
+            return self.world.rng.random() < 0.5
         for link, watched, take in self._round_watchers:
             if watched == subject and link.is_up:
                 link.to_client(take)
