@@ -549,8 +549,10 @@ class Projector:
             self.counters.gaps += 1  # the epoch went on behind the hole, and is over
             self.counters.gaps_repaired += 1
             self._forget_aside(followed)
-        if old.epoch and old.epoch < frame.epoch and old.ended_ns is None and self._is_gathering:
-            self._epochs.append(msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced"))
+        if old.epoch and old.epoch < frame.epoch and self._is_gathering:
+            if old.ended_ns is None:
+                old = msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced")
+            self._epochs.append(old)  # also one that had ended: its row may not have been given out yet
         followed.is_lost = followed.is_blind = False
         followed.position = Position(frame.epoch, frame.first_offset)
         followed.row = msgspec.structs.replace(

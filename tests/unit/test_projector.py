@@ -403,6 +403,18 @@ def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next(twin: Twin) -> N
 
 
 @each_twin
+def test_an_epoch_that_ended_keeps_its_end_when_the_next_begins_in_the_same_batch(twin: Twin) -> None:
+    first = Instance()
+    first.ledger.stop()
+    first.cut()
+    reader = Reader(twin.projector())
+    reader.read(*first.frames, *Instance(epoch=2).frames)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "shutdown"), (2, "")]
+
+
+@each_twin
 def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
     _, f = five_frames()
     reader = Reader(twin.projector())
