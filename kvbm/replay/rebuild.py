@@ -206,8 +206,6 @@ class _Rebuild:
         """Project frames of one instance as one message."""
         first = frames[0].found
         assert not isinstance(first, Damage)
-        if first.epoch > self._projector.position(first.instance).epoch:
-            await self._store(store)  # a batch tells of one epoch of an instance that ended by itself
         cluster = frames[0].group.rpartition(".")[2] if frames[0].place.sequence is not None else self._cluster
         self._sequence += 1
         data = b"".join(located.data for located in frames)
