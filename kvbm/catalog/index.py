@@ -97,7 +97,7 @@ class Audit(NamedTuple):
         blocks: looked at in that pass.
         differing: instances of whose residencies the table has others than the running digest was made from: memory was damaged, or
             the index is wrong. A round heals it.
-        damaged: entries whose holders cannot be anybody's; they are in `differing` as well, by what is missing.
+        damaged: entries whose holders could not be anybody's. They were taken out, and `differing` has those who miss them.
     """
 
     is_whole: bool

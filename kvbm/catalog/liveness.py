@@ -259,8 +259,7 @@ class Liveness:
         if not self._hears_itself(now_s):
             self._counting_s = now_s
             for instance in self._kept:  # they too have a whole period anew
-                member = self._members[instance]
-                member.is_silent, member.since_s = False, now_s
+                self._members[instance].is_silent = False
                 self._waited[instance] = None
             self._kept.clear()
         self._own_s = now_s
@@ -273,8 +272,6 @@ class Liveness:
         if heartbeat.epoch < member.newest:
             self.zombies += 1
             return []
-        if member.is_ended and heartbeat.epoch == member.told:
-            return []  # sent before the stop, heard after it
         is_double = last is not None and last.epoch == heartbeat.epoch and last.run != heartbeat.run
         if is_double and member.heard_s is not None and not member.is_silent:
             self.double_ids += 1

@@ -926,17 +926,14 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
     if (audited_before_ == 0) {
       begin_audit();
     }
-    audited_before_ = table_.visit_ranks(audited_before_, [this](BlockKey key, std::uint64_t, const HolderValue& value) {
+    std::vector<std::pair<BlockKey, std::uint64_t>> damaged;
+    audited_before_ = table_.visit_ranks(audited_before_, [&](BlockKey key, std::uint64_t place, const HolderValue& value) {
       ++audited_blocks_;
-      if (!sets_.is_sound(value)) {
-        ++audited_damaged_;
+      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::pair_of(value) >= pairs_.size()) {
+        damaged.emplace_back(key, place);
         return;
       }
       for (const Seat seat : sets_.seats(value)) {
-        if (kvbm::pair_of(seat) >= pairs_.size()) {
-          ++audited_damaged_;
-          continue;
-        }
         const Pair& pair = pairs_[kvbm::pair_of(seat)];
         if (pair.is_pool == 0 && is_live(seat)) {
           const BlockKey& salt = spaces_[pair.space].salt;
@@ -946,6 +943,14 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
         }
       }
     });
+    // Whoever looked these up would follow them out of bounds. Taken out they are missing, which a round heals.
+    if (!damaged.empty()) {
+      const WriteGuard change(lock_);
+      for (const auto& [key, place] : damaged) {
+        table_.erase(key, place);
+      }
+      audited_damaged_ += damaged.size();
+    }
     if (audited_before_ == BlockTable::kRankEnd) {
       end_audit(part);
     }

@@ -120,7 +120,7 @@ struct InstanceState {
 struct AuditPart {
   bool is_whole = false;                   // a pass has ended with it
   std::uint64_t blocks = 0;                // of that pass
-  std::uint64_t damaged = 0;               // entries whose holders cannot be anybody's
+  std::uint64_t damaged = 0;               // entries whose holders cannot be anybody's; they were taken out
   std::vector<std::uint32_t> differing{};  // numbers of the instances whose digest is not the table's
 };
 

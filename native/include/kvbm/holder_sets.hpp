@@ -62,10 +62,9 @@ class HolderSets {
     }
   }
 
-  // Whether a value can be somebody's: of a set, that it is kept. For values that may have been damaged.
-  bool is_sound(HolderValue value) const noexcept {
-    const std::uint32_t number = value & ~kSetBit;
-    return (value & kSetBit) == 0 || (number / kCellsPerSlab < slabs_.size() && cell_of(value).count != 0);
+  // Whether a set of this number is kept. For values that may have been damaged.
+  bool has(HolderValue value) const noexcept {
+    return (value & ~kSetBit) / kCellsPerSlab < slabs_.size() && cell_of(value).count != 0;
   }
 
   // Sets kept.
