@@ -303,7 +303,10 @@ class EventStream(Protocol):
         """Ask an instance to restate what it holds. Whether it has heard: it answers at once and states when it may."""
 
     def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
-        """One item for each time somebody asks this instance for a round; answers the asker. Survives a lost connection."""
+        """One item for each time somebody asks this instance for a round; answers the asker.
+
+        It ends with the connection and makes no new one: a publisher must learn what a new one finds before it goes on.
+        """
 
     async def send_liveness(self, fact: LivenessFact) -> None:
         """Tell whoever listens. Not acknowledged, not kept."""

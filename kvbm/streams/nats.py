@@ -26,13 +26,12 @@ from urllib.parse import urlsplit
 
 import msgspec
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import MaxPayloadError, NoServersError
 
-from kvbm.core.errors import ConfigError, FencedError, StreamError
+from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ASKS_KEPT,
@@ -63,6 +62,7 @@ from kvbm.streams.base import (
     pulse_subject,
     subject_names,
 )
+from kvbm.streams.credentials import CheckedClient, Credentials, NoTlsError
 
 log = structlog.get_logger()
 
@@ -205,10 +205,11 @@ class _Stored(NamedTuple):
 class _Link:
     """One connection, from its making to its loss; it never comes back."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, credentials: Credentials) -> None:
         self.url = url
         self.shown = shown(url)
-        self.client = Client()
+        self.client = CheckedClient()
+        self.client.wants_tls = credentials.wants_tls(url)
         self.wakes: set[asyncio.Event] = set()  # set when the connection is lost
         self._is_open = False
         self._why_lost = ""
@@ -219,23 +220,18 @@ class _Link:
         self._counter = itertools.count()
 
     @classmethod
-    async def open(cls, url: str, timeout_s: float) -> _Link:
-        link = cls(url)
+    async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> _Link:
+        link = cls(url, credentials)
+        try:
+            options = credentials.connect_options(url)
+        except (
+            ConfigError,
+            MissingExtraError,
+        ) as error:  # found at the start by whoever has the settings; files may change
+            raise StreamError(str(error)) from None
         try:
             async with asyncio.timeout(timeout_s):
-                await link.client.connect(
-                    url.split(","),
-                    name="kvbm",
-                    allow_reconnect=False,
-                    max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                    reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                    connect_timeout=timeout_s,  # type: ignore[arg-type]
-                    ping_interval=5,
-                    max_outstanding_pings=2,
-                    pending_size=0,  # buffer nothing while disconnected
-                    error_cb=link._on_error,
-                    closed_cb=link._on_closed,
-                )
+                await link._connect(timeout_s, options)
                 link._inbox = link.client.new_inbox()
                 link._is_open = True
                 await link.client.subscribe(f"{link._inbox}.*", cb=link._on_answer)
@@ -247,11 +243,43 @@ class _Link:
             why = link._why_lost or _words(error)
             # a refused user may show as a reset, because the server closes before nats-py has read its reason
             remedy = _REMEDY if isinstance(error, NoServersError) else _TURNED_AWAY
+            if isinstance(error, ssl.SSLError | NoTlsError) or "certificate" in why:
+                remedy = _TLS_FAILED
             raise StreamError(f"no connection to NATS at {link.shown} ({why}); {remedy}") from None
         except BaseException:
             await link.close()
             raise
         return link
+
+    async def _connect(self, timeout_s: float, options: dict[str, Any]) -> None:
+        """In a task of its own, because a cancellation that comes while one of nats-py's steps ends is lost in it.
+
+        It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
+        """
+        connecting = asyncio.ensure_future(
+            self.client.connect(
+                self.url.split(","),
+                name="kvbm",
+                allow_reconnect=False,
+                max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
+                reconnect_time_wait=0.02,  # type: ignore[arg-type]
+                connect_timeout=timeout_s,  # type: ignore[arg-type]
+                ping_interval=5,
+                max_outstanding_pings=2,
+                pending_size=0,  # buffer nothing while disconnected
+                error_cb=self._on_error,
+                closed_cb=self._on_closed,
+                **options,
+            )
+        )
+        try:
+            await asyncio.shield(connecting)
+        except BaseException:
+            connecting.cancel()
+            await asyncio.wait([connecting], timeout=_CLOSE_WAIT_S)
+            if connecting.done() and not connecting.cancelled():
+                connecting.exception()  # it is said by now, or of no use
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -390,7 +418,8 @@ class _Link:
 
 
 _REMEDY = "start a nats-server there, or correct the URL"
-_TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants"
+_TURNED_AWAY = "check that a nats-server listens there, and the user and password it wants, or the key"
+_TLS_FAILED = "check nats.tls_ca and nats.tls_cert, and that the server's certificate names this host"
 
 
 def _words(error: Exception) -> str:
@@ -404,8 +433,9 @@ class NatsStream:
     A lost connection fails the calls in flight, and later ones at once; readers and watchers make a new one for all.
     """
 
-    def __init__(self, url: str, link: _Link, max_bytes: int) -> None:
+    def __init__(self, url: str, link: _Link, max_bytes: int, credentials: Credentials) -> None:
         self.url = url
+        self._credentials = credentials
         self._link = link
         self._max_bytes = max_bytes
         self._relinking = asyncio.Lock()
@@ -413,14 +443,18 @@ class NatsStream:
         self._readers: set[NatsReader] = set()
 
     @classmethod
-    async def connect(cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1) -> NatsStream:
+    async def connect(
+        cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1, credentials: Credentials | None = None
+    ) -> NatsStream:
         """Connect and make sure that both streams exist.
 
         Args:
             max_bytes: what the events may take on the server's disk, if the stream is made here; -1 for no limit.
+            credentials: keys and certificates, where the server wants some.
         Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
         """
-        return cls(url, await _open_ready(url, timeout_s, max_bytes), max_bytes)
+        credentials = credentials or Credentials()
+        return cls(url, await _open_ready(url, timeout_s, max_bytes, credentials), max_bytes, credentials)
 
     @property
     def is_connected(self) -> bool:
@@ -563,14 +597,17 @@ class NatsStream:
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
         reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
+        wait_s = RECONNECT_FIRST_S
         try:
             while not self._is_closed:
                 try:
                     messages = await reader.fetch(PULL_EXPIRES_S)
                 except StreamError as error:
                     log.debug("stream.pulses_unreachable", why=str(error))
-                    await asyncio.sleep(RECONNECT_FIRST_S)
+                    await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                    wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                     continue
+                wait_s = RECONNECT_FIRST_S
                 for message in messages:
                     heartbeat = _heartbeat_in(message)
                     if heartbeat is not None:
@@ -590,7 +627,7 @@ class NatsStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT, reconnects=False):
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
@@ -617,7 +654,7 @@ class NatsStream:
             if sample is not None:
                 yield sample
 
-    async def _listen(self, subject: str, kept: int) -> AsyncIterator[Msg]:
+    async def _listen(self, subject: str, kept: int, reconnects: bool = True) -> AsyncIterator[Msg]:
         """What comes on a subject from now on; who asks is answered. Raises StreamError: the server refuses."""
         wake = asyncio.Event()
         ready: deque[Msg] = deque(maxlen=kept)
@@ -631,14 +668,19 @@ class NatsStream:
                 except StreamError as error:
                     log.debug("stream.answer_failed", subject=subject, why=str(error))
 
+        wait_s = RECONNECT_FIRST_S
         while not self._is_closed:
             try:
-                link = await self.link(PULL_EXPIRES_S)
+                link = await self.link(PULL_EXPIRES_S) if reconnects else self._link
                 subscription = await link.subscribe(subject, take)
             except (StreamError, TimeoutError) as error:
+                if not reconnects:
+                    return
                 log.debug("stream.subject_unreachable", subject=subject, why=str(error))
-                await asyncio.sleep(RECONNECT_FIRST_S)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
                 continue
+            wait_s = RECONNECT_FIRST_S
             link.wakes.add(wake)
             try:
                 while link.is_open:
@@ -651,6 +693,8 @@ class NatsStream:
             finally:
                 link.wakes.discard(wake)
                 await link.unsubscribe(subscription)
+            if not reconnects:
+                return
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -661,7 +705,7 @@ class NatsStream:
                 self._check_open()
                 if not self._link.is_open:
                     await self._link.close()
-                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes)
+                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes, self._credentials)
                     try:
                         self._check_open()
                     except StreamError:
@@ -918,9 +962,9 @@ class NatsReader:
 # -- requests of the JetStream API --------------------------------------------------------------------------------------
 
 
-async def _open_ready(url: str, timeout_s: float, max_bytes: int) -> _Link:
+async def _open_ready(url: str, timeout_s: float, max_bytes: int, credentials: Credentials) -> _Link:
     deadline_s = time.monotonic() + timeout_s
-    link = await _Link.open(url, timeout_s)
+    link = await _Link.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
             for config in _STREAMS.values():

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.errors import FencedError, StreamError
+from kvbm.core.errors import FencedError, KvbmError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ORIGIN,
@@ -656,6 +656,9 @@ class PublisherThread:
         self._stream: EventStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # requests, each of them short
         self._watches: set[asyncio.Task[None]] = set()  # as long as the connection
+        self._asks: asyncio.Task[None] | None = (
+            None  # the watch of round requests on this connection, also when it has ended
+        )
         self._wake_s = 0.0
         self._said = ""
         self._warned: set[str] = set()
@@ -718,12 +721,16 @@ class PublisherThread:
         self._loop = asyncio.get_running_loop()
         self._is_notified = False
         next_pulse_s = 0.0
+        had_place = False
         happened: Input = Ticked()
         while True:
             self._step(happened)
             if self._owner.epoch > self._publisher.epoch:
                 self._step(Begun(self._owner.epoch))
             now_s = time.monotonic()
+            if self._publisher.has_place and not had_place:
+                next_pulse_s = now_s  # it is back: nobody need wait to hear of it
+            had_place = self._publisher.has_place
             if now_s >= next_pulse_s:
                 next_pulse_s = now_s + self._interval_s
                 await self._send_pulse(stopping=False)
@@ -733,9 +740,9 @@ class PublisherThread:
             happened = await self._next_input(min(next_pulse_s, self._wake_s, self._stop_s or next_pulse_s))
         await self._send_samples()
         await self._send_pulse(stopping=True)
-        await self._end_tasks(self._tasks | self._watches)
         if self._stream is not None:
             await self._stream.close()
+        await self._end_tasks(self._tasks | self._watches)
 
     async def _next_input(self, wake_s: float) -> Input:
         try:
@@ -751,7 +758,7 @@ class PublisherThread:
     def _has_all(self) -> bool:
         try:
             return self._publisher.has_all()
-        except OSError:
+        except (OSError, KvbmError):
             return False
 
     def _step(self, happened: Input) -> None:
@@ -759,7 +766,7 @@ class PublisherThread:
         self._wake_s = now_s + self._interval_s
         try:
             effects = self._publisher.step(now_s, happened)
-        except OSError as error:  # the log could not be read
+        except (OSError, KvbmError) as error:  # the log could not be read
             self._say("publisher.log_unreadable", str(error))
             effects = self._publisher.step(now_s, Disconnected(str(error)))
         if self._publisher.published != self._published:
@@ -768,6 +775,7 @@ class PublisherThread:
                 self._progress.notify_all()
             self._ask_owner("on_published", lambda: self._owner.on_published(self._published))
         self._tell_state(happened)
+        self._serve_asks()
         for effect in effects:
             self._do(effect)
 
@@ -798,11 +806,12 @@ class PublisherThread:
             case _:
                 assert_never(effect)
 
-    def _begin(self, work: Coroutine[None, None, None], watch: bool = False) -> None:
+    def _begin(self, work: Coroutine[None, None, None], watch: bool = False) -> asyncio.Task[None]:
         tasks = self._watches if watch else self._tasks
         task = asyncio.create_task(work)
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+        return task
 
     async def _end_tasks(self, tasks: set[asyncio.Task[None]]) -> None:
         for task in tuple(tasks):
@@ -814,10 +823,10 @@ class PublisherThread:
         try:
             if anew or stream is None:
                 self._stream = None
-                await self._end_tasks(self._watches)
                 if stream is not None:
                     await stream.close()
                     stream = None
+                await self._end_tasks(self._watches)
                 stream = await self._connect(self._url, CONNECT_WAIT_S)
             fence = await stream.fence(self._cluster, self._instance, CONNECT_WAIT_S)
             tail = await self._tail(stream)
@@ -830,7 +839,7 @@ class PublisherThread:
             if stream is not self._stream:
                 self._stream = stream
                 self._begin(self._follow_state(stream), watch=True)
-                self._begin(self._follow_asks(stream), watch=True)
+                self._asks = None
             self._inputs.put_nowait(Connected(attempt, fence, tail, stream.max_message_bytes))
 
     async def _fail_connection(self, stream: EventStream | None, why: str) -> None:
@@ -902,6 +911,14 @@ class PublisherThread:
                 self._ask_owner("on_stream_state", lambda: self._owner.on_stream_state(state))  # noqa: B023 - called now
             await asyncio.sleep(STATE_EVERY_S)
 
+    def _serve_asks(self) -> None:
+        """Listen for round requests while the place is ours: another's are not ours to answer."""
+        if self._publisher.is_fenced and self._asks is not None:
+            self._asks.cancel()
+            self._asks = None
+        elif self._publisher.has_place and self._asks is None and self._stream is not None:
+            self._asks = self._begin(self._follow_asks(self._stream), watch=True)
+
     async def _follow_asks(self, stream: EventStream) -> None:
         try:
             async for _ in stream.watch_round_asks(self._cluster, self._instance):
@@ -910,6 +927,9 @@ class PublisherThread:
             self._warn_once(
                 "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own rounds"
             )
+        else:
+            if stream is self._stream:  # it is the first to know when nothing else is under way
+                self._inputs.put_nowait(Disconnected("the connection is lost"))
 
     async def _send_pulse(self, stopping: bool) -> None:
         stream = self._stream

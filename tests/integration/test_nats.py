@@ -642,13 +642,21 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
     asyncio.run(work())
 
 
+async def ask_round(url: str, cluster: str) -> bool:
+    stream = await NatsStream.connect(url, WAIT_S)
+    try:
+        return await stream.ask_round(cluster, ONE, WAIT_S)
+    finally:
+        await stream.close()
+
+
 def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_later_epoch_after_it(
     nats_url: str, cluster: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = MemoryLog(), MemoryLog()
     owners = PlainOwner(cluster, epoch=1, run="first"), PlainOwner(cluster, epoch=1, run="second")
     first, second = (
-        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.1)
+        PublisherThread(log, nats_url, cluster, ONE, owner, interval_s=0.5)
         for log, owner in zip(logs, owners, strict=True)
     )
     try:
@@ -658,10 +666,14 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         assert first.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
         logs[1].append(make_frame(0))
         second.start()
-        time.sleep(1.0)  # ten heartbeats, in which the first one lives
+        seen = len(owners[0].beats)
+        assert wait_until(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
         assert owners[1].fenced == []
         assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
+        assert asyncio.run(ask_round(nats_url, cluster))
+        assert wait_until(lambda: owners[0].asked == 1)
+        assert owners[1].asked == 0
         assert capsys.readouterr().out.count("instance.fenced") == 1
         logs[0].append(make_frame(1))
         first.notify()
@@ -744,31 +756,39 @@ class DroppingStream(NatsStream):
         return await super().publish(cluster, instance, data, timeout_s, fence, safe)
 
 
-def test_a_hole_before_the_tail_is_filled_after_the_reconnection(nats_url: str, cluster: str) -> None:
-    """The stream has 0 1 3 4 when the connection ends: its last message ends at 5, and 2 is not there."""
+def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, cluster: str) -> None:
+    """The stream has 0 1 3 4 when the process ends: its last message ends at 5, and 2 is not there."""
     lost = {2}
+    connections: list[DroppingStream] = []
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
+        if connections:
+            raise StreamError("the server is away")
         stream = await DroppingStream.connect(url, timeout_s)
         assert isinstance(stream, DroppingStream)
         stream.lost = lost
+        connections.append(stream)
         return stream
 
     frames = MemoryLog()
     for at in range(5):
         frames.append(make_frame(at, blocks=1100))  # one a message, with this window
-    publisher = PublisherThread(
-        frames, nats_url, cluster, ONE, PlainOwner(cluster), 0.1, connect, window_bytes=100 << 10
-    )
-    publisher.start()
+    owner = PlainOwner(cluster)
+    first = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, connect, window_bytes=100 << 10)
+    first.start()
+    assert wait_until(lambda: bool(connections) and not connections[0].is_connected)
+    assert not first.stop(0.0)
+    assert f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}
+    assert headers_in(asyncio.run(read_all(nats_url, cluster))) == [(1, 0), (1, 1), (1, 3), (1, 4)]
+    assert first.published == Position(Epoch(1), Offset(2))
+
+    second = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, window_bytes=100 << 10)
+    second.start()
     try:
-        assert publisher.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
-        messages = asyncio.run(read_all(nats_url, cluster))
-        assert [offset for _, offset in headers_in(messages)][:4] == [0, 1, 3, 4]
-        assert offsets_kept_aside(messages) == list(range(5))
-        assert not lost
+        assert second.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
+        assert offsets_kept_aside(asyncio.run(read_all(nats_url, cluster))) == list(range(5))
     finally:
-        publisher.stop(0.0)
+        second.stop(0.0)
 
 
 def test_a_fence_that_is_gone_is_set_again_by_its_owner(fresh_nats: str) -> None:
@@ -909,6 +929,42 @@ def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samp
         publisher.stop(0.0)
 
 
+def test_a_heartbeat_follows_each_connection_at_once(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path)
+    port = int(server.url.rpartition(":")[2])
+    owner = PlainOwner("c")
+    publisher = PublisherThread(MemoryLog(), server.url, "c", ONE, owner, interval_s=3600.0)
+    publisher.start()
+    try:
+        assert wait_until(lambda: len(owner.beats) == 1)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server = EmbeddedServer.start(tmp_path, port=port)
+        assert wait_until(lambda: len(owner.beats) == 2)
+    finally:
+        publisher.stop(0.0)
+        server.stop()
+
+
+def test_an_idle_publisher_fills_the_store_of_a_server_that_came_back_without_its_own(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "a")
+    port = int(server.url.rpartition(":")[2])
+    frames = MemoryLog()
+    for at in range(5):
+        frames.append(make_frame(at))
+    publisher = PublisherThread(frames, server.url, "c", ONE, PlainOwner("c"), interval_s=3600.0)
+    publisher.start()
+    try:
+        assert publisher.wait_published(Position(Epoch(1), Offset(5)), WAIT_S)
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server = EmbeddedServer.start(tmp_path / "b", port=port)
+        assert wait_until(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
+    finally:
+        publisher.stop(0.0)
+        server.stop()
+
+
 def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
     publisher = PublisherThread(MemoryLog(), nats_url, cluster, ONE, PlainOwner(cluster, run="r"), interval_s=0.05)
     publisher.start()
@@ -969,19 +1025,23 @@ def test_a_reader_whose_server_is_killed_while_it_reads_misses_nothing_and_repea
         server.stop()
 
 
-def test_a_reader_whose_consumer_the_server_deleted_makes_a_new_one(nats_url: str, cluster: str) -> None:
+async def delete_consumers(url: str, subjects: str) -> None:
     import nats
 
+    client = await nats.connect(url)
+    for consumer in await client.jsm().consumers_info("KVBM"):
+        if consumer.config.filter_subject == subjects:
+            await client.jsm().delete_consumer("KVBM", consumer.name)
+    await client.close()
+
+
+def test_a_reader_whose_consumer_the_server_deleted_makes_a_new_one(nats_url: str, cluster: str) -> None:
     async def work() -> None:
         stream = await NatsStream.connect(nats_url, WAIT_S)
         await stream.publish(cluster, ONE, make_frame(0).data)
         reader = await stream.pull(0, cluster)
         found = await reader.fetch(WAIT_S)
-        client = await nats.connect(nats_url)
-        for consumer in await client.jsm().consumers_info("KVBM"):
-            if consumer.config.filter_subject == f"kvbm.v1.events.{cluster}.>":
-                await client.jsm().delete_consumer("KVBM", consumer.name)
-        await client.close()
+        await delete_consumers(nats_url, f"kvbm.v1.events.{cluster}.>")
         await stream.publish(cluster, ONE, make_frame(1).data)
         while len(found) < 2:
             found += await reader.fetch(WAIT_S)
@@ -1010,6 +1070,9 @@ def test_a_reader_passes_over_sequences_that_are_gone(fresh_nats: str) -> None:
         while not reader.at_end:
             found += await reader.fetch(WAIT_S)
         assert [message.sequence for message in found] == [2, 5, 6]
+        await delete_consumers(fresh_nats, "kvbm.v1.events.c.>")
+        await stream.publish("c", ONE, make_frame(6).data)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [7]
         await stream.close()
 
     asyncio.run(work())
@@ -1119,10 +1182,15 @@ def test_a_refused_subscription_is_an_error_of_its_watcher_alone() -> None:
             stream = await NatsStream.connect(server.url.replace("://", "://all:x@"), WAIT_S)
             await stream.close()
             stream = await NatsStream.connect(server.url.replace("://", "://one:x@"), WAIT_S)
+            watching = asyncio.ensure_future(anext(stream.watch_round_asks("c", ONE)))
+            count = 0
+            async with asyncio.timeout(WAIT_S):
+                while not watching.done():
+                    await asyncio.gather(*(stream.publish("c", ONE, make_frame(at).data) for at in range(20)))
+                    count += 20
             with pytest.raises(StreamError, match="permissions violation"):
-                async with asyncio.timeout(WAIT_S):
-                    await anext(stream.watch_round_asks("c", ONE))
-            await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
+                await watching
+            assert count
             await stream.close()
 
         asyncio.run(work())

@@ -1,0 +1,121 @@
+"""Who may do what on the stream: the server's permissions for each user, and the block of its configuration that says so.
+
+An instance may write its own subjects and no others; the catalog makes the streams, reads all, and writes only what it alone
+says. Neither may delete or purge. Answers travel on inboxes of the user's own, so that nobody reads another's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvbm.core.errors import ConfigError
+from kvbm.streams.base import (
+    EVENTS_PREFIX,
+    FENCE_PREFIX,
+    LIVENESS_PREFIX,
+    PULSE_PREFIX,
+    ROUNDS_PREFIX,
+    SAMPLES_PREFIX,
+    cluster_filter,
+    instance_subject,
+)
+from kvbm.streams.credentials import INBOX
+from kvbm.streams.nats import PULSE, STREAM
+
+ACCOUNT = "KVBM"  # whose the streams are
+
+
+def instance_inbox(cluster: str, instance: str) -> str:
+    """Where answers to an instance go. Raises ConfigError: an impossible name."""
+    return instance_subject(f"{INBOX}.instance", cluster, instance)
+
+
+def catalog_inbox(cluster: str | None) -> str:
+    """Where answers to the catalog of a cluster, or of all, go. Raises ConfigError: an impossible name."""
+    return cluster_filter(f"{INBOX}.catalog", cluster).removesuffix(".>")
+
+
+def instance_permissions(cluster: str, instance: str) -> dict[str, Any]:
+    """What the server should let an instance do, as nats-server's configuration has it. Raises ConfigError: an impossible name."""
+    events, fence, pulse, samples, rounds = (
+        instance_subject(prefix, cluster, instance)
+        for prefix in (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SAMPLES_PREFIX, ROUNDS_PREFIX)
+    )
+    api = "$JS.API"
+    return {
+        "publish": {
+            "allow": [
+                events, fence, pulse, samples,
+                f"{api}.STREAM.INFO.{STREAM}", f"{api}.STREAM.INFO.{PULSE}",
+                f"{api}.DIRECT.GET.{STREAM}.{events}", f"{api}.DIRECT.GET.{STREAM}.{fence}",
+                f"{api}.DIRECT.GET.{PULSE}.{pulse}",
+            ]
+        },
+        "subscribe": {"allow": [f"{instance_inbox(cluster, instance)}.>", rounds]},
+        "allow_responses": {"max": 1, "expires": "5s"},
+    }  # fmt: skip
+
+
+def catalog_permissions(cluster: str | None) -> dict[str, Any]:
+    """What the server should let the catalog of a cluster, or of all, do. Raises ConfigError: an impossible name.
+
+    It makes both streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
+    start, and a permission cannot say the beginning of a name: so it may write all pulses.
+    """
+    api = "$JS.API"
+    allowed = [cluster_filter(prefix, cluster) for prefix in (ROUNDS_PREFIX, LIVENESS_PREFIX, PULSE_PREFIX)]
+    for stream in (STREAM, PULSE):
+        allowed += [f"{api}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "UPDATE", "MSG.GET")]
+        allowed += [f"{api}.CONSUMER.CREATE.{stream}", f"{api}.CONSUMER.MSG.NEXT.{stream}.>"]
+        allowed += [f"{api}.CONSUMER.DELETE.{stream}.>", f"{api}.DIRECT.GET.{stream}.>"]
+    heard = [cluster_filter(prefix, cluster) for prefix in (LIVENESS_PREFIX, SAMPLES_PREFIX)]
+    return {"publish": {"allow": allowed}, "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", *heard]}}
+
+
+class ServerUser(NamedTuple):
+    """A user of the server.
+
+    Attributes:
+        nkey: its public key (U…).
+        instance: None for the catalog.
+    """
+
+    nkey: str
+    instance: str | None = None
+
+
+def server_config(cluster: str, users: Sequence[ServerUser]) -> str:
+    """The block `accounts` of nats-server's configuration: the users of one cluster, and nobody else.
+
+    The streams belong to the catalog's account. Each instance has an account of its own, for a server answers on whatever
+    subject it is asked to: in one account an instance could have an answer, and with it a frame of its choice, stored as
+    another's. Across accounts an answer finds its asker alone.
+
+    Raises: ConfigError: an impossible name, or an instance twice.
+    """
+    instances = [user for user in users if user.instance is not None]
+    if len({user.instance for user in instances}) != len(instances):
+        raise ConfigError("an instance is named twice; each has one key")
+    exports: list[dict[str, Any]] = []
+    imports: list[dict[str, Any]] = []
+    accounts: dict[str, Any] = {}
+    for user in instances:
+        assert user.instance is not None
+        account = f"KVBM-{user.instance}"
+        permissions = instance_permissions(cluster, user.instance)
+        offered = permissions["publish"]["allow"]
+        asked = instance_subject(ROUNDS_PREFIX, cluster, user.instance)
+        exports += [{"service": subject, "accounts": [account]} for subject in offered]
+        imports.append({"service": {"account": account, "subject": asked}})
+        accounts[account] = {
+            "users": [{"nkey": user.nkey, "permissions": permissions}],
+            "imports": [{"service": {"account": ACCOUNT, "subject": subject}} for subject in offered],
+            "exports": [{"service": asked, "accounts": [ACCOUNT]}],
+        }
+    catalogs = [
+        {"nkey": user.nkey, "permissions": catalog_permissions(cluster)} for user in users if user.instance is None
+    ]
+    main = {"jetstream": "enabled", "users": catalogs, "exports": exports, "imports": imports}
+    return f"accounts {json.dumps({ACCOUNT: main} | accounts, indent=2, ensure_ascii=False)}\n"
