@@ -41,9 +41,11 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
+from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
+from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread
 from kvbm.streams.server import shared_server
 
@@ -105,6 +107,7 @@ def open_manager(
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
     instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
+    credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
         if not settings.journal.in_memory:
@@ -122,7 +125,7 @@ def open_manager(
         frames = journal or memory
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
-        on_stream = _epoch_on_stream(settings, instance, url) if url else Epoch(0)
+        on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
         pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
         keeping: Keeping | None = MemoryKeeping(memory) if memory is not None else None
         if journal is not None:
@@ -135,7 +138,7 @@ def open_manager(
             rounds=Rounds(settings.rounds.least_s, settings.journal.capacity_bytes if journal is not None else 0),
             samples=samples, has_stream=bool(url),
         )  # fmt: skip
-        publishing = _publishing(settings, manager, frames, url) if frames is not None and url else None
+        publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
         manager.start(publishing, closers=[opened.pop_all().close])
         return manager
@@ -153,6 +156,7 @@ def run_catalog(settings: Settings) -> int:
 
     check_settings(settings)
     with ExitStack() as opened:
+        credentials = _credentials(settings, catalog_inbox(settings.instance.cluster))
         url = _nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             _make_data_dir(settings)
@@ -161,6 +165,7 @@ def run_catalog(settings: Settings) -> int:
         weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
+            credentials=credentials,
             database_url=settings.catalog.database or default_database,
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
@@ -190,17 +195,23 @@ def catalog_client(url: str) -> CatalogClient:
     return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
 
 
-def _publishing(settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str) -> Publishing:
+def _publishing(
+    settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str, credentials: Credentials
+) -> Publishing:
     """A publisher that has begun."""
+
+    async def connect(url: str, timeout_s: float) -> NatsStream:
+        return await NatsStream.connect(url, timeout_s, credentials=credentials)
+
     publisher = PublisherThread(
         frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
-        window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+        connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
     )  # fmt: skip
     publisher.start()
     return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)
 
 
-def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoch:
+def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> Epoch:
     """The last epoch the stream has of this instance; 0 when it has none, or does not answer within `nats.timeout_s`.
 
     A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
@@ -211,7 +222,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str) -> Epoc
 
     async def ask() -> Epoch:
         async with asyncio.timeout(timeout_s):
-            stream = await NatsStream.connect(url, timeout_s)
+            stream = await NatsStream.connect(url, timeout_s, credentials=credentials)
             try:
                 tail = await stream.tail(cluster, instance, timeout_s)
                 fence = await stream.fence(cluster, instance, timeout_s)
@@ -254,8 +265,9 @@ def _begin_epoch(
         if nvme is not None:
             recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
         epoch = Epoch(max(journal.epoch, on_stream) + 1)
-        journal.begin_epoch(epoch, pool_id)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
+    if journal is not None:  # nobody has taken an event yet
+        journal.begin_epoch(epoch, pool_id, ledger.applied)
     log.info(
         "instance.started",
         instance=settings.instance.id,
@@ -263,6 +275,15 @@ def _begin_epoch(
         recovered_blocks=len(recovered.get(Tier.NVME, [])),
     )
     return pool_id
+
+
+def _credentials(settings: Settings, inbox: str) -> Credentials:
+    """How this process proves itself to the stream. Raises ConfigError, MissingExtraError: what cannot be used."""
+    nats = settings.nats
+    credentials = Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox)
+    if nats.enabled:
+        credentials.connect_options(nats.url)
+    return credentials
 
 
 def _nats_url(settings: Settings, opened: ExitStack) -> str:

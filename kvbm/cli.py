@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     commands.add_parser("catalog", help="kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="kvbm-replay: what a stream of events says, and whether it is true")
+    _add_permissions(commands)
     _add_command(commands, "settings", "print every setting with its default")
     return _run(_dispatch, parser.parse_args(arguments), "kvbm")
 
@@ -185,6 +186,22 @@ def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
         return 130
 
 
+def _add_permissions(commands: _Commands) -> None:
+    permissions = _add_command(
+        commands, "nats-permissions",
+        "print nats-server's accounts for the catalog and each instance; keys are made where there are none",
+        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 > accounts.conf",
+    )  # fmt: skip
+    permissions.add_argument("--cluster", default="local", metavar="NAME", help="as instance.cluster (default local)")
+    permissions.add_argument(
+        "--keys", type=Path, required=True, metavar="FOLDER",
+        help="of the seeds: instance-NAME.nk and catalog.nk, each the nats.nkey_seed of its owner",
+    )  # fmt: skip
+    permissions.add_argument(
+        "--instance", action="append", default=[], metavar="NAME", help="as instance.id; may be given several times"
+    )
+
+
 def _dispatch(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
@@ -211,6 +228,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             live = tuple(arguments.live or (1_000_000,))
             options = BenchOptions(arguments.what, live, arguments.replacements, arguments.samples, arguments.seed)
             return run_bench(options, arguments.json)
+        case "nats-permissions":
+            from kvbm.streams.credentials import keep_seed
+            from kvbm.streams.permissions import ServerUser, server_config
+
+            keys: Path = arguments.keys
+            users = [ServerUser("", name) for name in arguments.instance]
+            server_config(arguments.cluster, users)  # refuses impossible names before they become files
+            users = [ServerUser(keep_seed(keys / f"instance-{name}.nk"), name) for name in arguments.instance]
+            print(server_config(arguments.cluster, [*users, ServerUser(keep_seed(keys / "catalog.nk"))]), end="")
+            return 0
         case "engine":
             settings = _settings(arguments)  # first, because torch takes seconds to load
             from kvbm.engines.reference.worker import WorkerSettings

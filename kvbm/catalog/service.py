@@ -56,6 +56,7 @@ from kvbm.core.errors import KvbmError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, LivenessFact, Position, StreamMessage, StreamState
+from kvbm.streams.credentials import Credentials
 from kvbm.streams.nats import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 
@@ -93,6 +94,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     nats_url: str
+    credentials: Credentials = Credentials()
     database_url: str
     cluster: str | None = None
     listen: str = "127.0.0.1:7700"
@@ -185,7 +187,9 @@ class CatalogService:
         """
         store = await Store.open(settings.database_url, settings.connect_s)
         try:
-            stream = stream or await NatsStream.connect(settings.nats_url, settings.connect_s)
+            stream = stream or await NatsStream.connect(
+                settings.nats_url, settings.connect_s, credentials=settings.credentials
+            )
         except BaseException:
             await store.close()
             raise

@@ -78,10 +78,14 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 2.0
 
+JS_API = "$JS.API"
+BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
+
 SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
+_NOT_ENABLED = 10039  # JetStream, for this account
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
 _QUOTED = re.compile(r'"([^"]+)"')
@@ -218,6 +222,7 @@ class _Link:
         self._unheard: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
+        self.is_lent = False  # JetStream is another account's
 
     @classmethod
     async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> _Link:
@@ -293,6 +298,7 @@ class _Link:
 
         Raises: StreamError: lost, refused, or late.
         """
+        subject = self._routed(subject)
         self.check(subject)
         inbox = f"{self._inbox}.{next(self._counter)}"
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -317,6 +323,9 @@ class _Link:
                 f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
             )
         return message
+
+    def _routed(self, subject: str) -> str:
+        return BORROWED_API + subject.removeprefix(JS_API) if self.is_lent and subject.startswith(JS_API) else subject
 
     async def subscribe(self, subject: str, take: Callable[[Msg], Awaitable[None]]) -> Subscription:
         """Without nats-py's limits, because beyond them it drops messages: `take` must bound what it keeps. Raises StreamError."""
@@ -967,6 +976,8 @@ async def _open_ready(url: str, timeout_s: float, max_bytes: int, credentials: C
     link = await _Link.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+            info = await _request(link, f"{JS_API}.STREAM.INFO.{STREAM}", {}, _StreamInfo, timeout_s)
+            link.is_lent = info.error is not None and info.error.err_code == _NOT_ENABLED
             for config in _STREAMS.values():
                 limits = {"max_bytes": max_bytes} if config["name"] == STREAM else {}
                 await _ensure_stream(link, config | limits, timeout_s)

@@ -22,7 +22,7 @@ from kvbm.streams.base import (
     instance_subject,
 )
 from kvbm.streams.credentials import INBOX
-from kvbm.streams.nats import PULSE, STREAM
+from kvbm.streams.nats import BORROWED_API, JS_API, PULSE, STREAM
 
 ACCOUNT = "KVBM"  # whose the streams are
 
@@ -39,23 +39,28 @@ def catalog_inbox(cluster: str | None) -> str:
 
 def instance_permissions(cluster: str, instance: str) -> dict[str, Any]:
     """What the server should let an instance do, as nats-server's configuration has it. Raises ConfigError: an impossible name."""
-    events, fence, pulse, samples, rounds = (
-        instance_subject(prefix, cluster, instance)
-        for prefix in (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SAMPLES_PREFIX, ROUNDS_PREFIX)
-    )
-    api = "$JS.API"
+    rounds = instance_subject(ROUNDS_PREFIX, cluster, instance)
     return {
-        "publish": {
-            "allow": [
-                events, fence, pulse, samples,
-                f"{api}.STREAM.INFO.{STREAM}", f"{api}.STREAM.INFO.{PULSE}",
-                f"{api}.DIRECT.GET.{STREAM}.{events}", f"{api}.DIRECT.GET.{STREAM}.{fence}",
-                f"{api}.DIRECT.GET.{PULSE}.{pulse}",
-            ]
-        },
+        "publish": {"allow": [*_lent_to_instance(cluster, instance), f"{JS_API}.STREAM.INFO.{STREAM}"]},
         "subscribe": {"allow": [f"{instance_inbox(cluster, instance)}.>", rounds]},
         "allow_responses": {"max": 1, "expires": "5s"},
-    }  # fmt: skip
+    }
+
+
+def _lent_to_instance(cluster: str, instance: str) -> list[str]:
+    """The subjects of the account of the streams that an instance may send to, as it names them."""
+    events, fence, pulse, samples = (
+        instance_subject(prefix, cluster, instance)
+        for prefix in (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SAMPLES_PREFIX)
+    )
+    calls = [f"STREAM.INFO.{STREAM}", f"STREAM.INFO.{PULSE}", f"DIRECT.GET.{STREAM}.{events}"]
+    calls += [f"DIRECT.GET.{STREAM}.{fence}", f"DIRECT.GET.{PULSE}.{pulse}"]
+    return [events, fence, pulse, samples, *(f"{BORROWED_API}.{call}" for call in calls)]
+
+
+def _true_subject(subject: str) -> str:
+    """What an instance's subject is in the account of the streams: the server's own `$JS.API` hides one of that name."""
+    return subject.replace(BORROWED_API, JS_API, 1) if subject.startswith(BORROWED_API) else subject
 
 
 def catalog_permissions(cluster: str | None) -> dict[str, Any]:
@@ -64,12 +69,11 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     It makes both streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
-    api = "$JS.API"
     allowed = [cluster_filter(prefix, cluster) for prefix in (ROUNDS_PREFIX, LIVENESS_PREFIX, PULSE_PREFIX)]
     for stream in (STREAM, PULSE):
-        allowed += [f"{api}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "UPDATE", "MSG.GET")]
-        allowed += [f"{api}.CONSUMER.CREATE.{stream}", f"{api}.CONSUMER.MSG.NEXT.{stream}.>"]
-        allowed += [f"{api}.CONSUMER.DELETE.{stream}.>", f"{api}.DIRECT.GET.{stream}.>"]
+        allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "UPDATE", "MSG.GET")]
+        allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
+        allowed += [f"{JS_API}.CONSUMER.DELETE.{stream}.>", f"{JS_API}.DIRECT.GET.{stream}.>"]
     heard = [cluster_filter(prefix, cluster) for prefix in (LIVENESS_PREFIX, SAMPLES_PREFIX)]
     return {"publish": {"allow": allowed}, "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", *heard]}}
 
@@ -105,13 +109,16 @@ def server_config(cluster: str, users: Sequence[ServerUser]) -> str:
         assert user.instance is not None
         account = f"KVBM-{user.instance}"
         permissions = instance_permissions(cluster, user.instance)
-        offered = permissions["publish"]["allow"]
+        offered = _lent_to_instance(cluster, user.instance)
         asked = instance_subject(ROUNDS_PREFIX, cluster, user.instance)
-        exports += [{"service": subject, "accounts": [account]} for subject in offered]
+        exports += [{"service": _true_subject(subject), "accounts": [account]} for subject in offered]
         imports.append({"service": {"account": account, "subject": asked}})
         accounts[account] = {
             "users": [{"nkey": user.nkey, "permissions": permissions}],
-            "imports": [{"service": {"account": ACCOUNT, "subject": subject}} for subject in offered],
+            "imports": [
+                {"service": {"account": ACCOUNT, "subject": _true_subject(subject)}, "to": subject}
+                for subject in offered
+            ],
             "exports": [{"service": asked, "accounts": [ACCOUNT]}],
         }
     catalogs = [

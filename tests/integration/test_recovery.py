@@ -355,3 +355,27 @@ def test_what_one_core_has_written_the_other_recovers(tmp_path: Path) -> None:
             kept.append(slots_of(manager))
     assert len(kept[-1]) == 15
     assert folded(tmp_path)[1] == kept[-1]
+
+
+def test_a_restart_begins_again_with_a_journal_that_is_full(tmp_path: Path) -> None:
+    url = f"nats://127.0.0.1:{free_port()}"  # nobody takes what is written, so nothing can be let go
+    more = {
+        "nats__enabled": True, "nats__url": url, "nats__timeout_s": 0.2, "journal__capacity_bytes": 4 * 4096,
+        "pools__nvme__slots": 0,
+    }  # fmt: skip
+    manager = open_at(tmp_path, **more)
+    deadline = time.monotonic() + WAIT_S
+    folder = journal_folder(settings_at(tmp_path))
+    prompt = 0
+    while "journal" not in manager.heartbeat(manager.published()).trouble:
+        assert time.monotonic() < deadline
+        serve(manager, prompt, 4)
+        prompt += 1
+        time.sleep(0.002)
+    manager.close(0.1)
+    again = open_at(tmp_path, **more)
+    deadline = time.monotonic() + WAIT_S
+    while not [one for one, _, _ in segment_files(folder) if one == again.epoch]:
+        assert time.monotonic() < deadline, "its first round is not in the journal"
+        time.sleep(0.01)
+    again.close(0.1)

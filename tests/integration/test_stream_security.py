@@ -6,6 +6,8 @@ import asyncio
 import datetime
 import ipaddress
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +20,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from kvbm.assembly import open_manager
+from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     Heartbeat,
     LivenessFact,
+    Position,
     StreamMessage,
     events_subject,
     fence_subject,
@@ -30,7 +35,7 @@ from kvbm.streams.base import (
     pulse_subject,
 )
 from kvbm.streams.credentials import Credentials, keep_seed
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats import BORROWED_API, JS_API, NatsStream
 from kvbm.streams.permissions import (
     ServerUser,
     catalog_inbox,
@@ -39,10 +44,12 @@ from kvbm.streams.permissions import (
     server_config,
 )
 from kvbm.streams.server import EmbeddedServer
+from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import fresh_nats, make_frame
 
 __all__ = ["fresh_nats"]
 
+ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
 CLUSTER = "c"
 A, B = InstanceId("a"), InstanceId("b")
@@ -428,10 +435,12 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
             pass
 
         client = await nats.connect(secured.url, error_cb=ignore, **secured.a.connect_options(secured.url))
+        forged = make_frame(0, instance="b").data  # on its own subject it may say what it likes
         for victim in (events_subject(CLUSTER, B), fence_subject(CLUSTER, B), pulse_subject(CLUSTER, B)):
-            await client.publish(events_subject(CLUSTER, A), make_frame(0, instance="a").data, reply=victim)
-            await client.publish(f"$JS.API.DIRECT.GET.KVBM.{events_subject(CLUSTER, A)}", b"", reply=victim)
-            await client.publish("$JS.API.STREAM.INFO.KVBM", b"", reply=victim)
+            await client.publish(events_subject(CLUSTER, A), forged, reply=victim)
+            for api in (JS_API, BORROWED_API):
+                await client.publish(f"{api}.DIRECT.GET.KVBM.{events_subject(CLUSTER, A)}", b"", reply=victim)
+                await client.publish(f"{api}.STREAM.INFO.KVBM", b"", reply=victim)
         await client.flush()
         await asyncio.sleep(0.2)
         await client.close()
@@ -440,6 +449,7 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
         assert await stream.fence(CLUSTER, B) is None
         assert await stream.last_pulse(CLUSTER, B) is None
         await stream.close()
+        assert {message.data for message in await stored(secured, events_subject(CLUSTER, A))} == {forged}
 
     asyncio.run(work())
 
@@ -451,7 +461,51 @@ def test_permissions_name_an_instances_own_subjects_alone() -> None:
         return [str(one) for one in value] if isinstance(value, list) else []
 
     for subject in subjects(instance_permissions("c", "a")):
-        assert subject.startswith("$JS.API.STREAM.INFO.") or ".c.a" in subject
+        assert ".STREAM.INFO." in subject or ".c.a" in subject
     with pytest.raises(ConfigError, match="cannot be part"):
         instance_permissions("c", "a.>")
     assert instance_subject("x", "c", "a") == "x.c.a"
+
+
+def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvbm", "nats-permissions", "--cluster", CLUSTER, "--keys", str(keys), *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    printed = run("--instance", "a", "--instance", "b").stdout
+    assert run("--instance", "a", "--instance", "b").stdout == printed  # the same keys
+    twice = run("--instance", "a", "--instance", "a")
+    assert (twice.returncode, "an instance is named twice" in twice.stderr) == (2, True)
+    server = EmbeddedServer.start(tmp_path / "nats", settings=printed)
+    catalog = Credentials(nkey_seed=str(keys / "catalog.nk"), inbox=catalog_inbox(CLUSTER))
+    flags = {
+        "instance.data_dir": str(tmp_path / "data"), "instance.id": "a", "instance.cluster": CLUSTER, "pools.hbm.slots": 16,
+        "pools.hbm.device": "memory", "nats.url": server.url, "nats.nkey_seed": str(keys / "instance-a.nk"),
+    }  # fmt: skip
+
+    async def ready() -> None:
+        await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
+
+    async def read() -> set[str]:
+        stream = await NatsStream.connect(server.url, WAIT_S, credentials=catalog)
+        reader = await stream.pull(0, CLUSTER)
+        found: set[str] = set()
+        while not reader.at_end:
+            found |= {message.subject for message in await reader.fetch(WAIT_S)}
+        await stream.close()
+        return found
+
+    try:
+        asyncio.run(ready())
+        for epoch in (1, 2):
+            with open_manager(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES) as manager:
+                assert manager.epoch == epoch
+                serve(manager, epoch, 3)
+            assert manager.published() == Position(manager.epoch, manager.applied())
+        assert asyncio.run(read()) == {events_subject(CLUSTER, A)}
+        with pytest.raises(ConfigError, match=r"nats.nkey_seed .* cannot be read"):
+            open_manager(load_settings(flags=flags | {"nats.nkey_seed": "missing"}), [NAMESPACE], BLOCK_BYTES)
+    finally:
+        server.stop()

@@ -1,0 +1,182 @@
+"""Managers on a real stream: rounds that are asked for, a small journal that never fills, and two processes with one name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvbm.assembly import journal_folder, open_manager
+from kvbm.config import Settings, load_settings
+from kvbm.core.codec import Frame, decode_frame
+from kvbm.core.events import ResidenciesStated, RoundEnded
+from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
+from kvbm.core.residency import Residencies
+from kvbm.manager.manager import Manager
+from kvbm.streams.base import Position
+from kvbm.streams.nats import NatsStream
+from kvbm.streams.server import EmbeddedServer
+from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+from tests.nats_fixture import cluster, nats_url
+
+__all__ = ["cluster", "nats_url"]
+WAIT_S = 30.0
+
+
+def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settings:
+    named: dict[str, object] = {key.replace("__", "."): value for key, value in flags.items()}
+    return load_settings(
+        flags={
+            "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
+            "nats.url": url, "nats.heartbeat_s": 0.2, "rounds.least_s": 0.1, **named,
+        }
+    )  # fmt: skip
+
+
+def opened(settings: Settings) -> Manager:
+    return open_manager(settings, [NAMESPACE], BLOCK_BYTES)
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def is_published(manager: Manager) -> bool:
+    return manager.published() >= Position(manager.epoch, manager.applied())
+
+
+async def frames_of(url: str, cluster: str) -> list[Frame]:
+    """All frames of a cluster's one instance, in the stream's order."""
+    stream = await NatsStream.connect(url, 5.0)
+    reader = await stream.pull(0, cluster)
+    frames: list[Frame] = []
+    try:
+        while messages := await reader.fetch(0.5):
+            for message in messages:
+                at = 0
+                while at < len(message.data):
+                    frame, at = decode_frame(message.data, at)
+                    frames.append(frame)
+    finally:
+        await reader.close()
+        await stream.close()
+    return frames
+
+
+def folded(frames: list[Frame]) -> Residencies:
+    """The strict fold of frames, repeats left out; each epoch without a hole."""
+    fold, end = Residencies(strict=True), Position(Epoch(0), Offset(0))
+    for frame in frames:
+        begins = Position(frame.epoch, frame.first_offset)
+        if Position(frame.epoch, frame.next_offset) <= end:
+            continue
+        assert begins == end or (begins.epoch > end.epoch and begins.offset == 0), (begins, end)
+        for event in frame.events:
+            fold.evolve(event)
+        assert fold.digest == frame.digest
+        end = Position(frame.epoch, frame.next_offset)
+    return fold
+
+
+async def ask(url: str, cluster: str) -> bool:
+    stream = await NatsStream.connect(url, 5.0)
+    try:
+        return await stream.ask_round(cluster, InstanceId("instance-0"), 5.0)
+    finally:
+        await stream.close()
+
+
+def test_a_round_that_a_reader_asks_for_is_on_the_stream(tmp_path: Path, nats_url: str, cluster: str) -> None:
+    with opened(settings_of(tmp_path, nats_url, cluster)) as manager:
+        serve(manager, 1, 40)
+        wait_until(lambda: is_published(manager), "the stream does not come")
+        before = manager.applied()
+        assert asyncio.run(ask(nats_url, cluster))
+        wait_until(lambda: manager.applied() == before + 2, "no round began")
+        wait_until(lambda: is_published(manager), "the round is not on the stream")
+        frames = asyncio.run(frames_of(nats_url, cluster))
+        kinds = [type(event) for frame in frames for event in frame.events][-2:]
+        assert kinds == [ResidenciesStated, RoundEnded]
+        assert set(folded(frames).held[Tier.HBM]) == set(manager.held(Tier.HBM))
+
+
+def test_a_journal_much_smaller_than_what_it_has_carried_takes_everything(
+    tmp_path: Path, nats_url: str, cluster: str
+) -> None:
+    settings = settings_of(tmp_path, nats_url, cluster, journal__segment_bytes=8192, journal__capacity_bytes=65536)
+    with opened(settings) as manager:
+        for prompt in range(400):
+            serve(manager, prompt, 60)
+            if prompt % 10 == 0:
+                wait_until(lambda: is_published(manager), "the stream does not come")
+        wait_until(lambda: is_published(manager) and not manager.trouble(), "the journal is in trouble")
+        assert manager.epoch == 1
+        frames = asyncio.run(frames_of(nats_url, cluster))
+    kept = sum(path.stat().st_size for path in journal_folder(settings).glob("*.kvbj"))
+    assert kept <= 65536
+    assert sum(len(event.hashes) for frame in frames for event in frame.events if hasattr(event, "hashes")) > 4 * 65536
+    assert folded(frames).epoch == 1
+    with opened(settings) as manager:
+        assert manager.epoch == 2
+
+
+def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when_it_is_back(tmp_path: Path) -> None:
+    server = EmbeddedServer.start(tmp_path / "nats")
+    port = int(server.url.rpartition(":")[2])
+    flags = {"journal__segment_bytes": 8192, "journal__capacity_bytes": 65536, "journal__waiting_bytes": 1 << 20}
+    settings = settings_of(tmp_path, server.url, "c", pools__nvme__slots=64, offload__nvme="second_use", **flags)
+    try:
+        with opened(settings) as manager:
+            serve(manager, 1, 40)
+            wait_until(lambda: is_published(manager), "the stream does not come")
+            server.stop()
+            for prompt in range(2000):
+                serve(manager, prompt, 60)
+                if "unseen" in manager.trouble():
+                    break
+            assert "unseen by the catalog" in manager.trouble()
+            assert "65536" in manager.trouble()
+            serve(manager, 77, 60)
+            assert serve(manager, 77, 60).prefix.depth == 60
+            assert manager.epoch == 1
+            server = EmbeddedServer.start(tmp_path / "nats", port=port)
+            wait_until(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
+            serve(manager, 78, 60)
+            assert manager.settle(WAIT_S)
+            wait_until(lambda: is_published(manager), "the new epoch is not on the stream")
+            fold = folded(asyncio.run(frames_of(server.url, "c")))
+            assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
+            assert set(fold.held[Tier.NVME]) == set(manager.held(Tier.NVME))
+        with opened(settings) as manager:
+            assert set(manager.held(Tier.NVME)) == set(fold.held[Tier.NVME])
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("core", ["native", "reference"])
+def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
+    tmp_path: Path, nats_url: str, cluster: str, core: str
+) -> None:
+    first = opened(settings_of(tmp_path / "a", nats_url, cluster, core=core))
+    serve(first, 1, 20)
+    wait_until(lambda: is_published(first), "the stream does not come")
+    second = opened(settings_of(tmp_path / "b", nats_url, cluster, core=core))
+    assert second.epoch == 2
+    serve(second, 2, 20)
+    wait_until(lambda: is_published(second), "the second does not get the stream")
+    serve(first, 3, 20)
+    time.sleep(1.0)
+    assert first.epoch == 1  # while the second lives, the first keeps still
+    assert first.published() < Position(Epoch(1), first.applied())
+    second.close()
+    wait_until(lambda: first.epoch == 3 and is_published(first), "the first does not come back")
+    fold = folded(asyncio.run(frames_of(nats_url, cluster)))
+    assert fold.epoch == 3
+    assert set(fold.held[Tier.HBM]) == set(first.held(Tier.HBM))
+    first.close()
