@@ -102,21 +102,26 @@ class Trouble(msgspec.Struct, kw_only=True):
     """What was found of an instance that a round will heal, counted by kind.
 
     Attributes:
-        gaps: events were missed. digests: its frames, or a sweep, told another digest. blind: its epoch was joined midway.
+        gaps: events were missed. digests: its frames, or an audit, told another digest. blind: its epoch was joined midway.
+        unended: it has been in want of a whole round for long.
     """
 
     gaps: int = 0
     digests: int = 0
     blind: int = 0
+    unended: int = 0
 
     @property
     def found(self) -> int:
         """All of it; more than before is news."""
-        return self.gaps + self.digests + self.blind
+        return self.gaps + self.digests + self.blind + self.unended
 
     def reasons(self) -> list[str]:
         """In words."""
-        words = {"events missed": self.gaps, "digest differs": self.digests, "joined midway": self.blind}
+        words = {
+            "events missed": self.gaps, "digest differs": self.digests, "joined midway": self.blind,
+            "no whole round": self.unended,
+        }  # fmt: skip
         return [reason for reason, count in words.items() if count]
 
 
@@ -243,6 +248,8 @@ class Projector:
             followed.is_blind, followed.is_lost = entry.is_blind, entry.is_lost
             if entry.trouble is not None:
                 self._troubles[entry.row.id] = entry.trouble
+            elif (view := self.index.view(entry.row.id)) is not None and view.missed and not view.stopped:
+                self.want_round(entry.row.id)  # the index may have learned of it a moment after the state was taken
 
     def restore_blind(self, sequence: int, positions: Iterable[InstancePosition]) -> None:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is to restate it."""
@@ -303,6 +310,10 @@ class Projector:
         """What the index holds of an instance is not what its digest says, as a sweep of the index has found."""
         self.index.miss(instance)
         self._trouble(instance).digests += 1
+
+    def want_round(self, instance: InstanceId) -> None:
+        """The index wants a whole round of an instance, and none has ended for long."""
+        self._trouble(instance).unended += 1
 
     def pass_holes(self) -> None:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""

@@ -582,3 +582,38 @@ def test_a_projector_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: 
     assert two.projector.counters.digest_mismatches == 0
     two.read(msgspec.structs.replace(instance.create(9), digest=1))
     assert two.projector.counters.digest_mismatches == 1
+
+
+@each_twin
+def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_gap(twin: Twin) -> None:
+    instance, f = five_frames()
+    one = Reader(twin.projector())
+    one.read(f[0], f[1], f[3])
+    state = one.projector.state()
+    assert one.projector.is_waiting(ONE)
+    for goes_back in (True, False):
+        index = twin.index()
+        for frame in f[:2]:
+            index.apply(encode_frame(frame))
+        two = Reader(twin.projector(index))
+        two.projector.restore(state, settled=3)
+        two.sequence = 3
+        assert not two.projector.is_waiting(ONE)
+        two.projector.hear(0.0, instance.heartbeat())
+        two.read(*(f[2:] if goes_back else (f[2], f[4])), at_end=True, now_s=0.5)
+        gaps = two.read(at_end=True, now_s=2.0).gaps
+        assert bool(gaps) is not goes_back
+        assert two.in_step(instance) is goes_back
+        assert bool(two.projector.troubles()) is not goes_back
+
+
+@each_twin
+def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twin: Twin) -> None:
+    _, f = five_frames()
+    one = Reader(twin.projector())
+    one.read(*f)
+    state = one.projector.state()
+    one.index.miss(ONE)  # an audit found it between the state and the checkpoint's front
+    two = Reader(twin.projector(one.index))
+    two.projector.restore(state, settled=5)
+    assert two.projector.troubles()[ONE].reasons() == ["no whole round"]
