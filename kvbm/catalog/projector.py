@@ -40,6 +40,7 @@ from kvbm.streams.base import ORIGIN, Heartbeat, Position, StreamMessage, subjec
 
 log = structlog.get_logger()
 
+HOLE_MOST_S = 30.0  # a hole that no heartbeat speaks of, for its instance has died, is given up after this long at the stream's end
 GAP_WAIT_S = 1.0  # what a heartbeat calls published must be here by then when the reader is at the stream's end
 _ROW_BYTES = 200  # what one gathered row takes, about
 ASIDE_BYTES = 16 << 20  # frames kept behind one instance's hole; more are left to be sent again, or to the next round
@@ -148,10 +149,11 @@ class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Arrived(NamedTuple):
-    """A good frame, and the bytes it lies in."""
+    """A good frame, the bytes it lies in, and the message they came with."""
 
     frame: ScannedFrame
     data: bytes
+    sequence: int
 
     @property
     def size(self) -> int:
@@ -170,6 +172,9 @@ class _Followed:
         self.is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
         self.aside: dict[Offset, _Arrived] = {}
         self.aside_bytes = 0
+        self.hole_since_s: float | None = (
+            None  # since when something lies aside while the reader is at the stream's end
+        )
         self.evidence: tuple[Position, float] | None = None  # said to be passed by a heartbeat, since when
 
 
@@ -329,15 +334,18 @@ class Projector:
     def take_batch(self) -> StoreBatch | None:
         """What was gathered since the last call, up to here; None when the stream has not moved on.
 
-        The caller stores it, and until it has, keeps it: the next batch begins where this one ends.
+        The caller stores it, and until it has, keeps it: the next batch begins where this one ends. It ends before the first
+        message that is still kept aside, so that whoever begins there reads that one again; rows of later ones repeat then.
         """
-        if self.sequence <= self._stored or self._is_behind:
+        kept = [one.sequence for followed in self._followed.values() for one in followed.aside.values()]
+        end = min([self.sequence, *(sequence - 1 for sequence in kept)])
+        if end <= self._stored or self._is_behind:
             return None
         changed = [self._followed[instance] for instance in sorted(self._dirty)]
         batch = StoreBatch(
             stream=self._stream,
             previous=self._stored,
-            stream_sequence=self.sequence,
+            stream_sequence=end,
             instances=tuple(followed.row for followed in changed),
             epochs=(*self._epochs, *(followed.epoch_row for followed in changed)),
             namespaces=tuple(self._new_namespaces),
@@ -349,7 +357,7 @@ class Projector:
                 for followed in changed
             ),
         )
-        self._stored = self.sequence
+        self._stored = end
         self._forget_rows()
         return batch
 
@@ -432,7 +440,7 @@ class Projector:
             if frame.flaw:
                 self._poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
-            self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
+            self._place(self._follow(instance, cluster), _Arrived(frame, message.data, message.sequence), step)
         if error is not None:
             self._poison(message, str(error))
 
@@ -480,7 +488,7 @@ class Projector:
         if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
             frame = arrived.frame  # its own bytes alone: what is kept must not keep the rest of its message
             alone = arrived.data[frame.at : frame.end]
-            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone)
+            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone, arrived.sequence)
             followed.aside_bytes += size
 
     def _forget_aside(self, followed: _Followed) -> None:
@@ -503,11 +511,21 @@ class Projector:
     # -- gaps ---------------------------------------------------------------------------------------------------------
 
     def _judge(self, now_s: float, instance: InstanceId, followed: _Followed, step: Step) -> None:
-        if followed.evidence is None or followed.evidence[0] <= followed.position:
+        if not followed.aside:
+            followed.hole_since_s = None
+        elif followed.hole_since_s is None:
+            followed.hole_since_s = now_s
+        if followed.evidence is not None and followed.evidence[0] <= followed.position:
             followed.evidence = None
+        if followed.evidence is not None:
+            said, since_s = followed.evidence
+            wait_s = self._gap_wait_s
+        elif followed.hole_since_s is not None:
+            said, since_s = followed.position, followed.hole_since_s
+            wait_s = HOLE_MOST_S
+        else:
             return
-        said, since_s = followed.evidence
-        if followed.is_lost or now_s - since_s < self._gap_wait_s:
+        if followed.is_lost or now_s - since_s < wait_s:
             return
         expected = followed.position
         self.counters.gaps += 1

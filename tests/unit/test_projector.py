@@ -9,7 +9,7 @@ import pytest
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.projector import Projector, ProjectorState, Step
+from kvbm.catalog.projector import HOLE_MOST_S, Projector, ProjectorState, Step
 from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
@@ -161,7 +161,7 @@ def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at
     instance, f = five_frames()
     reader = Reader(twin.projector())
     reader.read(f[0], f[1], f[3], f[4], at_end=True)
-    assert not reader.read(now_s=50.0, at_end=True).gaps  # no heartbeat has said so
+    assert not reader.read(now_s=20.0, at_end=True).gaps  # no heartbeat has said so
     reader.projector.hear(50.0, instance.heartbeat())
     assert not reader.read(now_s=50.5, at_end=True).gaps  # what it calls published may still be on its way
     assert not reader.read(now_s=51.5, at_end=False).gaps
@@ -391,6 +391,36 @@ def test_what_sql_has_is_not_gathered_again(twin: Twin) -> None:
     assert (batch.previous, batch.stream_sequence) == (6, 7)
     assert [run.hashes for run in batch.claims] == [hashes(2)]
     assert reader.index.claim_counts() == {"pool": 2}
+
+
+@each_twin
+def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_again(twin: Twin) -> None:
+    instance, f = five_frames()
+    claim = instance.offload(1)
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], *f[4:], claim)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.stream_sequence, batch.claims) == (3, ())
+    assert reader.projector.take_batch() is None
+    reader.read(f[3])
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.previous, batch.stream_sequence, len(batch.claims)) == (3, 6 + 1, 1)
+
+
+@each_twin
+def test_a_hole_nobody_speaks_of_is_given_up_in_the_end(twin: Twin) -> None:
+    _, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], f[4], now_s=0.0, at_end=True)
+    assert not reader.read(now_s=HOLE_MOST_S - 1, at_end=True).gaps
+    (gap,) = reader.read(now_s=HOLE_MOST_S, at_end=True).gaps
+    assert gap.resumed == Position(Epoch(1), f[4].first_offset)
+    assert is_doubtful(reader.index, ONE)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert batch.stream_sequence == 4
 
 
 @each_twin
