@@ -12,6 +12,7 @@ import numpy as np
 from kvbm.assembly import NATIVE
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+from kvbm.core.kernels import NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteThrough
 from kvbm.locate.base import Locator, Nowhere
@@ -68,13 +69,14 @@ def make_manager(
     executor: Executor | None = None,
     offsets: Offsets | None = None,
     has_stream: bool = False,
+    new_ledger: NewLedger = Ledger,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects)
     stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
         stated.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
-    ledger = Ledger(stated, event_bytes=event_bytes)
+    ledger = new_ledger(stated, "lru", event_bytes)
     ledger.start(Epoch(1), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(

@@ -40,6 +40,7 @@ from kvbm.streams.base import ORIGIN, Heartbeat, Position, StreamMessage, subjec
 
 log = structlog.get_logger()
 
+HOLE_MOST_S = 30.0  # a hole that no heartbeat speaks of, for its instance has died, is given up after this long at the stream's end
 GAP_WAIT_S = 1.0  # what a heartbeat calls published must be here by then when the reader is at the stream's end
 _ROW_BYTES = 200  # what one gathered row takes, about
 ASIDE_BYTES = 16 << 20  # frames kept behind one instance's hole; more are left to be sent again, or to the next round
@@ -102,21 +103,26 @@ class Trouble(msgspec.Struct, kw_only=True):
     """What was found of an instance that a round will heal, counted by kind.
 
     Attributes:
-        gaps: events were missed. digests: its frames, or a sweep, told another digest. blind: its epoch was joined midway.
+        gaps: events were missed. digests: its frames, or an audit, told another digest. blind: its epoch was joined midway.
+        unended: it has been in want of a whole round for long.
     """
 
     gaps: int = 0
     digests: int = 0
     blind: int = 0
+    unended: int = 0
 
     @property
     def found(self) -> int:
         """All of it; more than before is news."""
-        return self.gaps + self.digests + self.blind
+        return self.gaps + self.digests + self.blind + self.unended
 
     def reasons(self) -> list[str]:
         """In words."""
-        words = {"events missed": self.gaps, "digest differs": self.digests, "joined midway": self.blind}
+        words = {
+            "events missed": self.gaps, "digest differs": self.digests, "joined midway": self.blind,
+            "no whole round": self.unended,
+        }  # fmt: skip
         return [reason for reason, count in words.items() if count]
 
 
@@ -143,10 +149,11 @@ class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Arrived(NamedTuple):
-    """A good frame, and the bytes it lies in."""
+    """A good frame, the bytes it lies in, and the message they came with."""
 
     frame: ScannedFrame
     data: bytes
+    sequence: int
 
     @property
     def size(self) -> int:
@@ -165,6 +172,9 @@ class _Followed:
         self.is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
         self.aside: dict[Offset, _Arrived] = {}
         self.aside_bytes = 0
+        self.hole_since_s: float | None = (
+            None  # since when something lies aside while the reader is at the stream's end
+        )
         self.evidence: tuple[Position, float] | None = None  # said to be passed by a heartbeat, since when
 
 
@@ -243,6 +253,8 @@ class Projector:
             followed.is_blind, followed.is_lost = entry.is_blind, entry.is_lost
             if entry.trouble is not None:
                 self._troubles[entry.row.id] = entry.trouble
+            elif (view := self.index.view(entry.row.id)) is not None and view.missed and not view.stopped:
+                self.want_round(entry.row.id)  # the index may have learned of it a moment after the state was taken
 
     def restore_blind(self, sequence: int, positions: Iterable[InstancePosition]) -> None:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is to restate it."""
@@ -304,6 +316,10 @@ class Projector:
         self.index.miss(instance)
         self._trouble(instance).digests += 1
 
+    def want_round(self, instance: InstanceId) -> None:
+        """The index wants a whole round of an instance, and none has ended for long."""
+        self._trouble(instance).unended += 1
+
     def pass_holes(self) -> None:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
         step = Step({}, [], False)
@@ -318,15 +334,18 @@ class Projector:
     def take_batch(self) -> StoreBatch | None:
         """What was gathered since the last call, up to here; None when the stream has not moved on.
 
-        The caller stores it, and until it has, keeps it: the next batch begins where this one ends.
+        The caller stores it, and until it has, keeps it: the next batch begins where this one ends. It ends before the first
+        message that is still kept aside, so that whoever begins there reads that one again; rows of later ones repeat then.
         """
-        if self.sequence <= self._stored or self._is_behind:
+        kept = [one.sequence for followed in self._followed.values() for one in followed.aside.values()]
+        end = min([self.sequence, *(sequence - 1 for sequence in kept)])
+        if end <= self._stored or self._is_behind:
             return None
         changed = [self._followed[instance] for instance in sorted(self._dirty)]
         batch = StoreBatch(
             stream=self._stream,
             previous=self._stored,
-            stream_sequence=self.sequence,
+            stream_sequence=end,
             instances=tuple(followed.row for followed in changed),
             epochs=(*self._epochs, *(followed.epoch_row for followed in changed)),
             namespaces=tuple(self._new_namespaces),
@@ -338,7 +357,7 @@ class Projector:
                 for followed in changed
             ),
         )
-        self._stored = self.sequence
+        self._stored = end
         self._forget_rows()
         return batch
 
@@ -421,7 +440,7 @@ class Projector:
             if frame.flaw:
                 self._poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
-            self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
+            self._place(self._follow(instance, cluster), _Arrived(frame, message.data, message.sequence), step)
         if error is not None:
             self._poison(message, str(error))
 
@@ -469,7 +488,7 @@ class Projector:
         if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
             frame = arrived.frame  # its own bytes alone: what is kept must not keep the rest of its message
             alone = arrived.data[frame.at : frame.end]
-            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone)
+            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone, arrived.sequence)
             followed.aside_bytes += size
 
     def _forget_aside(self, followed: _Followed) -> None:
@@ -492,11 +511,21 @@ class Projector:
     # -- gaps ---------------------------------------------------------------------------------------------------------
 
     def _judge(self, now_s: float, instance: InstanceId, followed: _Followed, step: Step) -> None:
-        if followed.evidence is None or followed.evidence[0] <= followed.position:
+        if not followed.aside:
+            followed.hole_since_s = None
+        elif followed.hole_since_s is None:
+            followed.hole_since_s = now_s
+        if followed.evidence is not None and followed.evidence[0] <= followed.position:
             followed.evidence = None
+        if followed.evidence is not None:
+            said, since_s = followed.evidence
+            wait_s = self._gap_wait_s
+        elif followed.hole_since_s is not None:
+            said, since_s = followed.position, followed.hole_since_s
+            wait_s = HOLE_MOST_S
+        else:
             return
-        said, since_s = followed.evidence
-        if followed.is_lost or now_s - since_s < self._gap_wait_s:
+        if followed.is_lost or now_s - since_s < wait_s:
             return
         expected = followed.position
         self.counters.gaps += 1
@@ -549,8 +578,10 @@ class Projector:
             self.counters.gaps += 1  # the epoch went on behind the hole, and is over
             self.counters.gaps_repaired += 1
             self._forget_aside(followed)
-        if old.epoch and old.epoch < frame.epoch and old.ended_ns is None and self._is_gathering:
-            self._epochs.append(msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced"))
+        if old.epoch and old.epoch < frame.epoch and self._is_gathering:
+            if old.ended_ns is None:
+                old = msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced")
+            self._epochs.append(old)  # also one that had ended: its row may not have been given out yet
         followed.is_lost = followed.is_blind = False
         followed.position = Position(frame.epoch, frame.first_offset)
         followed.row = msgspec.structs.replace(

@@ -480,6 +480,7 @@ class CatalogService:
             ("end", self._watch_end()),
             ("sweep", self._sweep()),
             ("audit", self._audit()),
+            ("doubt", self._find_unended()),
         ):
             self._spawn(name, work)
         if self._checkpointer is not None:
@@ -569,6 +570,24 @@ class CatalogService:
                     what_to_do="nothing: their rounds repair it; if it comes back, check the machine's memory",
                 )  # fmt: skip
             await asyncio.sleep(AUDIT_PAUSE_S if found.is_whole else AUDIT_EVERY_S)
+
+    async def _find_unended(self) -> None:
+        """Find instances that are not whole though nothing of them was missed: their first round has not ended, or not well."""
+        before: dict[InstanceId, Epoch] = {}
+        while True:
+            await asyncio.sleep(self.settings.ask_again_s)
+            troubles = self._projector.troubles()
+            now = {
+                instance: view.epoch
+                for instance in self._index.instances()
+                if instance not in troubles and (view := self._index.view(instance)) is not None
+                if view.missed and not view.stopped and not view.waiting
+            }
+            for instance, epoch in now.items():
+                if before.get(instance) == epoch:
+                    self._projector.want_round(instance)
+                    self._doubted.set()
+            before = now
 
     async def _ask_rounds(self) -> None:
         """Ask whoever a round would heal, at once and again."""

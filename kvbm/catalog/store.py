@@ -199,7 +199,9 @@ class Store:
                     return _not_applied(batch, await _position(connection, batch.stream))
                 await self._upsert(connection, "instances", _last(map(_instance_values, batch.instances), "id"))
                 await self._upsert(connection, "epochs", _last(map(_epoch_values, batch.epochs), "instance", "epoch"))
-                await self._upsert(connection, "namespaces", _last(map(_namespace_values, batch.namespaces), "id"))
+                await self._upsert(
+                    connection, "namespaces", _last(map(_namespace_values, reversed(batch.namespaces)), "id")
+                )
                 positions = _last(map(msgspec.structs.asdict, batch.positions), "instance")
                 await self._upsert(connection, "instance_positions", positions)
                 await _in_chunks(connection, _WITHDRAW, withdrawn)

@@ -26,6 +26,7 @@ log = structlog.get_logger()
 RUNS_A_TURN = 8  # of a round, before what they recorded is written
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
+_LOST = "frames were lost by a bug"
 
 
 class FrameSink(Protocol):
@@ -218,9 +219,10 @@ class FrameWriter:
             done = False
         except Exception:
             # What was taken may be lost, which only an epoch that needs nothing before it makes good.
-            log.exception("journal.writer_broke", instance=self._instance, remedy="report it; another epoch begins")
+            if self._refusal != _LOST:
+                log.exception("journal.writer_broke", instance=self._instance, remedy="report it; another epoch begins")
             self._broke, done = True, False
-            self._refusal = "frames were lost by a bug"
+            self._refusal = _LOST
             self._unwritten.clear()
         if done:
             if self._refusal:

@@ -380,11 +380,12 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments)
     folder = Path(arguments.source)
     is_archive = folder.is_dir() and any(folder.glob(f"*{ARCHIVE_SUFFIX}"))
-    if connect is None and "://" in arguments.source:
+    is_own_stream = connect is None and "://" in arguments.source
+    if is_own_stream:
         connect = _connect(arguments.source, arguments.timeout)
     report = rebuild(
         source, arguments.database, arguments.checkpoint, arguments.cluster, parts.kernels, parts.new_index, _CAPACITY,
-        connect, arguments.instance, folder if is_archive else None,
+        connect, arguments.instance, folder if is_archive else None, is_own_stream,
     )  # fmt: skip
     _write(arguments.json, report, report.lines())
     return _end(report.findings, report.notes) or (1 if report.doubtful else 0)

@@ -27,6 +27,7 @@ from kvbm.catalog.store import Store, StoreBatch
 from kvbm.catalog.storing import numbering
 from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import Kernels
+from kvbm.replay.ahead import read_ahead
 from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.order import Damaged
 from kvbm.replay.progress import Watch
@@ -101,6 +102,7 @@ def rebuild(
     connect: Connect | None = None,
     instance: str | None = None,
     archive: Path | None = None,
+    is_own_stream: bool = False,
 ) -> Rebuilt:
     """Make a catalog's state from a source.
 
@@ -110,6 +112,7 @@ def rebuild(
         new_index: one that writes checkpoints, unless there is to be none.
         connect: gives the stream a catalog is to go on with.
         archive: the folder of the source, if it is an archive.
+        is_own_stream: `connect` gives the very stream that the source is.
     Raises: SourceError: the database is in use, or the stream has more than the log. CatalogError, StreamError.
     """
     return asyncio.run(
@@ -124,6 +127,7 @@ def rebuild(
             connect,
             instance,
             archive,
+            is_own_stream,
         ).run()
     )
 
@@ -131,8 +135,9 @@ def rebuild(
 class _Rebuild:
     def __init__(
         self, source: Source, database: str, checkpoint: Path | None, cluster: str, kernels: Kernels, new_index: NewIndex,
-        capacity: int, connect: Connect | None, instance: str | None, archive: Path | None,
+        capacity: int, connect: Connect | None, instance: str | None, archive: Path | None, is_own_stream: bool,
     ) -> None:  # fmt: skip
+        self._is_own_stream = is_own_stream
         self._source, self._database, self._checkpoint = source, database, checkpoint
         self._cluster, self._kernels, self._connect = cluster, kernels, connect
         self._instance, self._archive = instance, archive
@@ -145,7 +150,8 @@ class _Rebuild:
         self.report = Rebuilt(
             source=source.name, database=_shown(database), checkpoint="" if checkpoint is None else str(checkpoint)
         )
-        self._sequence = 0
+        self._sequence = 0  # of the messages that are projected here
+        self._read_sequence = 0  # of the last message read, where the source is a stream
 
     async def run(self) -> Rebuilt:
         store = await Store.open(self._database)
@@ -166,17 +172,19 @@ class _Rebuild:
         waiting: list[Located] = []
         size = 0
         with Watch(source.name) as watch:
-            for located in only(read, self._instance):
-                found = located.found
-                watch.total, watch.done = source.total, source.done
-                if isinstance(found, Damage):
-                    self._note_damage(Damaged(located, found))
-                    continue
-                if waiting and (size >= _MESSAGE_BYTES or not _is_together(waiting[-1], located)):
-                    await self._step(store, waiting)
-                    waiting, size = [], 0
-                waiting.append(located)
-                size += len(located.data)
+            async for batch in read_ahead(only(read, self._instance)):
+                for located in batch:
+                    found = located.found
+                    watch.total, watch.done = source.total, source.done
+                    if isinstance(found, Damage):
+                        self._note_damage(Damaged(located, found))
+                        continue
+                    if waiting and (size >= _MESSAGE_BYTES or not _is_together(waiting[-1], located)):
+                        await self._step(store, waiting)
+                        waiting, size = [], 0
+                    waiting.append(located)
+                    self._read_sequence = located.place.sequence or 0
+                    size += len(located.data)
             if waiting:
                 await self._step(store, waiting)
         if not self._projector.instances():
@@ -198,8 +206,6 @@ class _Rebuild:
         """Project frames of one instance as one message."""
         first = frames[0].found
         assert not isinstance(first, Damage)
-        if first.epoch > self._projector.position(first.instance).epoch:
-            await self._store(store)  # a batch tells of one epoch of an instance that ended by itself
         cluster = frames[0].group.rpartition(".")[2] if frames[0].place.sequence is not None else self._cluster
         self._sequence += 1
         data = b"".join(located.data for located in frames)
@@ -236,6 +242,8 @@ class _Rebuild:
     async def _identity_of(self, store: Store, stream: EventStream) -> _Identity:
         """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked at."""
         state = await stream.state(TIMEOUT_S)
+        if self._is_own_stream:
+            return _Identity((await numbering(store, self._cluster, state)).name, self._read_sequence)
         for name in self._projector.instances():
             row = self._projector.instance_row(name)
             tail = await stream.tail(row.cluster if row else self._cluster, name, TIMEOUT_S)

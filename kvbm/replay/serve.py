@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +18,7 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.core.kernels import REFERENCE, Kernels
+from kvbm.replay.ahead import read_ahead
 from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.order import Damaged
 from kvbm.replay.progress import Watch
@@ -140,7 +141,7 @@ async def _feed(
         began_s = time.monotonic()
         try:
             with Watch(f"{source.name} → {to}", frames) as watch:
-                for due in _messages(only(source.read(kernels), instance), report, speed):
+                async for due in _messages(only(source.read(kernels), instance), report, speed):
                     await feeder.send(due)
                     watch.done = report.frames
                 await feeder.drain()
@@ -175,43 +176,44 @@ async def _check_older(
         report.notes.append(f"{words}; its readers ignore what is older")
 
 
-def _messages(located: Iterator[Located], report: Served, speed: float) -> Iterator[_Due]:
+async def _messages(located: Iterator[Located], report: Served, speed: float) -> AsyncIterator[_Due]:
     """Frames as messages: several of one instance and epoch together when they follow each other and are due together."""
     due: _Due | None = None
     size = 0
     newest: dict[InstanceId, Epoch] = {}
     first_ns = last_ns = 0
-    for one in located:
-        frame = one.found
-        if isinstance(frame, Damage):
-            damaged = Damaged(one, frame)
-            if frame.kind == TORN:
-                report.notes.append(damage_words(damaged))
-            else:
-                report.findings.append(damage_finding(damaged))
-            continue
-        if frame.epoch < newest.get(frame.instance, 0):
-            report.stale += 1
-            continue
-        newest[frame.instance] = frame.epoch
-        first_ns, last_ns = first_ns or frame.wall_time_ns, max(last_ns, frame.wall_time_ns)
-        report.recorded_s = (last_ns - first_ns) / 1e9
-        _count(report, frame)
-        size += len(one.data)
-        is_together = speed == MAX_SPEED or (
-            due is not None and abs(frame.wall_time_ns - due.wall_time_ns) <= LINGER_S * 1e9 * speed
-        )
-        if (
-            due is None
-            or (due.instance, due.epoch) != (frame.instance, frame.epoch)
-            or size > MESSAGE_BYTES
-            or not is_together
-        ):
-            if due is not None:
-                yield due
-            due, size = _Due(frame.instance, frame.epoch, frame.wall_time_ns, _end(frame), []), len(one.data)
-        due.data.append(one.data)
-        due = due._replace(end=max(due.end, _end(frame)))
+    async for batch in read_ahead(located):
+        for one in batch:
+            frame = one.found
+            if isinstance(frame, Damage):
+                damaged = Damaged(one, frame)
+                if frame.kind == TORN:
+                    report.notes.append(damage_words(damaged))
+                else:
+                    report.findings.append(damage_finding(damaged))
+                continue
+            if frame.epoch < newest.get(frame.instance, 0):
+                report.stale += 1
+                continue
+            newest[frame.instance] = frame.epoch
+            first_ns, last_ns = first_ns or frame.wall_time_ns, max(last_ns, frame.wall_time_ns)
+            report.recorded_s = (last_ns - first_ns) / 1e9
+            _count(report, frame)
+            size += len(one.data)
+            is_together = speed == MAX_SPEED or (
+                due is not None and abs(frame.wall_time_ns - due.wall_time_ns) <= LINGER_S * 1e9 * speed
+            )
+            if (
+                due is None
+                or (due.instance, due.epoch) != (frame.instance, frame.epoch)
+                or size > MESSAGE_BYTES
+                or not is_together
+            ):
+                if due is not None:
+                    yield due
+                due, size = _Due(frame.instance, frame.epoch, frame.wall_time_ns, _end(frame), []), len(one.data)
+            due.data.append(one.data)
+            due = due._replace(end=max(due.end, _end(frame)))
     if due is not None:
         yield due
 

@@ -503,9 +503,9 @@ class Publisher:
         self._fence_check_s = self._now_s + FENCE_CHECK_HEARTBEATS * self._heartbeat_s
 
     def _compare_fence(self, asked: int, fence: Fence | None, effects: list[Effect]) -> None:
-        if self._state in (_State.SENDING, _State.PAUSED) and asked == self._fence_sequence:
-            if fence is None or fence.sequence != asked:
-                self._connect(False, effects)
+        is_asked_of_now = self._state in (_State.SENDING, _State.PAUSED) and asked == self._fence_sequence
+        if is_asked_of_now and (fence is None or fence.sequence != asked):
+            self._connect(False, effects)
 
     def _next_fence_s(self) -> float:
         return self._now_s + self._max_age_s / FENCE_SHARE if self._max_age_s > 0 else float("inf")

@@ -26,6 +26,7 @@ from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.store import Applied, Store, StoreBatch
+from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, pack_slots
@@ -800,5 +801,21 @@ def test_a_database_that_hangs_does_not_make_rows_pile_up(
             await eventually(lambda: catalog.numbers().rows_read_again == 1)
             await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
             assert await catalog._store.claim_count() == 600
+
+    run(work, settings.nats_url)
+
+
+def test_an_instance_whose_first_round_never_ended_is_asked_for_one(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        (frame,) = one.ledger.take_frames(one.name, time.time_ns())
+        decoded, _ = decode_frame(frame.data)
+        start = msgspec.structs.replace(decoded, events=decoded.events[:1], digest=0)
+        async with catalog_on(settings) as catalog:
+            await stream.publish(one.cluster, one.name, encode_frame(start))  # and the rest of its start was never cut
+            await eventually(
+                lambda: catalog.instances()[0].doubts == ["no whole round"] if catalog.instances() else False
+            )
+            await eventually(lambda: catalog.numbers().rounds_asked >= 1)
 
     run(work, settings.nats_url)

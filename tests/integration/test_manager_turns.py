@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.assembly import NATIVE_LEDGER
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import JournalError
 from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesStated, RoundEnded, StopReason
@@ -44,7 +46,7 @@ class Disk(MemoryLog):
     def append(self, frame: FrameBytes) -> None:
         self.tried += 1
         if self.error is not None:
-            raise self.error
+            raise type(self.error)(*self.error.args)
         is_first_round = frame.epoch == self.epoch and frame.first_offset < self.round_end
         if len(frame.data) > self.room and not is_first_round:
             raise OSError(errno.ENOSPC, "the journal is full")
@@ -489,3 +491,55 @@ def test_all_prompts_or_none_are_sampled_where_the_rate_says_so() -> None:
         for prompt in range(20):
             serve(driven.manager, prompt, 2)
         assert len(driven.manager.take_samples()) == count
+
+
+# -- everything at once ---------------------------------------------------------------------------------------------------
+
+
+class Never(Offsets):
+    """Waits for nothing: what is not durable now is not written."""
+
+    def wait_durable(self, epoch: Epoch, offset: Offset, timeout_s: float) -> bool:
+        return self.is_durable(epoch, offset)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_fails_the_journal_says_in_the_end_what_is_held(seed: int) -> None:
+    chance = random.Random(seed)
+    driven = Driven(
+        executor=AtOnce(), rounds=Rounds(2.0, 1 << 20), has_stream=True, new_ledger=NATIVE_LEDGER, offsets=Never()
+    )
+    manager, disk = driven.manager, driven.disk
+    for _ in range(200):
+        match chance.randrange(14):
+            case 0 | 1 | 2 | 3:
+                serve(manager, chance.randrange(40), chance.randrange(1, 40))
+            case 4 | 5:
+                manager.offload_one()
+            case 6:
+                manager.evict(chance.choice([*SMALL]), hashes_of(chance.randrange(40), 20))
+            case 7 | 8 | 9:
+                driven.turn(1 + chance.randrange(3), runs=1 + chance.randrange(4))
+            case 10:
+                disk.error = chance.choice([None, None, None, full(), RuntimeError("a bug")])
+            case 11:
+                disk.epoch_error = chance.choice([None, None, JournalError("no room")])
+                disk.room = chance.choice([1 << 40, 10_000])
+            case 12:
+                manager.on_round_asked()
+                if chance.randrange(4) == 0:
+                    manager.on_fenced(Epoch(manager.epoch + chance.randrange(3)))
+            case _:
+                if disk.frames:
+                    manager.on_published(disk.end())
+        if chance.randrange(80) == 0:
+            disk.error = full()
+            driven.overflow()
+    disk.error, disk.epoch_error, disk.room = None, None, 1 << 40
+    manager.on_published(disk.end())
+    driven.turn(30)
+    assert manager.trouble() == ""
+    assert manager.durable() == manager.applied()
+    driven.check()
+    manager.close()
+    driven.check()

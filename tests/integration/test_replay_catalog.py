@@ -187,7 +187,7 @@ def test_a_catalog_rebuilt_from_its_archive_answers_and_stores_as_the_live_one_a
     assert made._replace(epochs=[]) == stored._replace(epochs=[])
     known = {(one.instance, one.epoch) for one in made.epochs}
     assert known == {(frame.instance, frame.epoch) for frame in [*ONE, *TWO[:-3]]}
-    assert {(one.instance, one.epoch) for one in stored.epochs} <= known
+    assert {(one.instance, one.epoch) for one in stored.epochs} == known
     with catalog(fresh_nats, tmp_path, "again", checkpoints=str(tmp_path / "checkpoints")) as again:
         beat(fresh_nats, ONE, TWO[:-3])
         eventually(lambda: is_live(again))
@@ -226,6 +226,24 @@ def test_a_capture_becomes_the_state_of_a_catalog_on_a_stream_of_its_own(
         assert has_all(again, ONE, TWO)
         one = again.instance("one")
         assert one is not None and (one.digest, one.doubtful) == (f"{ONE[-1].digest:016x}", False)
+
+
+def test_a_catalog_rebuilt_from_the_stream_itself_goes_on_behind_what_was_read(
+    fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = publish(fresh_nats, [*gone_back(ONE), *messages(TWO[:-3])], CLUSTER)[-1]
+    database = f"sqlite+aiosqlite:///{tmp_path / 'again'}.db"
+    folder = str(tmp_path / "checkpoints")
+    said = replay(
+        capsys, 0, "rebuild", fresh_nats, "--database", database, "--checkpoint", folder, "--cluster", CLUSTER, "--json"
+    )
+    assert json.loads(said)["sequence"] == last
+    publish(fresh_nats, messages(TWO[-3:]), CLUSTER)
+    with catalog(fresh_nats, tmp_path, "again", checkpoints=folder) as again:
+        eventually(lambda: has_all(again, ONE, TWO))
+        assert [(one.digest, one.doubtful) for one in again.instances()] == [
+            (f"{ONE[-1].digest:016x}", False), (f"{TWO[-1].digest:016x}", False),
+        ]  # fmt: skip
 
 
 def test_a_stream_that_has_more_than_the_log_cannot_go_on_from_it(
@@ -303,3 +321,11 @@ async def fence_epochs(url: str) -> list[int]:
         return [one.epoch for one in found if one is not None]
     finally:
         await stream.close()
+
+
+def test_a_live_stream_is_served_again_as_another_cluster(fresh_nats: str, capsys: pytest.CaptureFixture[str]) -> None:
+    publish(fresh_nats, [*gone_back(ONE), *messages(TWO)], CLUSTER)
+    said = replay(capsys, 0, "serve", fresh_nats, "--to", fresh_nats, "--cluster", "again")
+    assert said.startswith(f"served: {len(ONE) + len(TWO) + 2:,} frames of 2 instances, ")
+    said = replay(capsys, 0, "verify", fresh_nats)
+    assert said.startswith("verified: 4 instances, ") and said.endswith("4 repeats, 0 findings\n")

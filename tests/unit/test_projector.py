@@ -9,7 +9,7 @@ import pytest
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.projector import Projector, ProjectorState, Step
+from kvbm.catalog.projector import HOLE_MOST_S, Projector, ProjectorState, Step
 from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
@@ -161,7 +161,7 @@ def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at
     instance, f = five_frames()
     reader = Reader(twin.projector())
     reader.read(f[0], f[1], f[3], f[4], at_end=True)
-    assert not reader.read(now_s=50.0, at_end=True).gaps  # no heartbeat has said so
+    assert not reader.read(now_s=20.0, at_end=True).gaps  # no heartbeat has said so
     reader.projector.hear(50.0, instance.heartbeat())
     assert not reader.read(now_s=50.5, at_end=True).gaps  # what it calls published may still be on its way
     assert not reader.read(now_s=51.5, at_end=False).gaps
@@ -394,12 +394,54 @@ def test_what_sql_has_is_not_gathered_again(twin: Twin) -> None:
 
 
 @each_twin
+def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_again(twin: Twin) -> None:
+    instance, f = five_frames()
+    claim = instance.offload(1)
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], *f[4:], claim)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.stream_sequence, batch.claims) == (3, ())
+    assert reader.projector.take_batch() is None
+    reader.read(f[3])
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.previous, batch.stream_sequence, len(batch.claims)) == (3, 6 + 1, 1)
+
+
+@each_twin
+def test_a_hole_nobody_speaks_of_is_given_up_in_the_end(twin: Twin) -> None:
+    _, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], f[4], now_s=0.0, at_end=True)
+    assert not reader.read(now_s=HOLE_MOST_S - 1, at_end=True).gaps
+    (gap,) = reader.read(now_s=HOLE_MOST_S, at_end=True).gaps
+    assert gap.resumed == Position(Epoch(1), f[4].first_offset)
+    assert is_doubtful(reader.index, ONE)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert batch.stream_sequence == 4
+
+
+@each_twin
 def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next(twin: Twin) -> None:
     reader = Reader(twin.projector())
     reader.read(*Instance().frames, *Instance(epoch=3).frames)
     batch = reader.projector.take_batch()
     assert batch is not None
     assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "replaced"), (3, "")]
+
+
+@each_twin
+def test_an_epoch_that_ended_keeps_its_end_when_the_next_begins_in_the_same_batch(twin: Twin) -> None:
+    first = Instance()
+    first.ledger.stop()
+    first.cut()
+    reader = Reader(twin.projector())
+    reader.read(*first.frames, *Instance(epoch=2).frames)
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "shutdown"), (2, "")]
 
 
 @each_twin
@@ -570,3 +612,38 @@ def test_a_projector_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: 
     assert two.projector.counters.digest_mismatches == 0
     two.read(msgspec.structs.replace(instance.create(9), digest=1))
     assert two.projector.counters.digest_mismatches == 1
+
+
+@each_twin
+def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_gap(twin: Twin) -> None:
+    instance, f = five_frames()
+    one = Reader(twin.projector())
+    one.read(f[0], f[1], f[3])
+    state = one.projector.state()
+    assert one.projector.is_waiting(ONE)
+    for goes_back in (True, False):
+        index = twin.index()
+        for frame in f[:2]:
+            index.apply(encode_frame(frame))
+        two = Reader(twin.projector(index))
+        two.projector.restore(state, settled=3)
+        two.sequence = 3
+        assert not two.projector.is_waiting(ONE)
+        two.projector.hear(0.0, instance.heartbeat())
+        two.read(*(f[2:] if goes_back else (f[2], f[4])), at_end=True, now_s=0.5)
+        gaps = two.read(at_end=True, now_s=2.0).gaps
+        assert bool(gaps) is not goes_back
+        assert two.in_step(instance) is goes_back
+        assert bool(two.projector.troubles()) is not goes_back
+
+
+@each_twin
+def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twin: Twin) -> None:
+    _, f = five_frames()
+    one = Reader(twin.projector())
+    one.read(*f)
+    state = one.projector.state()
+    one.index.miss(ONE)  # an audit found it between the state and the checkpoint's front
+    two = Reader(twin.projector(one.index))
+    two.projector.restore(state, settled=5)
+    assert two.projector.troubles()[ONE].reasons() == ["no whole round"]
