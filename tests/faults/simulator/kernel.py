@@ -20,6 +20,9 @@ from typing import Any
 import greenlet
 
 
+MOST_STEPS_AT_ONCE = 50_000  # without time going on: somebody waits for nothing
+
+
 class _Installed:
     """The world that stand-ins of modules speak to."""
 
@@ -117,6 +120,7 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.steps = 0
+        self._moved_at = 0
         self._heap: list[tuple[float, int, Handle]] = []
         self._ready: deque[Handle] = deque()
         self._number = 0
@@ -157,7 +161,9 @@ class World:
                 handle = self._ready.popleft()
             elif self._heap and self._heap[0][0] <= until_s:
                 when_s, _, handle = heapq.heappop(self._heap)
-                self.now = max(self.now, when_s)
+                if when_s > self.now:
+                    self.now = when_s
+                    self._moved_at = self.steps
             else:
                 self.now = max(self.now, until_s)
                 return
@@ -171,6 +177,8 @@ class World:
                 continue
             self.current = process
             self.steps += 1
+            if self.steps - self._moved_at > MOST_STEPS_AT_ONCE:
+                raise Violation(f"{process} goes round and round at {self.now:.3f} s: {handle.callback!r}")
             try:
                 if handle.context is None:
                     handle.callback(*handle.args)
