@@ -111,6 +111,10 @@ def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[Stre
         stream = streams.get(key)
         if stream is None:
             stream = streams[key] = _Order(is_trimmed)
+        following = stream.follow(located, found)
+        if following is not None:
+            yield key, following
+            continue
         for step in stream.take(located, found):
             yield key, step
     for key, stream in streams.items():
@@ -162,6 +166,18 @@ class _Order:
         self._aside_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
 
+    def follow(self, located: Located, frame: ScannedFrame) -> Next | None:
+        """The step of a frame that simply comes next, as nearly all do; None for `take` to judge."""
+        if (
+            frame.first_offset != self._next
+            or frame.epoch != self._epoch
+            or self._aside
+            or self._late
+            or not self._seen
+        ):
+            return None
+        return self._accept(Next(located, frame))
+
     def take(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """The steps that this frame makes possible."""
         place = (frame.epoch, frame.first_offset)
@@ -192,7 +208,10 @@ class _Order:
     def _accept(self, step: Next) -> Next:
         located, frame = step
         self._epoch, self._next = frame.epoch, frame.next_offset
-        self._seen.setdefault(frame.epoch, _Seen()).add(frame, located.data)
+        seen = self._seen.get(frame.epoch)
+        if seen is None:
+            seen = self._seen[frame.epoch] = _Seen()
+        seen.add(frame, located.data)
         self._last_order = max(self._last_order, located.order)
         return step
 

@@ -207,6 +207,6 @@ def _journal_files(folder: Path) -> list[_File]:
 
 def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:
     """The frames of one instance, or of all. Damage stays: nobody knows whose it is."""
-    for one in located:
-        if instance is None or isinstance(one.found, Damage) or one.found.instance == instance:
-            yield one
+    if instance is None:
+        return iter(located)
+    return (one for one in located if isinstance(one.found, Damage) or one.found.instance == instance)
