@@ -329,23 +329,31 @@ class CrashLoop:
         old.freeze()
         try:
             self._hold(LIVENESS_S, LIVENESS_S + 1.0)
-            self._twins += 1
-            new = self._system.new_worker(f"{old.instance}-twin{self._twins}", old.instance)
-            new.start()
-            self._hold(0.5, 2.0)
+            new = self._twin(old)
         finally:
             old.thaw()
+        return f"{old.name} stood still while {new.name} took its name; then {self._end_one(old, new)}"
+
+    def twin(self) -> str:
+        """Two processes with one name, both alive: one is quiet."""
+        old = self._worker()
+        new = self._twin(old)
+        return f"{new.name} took the name of {old.name}, which goes on; then {self._end_one(old, new)}"
+
+    def _twin(self, old: WorkerParty) -> WorkerParty:
+        self._twins += 1
+        new = self._system.new_worker(f"{old.instance}-twin{self._twins}", old.instance)
+        new.start()
         self._hold(0.5, 2.0)
-        if self._dice.random() < 0.5:
-            gone, stays, how = old, new, "the old one was killed"
-            old.kill()
-        else:
-            gone, stays, how = new, old, "the new one was killed, so the old one may come back"
-            new.kill()
-        gone.expected = False
+        return new
+
+    def _end_one(self, old: WorkerParty, new: WorkerParty) -> str:
+        self._hold(0.5, 2.0)
+        gone, stays = (old, new) if self._dice.random() < 0.5 else (new, old)
+        gone.kill()
         workers = self._system.workers
         workers[workers.index(old)] = stays
-        return f"{old.name} stood still while {new.name} took its name; then {how}"
+        return f"{gone.name} was killed"
 
     def lose_journal(self) -> str:
         """An instance comes back with an empty folder."""
@@ -518,8 +526,12 @@ class CrashLoop:
         catalog = self._catalog()
 
         def damage() -> str:
-            file = disks.newest(catalog.folder / "checkpoints", "*")
-            return disks.flip_bits(file, self._dice, 3) if file else "no checkpoint"
+            kind = self._dice.choice(("*.index", "*.json"))
+            file = disks.newest(catalog.folder / "checkpoints", kind)
+            if file is None:
+                return "no checkpoint"
+            how = disks.tear if self._dice.random() < 0.3 else disks.flip_bits
+            return how(file, self._dice, 3)
 
         return self._restart(catalog, damage)
 

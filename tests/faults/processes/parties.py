@@ -147,7 +147,7 @@ class PostgresParty(Party):
         data = self._folder / "data"
         data.mkdir(mode=0o700)
         if options:  # Postgres refuses to run as root
-            for folder in (self._folder, *self._folder.parents):
+            for folder in (self._folder, *self._folder.parents[:2]):
                 if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
                     folder.chmod(folder.stat().st_mode | 0o011)
             self._binaries = servers._readable_by_all(self._binaries, self._folder)
