@@ -33,7 +33,7 @@ class Disk:
     def fill(self, process_id: int) -> None:
         """Take all room away."""
         if self.kind == "limit":
-            resource.prlimit(process_id, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+            forbid_writes(process_id)
             return
         with open(self.folder / "filler", "wb", buffering=0) as filler:
             piece = bytes(1 << 20)
@@ -46,7 +46,7 @@ class Disk:
     def free(self, process_id: int) -> None:
         """Give it back."""
         if self.kind == "limit":
-            resource.prlimit(process_id, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            allow_writes(process_id)
             return
         (self.folder / "filler").unlink(missing_ok=True)
 
@@ -57,10 +57,14 @@ class Disk:
             self.kind = "closed"
 
 
-def largest(folder: Path, pattern: str) -> Path | None:
-    """The file of a pattern that has the most bytes; None when none has any."""
-    files = [path for path in folder.rglob(pattern) if path.is_file() and path.stat().st_size]
-    return max(files, key=lambda path: path.stat().st_size, default=None)
+def forbid_writes(process_id: int) -> None:
+    """No file of a process may grow any more, wherever it lies: writes fail with EFBIG."""
+    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+
+
+def allow_writes(process_id: int) -> None:
+    """Undo `forbid_writes`."""
+    resource.prlimit(process_id, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def newest(folder: Path, pattern: str) -> Path | None:

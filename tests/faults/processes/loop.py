@@ -494,6 +494,16 @@ class CrashLoop:
             catalog.disk.free(catalog.pid())
         return f"disk of {catalog.name} full for {hold_s:.1f} s"
 
+    def full_everywhere(self) -> str:
+        """A process that can write to no file at all, its log and its pool included."""
+        party = self._dice.choice([*self._system.catalogs, *self._system.workers])
+        disks.forbid_writes(party.pid())
+        try:
+            hold_s = self._hold(1.0, 4.0)
+        finally:
+            disks.allow_writes(party.pid())
+        return f"{party.name} could write no file for {hold_s:.1f} s"
+
     def damage_journal(self) -> str:
         worker = self._worker()
         unpublished = self._dice.random() < 0.5
