@@ -1,0 +1,321 @@
+"""Deliberate defects: each is one rule of the design, broken from the test's side. The simulator must notice every one of them.
+
+A mutant is planted by replacing a method of production code for a while. It names the faults that bring it to light; a defect
+that nothing notices means that a check is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import kvbm.manager.manager as manager_module
+import kvbm.streams.journal as journal_module
+from kvbm import assembly
+from kvbm.catalog.liveness import Liveness, Return
+from kvbm.catalog.projector import Projector
+from kvbm.core.errors import TornFrameError
+from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
+from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
+from kvbm.core.ledger import Copy, Ledger
+from kvbm.manager.copies import Moved
+from kvbm.manager.manager import Manager
+from kvbm.manager.offsets import Offsets
+from kvbm.pools.base import ReadOutcome
+from kvbm.streams.base import Position
+from kvbm.streams.journal import Journal
+from kvbm.streams.publisher import Publish, Publisher
+
+_GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
+_PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
+_LINKS = ("break_links", "drop_acks", "slow_network", "restart_server", "cut_node")
+
+
+class Mutant(NamedTuple):
+    """One defect.
+
+    Attributes:
+        rule: what is broken.
+        plant: replaces production code; undone by the stack.
+        mix: the faults to look with.
+    """
+
+    rule: str
+    plant: Callable[[ExitStack], None]
+    mix: tuple[str, ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The defect is in place."""
+        with ExitStack() as stack:
+            self.plant(stack)
+            yield
+
+
+def _swap(stack: ExitStack, owner: Any, name: str, value: Any) -> Any:
+    """Replace an attribute until the stack ends; gives what was there."""
+    old = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    setattr(owner, name, value)
+    stack.callback(setattr, owner, name, old)
+    return old.__func__ if isinstance(old, (classmethod, staticmethod)) else old
+
+
+class _IndexWithout:
+    """An index that does not do one thing."""
+
+    def __init__(self, index: Any, **instead: Callable[..., Any]) -> None:
+        self._index = index
+        self.__dict__.update(instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+
+# -- the publisher ------------------------------------------------------------------------------------------------------
+
+
+def _no_go_back_n(stack: ExitStack) -> None:
+    def take_refusal(self: Any, attempt: int) -> None:
+        if attempt in self._in_flight:
+            self._take_ack(attempt)  # whoever comes next goes on behind it
+        else:
+            original(self, attempt)
+
+    original = _swap(stack, Publisher, "_take_refusal", take_refusal)
+
+
+def _no_fencing(stack: ExitStack) -> None:
+    def step(self: Any, now_s: float, happened: Any) -> Any:
+        effects = original(self, now_s, happened)
+        return [effect._replace(fence=None) if isinstance(effect, Publish) else effect for effect in effects]
+
+    original = _swap(stack, Publisher, "step", step)
+
+
+def _fence_never_renewed(stack: ExitStack) -> None:
+    def set_fence(self: Any, effects: Any) -> None:
+        ours = self.__dict__.get("only_fence")
+        if ours is not None and ours.epoch == self.epoch:
+            self._is_fence_wanted = False
+            self._fence_sequence, self._fence_epoch = ours.sequence, ours.epoch
+            self._state = type(self._state).SENDING
+        else:
+            original(self, effects)
+
+    def take_fence(self: Any, attempt: int, fence: Any) -> None:
+        took(self, attempt, fence)
+        self.only_fence = fence
+
+    original = _swap(stack, Publisher, "_set_fence", set_fence)
+    took = _swap(stack, Publisher, "_take_fence", take_fence)
+
+
+def _resumes_at_the_end(stack: ExitStack) -> None:
+    def take_connection(self: Any, found: Any, effects: Any) -> None:
+        if found.tail is not None:
+            found = found._replace(tail=found.tail._replace(safe=found.tail.end))
+        original(self, found, effects)
+
+    original = _swap(stack, Publisher, "_take_connection", take_connection)
+
+
+# -- the manager --------------------------------------------------------------------------------------------------------
+
+
+def _slot_reused_early(stack: ExitStack) -> None:
+    _swap(stack, Offsets, "wait_durable", lambda self, *args: True)
+
+
+def _claim_before_bytes(stack: ExitStack) -> None:
+    move = manager_module.move
+
+    def carry_out(self: Any, copy: Copy, finish: Callable[[Moved], None]) -> None:
+        if copy.target != Tier.NVME:
+            original(self, copy, finish)
+            return
+        count = len(copy.hashes) // HASH_BYTES
+        if self._offsets.wait_durable(copy.epoch, copy.after, 1.0):
+            with self._lock:
+                finish(Moved([True] * count, [ReadOutcome.GOOD] * count))
+            self._wake_writer()
+            move(copy, self.pools, self._offsets, 1.0)
+
+    original = _swap(stack, Manager, "_carry_out", carry_out)
+
+
+def _slot_released_at_deadline(stack: ExitStack) -> None:
+    def give_up(self: Any, begun: Any) -> None:
+        for copy, ended in begun:
+            if not ended.done():
+                ended.cancel()
+                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+
+    _swap(stack, Manager, "_give_up", give_up)
+
+
+def _epoch_from_wall_clock(stack: ExitStack) -> None:
+    """Epochs are the machine's seconds, so that a clock that is set back begins an old one."""
+    from tests.faults.simulator.kernel import INSTALLED
+
+    def begin_epoch(self: Any, epoch: Epoch, *args: Any, **kwargs: Any) -> None:
+        self.epoch = Epoch(min(self.epoch, epoch - 1))
+        original(self, epoch, *args, **kwargs)
+
+    def now() -> Epoch:
+        return Epoch(INSTALLED.world.current.clock.wall_ns() // 1_000_000_000)
+
+    original = _swap(stack, Journal, "begin_epoch", begin_epoch)
+    _swap(stack, assembly, "Epoch", lambda number: now() if number else Epoch(0))
+
+
+class _SkippingLedger(Ledger):
+    """States what it holds but for a run now and then."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._skipped: dict[tuple[int, int], int] = {}
+        self._stated = 0
+
+    def _wait(self, event: Any, digest: int) -> None:
+        if isinstance(event, ResidenciesStated):
+            self._stated += 1
+            if self._stated % 3 == 0:
+                key = (event.tier, event.round)
+                self._skipped[key] = self._skipped.get(key, 0) + len(event.hashes) // HASH_BYTES
+                return
+        if isinstance(event, RoundEnded) and (less := self._skipped.pop((event.tier, event.round), 0)):
+            event = RoundEnded(tier=event.tier, round=event.round, count=event.count - less)
+        super()._wait(event, digest)
+
+
+def _round_skips_a_run(stack: ExitStack) -> None:
+    _swap(stack, assembly, "Ledger", _SkippingLedger)
+    _swap(stack, assembly, "NATIVE_LEDGER", _SkippingLedger)
+
+
+def _torn_tail_accepted(stack: ExitStack) -> None:
+    """What is left of a frame at a segment's end counts as a frame."""
+
+    def cut(self: Any, segment: Any, error: Any) -> None:
+        size = segment.path.stat().st_size - segment.size
+        if not isinstance(error, TornFrameError) or size < 60:
+            original(self, segment, error)
+            return
+        data = segment.path.read_bytes()[segment.size :]
+        header = journal_module.decode_header(data)
+        with open(segment.path, "ab") as file:  # so long as its header says
+            file.write(bytes(header.frame_bytes - size))
+        segment.add(header.first_offset, Offset(header.first_offset + header.event_count), header.frame_bytes)
+
+    original = _swap(stack, Journal, "_cut", cut)
+
+
+# -- the catalog --------------------------------------------------------------------------------------------------------
+
+
+def _position_before_apply(stack: ExitStack) -> None:
+    def step(self: Any, now_s: float, messages: Sequence[Any], at_end: bool = False) -> Any:
+        kept: list[Any] = self.__dict__.setdefault("kept_back", [])
+        due = [*kept, *messages[:-1]]
+        kept[:] = messages[-1:] if messages else []
+        result = original(self, now_s, due, at_end)
+        if kept:
+            self.sequence = kept[-1].sequence  # stored with the next batch, though the message waits to be applied
+        return result
+
+    original = _swap(stack, Projector, "step", step)
+
+
+def _gap_ignored(stack: ExitStack) -> None:
+    def put_aside(self: Any, followed: Any, arrived: Any) -> None:
+        self._jump(followed, arrived.frame.first_offset)
+        self._apply_events(followed, arrived, self.this_step)
+
+    def receive(self: Any, message: Any, step: Any) -> None:
+        self.this_step = step
+        original(self, message, step)
+
+    original = _swap(stack, Projector, "_receive", receive)
+    _swap(stack, Projector, "_put_aside", put_aside)
+
+
+def _digest_not_compared(stack: ExitStack) -> None:
+    def init(self: Any, index: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, _IndexWithout(index, agrees=lambda instance, digest: True), *args, **kwargs)
+
+    original = _swap(stack, Projector, "__init__", init)
+
+
+def _repeat_counted_twice(stack: ExitStack) -> None:
+    def place(self: Any, followed: Any, arrived: Any, step: Any) -> None:
+        frame = arrived.frame
+        if (
+            frame.epoch == followed.position.epoch
+            and frame.next_offset <= followed.position.offset
+            and not followed.aside
+        ):
+            after = followed.position
+            followed.position = Position(frame.epoch, frame.first_offset)
+            self._apply_events(followed, arrived, step)
+            followed.position = after
+        else:
+            original(self, followed, arrived, step)
+
+    original = _swap(stack, Projector, "_place", place)
+
+
+def _stale_epoch_applied(stack: ExitStack) -> None:
+    def place(self: Any, followed: Any, arrived: Any, step: Any) -> None:
+        if arrived.frame.epoch < followed.position.epoch:
+            self._enter(followed, arrived.frame)
+            self._apply(followed, arrived, step)
+        else:
+            original(self, followed, arrived, step)
+
+    original = _swap(stack, Projector, "_place", place)
+
+
+def _withheld_never_returned(stack: ExitStack) -> None:
+    def step(self: Any, now_s: float, what: Any) -> Any:
+        return [effect for effect in original(self, now_s, what) if not isinstance(effect, Return)]
+
+    original = _swap(stack, Liveness, "step", step)
+
+
+MUTANTS: dict[str, Mutant] = {
+    "position_before_apply": Mutant(
+        "a position is stored together with what it covers", _position_before_apply, ("kill_catalog", "database_down")
+    ),
+    "no_go_back_n": Mutant("what was refused is sent again, and all behind it", _no_go_back_n, ("refuse_publishes",)),
+    "no_fencing": Mutant("the server refuses whoever has lost the fence", _no_fencing, ("zombie", "twin", "freeze")),
+    "fence_never_renewed": Mutant("a fence is as young as the round", _fence_never_renewed, ("trim", *_LINKS)),
+    "resumes_at_the_end": Mutant(
+        "a new connection goes on where all is acknowledged",
+        _resumes_at_the_end,
+        ("refuse_publishes", "refuse_publishes", "kill", "slow_network", *_LINKS),
+    ),
+    "slot_reused_early": Mutant(
+        "a slot is written once the withdrawal of its block is durable",
+        _slot_reused_early,
+        ("slow_disk", "fill_disk", *_PROCESSES),
+    ),
+    "claim_before_bytes": Mutant("bytes first, then the claim", _claim_before_bytes, _PROCESSES),
+    "slot_released_at_deadline": Mutant(
+        "a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)
+    ),
+    "epoch_from_wall_clock": Mutant("an epoch only grows", _epoch_from_wall_clock, ("step_clock", *_PROCESSES)),
+    "round_skips_a_run": Mutant("a round states all that is held", _round_skips_a_run, ("trim", "hide_messages")),
+    "torn_tail_accepted": Mutant("a torn tail is cut at the last whole frame", _torn_tail_accepted, ("kill_in_write",)),
+    "gap_ignored": Mutant("a hole is waited at, then a gap", _gap_ignored, _GAPS),
+    "digest_not_compared": Mutant("digests are compared at every frame", _digest_not_compared, ("spoil_index",)),
+    "repeat_counted_twice": Mutant("a repeat changes nothing", _repeat_counted_twice, ("late_copies", *_LINKS)),
+    "stale_epoch_applied": Mutant(
+        "an epoch that is over is over",
+        _stale_epoch_applied,
+        ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES),
+    ),
+    "withheld_never_returned": Mutant(
+        "whoever is heard again is answered of again", _withheld_never_returned, ("freeze", "cut_node")
+    ),
+}

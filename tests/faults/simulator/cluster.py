@@ -1,0 +1,455 @@
+"""The simulated cluster: machines, managers with their engines, the catalog. All of it production code but what it stands on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import greenlet
+import numpy as np
+
+import kvbm.catalog.service as service_module
+from kvbm import assembly
+from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.service import CatalogService, ServiceSettings
+from kvbm.config import (
+    HbmSettings,
+    HostSettings,
+    InstanceSettings,
+    JournalSettings,
+    NatsSettings,
+    NvmeSettings,
+    OnboardSettings,
+    PoolsSettings,
+    RoundsSettings,
+    Settings,
+)
+from kvbm.core.errors import KvbmError, LedgerError
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.manager.manager import Manager
+from kvbm.pools.base import Proof, ReadResult
+from kvbm.pools.memory import MemoryObjectPool
+from tests.faults.simulator.disk import Disk
+from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
+from tests.faults.simulator.server import Network, Server, SimStream
+from tests.faults.simulator.store import SimStore, StoreClass
+
+BLOCK_BYTES = 64
+CLUSTER = "sim"
+NAMESPACES = (Namespace(model="sim", block_tokens=16), Namespace(model="sim", block_tokens=16, tenant="other"))
+
+
+def block_hash(namespace: int, chain: int, depth: int) -> bytes:
+    return hashlib.sha256(f"{namespace}/{chain}/{depth}".encode()).digest()[:HASH_BYTES]
+
+
+def rows_of(hashes: bytes) -> np.ndarray:
+    """The bytes these blocks must have."""
+    return np.tile(np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), BLOCK_BYTES // HASH_BYTES)
+
+
+class Chains:
+    """Prompts with shared beginnings: a tree of blocks in each namespace."""
+
+    def __init__(self, rng: random.Random, chains: int, depth: int) -> None:
+        self._prompts: list[tuple[Namespace, bytes]] = []
+        for number in range(chains):
+            which = 0 if rng.random() < 0.75 else 1
+            shared = rng.choice((0, 0, 2, 4, depth // 2)) if number else 0
+            blocks = [block_hash(which, 0 if at < shared else number, at) for at in range(rng.randint(2, depth))]
+            self._prompts.append((NAMESPACES[which], b"".join(blocks)))
+        self.universe = sorted(
+            {
+                (namespace.id, SequenceHash(hashes[at : at + HASH_BYTES]))
+                for namespace, hashes in self._prompts
+                for at in range(0, len(hashes), HASH_BYTES)
+            }
+        )
+
+    def prompt(self, rng: random.Random) -> tuple[NamespaceId, bytes]:
+        at = min(int(rng.expovariate(1.0) * len(self._prompts) / 3), len(self._prompts) - 1)
+        namespace, hashes = self._prompts[at]
+        depth = rng.randint(1, len(hashes) // HASH_BYTES)
+        return namespace.id, hashes[: depth * HASH_BYTES]
+
+
+class SlowObjects:
+    """The object pool of the cluster, slow and at times lossy."""
+
+    def __init__(self, world: World) -> None:
+        self.inner = MemoryObjectPool(BLOCK_BYTES, assembly.NATIVE.checksums)
+        self.tier, self.block_bytes = self.inner.tier, self.inner.block_bytes
+        self.reach, self.name = self.inner.reach, self.inner.name
+        self._world = world
+        self.refuses = 0.0
+
+    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+        nap(self._world, 0.01)
+        if self.refuses and self._world.rng.random() < self.refuses:
+            return [False] * len(rows)
+        return self.inner.put(rows, proof)
+
+    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        nap(self._world, 0.01)
+        return self.inner.get(namespace, hashes, rows)
+
+    def close(self) -> None:
+        return
+
+
+def nap(world: World, mean_s: float) -> None:
+    """Let others run; nothing in the loop, which cannot wait."""
+    if greenlet.getcurrent() is not world.hub:
+        Waiter(world).wait(world.rng.expovariate(1 / mean_s))
+
+
+class Machine:
+    """A disk, two clocks, a place in the network."""
+
+    def __init__(self, cluster: Cluster, name: str) -> None:
+        self.name = name
+        self.clock = Clock(cluster.world, 1000.0 * cluster.world.rng.random())
+        self.clock.wall_step_s = 4.0 * cluster.world.rng.random() - 2.0
+        self.disk = Disk(cluster.folder / name, cluster.world.rng)
+
+    def process(self, name: str) -> Process:
+        process = Process(name, self.clock, self.name)
+        process.disk = self.disk
+        return process
+
+
+class Node:
+    """One instance on one machine: its processes, one after another."""
+
+    def __init__(self, cluster: Cluster, machine: Machine, instance: str, settings: Settings) -> None:
+        self.cluster, self.machine, self.instance = cluster, machine, InstanceId(instance)
+        self.settings = settings
+        self.world = cluster.world
+        self.process: Process | None = None
+        self.manager: Manager | None = None
+        self.wanted = False
+        self.starts = 0
+        self.nap_s = 0.004
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.alive and self.manager is not None
+
+    def start(self) -> None:
+        """Start a process; it tries until the manager opens."""
+        self.wanted = True
+        if self.process is not None and self.process.alive:
+            return
+        self.starts += 1
+        process = self.process = self.machine.process(f"{self.instance}@{self.machine.name}#{self.starts}")
+        process.on_kill.append(lambda: self.machine.disk.release(process))
+        process.on_kill.append(lambda: self.cluster.checker.ended(process))
+        self.spawn(process, self._main, "main")
+
+    def spawn(self, process: Process, target: Callable[[], object], name: str) -> None:
+        thread = Thread(self.world, target=target, name=name)
+        thread.process = process
+        self.world.call_at(self.world.now, process, thread.start)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.world.kill(self.process)
+        self.manager = None
+
+    def _main(self) -> None:
+        process = self.process
+        assert process is not None
+        while True:
+            try:
+                manager = assembly.open_manager(
+                    self.settings, NAMESPACES[:1], BLOCK_BYTES, "simulated", self.cluster.objects, process.clock.wall_ns
+                )
+                break
+            except (KvbmError, OSError) as error:
+                self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
+                Waiter(self.world).wait(0.5)
+        self._slow_down(manager, process)
+        self.manager = manager
+        self.cluster.checker.opened(self, process, manager)
+        for number in range(self.cluster.engines):
+            self.spawn(process, lambda number=number: self._engine(manager, process), f"engine-{number}")  # type: ignore[misc]
+
+    def _slow_down(self, manager: Manager, process: Process) -> None:
+        for tier, pool in manager.pools.slots.items():
+            if tier == Tier.HBM:
+                continue
+            pool.read = self._slow_read(pool.read)  # type: ignore[method-assign]
+            pool.write = self._slow_write(pool.write, tier, process)  # type: ignore[method-assign]
+
+    def _slow_read(self, read: Callable[..., ReadResult]) -> Callable[..., ReadResult]:
+        def slow(slots: Any, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+            nap(self.world, self.nap_s)
+            result = read(slots, namespace, hashes, rows)
+            nap(self.world, self.nap_s)
+            return result
+
+        return slow
+
+    def _slow_write(self, write: Callable[..., None], tier: Tier, process: Process) -> Callable[..., None]:
+        def slow(slots: Any, rows: np.ndarray, proof: Proof) -> None:
+            half = len(slots) // 2
+            nap(self.world, self.nap_s)
+            for begin, end in ((0, half), (half, len(slots))):
+                if begin == end:
+                    continue
+                if tier == Tier.NVME:
+                    self.cluster.checker.overwrites(self, process, list(slots[begin:end]))
+                part = Proof(
+                    proof.namespace, proof.epoch, proof.hashes[begin * HASH_BYTES : end * HASH_BYTES],
+                    np.ascontiguousarray(proof.checksums[begin:end]),
+                )  # fmt: skip
+                write(slots[begin:end], np.ascontiguousarray(rows[begin:end]), part)
+                if tier == Tier.NVME:
+                    self.cluster.checker.has_put(self, list(slots[begin:end]), part.hashes)
+                nap(self.world, self.nap_s)
+
+        return slow
+
+    # -- what an engine does ------------------------------------------------------------------------------------------
+
+    def _engine(self, manager: Manager, process: Process) -> None:
+        rng, world = self.world.rng, self.world
+        while True:
+            Waiter(world).wait(rng.expovariate(1 / self.cluster.pause_s))
+            if self.cluster.is_over:
+                continue
+            try:
+                self._operate(manager, rng)
+            except LedgerError as error:
+                if "closed" in str(error):
+                    return
+                raise
+
+    def _operate(self, manager: Manager, rng: random.Random) -> None:
+        self.cluster.operations += 1
+        namespace, hashes = self.cluster.chains.prompt(rng)
+        dice = rng.random()
+        if dice < 0.80:
+            self._serve(manager, rng, namespace, hashes)
+        elif dice < 0.86:
+            manager.evict(rng.choice(list(manager.pools.slots)), hashes)
+        elif dice < 0.88:
+            tier = rng.choice(list(manager.pools.slots))
+            manager.evict(tier, b"".join(manager.held(tier)))
+        elif dice < 0.92:
+            manager.keep(hashes, rng.uniform(0.1, 5.0), rng.choice((0, 50, 99)))
+        elif dice < 0.94:
+            manager.restate()
+        elif dice < 0.96:
+            manager.report_load(rng.randrange(1000), rng.randrange(8))
+        else:
+            slots = manager.allocate(rng.randint(1, 4))
+            if slots:
+                Waiter(self.world).wait(rng.expovariate(50))
+                manager.release(slots)
+
+    def _serve(self, manager: Manager, rng: random.Random, namespace: NamespaceId, hashes: bytes) -> None:
+        depth = len(hashes) // HASH_BYTES
+        prefix = manager.acquire(namespace, hashes)
+        self._check_bytes(manager, hashes, prefix.slots)
+        slots = list(prefix.slots)
+        if prefix.depth < depth:
+            fresh = manager.allocate(depth - prefix.depth)
+            if fresh:
+                at = prefix.depth * HASH_BYTES
+                rest = hashes[at:]
+                Waiter(self.world).wait(rng.expovariate(200))
+                manager.pools.slots[Tier.HBM].rows[fresh] = rows_of(rest)  # type: ignore[attr-defined]
+                parent = SequenceHash(hashes[at - HASH_BYTES : at]) if at else NO_PARENT
+                slots += manager.create(namespace, parent, prefix.depth, rest, fresh)
+        if rng.random() < 0.5:
+            Waiter(self.world).wait(rng.expovariate(20))
+        self._check_bytes(manager, hashes, slots)
+        if slots:
+            manager.unpin(slots)
+
+    def _check_bytes(self, manager: Manager, hashes: bytes, slots: list[int]) -> None:
+        if not slots:
+            return
+        rows = manager.pools.slots[Tier.HBM].rows[slots]  # type: ignore[attr-defined]
+        if not np.array_equal(rows, rows_of(hashes[: len(slots) * HASH_BYTES])):
+            raise Violation(f"wrong bytes in HBM of {self.instance} at {self.world.now:.3f} s")
+
+
+class CatalogNode:
+    """The catalog on its machine: its processes, one after another."""
+
+    def __init__(self, cluster: Cluster, machine: Machine, use_reference: bool) -> None:
+        self.cluster, self.machine, self.world = cluster, machine, cluster.world
+        self.use_reference = use_reference
+        self.process: Process | None = None
+        self.service: CatalogService | None = None
+        self.starts = 0
+
+    def start(self) -> None:
+        if self.process is not None and self.process.alive:
+            return
+        self.starts += 1
+        process = self.process = self.machine.process(f"{self.machine.name}#{self.starts}")
+        process.on_kill.append(lambda: self.machine.disk.release(process))
+        self.service = None
+        self.world.call_at(self.world.now, process, self._spawn, self._main(process))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.world.loop.create_task(work, name="catalog")
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Violation):
+            Violation(f"the catalog ended with {error!r}")
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.world.kill(self.process)
+        self.service = None
+
+    async def _main(self, process: Process) -> None:
+        while True:
+            try:
+                await self._serve(process)
+            except (KvbmError, OSError) as error:
+                self.cluster.told("catalog_start_failed", {"why": str(error)})
+            await asyncio.sleep(0.5)
+
+    async def _serve(self, process: Process) -> None:
+        stream = await SimStream.connect_to(self.cluster.server, 5.0)
+        new_index = ReferenceIndex if self.use_reference else assembly.NATIVE_INDEX
+        service = await CatalogService.start(
+            self.cluster.catalog_settings(self.machine), assembly.NATIVE, new_index, stream
+        )
+        self.service = service
+        self.cluster.checker.catalog_began(self, service)
+        await service.failed.wait()
+        self.cluster.told("catalog_failed", {"why": repr(service.failure)})
+        if not isinstance(service.failure, (KvbmError, OSError)):
+            raise Violation(f"the catalog cannot go on: {service.failure!r}") from service.failure
+        self.service = None
+        await service.close()
+
+
+class SimLocator:
+    """Asks the catalog's index, as it stands: what it says may be old."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def claimed_depth(self, pool: str, namespace: NamespaceId, hashes: bytes, timeout_s: float) -> int:
+        service = self._cluster.catalog.service
+        nap(self._cluster.world, 0.002)
+        if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:
+            return 0
+        found = service._index.prefixes(namespace, hashes)
+        return max((entry.depth for entry in found.pools if entry.pool == pool), default=0)
+
+    def close(self) -> None:
+        return
+
+
+class Cluster:
+    """Everything there is."""
+
+    def __init__(self, world: World, folder: Path, checker: Any, told: Callable[[str, dict[str, Any]], None]) -> None:
+        rng = world.rng
+        self.world, self.folder, self.checker, self.told = world, folder, checker, told
+        self.network = Network(world)
+        self.server = Server(
+            world, self.network, rng.choice((-1, -1, 1 << 20, 1 << 17)), rng.choice((0.0, 0.0, 0.0, 6.0, 30.0))
+        )
+        self.store = SimStore(world)
+        self.objects = SlowObjects(world)
+        self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
+        self.engines = 2
+        self.pause_s = 0.05
+        self.is_over = False
+        self.operations = 0
+        self.machines: dict[str, Machine] = {}
+        self.nodes: list[Node] = []
+        self.has_checkpoints, self.has_archive = rng.random() < 0.7, rng.random() < 0.2
+        self.checkpoint_every_s = rng.choice((1.0, 4.0))
+        world.server = self.server  # type: ignore[attr-defined]
+        world.told = told  # type: ignore[attr-defined]
+        self.catalogs = [
+            CatalogNode(self, self._machine(f"catalog-{number}"), use_reference=rng.random() < 0.35)
+            for number in range(rng.choice((1, 1, 1, 2)))
+        ]
+        self.catalog = self.catalogs[0]  # whom managers ask
+
+    def _machine(self, name: str) -> Machine:
+        machine = self.machines[name] = Machine(self, name)
+        return machine
+
+    def add_node(self, instance: str, settings: Settings | None = None) -> Node:
+        machine = self._machine(f"machine-{len(self.machines)}")
+        settings = settings or self._settings(instance)
+        node = Node(self, machine, instance, settings_at(settings, machine))
+        self.nodes.append(node)
+        return node
+
+    def _settings(self, instance: str) -> Settings:
+        rng = self.world.rng
+        in_memory = rng.random() < 0.1
+        return Settings(
+            core="reference" if rng.random() < 0.5 else "native",
+            instance=InstanceSettings(id=instance, cluster=CLUSTER),
+            pools=PoolsSettings(
+                hbm=HbmSettings(slots=rng.randint(18, 40), device="memory"),
+                host=HostSettings(slots=rng.choice((0, 8, 24))),
+                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24))),
+                eviction=rng.choice(("lru", "s3fifo")),
+            ),
+            onboard=OnboardSettings(wait_s=rng.choice((0.01, 0.05, 1.0)), threads=2),
+            journal=JournalSettings(
+                fsync=rng.choice(("off", "interval", "always")), segment_bytes=rng.choice((4 << 10, 16 << 10)),
+                capacity_bytes=rng.choice((128 << 10, 1 << 20)), waiting_bytes=1 << 20,
+                in_memory=in_memory,
+            ),
+            nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice((2 << 10, 16 << 10, 4 << 20))),
+            rounds=RoundsSettings(least_s=rng.choice((1.0, 4.0))),
+        )  # fmt: skip
+
+    def catalog_settings(self, machine: Machine) -> ServiceSettings:
+        return ServiceSettings(
+            nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
+            checkpoints=str(machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
+            checkpoint_every_s=self.checkpoint_every_s,
+            archive=str(machine.disk.folder / "archive") if self.has_archive else "",
+        )  # fmt: skip
+
+    def begin(self) -> None:
+        service_module.Store = StoreClass(self.store)  # type: ignore[misc, assignment]
+        for catalog in self.catalogs:
+            catalog.start()
+        for node in self.nodes:
+            node.start()
+        self._sync_server()
+
+    def _sync_server(self) -> None:
+        self.server.sync()
+        self.world.after(1.5, self.world.nature, self._sync_server)
+
+    def end(self) -> None:
+        for node in self.nodes:
+            node.kill()
+        for catalog in self.catalogs:
+            catalog.kill()
+        self.world.bury()
+        for machine in self.machines.values():
+            machine.disk.remove()
+
+
+def settings_at(settings: Settings, machine: Machine) -> Settings:
+    """The same settings with another folder."""
+    import msgspec
+
+    place = msgspec.structs.replace(settings.instance, data_dir=str(machine.disk.folder))
+    return msgspec.structs.replace(settings, instance=place)

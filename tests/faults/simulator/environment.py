@@ -1,0 +1,159 @@
+"""Puts stand-ins where production modules reach for threads, time, files, chance and NATS; takes them away again.
+
+Production code has no hooks for the simulator. What it imports by name is replaced in its module, what it bound as a default
+argument is replaced there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import random
+import secrets
+import sys
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import structlog
+
+import kvbm.catalog.service
+import kvbm.core.codec
+import kvbm.core.ledger
+import kvbm.manager.manager
+import kvbm.pools.nvme
+import kvbm.streams.journal
+import kvbm.streams.publisher
+from kvbm import assembly
+from kvbm.streams.nats import NatsStream
+from tests.faults.simulator.disk import Os, open_file
+from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, run_coroutine, wait_futures
+from tests.faults.simulator.server import SimStream
+
+_DISK_MODULES = ("kvbm.streams.device", "kvbm.streams.journal", "kvbm.pools.nvme")
+
+
+async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
+    return await SimStream.connect_to(INSTALLED.world.server, timeout_s)  # type: ignore[attr-defined]
+
+
+class _Nats:
+    """Stands for the class `NatsStream`."""
+
+    connect = staticmethod(_connect)
+
+
+def _urandom(size: int) -> bytes:
+    return INSTALLED.world.chance.randbytes(size)  # type: ignore[attr-defined]
+
+
+def _defaults(stand_ins: dict[Any, Any]) -> Iterator[tuple[Any, str, Any, Any]]:
+    """(owner, name, old, new) of every function of kvbm that has a replaced object as a default."""
+    seen: set[int] = set()
+    for name, module in sorted(sys.modules.items()):
+        if not name.startswith("kvbm"):
+            continue
+        for thing in list(vars(module).values()):
+            functions = [thing]
+            if isinstance(thing, type) and thing.__module__.startswith("kvbm"):
+                functions = list(vars(thing).values())
+            for given in functions:
+                function = getattr(given, "__func__", given)
+                if not isinstance(function, types.FunctionType) or id(function) in seen:
+                    continue
+                seen.add(id(function))
+                old = function.__defaults__ or ()
+                new = tuple(_replaced(stand_ins, value) for value in old)
+                if any(a is not b for a, b in zip(old, new, strict=True)):
+                    yield function, "__defaults__", old, new
+                old_named = function.__kwdefaults__ or {}
+                new_named = {key: _replaced(stand_ins, value) for key, value in old_named.items()}
+                if any(old_named[key] is not new_named[key] for key in old_named):
+                    yield function, "__kwdefaults__", old_named, new_named
+
+
+def _replaced(stand_ins: dict[Any, Any], value: Any) -> Any:
+    for old, new in stand_ins.items():
+        if value is old or (callable(value) and value == old):
+            return new
+    return value
+
+
+def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    told: Callable[[str, dict[str, Any]], None] | None = getattr(INSTALLED.world, "told", None)
+    if told is not None:
+        if event.pop("exc_info", None):
+            event["why"] = traceback.format_exc(limit=-4)
+        told(method, event)
+    raise structlog.DropEvent
+
+
+@contextmanager
+def installed(*, logs: bool = False) -> Iterator[None]:
+    """Stand-ins are in place; one world after another may run in them."""
+    undo: list[tuple[Any, str, Any]] = []
+
+    def put(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, value)
+
+    clock = Time()
+    for name, module in sorted(sys.modules.items()):
+        if not name.startswith("kvbm."):
+            continue
+        names = vars(module)
+        if isinstance(names.get("threading"), types.ModuleType):
+            put(module, "threading", Threading())
+        if isinstance(names.get("time"), types.ModuleType):
+            put(module, "time", clock)
+        if names.get("ThreadPoolExecutor") is concurrent.futures.ThreadPoolExecutor:
+            put(module, "ThreadPoolExecutor", Executor)
+        if names.get("wait") is concurrent.futures.wait:
+            put(module, "wait", wait_futures)
+        if names.get("NatsStream") is NatsStream and name != "kvbm.streams.nats":
+            put(module, "NatsStream", _Nats)
+    stand_ins = {
+        time.monotonic: clock.monotonic,
+        time.time: clock.time,
+        time.time_ns: clock.time_ns,
+        time.sleep: clock.sleep,
+        NatsStream.connect: _connect,
+    }
+    for owner, name, old, new in list(_defaults(stand_ins)):
+        undo.append((owner, name, old))
+        setattr(owner, name, new)
+    for name in _DISK_MODULES:
+        if name not in sys.modules:
+            continue
+        put(sys.modules[name], "os", Os())
+        put(sys.modules[name], "open", open_file)
+    put(asyncio, "run", run_coroutine)
+    put(os, "urandom", _urandom)
+    put(random, "_urandom", _urandom)
+    put(assembly, "REFERENCE", assembly.NATIVE._replace(name="reference"))  # the twin under test is the ledger's
+    put(kvbm.core.codec, "crc32c", assembly.NATIVE.crc32c)
+    put(kvbm.core.ledger, "encode_frame", assembly.NATIVE.encode_frame)
+    old_log = structlog.get_config()
+    level = 10 if logs else 50
+    structlog.configure(
+        processors=[_drop],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**old_log)
+        for owner, name, value in reversed(undo):
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+_MISSING: Any = object()
+_ = secrets

@@ -1,0 +1,178 @@
+"""One seed: a cluster, its faults, its end. The same seed is the same run, on any machine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import random
+import tempfile
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbm.catalog.projector import Projector
+from kvbm.core.codec import FrameBytes
+from kvbm.streams.journal import Journal
+from kvbm.streams.memory import MemoryLog
+from tests.faults.simulator.checker import Checker
+from tests.faults.simulator.cluster import Cluster, nap
+from tests.faults.simulator.environment import installed
+from tests.faults.simulator.faults import Fault, Faults, plan
+from tests.faults.simulator.kernel import INSTALLED, Violation, World
+
+RUN_S = 10.0  # of virtual time with work and faults
+SETTLE_S = 90.0  # within which everything must be well again
+FOLDER = "/dev/shm"
+
+
+class Plan(NamedTuple):
+    """What to do with a seed beside the usual.
+
+    Attributes:
+        mix: kinds of faults to draw from; () for any.
+        without: numbers of faults to leave out.
+    """
+
+    mix: tuple[str, ...] = ()
+    without: frozenset[int] = frozenset()
+    run_s: float = RUN_S
+    settle_s: float = SETTLE_S
+
+
+class Outcome(NamedTuple):
+    """How a seed ended.
+
+    Attributes:
+        violation: what must never be, "" when all was well.
+        steps: of the scheduler until then; operations: of engines.
+        trace: digest of the order of things; equal for equal runs.
+        story: the last things that happened.
+    """
+
+    seed: int
+    violation: str
+    steps: int
+    operations: int
+    faults: int
+    checks: int
+    messages: int
+    virtual_s: float
+    trace: str
+    planned: list[Fault]
+    story: list[str]
+
+
+@contextmanager
+def watched(*, logs: bool = False) -> Iterator[None]:
+    """Stand-ins in place, and the checker sees journals and projectors. Any number of seeds may run inside."""
+    append_all, memory_append, step = Journal.append_all, MemoryLog.append, Projector.step
+
+    def watched_append_all(self: Any, frames: Sequence[FrameBytes]) -> int:
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        for frame in frames:
+            checker.writing(process, self, frame)
+        if process.disk.slow_s:
+            nap(INSTALLED.world, process.disk.slow_s)
+        done = append_all(self, frames)
+        for frame in frames[:done]:
+            checker.wrote(process, frame)
+        return done
+
+    def watched_append(self: Any, frame: FrameBytes) -> None:
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        checker.writing(process, self, frame)
+        memory_append(self, frame)
+        checker.wrote(process, frame)
+
+    def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
+        return result
+
+    Journal.append_all = watched_append_all  # type: ignore[method-assign]
+    MemoryLog.append = watched_append  # type: ignore[method-assign]
+    Projector.step = stepped  # type: ignore[method-assign]
+    try:
+        with installed(logs=logs):
+            yield
+    finally:
+        Journal.append_all = append_all  # type: ignore[method-assign]
+        MemoryLog.append = memory_append  # type: ignore[method-assign]
+        Projector.step = step  # type: ignore[method-assign]
+
+
+def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = None) -> Outcome:  # noqa: B008
+    """Run one seed. Call it inside `watched`."""
+    random.seed(seed)
+    world = World(seed)
+    world.chance = random.Random(seed ^ 0x5EED)  # type: ignore[attr-defined]
+    INSTALLED.world = world
+    story: deque[str] = deque(maxlen=60)
+
+    def told(what: str, fields: dict[str, Any]) -> None:
+        line = f"{world.now:9.3f} s step {world.steps:6d} {world.current}: {what} {fields}"
+        story.append(line)
+        if say is not None:
+            say(line)
+
+    checker = Checker()
+    world.checker = checker  # type: ignore[attr-defined]
+    trace = hashlib.sha256()
+    asyncio._set_running_loop(world.loop)
+    violation, planned = "", []
+    collecting = gc.isenabled()
+    gc.disable()
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix="kvbm-sim-") as folder:
+        cluster = Cluster(world, Path(folder), checker, told)
+        checker.attach(cluster)
+        faults = Faults(cluster)
+        try:
+            for number in range(world.rng.randint(2, 3)):
+                cluster.add_node(f"instance-{number}")
+            planned = plan(random.Random(seed ^ 0xFA17), 1.0, how.run_s, how.mix)
+            faults.schedule([fault for number, fault in enumerate(planned) if number not in how.without])
+            cluster.begin()
+            while world.now < how.run_s:
+                world.run(min(world.now + 1.0, how.run_s))
+                trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {cluster.operations};".encode())
+                _raise_troubles(world)
+            cluster.is_over = True
+            faults.end()
+            told("settling", {})
+            settle(world, cluster, checker, how.settle_s)
+        except Violation as found:
+            violation = str(found)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not be
+            violation = f"{error!r}\n{traceback.format_exc(limit=-6)}"
+        finally:
+            trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {violation}".encode())
+            outcome = Outcome(
+                seed, violation, world.steps, cluster.operations, faults.happened, checker.checks,
+                cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned, list(story),
+            )  # fmt: skip
+            cluster.end()
+            asyncio._set_running_loop(None)
+            if collecting:
+                gc.enable()
+    return outcome
+
+
+def settle(world: World, cluster: Cluster, checker: Checker, settle_s: float) -> None:
+    """Run until all is well. Raises Violation: it is not, in time."""
+    end_s = world.now + settle_s
+    while True:
+        world.run(world.now + 1.0)
+        _raise_troubles(world)
+        if not (why := checker.unsettled()):
+            return
+        if world.now >= end_s:
+            raise Violation(f"not well {settle_s:g} s after the last fault: {why}")
+
+
+def _raise_troubles(world: World) -> None:
+    if world.troubles:
+        raise Violation("; ".join(world.troubles[:3]))

@@ -1,0 +1,120 @@
+"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.store.Store` keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvbm.catalog.store import (
+    Applied,
+    ClaimChunk,
+    EpochRow,
+    InstancePosition,
+    InstanceRow,
+    NamespaceRow,
+    Outcome,
+    StoreBatch,
+)
+from kvbm.core.errors import CatalogError
+from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
+from tests.faults.simulator.kernel import World
+
+
+class SimStore:
+    """Rows that survive every process. One for all catalogs."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.is_down = False
+        self.loses_replies = 0.0  # share of transactions that are kept although the caller hears of a failure
+        self.positions: dict[str, int] = {}
+        self.instance_rows: dict[InstanceId, InstanceRow] = {}
+        self.epoch_rows: dict[tuple[InstanceId, int], EpochRow] = {}
+        self.namespace_rows: dict[NamespaceId, NamespaceRow] = {}
+        self.position_rows: dict[InstanceId, InstancePosition] = {}
+        self.claim_rows: dict[tuple[str, NamespaceId, bytes], InstanceId] = {}
+
+    async def close(self) -> None:
+        return
+
+    def _check(self) -> None:
+        if self.is_down:
+            raise CatalogError("the database does not answer (simulated)")
+
+    async def apply(self, batch: StoreBatch) -> Applied:
+        self._check()
+        assert 0 <= batch.previous < batch.stream_sequence
+        stored = self.positions.get(batch.stream, 0)
+        if stored != batch.previous:
+            if stored >= batch.stream_sequence:
+                return Applied(Outcome.REPEATED, stored)
+            return Applied(Outcome.OVERTAKEN if stored > batch.previous else Outcome.MISSING, stored)
+        self.positions[batch.stream] = batch.stream_sequence
+        for row in batch.instances:
+            old = self.instance_rows.get(row.id)
+            if old is None or row.epoch >= old.epoch:
+                self.instance_rows[row.id] = row
+        for epoch in batch.epochs:
+            known = self.epoch_rows.get((epoch.instance, epoch.epoch))
+            if known is None or epoch.next_offset >= known.next_offset:
+                self.epoch_rows[epoch.instance, epoch.epoch] = epoch
+        for namespace in batch.namespaces:
+            self.namespace_rows.setdefault(namespace.id, namespace)
+        for position in batch.positions:
+            before = self.position_rows.get(position.instance)
+            if before is None or (position.epoch, position.next_offset) > (before.epoch, before.next_offset):
+                self.position_rows[position.instance] = position
+        for run in batch.claims:
+            for block in split_hashes(run.hashes):
+                key = (run.pool, run.namespace, bytes(block))
+                if run.withdrawn:
+                    self.claim_rows.pop(key, None)
+                else:
+                    self.claim_rows.setdefault(key, run.instance)
+        if self.loses_replies and self._world.rng.random() < self.loses_replies:
+            raise CatalogError("the connection to the database was lost (simulated)")
+        return Applied(Outcome.APPLIED, batch.stream_sequence)
+
+    async def position(self, stream: str) -> int:
+        self._check()
+        return self.positions.get(stream, 0)
+
+    async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
+        self._check()
+        return dict(self.position_rows)
+
+    async def instances(self) -> list[InstanceRow]:
+        self._check()
+        return [self.instance_rows[name] for name in sorted(self.instance_rows)]
+
+    async def epochs(self, instance: InstanceId) -> list[EpochRow]:
+        self._check()
+        return [row for key, row in sorted(self.epoch_rows.items()) if key[0] == instance]
+
+    async def namespaces(self) -> list[NamespaceRow]:
+        self._check()
+        return list(self.namespace_rows.values())
+
+    async def claim_count(self, pool: str | None = None) -> int:
+        self._check()
+        return sum(pool is None or key[0] == pool for key in self.claim_rows)
+
+    async def claims(self, pool: str | None = None, chunk_rows: int = 1 << 16) -> AsyncIterator[ClaimChunk]:
+        self._check()
+        by_pool: dict[tuple[str, NamespaceId], list[bytes]] = {}
+        for key in sorted(self.claim_rows):
+            if pool is None or key[0] == pool:
+                by_pool.setdefault((key[0], key[1]), []).append(key[2])
+        for (name, namespace), blocks in by_pool.items():
+            yield ClaimChunk(name, namespace, b"".join(blocks))
+
+
+class StoreClass:
+    """Stands for the class `Store`."""
+
+    def __init__(self, store: SimStore) -> None:
+        self._store = store
+
+    async def open(self, url: str, *args: Any, **kwargs: Any) -> SimStore:
+        self._store._check()
+        return self._store

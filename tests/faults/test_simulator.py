@@ -1,0 +1,158 @@
+"""Seeds of the simulator break nothing, and every deliberate defect does. `tools/fault_seeds.py` runs many more of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.mutants import MUTANTS
+from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Waiter, World
+from tests.faults.simulator.run import Outcome, Plan, run_seed, watched
+from tests.faults.simulator.server import Network, Server
+
+SEEDS = 300
+CHUNK = 5
+MUTANT_SEEDS = 200
+
+REGRESSIONS = {
+    6: "a server that lost its tail, then an instance frozen while another took its place: it has nothing to publish, and must look",
+    7: "an idle instance that was shut out while frozen must notice, or nobody ever hears of it again",
+    43: "a server that lost its tail: an epoch whose start was never read must be asked for a round",
+    104: "a gap at the stream's quiet end: what was kept aside must reach SQL though no message follows",
+    119: "a store that lost its end is read again, and rows are gathered from it, without going back",
+}
+
+
+def run(seed: int, how: Plan = Plan()) -> Outcome:  # noqa: B008
+    outcome = run_seed(seed, how)
+    gc.collect()
+    return outcome
+
+
+def check(outcome: Outcome) -> None:
+    story = "\n".join(outcome.story)
+    assert not outcome.violation, (
+        f"seed {outcome.seed}, step {outcome.steps}: {outcome.violation}\n{story}\n"
+        f"repeat it: python tools/fault_seeds.py --seed {outcome.seed}"
+    )
+    assert outcome.steps >= 1000
+    assert outcome.faults >= 5
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_whatever_fails_catalog_ledgers_journals_and_stream_agree_in_the_end(first: int) -> None:
+    with watched():
+        for seed in range(first, first + CHUNK):
+            check(run(seed))
+
+
+@pytest.mark.parametrize("seed", sorted(REGRESSIONS))
+def test_what_once_broke_stays_whole(seed: int) -> None:
+    with watched():
+        check(run(seed))
+
+
+@pytest.mark.parametrize("name", sorted(MUTANTS))
+def test_a_deliberate_defect_is_noticed(name: str) -> None:
+    mutant = MUTANTS[name]
+    how = Plan(mix=mutant.mix)
+    with watched():
+        for seed in range(MUTANT_SEEDS):
+            with mutant.planted():
+                found = run(seed, how).violation
+            if found:
+                check(run(seed, how))  # it is the defect that was noticed, and nothing else
+                return
+    pytest.fail(f"{MUTANT_SEEDS} seeds did not notice that this no longer holds: {mutant.rule}")
+
+
+def test_a_seed_is_the_same_run_in_every_process() -> None:
+    with watched():
+        ours = [run(seed).trace for seed in (1, 2)]
+    script = (
+        "from tests.faults.simulator.run import run_seed, watched\n"
+        "with watched():\n    print(*[run_seed(seed).trace for seed in (1, 2)])"
+    )
+    for hash_seed in ("1", "2"):
+        other = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+            cwd=Path(__file__).resolve().parents[2], env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        )  # fmt: skip
+        assert other.stdout.split() == ours
+
+
+# -- the simulator itself -----------------------------------------------------------------------------------------------
+
+
+def world_of(seed: int = 0) -> World:
+    INSTALLED.world = World(seed)
+    return INSTALLED.world
+
+
+def test_a_killed_process_never_runs_another_line() -> None:
+    world = world_of()
+    process = Process("victim", world.nature.clock)
+    lines: list[str] = []
+
+    def work() -> None:
+        lines.append("before")
+        Waiter(world).wait(1.0)
+        lines.append("after")
+
+    thread = Thread(world, target=work)
+    world.call_at(0.0, process, thread.start)
+    world.after(0.5, world.nature, world.kill, process)
+    world.run(5.0)
+    world.bury()
+    assert lines == ["before"]
+
+
+def test_a_frozen_process_goes_on_where_it_was() -> None:
+    world = world_of()
+    process = Process("sleeper", world.nature.clock)
+    times: list[float] = []
+
+    def work() -> None:
+        Waiter(world).wait(1.0)
+        times.append(world.now)
+
+    thread = Thread(world, target=work)
+    world.call_at(0.0, process, thread.start)
+    world.after(0.5, world.nature, world.freeze, process)
+    world.after(3.0, world.nature, world.thaw, process)
+    world.run(5.0)
+    assert times == [3.0]
+
+
+def test_a_wait_ends_by_the_event_or_in_time() -> None:
+    world = world_of()
+    process = Process("waiter", world.nature.clock)
+    event = Event(world)
+    found: list[tuple[bool, float]] = []
+
+    def work() -> None:
+        found.append((event.wait(1.0), world.now))
+        found.append((event.wait(9.0), world.now))
+
+    thread = Thread(world, target=work)
+    world.call_at(0.0, process, thread.start)
+    world.after(2.0, process, event.set)
+    world.run(20.0)
+    assert found == [(False, 1.0), (True, 2.0)]
+
+
+def test_the_simulated_server_refuses_another_fence_and_forgets_its_unsynced_tail() -> None:
+    world = world_of()
+    server = Server(world, Network(world))
+    fence = server.set_fence("kvbm.v1.fence.sim.a", 1, "run", 0, "a")  # type: ignore[arg-type]
+    assert not isinstance(fence, Exception)
+    publish = ("kvbm.v1.events.sim.a", "kvbm.v1.fence.sim.a", b"frame")
+    assert server.publish(*publish, fence.sequence, (0, 0), "a") == 2  # type: ignore[arg-type]
+    assert isinstance(server.publish(*publish, fence.sequence + 1, (0, 0), "b"), Exception)  # type: ignore[arg-type]
+    server.go_down(lose_tail=True)
+    assert server.last_sequence == len(server.messages) <= 2
