@@ -7,8 +7,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias, cast
 
 import structlog
 
@@ -275,6 +276,23 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return load_settings(arguments.config, os.environ, flags)
 
 
+class _Remarks:
+    """Where remarks go. When the disk behind it is full they are lost and nothing else: no loop ends for want of a word."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write, if it can be done."""
+        with suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Flush, if it can be done."""
+        with suppress(OSError):
+            self._file.flush()
+
+
 def _configure_logs(level: int = logging.INFO) -> None:
     """Remarks for people go to standard error; standard output carries answers only."""
     structlog.configure(
@@ -284,7 +302,7 @@ def _configure_logs(level: int = logging.INFO) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Remarks(sys.stderr))),
         cache_logger_on_first_use=True,
     )
 

@@ -267,12 +267,13 @@ class FrameWriter:
         return 1
 
     def _refuse(self, error: Exception) -> None:
-        if not self._refusal:
+        was_told = bool(self._refusal)
+        self._refusal = str(error) or type(error).__name__  # first: the log may lie on the same full disk
+        if not was_told:
             log.warning(
                 "journal.write_failed", instance=self._instance, error=str(error), waiting_frames=len(self._unwritten),
                 remedy="make room or see to its device; until then nothing new goes to NVME and OBJECT",
             )  # fmt: skip
-        self._refusal = str(error) or type(error).__name__
 
     # -- another epoch ------------------------------------------------------------------------------------------------
 
@@ -363,7 +364,13 @@ class FrameWriter:
             self._wake.clear()  # before looking at what it woke for: a stop that comes now wakes it once more
             stopping = self._stopping
             now_s = self._clock()
-            wake_s = self.step(now_s)
+            try:
+                wake_s = self.step(now_s)
+            except (
+                OSError,
+                ValueError,
+            ):  # what tells of trouble has failed itself: a log that is closed, or on a full disk
+                wake_s = now_s + BACKOFF_MOST_S
             if stopping:
                 return
             if wake_s is None or wake_s > now_s:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import kvbm.manager.frames
 import kvbm.pools.nvme
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
@@ -221,6 +222,32 @@ def test_a_sink_that_always_breaks_costs_the_engine_nothing_and_is_told() -> Non
     assert manager.durable() == 0
     assert not manager._frames.stop(1.0)
     manager.close(0.1)
+
+
+def test_a_log_on_the_same_full_disk_does_not_end_the_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_full = threading.Event()
+    is_full.set()
+
+    class Full(MemoryLog):
+        def append(self, frame: FrameBytes) -> None:
+            if is_full.is_set():
+                raise OSError(28, "No space left on device")
+            super().append(frame)
+
+    class FullLog:
+        def __getattr__(self, level: str) -> Callable[..., None]:
+            def write(*_: object, **__: object) -> None:
+                if is_full.is_set():
+                    raise OSError(28, "No space left on device")
+
+            return write
+
+    monkeypatch.setattr(kvbm.manager.frames, "log", FullLog())
+    with make_manager({Tier.HBM: 4}, sink=Full()) as manager:
+        serve(manager, 1, 4)
+        wait_until(manager.trouble, "the writer has not noticed")
+        is_full.clear()
+        wait_until(lambda: manager.durable() == manager.applied(), "the writer has died")
 
 
 def test_a_journal_that_hangs_ends_the_epoch_and_not_the_engine_and_another_follows() -> None:

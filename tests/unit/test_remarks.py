@@ -1,0 +1,36 @@
+"""What the commands say goes to standard error; that nobody can take it there must not matter."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from io import StringIO
+
+import pytest
+import structlog
+
+from kvbm.cli import _configure_logs
+
+
+class FullDisk(StringIO):
+    """A file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_remark_that_cannot_be_written_is_lost_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    _configure_logs()
+    structlog.get_logger().warning("journal.write_failed", why="no room")
+
+
+def test_remarks_go_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = StringIO()
+    monkeypatch.setattr(sys, "stderr", said)
+    _configure_logs()
+    structlog.get_logger().warning("journal.write_failed", why="no room")
+    assert "journal.write_failed" in said.getvalue()
