@@ -189,8 +189,8 @@ class Storing:
                     if time.monotonic() > deadline_s:
                         return
                     await self._step(second, await reader.fetch(_FETCH_WAIT_S))
+                second.pass_holes()  # before the batch, which else ends before them, and the next one would not begin there
                 self._batch = second.take_batch()
-                second.pass_holes()
                 self._projector.gather_after(max(second.sequence, stored))
                 self._projector.take_rows(second)
                 self._is_behind = False
