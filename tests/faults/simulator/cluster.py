@@ -363,12 +363,13 @@ class Cluster:
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
         self.network = Network(world)
         self.server = Server(
-            world, self.network, rng.choice((-1, -1, 1 << 20, 1 << 17)), rng.choice((0.0, 0.0, 0.0, 6.0, 30.0))
+            world, self.network, rng.choice((-1, -1, 1 << 20, 1 << 17)), rng.choice((0.0, 0.0, 0.0, 12.0, 30.0))
         )
         self.store = SimStore(world)
         self.objects = SlowObjects(world)
         self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
         self.engines = 2
+        self.remembers = True  # the stream keeps every fence
         self.pause_s = 0.05
         self.is_over = False
         self.operations = 0
@@ -397,7 +398,7 @@ class Cluster:
 
     def _settings(self, instance: str) -> Settings:
         rng = self.world.rng
-        in_memory = rng.random() < 0.1
+        in_memory = rng.random() < 0.1 and self.remembers
         return Settings(
             core="reference" if rng.random() < 0.5 else "native",
             instance=InstanceSettings(id=instance, cluster=CLUSTER),

@@ -480,6 +480,8 @@ KINDS: dict[str, Callable[[Faults, random.Random], Callable[[], None] | None]] =
     if callable(method)
     and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down", "_stir")
 }
+_MOVES = ("zombie", "twin")  # an instance goes on where its journal is not
+FORGETS = ("trim", "hide_messages", "cut_server_power")  # the stream may lose the fence
 _WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
 _ = (np, Tier)
 
@@ -491,6 +493,9 @@ def plan(rng: random.Random, begin_s: float, end_s: float, mix: tuple[str, ...] 
         mix: the kinds to draw from; else a random choice of all.
     """
     kinds = list(mix) or rng.sample(list(KINDS), rng.randint(4, len(KINDS)))
+    if not mix:  # an epoch that its stream has forgotten is nothing a process without the journal could know of
+        left_out = rng.choice((_MOVES, FORGETS))
+        kinds = [kind for kind in kinds if kind not in left_out] or ["kill"]
     weights = [_WEIGHTS.get(kind, 1) for kind in kinds]
     count = rng.randint(7, 16)
     return sorted(

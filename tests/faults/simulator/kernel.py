@@ -19,7 +19,6 @@ from typing import Any
 
 import greenlet
 
-
 MOST_STEPS_AT_ONCE = 50_000  # without time going on: somebody waits for nothing
 
 

@@ -21,7 +21,7 @@ from kvbm.streams.memory import MemoryLog
 from tests.faults.simulator.checker import Checker
 from tests.faults.simulator.cluster import Cluster, nap
 from tests.faults.simulator.environment import installed
-from tests.faults.simulator.faults import Fault, Faults, plan
+from tests.faults.simulator.faults import FORGETS, Fault, Faults, plan
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
 
 RUN_S = 10.0  # of virtual time with work and faults
@@ -131,9 +131,10 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         checker.attach(cluster)
         faults = Faults(cluster)
         try:
+            planned = plan(random.Random(seed ^ 0xFA17), 1.0, how.run_s, how.mix)
+            cluster.remembers = not any(fault.kind in FORGETS for fault in planned)
             for number in range(world.rng.randint(2, 3)):
                 cluster.add_node(f"instance-{number}")
-            planned = plan(random.Random(seed ^ 0xFA17), 1.0, how.run_s, how.mix)
             faults.schedule([fault for number, fault in enumerate(planned) if number not in how.without])
             cluster.begin()
             while world.now < how.run_s:
@@ -165,7 +166,7 @@ def settle(world: World, cluster: Cluster, checker: Checker, settle_s: float) ->
     """Run until all is well. Raises Violation: it is not, in time."""
     end_s = world.now + settle_s
     while True:
-        world.run(world.now + 1.0)
+        world.run(world.now + 0.37)  # rounds and batches go on: a quiet moment is looked for
         _raise_troubles(world)
         if not (why := checker.unsettled()):
             return
