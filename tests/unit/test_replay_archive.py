@@ -48,6 +48,8 @@ def gone_back(seed: int, frames: list[Frame]) -> list[list[Frame]]:
     while at < len(messages):
         if pick.random() < 0.25:
             window = messages[at : at + pick.randint(2, 5)]
+            epoch = window[0][0].epoch  # the next one's are sent when all of it is acknowledged
+            window = [message for message in window if message[0].epoch == epoch]
             missing = pick.randrange(len(window))
             stored += window[:missing] + window[missing + 1 :]
             at += missing
