@@ -14,7 +14,7 @@ KEYS = {
     "codec": {"encode_blocks_per_s", "decode_blocks_per_s"},
     "ledger": {"ledger_ns_per_block_run16"},
     "index": {"apply_events_per_s", "bytes_per_residency", "query_us_p50", "query_us_p99"},
-    "ingest": set(),
+    "ingest": {"ingest_events_per_s"},
 }
 
 
@@ -52,3 +52,21 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert main(["bench", "hash", "--json", str(tmp_path / "no folder" / "bench.json")]) == 2
     captured = capsys.readouterr()
     assert "no folder" in captured.err and "hash" not in captured.out
+
+
+def test_what_is_compared_with_peers_over_the_wire_is_in_the_index_afterwards(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "tools"))
+    from peers.measure import WireBench
+    from peers.our_reader import OurReader
+
+    bench = WireBench(OurReader())
+    try:
+        assert bench.fill(live=8192)["blocks"] == 8192
+        for _ in range(2):
+            bench.prepare(steps=20)
+            sample = bench.apply()  # raises when a digest differs
+            assert (sample["ended"], sample["units"], sample["stale"]) == (1.0, 20 * 512, 0)
+    finally:
+        bench.close()
