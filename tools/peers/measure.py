@@ -32,6 +32,7 @@ from peers.workload import (
 )
 
 _BATCH = 64  # items between two looks at the clock
+_CHECKED_OF_FILL = 7  # one chain in so many is asked for after filling; prime to the instances, so that all of them are
 
 
 class Directory(Protocol):
@@ -70,28 +71,58 @@ class Pool(Protocol):
         """Take away what waits for other threads in production (events); not measured."""
 
 
+class Service(Protocol):
+    """Something that takes events in over its own wire, as it does in production."""
+
+    def mail(self, step: Step) -> list[Any]:
+        """The messages that tell a step, made before the clock runs."""
+
+    def lay_ready(self, messages: list[Any]) -> None:
+        """What happens to messages before the clock runs."""
+
+    def take_in(self) -> bool:
+        """Take in what was laid ready. Measured. Returns whether the last of every instance is known, at the end of patience."""
+
+    def depth(self, chain: Part, instance: int) -> int:
+        """How many blocks of a chain, from its start, an instance has, as the service says when it is asked."""
+
+    def cpu_s(self) -> float:
+        """CPU seconds the service has used, all threads."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def serve(name: str, version: str, make: Callable[..., Directory | Pool]) -> None:
+def serve(name: str, version: str, make: Callable[..., Directory | Pool | Service]) -> None:
     """Obey commands until stdin ends. What libraries print goes to stderr, so that stdout holds answers alone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side: DirectoryBench | PoolBench | None = None
+    side: DirectoryBench | PoolBench | WireBench | None = None
     for line in sys.stdin:
         command = json.loads(line)
         what = command.pop("do")
         if what == "make":
             built = make(**command)
-            side = PoolBench(built) if hasattr(built, "live") else DirectoryBench(built)  # type: ignore[arg-type]
+            side = _bench(built)
             answer: Any = {"name": name, "version": version}
         else:
             answer = getattr(side, what)(**command)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+    if isinstance(side, WireBench):
+        side.close()
+
+
+def _bench(built: Any) -> DirectoryBench | PoolBench | WireBench:
+    if hasattr(built, "take_in"):
+        return WireBench(built)
+    return PoolBench(built) if hasattr(built, "live") else DirectoryBench(built)
 
 
 @contextmanager
@@ -250,3 +281,63 @@ class PoolBench:
     def apply(self) -> dict[str, float]:
         """Live through what was prepared. Returns the sample, in blocks."""
         return _timed(self._pool.live, self._prepared, self._units, self._pool.settle)
+
+
+class WireBench:
+    """Commands for a Service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._chains = 0
+        self._next = 0
+        self._steps: list[Step] = []
+
+    def fill(self, live: int) -> dict[str, float]:
+        """Make the live set that steps then replace. Raises ValueError: not all of it arrived."""
+        self._chains = self._next = live_chains(live)
+        self._lay_ready(filling(self._chains))
+        began = time.perf_counter()
+        ended = self._service.take_in()
+        seconds = time.perf_counter() - began
+        counted = self._counted(every=_CHECKED_OF_FILL)
+        if not ended or counted["found"] < counted["told"]:
+            raise ValueError(f"of {counted['told']} chains {counted['found']} arrived")
+        return {"blocks": self._chains * CHAIN_BLOCKS, "seconds": seconds}
+
+    def prepare(self, steps: int) -> None:
+        """Lay the messages of the next sample ready: at most the whole live set, so that what was told is there afterwards."""
+        steps = min(steps, self._chains)
+        self._lay_ready(replacing(self._chains, self._next, steps))
+        self._next += steps
+
+    def apply(self) -> dict[str, float]:
+        """Have what was laid ready taken in.
+
+        Returns: the sample, in block events of chains that arrived; whether its end was seen (`ended`); how many chains it told
+        and how many of these are `found` afterwards; how many it withdrew and how many of these are `stale`: still there.
+        """
+        cpu_s = self._service.cpu_s()
+        with _frozen():
+            began = time.perf_counter()
+            ended = self._service.take_in()
+            wall_s = time.perf_counter() - began
+        sample = {"wall_s": wall_s, "cpu_s": self._service.cpu_s() - cpu_s, "ended": float(ended)}
+        return sample | self._counted()
+
+    def close(self) -> None:
+        """End the service."""
+        self._service.close()
+
+    def _lay_ready(self, steps: Iterable[Step]) -> None:
+        self._steps = list(steps)
+        self._service.lay_ready([message for step in self._steps for message in self._service.mail(step)])
+
+    def _counted(self, every: int = 1) -> dict[str, float]:
+        """What the service has of the steps, or of some. A chain that was lost counts nothing, neither does one that is stale."""
+        steps = self._steps[::every]
+        created = [(step.created, step.instance) for step in steps if step.created is not None]
+        withdrawn = [(step.withdrawn, step.instance) for step in steps if step.withdrawn is not None]
+        found = sum(self._service.depth(part, instance) == part.count for part, instance in created)
+        stale = sum(self._service.depth(part, instance) > 0 for part, instance in withdrawn)
+        units = (found + len(withdrawn) - stale) * CHAIN_BLOCKS
+        return {"units": units, "told": len(created), "found": found, "withdrawn": len(withdrawn), "stale": stale}

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 import numpy as np
-from peers.measure import serve
+from peers.measure import Service, serve
 from peers.workload import BLOCK_TOKENS, INSTANCES, POOL_SLOTS, RUN_BLOCKS, Life, Part, Step, hashes, tokens
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
@@ -27,15 +27,15 @@ class Index:
     """The catalog's index: frames in, depths out."""
 
     def __init__(self) -> None:
-        self._index = NATIVE_INDEX(1 << 28)
+        self.native = NATIVE_INDEX(1 << 28)
 
     def apply(self, frame: bytes) -> None:
         """Take one frame in, as it comes off the wire."""
-        self._index.apply(frame)
+        self.native.apply(frame)
 
     def query(self, packed: bytes) -> dict[str, int]:
         """How much of a prefix each instance has."""
-        return {found.instance: found.depth for found in self._index.prefixes(_NAMESPACE_ID, packed).instances}
+        return {found.instance: found.depth for found in self.native.prefixes(_NAMESPACE_ID, packed).instances}
 
 
 class Slots:
@@ -64,15 +64,18 @@ class Slots:
 # -- the same as peers see it ---------------------------------------------------------------------------------------------
 
 
-class OurDirectory:
-    """A Directory over the index. It writes the streams of all instances: offsets, digests, frames."""
+class OurStreams:
+    """The streams of all instances as they write them: offsets, digests, frames."""
 
     def __init__(self) -> None:
-        self._index = Index()
         self._streams = [_Stream(str(instance)) for instance in range(INSTANCES)]
-        for stream in self._streams:
-            round_ended = RoundEnded(tier=Tier.HBM, round=1, count=0)
-            self._index.apply(stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), round_ended]))
+
+    def beginnings(self) -> list[bytes]:
+        """The first frame of every instance."""
+        round_ended = RoundEnded(tier=Tier.HBM, round=1, count=0)
+        return [
+            stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), round_ended]) for stream in self._streams
+        ]
 
     def mail(self, step: Step, form: str) -> list[bytes]:
         """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs", "cut") or 1 ("singles"); or of one event."""
@@ -88,6 +91,20 @@ class OurDirectory:
                 if some or others:
                     frames.append(stream.frame(some, others))
         return frames
+
+
+class OurDirectory:
+    """A Directory over the index."""
+
+    def __init__(self) -> None:
+        self._index = Index()
+        self._streams = OurStreams()
+        for frame in self._streams.beginnings():
+            self._index.apply(frame)
+
+    def mail(self, step: Step, form: str) -> list[bytes]:
+        """See `OurStreams.mail`."""
+        return self._streams.mail(step, form)
 
     def apply(self, message: bytes) -> None:
         """Take one frame in."""
@@ -195,8 +212,12 @@ class OurPool:
         self._slots.drain()
 
 
-def main(side: str = "directory") -> OurDirectory | OurPool:
-    """Either side, by name."""
+def main(side: str = "directory") -> OurDirectory | OurPool | Service:
+    """A side, by name."""
+    if side == "wire":
+        from peers.our_reader import OurReader
+
+        return OurReader()
     return OurPool() if side == "pool" else OurDirectory()
 
 

@@ -78,15 +78,7 @@ async def _ingest(
         fetching: list[float] = []
         for _ in range(max(3, samples // 2) + 1):
             projector = Projector(NATIVE_INDEX(1 << 24), NATIVE.scan_frames, "bench")
-            reader = await stream.pull(0, _CLUSTER, 5.0)
-            wall, cpu, fetch_s = time.perf_counter(), time.thread_time(), 0.0
-            while projector.sequence < sent:
-                began = time.perf_counter()
-                messages = await reader.fetch(5.0)
-                fetch_s += time.perf_counter() - began
-                projector.step(time.monotonic(), messages, reader.at_end)
-            sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
-            await reader.close()
+            sample, fetch_s = await take_in(stream, _CLUSTER, projector, sent)
             assert not projector.counters.digest_mismatches and not projector.counters.poison
             rates.append(projector.counters.blocks / sample.wall_s / 1e6)
             fetching.append(fetch_s / sample.wall_s)
@@ -97,6 +89,23 @@ async def _ingest(
         ]
     finally:
         await stream.close()
+
+
+async def take_in(stream: NatsStream, cluster: str, projector: Projector, last: int) -> tuple[Sample, float]:
+    """Read on from where the projector stands until it has applied the message of sequence `last`, as the catalog reads.
+
+    Returns: the sample, without the making of the reader, and the seconds of it that were spent fetching.
+    """
+    reader = await stream.pull(projector.sequence, cluster, 5.0)
+    wall, cpu, fetch_s = time.perf_counter(), time.thread_time(), 0.0
+    while projector.sequence < last:
+        began = time.perf_counter()
+        messages = await reader.fetch(5.0)
+        fetch_s += time.perf_counter() - began
+        projector.step(time.monotonic(), messages, reader.at_end)
+    sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+    await reader.close()
+    return sample, fetch_s
 
 
 def _messages(frames: list[FrameBytes], message_bytes: int) -> list[bytes]:
