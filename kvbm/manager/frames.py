@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -136,6 +137,7 @@ class FrameWriter:
         self._end = ORIGIN  # of the last frame written
         self._written_bytes = 0
         self._refusal = ""
+        self._is_full = False  # why it takes nothing: for want of room
         self._failures = 0
         self._retry_s = float("-inf")
         self._broke = False  # frames were lost
@@ -269,6 +271,7 @@ class FrameWriter:
     def _refuse(self, error: Exception) -> None:
         was_told = bool(self._refusal)
         self._refusal = str(error) or type(error).__name__  # first: the log may lie on the same full disk
+        self._is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
         if not was_told:
             log.warning(
                 "journal.write_failed", instance=self._instance, error=str(error), waiting_frames=len(self._unwritten),
@@ -308,7 +311,7 @@ class FrameWriter:
 
     def _may_leave_unwritten(self, epoch: Epoch) -> bool:
         published = self._published()
-        return self._offsets.is_whole(epoch) and (published is None or published >= self._end)
+        return self._is_full and self._offsets.is_whole(epoch) and (published is None or published >= self._end)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ KEYS = {
     "codec": {"encode_blocks_per_s", "decode_blocks_per_s"},
     "ledger": {"ledger_ns_per_block_run16"},
     "index": {"apply_events_per_s", "bytes_per_residency", "query_us_p50", "query_us_p99"},
-    "ingest": set(),
+    "events": {"event_ns_per_block_run16", "event_ns_per_block_run1"},
+    "replay": {"verify_native_events_per_s", "verify_reference_events_per_s"},
+    "ingest": {"ingest_events_per_s"},
 }
 
 
