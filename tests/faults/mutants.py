@@ -97,7 +97,7 @@ def _fence_never_renewed(stack: ExitStack) -> None:
     def set_fence(self: Any, effects: Any) -> None:
         ours = self.__dict__.get("only_fence")
         if ours is not None and ours.epoch == self.epoch:
-            self._is_fence_wanted = False
+            self._is_fence_wanted, self._fence_due_s = False, float("inf")
             self._fence_sequence, self._fence_epoch = ours.sequence, ours.epoch
             self._state = type(self._state).SENDING
         else:
