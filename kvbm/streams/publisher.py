@@ -453,6 +453,10 @@ class Publisher:
         self._due_s = self._now_s
         self._fence_sequence = fence.sequence if fence is not None else 0
         self._set_fence(effects)
+        if (
+            self.epoch < self._floor.epoch
+        ):  # the rival is gone, and the stream with all it had of it: readers may remember
+            effects.append(Supersede(Epoch(self._floor.epoch - 1)))
 
     def _retry(self) -> None:
         if self._state is _State.WAITING:

@@ -151,6 +151,23 @@ def test_who_has_nothing_to_publish_looks_now_and_then_whether_the_place_is_stil
     assert driven.publisher.is_fenced
 
 
+def test_who_was_shut_out_takes_a_later_epoch_when_the_stream_has_lost_its_rival() -> None:
+    frames = log_of(*frames_of(1))
+    driven = Driven(frames)
+    assert of_kind(driven.find(Fence(Epoch(2), "other", 9)), ShutOut)
+    driven.step(Disconnected("power"), 0.1)
+    connect = the(driven.step(Ticked(), 1.0), Connect)
+    effects = driven.step(Connected(connect.attempt, None, None, ROOM))
+    assert the(effects, Supersede).epoch == 2
+    wanted = the(effects, SetFence)
+    assert not of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 3))), Publish)  # nobody reads epoch 1
+    frames.append(make_frame(0, epoch=3))
+    wanted = the(driven.step(Begun(Epoch(3))), SetFence)
+    driven.step(FenceSet(wanted.attempt, Fence(Epoch(3), "me", 4)))
+    driven.step(Appended(), 2.0)
+    assert the(driven.step(Ticked(), 3.0), Publish).through == position(3, 1)
+
+
 def test_small_frames_wait_together_for_two_milliseconds() -> None:
     frames = MemoryLog()
     driven = Driven(frames)
