@@ -42,15 +42,20 @@ class Numbering(NamedTuple):
     stored: int
 
 
-async def numbering(store: Store, cluster: str | None, state: StreamState) -> Numbering:
+async def numbering(store: Store, cluster: str | None, state: StreamState, lost: str = "") -> Numbering:
     """Name of the stream in SQL, and its position. Another store is another stream, so the name tells when it was made.
 
     A stream whose end lies before the stored position has lost its end, and its sequences name other messages from there on: it gets
     a name of its own too. Raises CatalogError.
+
+    Args:
+        lost: the name under which it was read until it lost its end; it may have grown past the stored position since.
     """
     first = f"{STREAM if cluster is None else f'{STREAM}/{cluster}'}@{state.created}"
     name, generation = first, 1
-    while (stored := await store.position(name)) > state.last_sequence:
+    is_past = name != lost.partition("#")[0]
+    while (stored := await store.position(name)) > state.last_sequence or not is_past:
+        is_past = is_past or name == lost
         generation += 1
         name = f"{first}#{generation}"
     if generation > 1:
@@ -92,6 +97,7 @@ class Storing:
         self._every_s, self._waiting_bytes = every_s, waiting_bytes
         self._batch: StoreBatch | None = None
         self._is_behind = False  # rows were let go
+        self._lost = ""  # the name until the stream's store was replaced
 
     async def run(self) -> None:
         """Store for ever."""
@@ -122,6 +128,7 @@ class Storing:
 
     def begin_anew(self) -> None:
         """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
+        self._lost = self.name or self._lost
         self.name, self.stored = "", 0
         self._projector.renumber("", 0)
         self._let_go("the stream's store was replaced")
@@ -131,7 +138,8 @@ class Storing:
     async def _store_what_waits(self) -> None:
         await self._store_batch()
         if not self.name:
-            self.name, self.stored = await numbering(self._store, self._cluster, await self._stream.state())
+            state = await self._stream.state()
+            self.name, self.stored = await numbering(self._store, self._cluster, state, self._lost)
             self._projector.renumber(self.name, self.stored)
         if self._is_behind:
             await self._read_again()

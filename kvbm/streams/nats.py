@@ -19,6 +19,7 @@ import random
 import re
 import ssl
 import time
+import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
@@ -126,6 +127,7 @@ class _StreamInfo(msgspec.Struct):
 
 
 class _StoredMessage(msgspec.Struct):
+    subject: str = ""
     data: bytes = b""  # base64 on the wire
     hdrs: bytes = b""  # so too
     seq: int = 0
@@ -830,6 +832,14 @@ class _Pull:
             pass  # the server forgets it by itself
 
 
+class _Fetched(NamedTuple):
+    """What tells the message fetched last from any other."""
+
+    sequence: int
+    subject: str
+    crc: int
+
+
 class NatsReader:
     """An `EventReader` by pull requests, without acks. It outlives connections: each new one starts after what was fetched.
 
@@ -843,6 +853,7 @@ class NatsReader:
         self._subjects = subjects
         self._after = after_sequence
         self._created = ""  # when the stream that `_after` counts in was made
+        self._last: _Fetched | None = None
         self._wake = asyncio.Event()
         self._pull: _Pull | None = None
         self._is_closed = False
@@ -890,6 +901,7 @@ class NatsReader:
         pull.ready.clear()
         if self._after is not None:
             self._after = messages[-1].sequence
+            self._last = _Fetched(messages[-1].sequence, messages[-1].subject, zlib.crc32(messages[-1].data))
         if pull.is_usable():
             try:
                 await pull.ask_more()
@@ -920,10 +932,22 @@ class NatsReader:
             return
         info = await _stream_info(link, self._name, timeout_s)
         is_replaced = bool(self._created) and info.created != self._created
-        if is_replaced or info.state.last_seq < self._after:
+        is_other = is_replaced or info.state.last_seq < self._after
+        if is_other or await self._is_overwritten(link, timeout_s):
             log.warning("stream.store_replaced", stream=self._name, last=info.state.last_seq, after=self._after)
             self._after = 0
         self._created = info.created
+
+    async def _is_overwritten(self, link: _Link, timeout_s: float) -> bool:
+        """Whether another message than the one fetched last has its sequence: the store lost its end and has grown since."""
+        last = self._last
+        if last is None or last.sequence != self._after:
+            return False
+        asked = f"$JS.API.STREAM.MSG.GET.{self._name}"
+        reply = await _request(link, asked, {"seq": last.sequence}, _MessageReply, timeout_s)
+        if reply.message is None:
+            return False  # gone by age, or damaged: no other message is there
+        return (reply.message.subject, zlib.crc32(reply.message.data)) != (last.subject, last.crc)
 
     async def _make_pull(self, link: _Link, timeout_s: float) -> _Pull:
         pull = _Pull(link, self._wake)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ from kvbm.streams import server as server_module
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.nats import PULL_MESSAGES, NatsStream
+from kvbm.streams.nats import PULL_MESSAGES, NatsReader, NatsStream
 from kvbm.streams.publisher import (
     Acked,
     Appended,
@@ -459,6 +460,47 @@ def test_a_reader_of_a_replaced_store_begins_anew(tmp_path: Path) -> None:
         asyncio.run(work())
     finally:
         first.stop()
+
+
+def test_a_reader_of_a_store_that_lost_its_end_and_has_grown_past_it_begins_anew(tmp_path: Path) -> None:
+    port = free_port()
+
+    async def publish(server: EmbeddedServer, *numbers: int) -> None:
+        stream = await NatsStream.connect(server.url, WAIT_S)
+        for at in numbers:
+            await stream.publish("c", ONE, make_frame(at).data)
+        await stream.close()
+
+    async def read(reader: NatsReader, count: int) -> list[int]:
+        found: list[StreamMessage] = []
+        while len(found) < count:
+            found += await reader.fetch(WAIT_S)
+        return [message.sequence for message in found]
+
+    async def work() -> None:
+        server = EmbeddedServer.start(tmp_path / "a", port=port)
+        await publish(server, 0, 1, 2)
+        server.stop()
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # what a power cut leaves of it
+        server = EmbeddedServer.start(tmp_path / "a", port=port)
+        stream = await NatsStream.connect(server.url, WAIT_S)
+        reader = await stream.pull(0, "c")
+        await publish(server, 3, 4)
+        assert await read(reader, 5) == [1, 2, 3, 4, 5]
+        server.stop()
+        server = EmbeddedServer.start(tmp_path / "b", port=port)
+        try:
+            await publish(server, 13, 14, 15, 16)  # it has grown past what was read before the reader is back
+            assert await read(reader, 7) == [1, 2, 3, 4, 5, 6, 7]
+            server.stop()
+            server = EmbeddedServer.start(tmp_path / "b", port=port)
+            await publish(server, 17)
+            assert await read(reader, 1) == [8]  # the same store again: it goes on
+            await stream.close()
+        finally:
+            server.stop()
+
+    asyncio.run(work())
 
 
 def test_a_publisher_loses_nothing_over_kills_and_restarts_of_the_server(tmp_path: Path) -> None:
