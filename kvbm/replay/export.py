@@ -7,6 +7,7 @@ frames are in memory at once.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -207,7 +208,7 @@ class _Writer:
             raise SourceError(f"{self._target} cannot be written ({error.strerror or error})") from None
 
 
-class _Tables:
+class _Tables(ABC):
     """Columns of frames → an Arrow table; the columns events and blocks have in common."""
 
     dictionaries: Any = ("instance", "event", "tier", "source", "target", "reason", "cause", "namespace", "parent")
@@ -232,12 +233,13 @@ class _Tables:
             ]
         )  # fmt: skip
 
+    @abstractmethod
     def table(self, columns: FrameColumns) -> Any:
         """The table of some frames."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _last_fields(self) -> list[Any]:
-        raise NotImplementedError
+        """The columns that the shapes differ in."""
 
     def _common(self, columns: FrameColumns, events: np.ndarray) -> list[Any]:
         """The columns of the schema up to `round`, for these events."""

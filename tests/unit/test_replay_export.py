@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from kvbm.assembly import NATIVE, decode_columns
 from kvbm.cli import replay_main
@@ -28,8 +29,6 @@ from kvbm.replay.cli import main
 from kvbm.replay.export import export
 from kvbm.replay.source import SourceError, open_source
 from tests.captures import NAMESPACE, chain, make_capture, packed
-
-parquet = pytest.importorskip("pyarrow.parquet")
 
 FRAMES = make_capture(7, commands=120).frames() + make_capture(8, 120, instance="two").frames()
 
