@@ -34,7 +34,7 @@ from typing import NamedTuple, assert_never
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import Heartbeat
 
-LIVENESS_S = 4.0  # three missed of one a second, and a margin
+LIVENESS_S = 3.5  # three missed of one a second, and a margin
 LEAST_MASS = 3  # fewer that fall silent together have died: one host's worth, nothing a network does to a cluster
 _CATALOG_PREFIX = "_catalog-"
 

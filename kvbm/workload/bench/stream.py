@@ -89,7 +89,7 @@ def _silent(
 ) -> tuple[list[Row], dict[str, float]]:
     rows: list[Row] = []
     numbers: dict[str, float] = {}
-    for name, heartbeat_s, liveness_s in (("default", 1.0, 4.0), ("quick", 0.2, 0.8)):
+    for name, heartbeat_s, liveness_s in (("default", 1.0, 3.5), ("quick", 0.2, 0.8)):
         taken: list[float] = []
         with ExitStack() as parts:
             client = start_catalog(folder / name, url, parts, {"catalog.liveness_s": liveness_s})
