@@ -31,12 +31,12 @@ from tests.faults.simulator.run import Outcome, Plan, run_seed, watched
 CHUNK = 10
 
 
-def run_chunk(seeds: list[int], mutant: str) -> list[Outcome]:
+def run_chunk(seeds: list[int], mutant: str, mix: tuple[str, ...] = ()) -> list[Outcome]:
     """Some seeds, one after another, in this process."""
     found = []
     with ExitStack() as stack:
         stack.enter_context(watched())
-        how = Plan()
+        how = Plan(mix=mix)
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
             how = Plan(mix=MUTANTS[mutant].mix)
@@ -46,11 +46,11 @@ def run_chunk(seeds: list[int], mutant: str) -> list[Outcome]:
     return found
 
 
-def one(seed: int, mutant: str, minimise: bool) -> int:
+def one(seed: int, mutant: str, minimise: bool, mix: tuple[str, ...] = ()) -> int:
     """One seed, aloud."""
     with ExitStack() as stack:
         stack.enter_context(watched())
-        how = Plan()
+        how = Plan(mix=mix)
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
             how = Plan(mix=MUTANTS[mutant].mix)
@@ -80,12 +80,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="run this one alone, and tell what happens")
     parser.add_argument("--minimise", action="store_true", help="leave out what the violation does not need")
+    parser.add_argument("--mix", default="", help="kinds of faults to draw from, with commas; else any")
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant this defect")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     wanted = parser.parse_args()
+    mix = tuple(filter(None, wanted.mix.split(",")))
     if wanted.seed is not None:
-        return one(wanted.seed, wanted.mutant, wanted.minimise)
+        return one(wanted.seed, wanted.mutant, wanted.minimise, mix)
     seeds = range(wanted.first, wanted.first + wanted.seeds)
     chunks = [list(seeds[at : at + CHUNK]) for at in range(0, len(seeds), CHUNK)]
     begun_s = time.monotonic()
@@ -96,7 +98,7 @@ def main() -> int:
         Progress(*columns, console=Console(stderr=True)) as bar,
     ):
         shown = bar.add_task("seeds", total=len(seeds))
-        for future in as_completed([pool.submit(run_chunk, chunk, wanted.mutant) for chunk in chunks]):
+        for future in as_completed([pool.submit(run_chunk, chunk, wanted.mutant, mix) for chunk in chunks]):
             for outcome in future.result():
                 outcomes.append(outcome)
                 if outcome.violation:
@@ -104,6 +106,8 @@ def main() -> int:
                         f"seed {outcome.seed}, step {outcome.steps}, {outcome.virtual_s:.1f} s: {outcome.violation}",
                         highlight=False, soft_wrap=True,
                     )  # fmt: skip
+            if not bar.console.is_terminal and len(outcomes) % 100 < CHUNK:
+                bar.console.print(f"{len(outcomes)} of {len(seeds)} seeds")
             bar.update(shown, advance=len(future.result()))
     broken = sorted(outcome.seed for outcome in outcomes if outcome.violation)
     summary = {
