@@ -6,7 +6,18 @@ from collections import Counter
 
 import pytest
 
-from kvbm.catalog.liveness import Followed, Heard, Input, LifeState, Liveness, OwnPulse, Pulse, Ticked, Withhold
+from kvbm.catalog.liveness import (
+    LIVENESS_S,
+    Followed,
+    Heard,
+    Input,
+    LifeState,
+    Liveness,
+    OwnPulse,
+    Pulse,
+    Ticked,
+    Withhold,
+)
 from kvbm.catalog.lookup import lookup
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
 from kvbm.core.answers import RankedInstance
@@ -234,7 +245,7 @@ def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) ->
         heads.wait(second)
     heads.hear(beat(B, 3.5))
     heads.hear(beat(C, 3.5, stopping=True))
-    heads.wait(4.0)
+    heads.wait(0.5 + LIVENESS_S - 0.1)
     assert [entry.instance for entry in lookup(heads.index, SPACE, hashes(1)).instances] == ["a", "b", "c"]
     heads.wait(5.0)
     assert heads.liveness.candidates() == [B]
