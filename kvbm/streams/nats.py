@@ -84,6 +84,7 @@ BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStre
 
 SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 
+_HEADERS_BEGIN = b"NATS/1.0\r\n"  # of headers without a status
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
 _NOT_ENABLED = 10039  # JetStream, for this account
@@ -208,13 +209,53 @@ class _Stored(NamedTuple):
     headers: dict[str, str]
 
 
+class _Headers(dict[str, str]):
+    """Headers of a message, taken apart when first looked at: readers of events never do."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__()
+        self._raw = raw
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        self._take_apart()
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._take_apart()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._take_apart()
+        return super().items()
+
+    def _take_apart(self) -> None:
+        raw, self._raw = self._raw, b""
+        for line in raw.decode(errors="replace").split("\r\n"):
+            name, colon, value = line.partition(":")
+            if colon:
+                self[name] = value.strip()
+
+
+class _Client(CheckedClient):
+    """A client that leaves headers alone until somebody looks at them."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        if headers and headers.startswith(_HEADERS_BEGIN):
+            return _Headers(headers[len(_HEADERS_BEGIN) :])
+        found: dict[str, str] | None = await super()._process_headers(headers)  # a status of the server's
+        return found
+
+
 class _Link:
     """One connection, from its making to its loss; it never comes back."""
 
     def __init__(self, url: str, credentials: Credentials) -> None:
         self.url = url
         self.shown = shown(url)
-        self.client = CheckedClient()
+        self.client = _Client()
         self.client.wants_tls = credentials.wants_tls(url)
         self.wakes: set[asyncio.Event] = set()  # set when the connection is lost
         self._is_open = False
@@ -757,7 +798,7 @@ class _Pull:
     async def on_message(self, message: Msg) -> None:
         """Take a message, or the server's word on a request."""
         self.heard_s = time.monotonic()
-        if message.headers and "Status" in message.headers and not message.reply:
+        if not message.reply and message.headers and "Status" in message.headers:
             self._on_status(message.headers)
         else:
             self._on_data(message)

@@ -45,6 +45,8 @@ class Checker:
         allowed: kinds of findings that `kvbm-replay verify` may name from now on, by source: what the loop itself has just done.
             What was named and allowed once stays so.
         explained: how many findings were allowed.
+        wants_rounds: messages may be hidden that nobody read before: what was read is right, but a later reader misses them, until
+            the instances have restated what they hold.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Checker:
         self._workers, self._catalogs, self._postgres = workers, catalogs, postgres
         self._random = random.Random(seed)
         self.allowed: dict[str, set[str]] = {}
+        self.wants_rounds = False
         self._anomalies: dict[tuple[str, int], dict[str, float]] = {}  # catalog's process → rule → how often
         self._known: dict[str, set[str]] = {}  # source → findings, as text
 
@@ -104,6 +107,11 @@ class Checker:
         found += self._rows_differ(states)
         if found:
             return found
+        if self.wants_rounds:
+            catalog = next(catalog for catalog in self._catalogs if catalog.expected)
+            asked = [catalog.get(f"/v1/instances/{name}/round", {}) for name in states]
+            self.wants_rounds = None in asked
+            return ["rounds are asked for"]
         for worker in workers:
             found += self._replay_differs(worker.journal, {worker.instance: states[worker.instance]}, "journal")
         for catalog in self._catalogs:

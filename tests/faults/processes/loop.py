@@ -572,6 +572,7 @@ class CrashLoop:
             catalog.to_nats.heal()
         if self._dice.random() < 0.3:
             what += "; " + self._restart(self._catalog())
+        self._system.checker.wants_rounds = True
         return f"nats killed; {what}; catalogs behind: {behind}"
 
     # -- clocks -------------------------------------------------------------------------------------------------------
