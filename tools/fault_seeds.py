@@ -1,6 +1,7 @@
 """The long run of the fault simulator: many seeds over processes, any of them again.
 
     python tools/fault_seeds.py --seeds 20000                    run seeds 0 … 19,999
+    python tools/fault_seeds.py --seeds 20000 --run-s 3          the same, each a third as long and as full of faults
     python tools/fault_seeds.py --seed 4711                      one seed, told step by step
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
@@ -26,34 +27,32 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.faults.mutants import MUTANTS
-from tests.faults.simulator.run import Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import RUN_S, Outcome, Plan, run_seed, watched
 
 CHUNK = 10
 
 
-def run_chunk(seeds: list[int], mutant: str, mix: tuple[str, ...] = ()) -> list[Outcome]:
+def run_chunk(seeds: list[int], mutant: str, how: Plan) -> list[Outcome]:
     """Some seeds, one after another, in this process."""
     found = []
     with ExitStack() as stack:
         stack.enter_context(watched())
-        how = Plan(mix=mix)
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = Plan(mix=MUTANTS[mutant].mix)
+            how = how._replace(mix=MUTANTS[mutant].mix)
         for seed in seeds:
             found.append(run_seed(seed, how))
             gc.collect()
     return found
 
 
-def one(seed: int, mutant: str, minimise: bool, mix: tuple[str, ...] = ()) -> int:
+def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
     """One seed, aloud."""
     with ExitStack() as stack:
         stack.enter_context(watched())
-        how = Plan(mix=mix)
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = Plan(mix=MUTANTS[mutant].mix)
+            how = how._replace(mix=MUTANTS[mutant].mix)
         outcome = run_seed(seed, how, say=None if minimise else print)
         if minimise and outcome.violation:
             without: frozenset[int] = frozenset()
@@ -81,13 +80,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this one alone, and tell what happens")
     parser.add_argument("--minimise", action="store_true", help="leave out what the violation does not need")
     parser.add_argument("--mix", default="", help="kinds of faults to draw from, with commas; else any")
+    parser.add_argument(
+        "--run-s", type=float, default=RUN_S, metavar="S", help=f"virtual seconds with work and faults (default {RUN_S:g})"
+    )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant this defect")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
     wanted = parser.parse_args()
-    mix = tuple(filter(None, wanted.mix.split(",")))
+    how = Plan(mix=tuple(filter(None, wanted.mix.split(","))), run_s=wanted.run_s)
     if wanted.seed is not None:
-        return one(wanted.seed, wanted.mutant, wanted.minimise, mix)
+        return one(wanted.seed, wanted.mutant, wanted.minimise, how)
     seeds = range(wanted.first, wanted.first + wanted.seeds)
     chunks = [list(seeds[at : at + CHUNK]) for at in range(0, len(seeds), CHUNK)]
     begun_s = time.monotonic()
@@ -98,7 +100,7 @@ def main() -> int:
         Progress(*columns, console=Console(stderr=True)) as bar,
     ):
         shown = bar.add_task("seeds", total=len(seeds))
-        for future in as_completed([pool.submit(run_chunk, chunk, wanted.mutant, mix) for chunk in chunks]):
+        for future in as_completed([pool.submit(run_chunk, chunk, wanted.mutant, how) for chunk in chunks]):
             for outcome in future.result():
                 outcomes.append(outcome)
                 if outcome.violation:
