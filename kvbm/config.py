@@ -130,7 +130,7 @@ class NatsSettings(_Group, frozen=True):
         enabled: false keeps events local.
         heartbeat_s: between two signs of life.
         window_bytes: sent and not acknowledged at most.
-        linger_s: how long a frame may wait for others to share its message.
+        linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share one.
         credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
         tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate where the server wants one.
     """

@@ -81,7 +81,11 @@ def main() -> int:
     parser.add_argument("--minimise", action="store_true", help="leave out what the violation does not need")
     parser.add_argument("--mix", default="", help="kinds of faults to draw from, with commas; else any")
     parser.add_argument(
-        "--run-s", type=float, default=RUN_S, metavar="S", help=f"virtual seconds with work and faults (default {RUN_S:g})"
+        "--run-s",
+        type=float,
+        default=RUN_S,
+        metavar="S",
+        help=f"virtual seconds with work and faults (default {RUN_S:g})",
     )
     parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant this defect")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)

@@ -272,7 +272,7 @@ class Publisher:
         run: of this process.
         heartbeat_s: between two heartbeats of an instance.
         window_bytes, window_messages: sent and not acknowledged, at most; one message may always be.
-        linger_s: how long a frame may wait for others to share its message.
+        linger_s: a message follows another at the earliest after this time, unless it is full; so frames share one.
         jitter: gives numbers in [0, 1) that spread the retries of many instances.
 
     Attributes:
@@ -326,6 +326,7 @@ class Publisher:
 
         self._message_limit = message_bytes  # of this connection
         self._cursor = ORIGIN  # where the next message begins
+        self._sent_s = float("-inf")  # when the last one was sent
         self._window: deque[_Sent] = deque()
         self._in_flight: dict[int, _Sent] = {}  # by attempt: those of the window without an ack
         self._window_used = 0
@@ -365,7 +366,7 @@ class Publisher:
                 self._retry()
             case Appended():
                 if self._due_s is None:
-                    self._due_s = self._now_s + self._linger_s
+                    self._due_s = max(self._now_s, self._sent_s + self._linger_s)
             case Acked(attempt):
                 self._take_ack(attempt)
             case FenceSet(attempt, fence):
@@ -634,6 +635,7 @@ class Publisher:
         if frames[0].epoch > self._fence_epoch:
             self._is_fence_wanted = True
             return
+        self._sent_s = self._now_s
         data = b"".join([frame.data for frame in frames])
         is_more = is_cut or 2 * len(data) >= self._message_limit
         self._due_s = self._now_s if is_more else self._now_s + self._linger_s  # a little may as well wait for company

@@ -164,20 +164,22 @@ def test_who_was_shut_out_takes_a_later_epoch_when_the_stream_has_lost_its_rival
     frames.append(make_frame(0, epoch=3))
     wanted = the(driven.step(Begun(Epoch(3))), SetFence)
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(3), "me", 4)))
-    driven.step(Appended(), 2.0)
-    assert the(driven.step(Ticked(), 3.0), Publish).through == position(3, 1)
+    assert the(driven.step(Appended(), 2.0), Publish).through == position(3, 1)
 
 
-def test_small_frames_wait_together_for_two_milliseconds() -> None:
+def test_a_frame_goes_at_once_and_those_of_the_next_two_milliseconds_together() -> None:
     frames = MemoryLog()
     driven = Driven(frames)
     driven.begin()
     frames.append(make_frame(0))
-    assert driven.step(Appended(), 1.0) == [WakeAt(1.0 + LINGER_S)]
+    assert the(driven.step(Appended(), 1.0), Publish).data == make_frame(0).data
     frames.append(make_frame(1))
-    assert not of_kind(driven.step(Appended(), 1.001), Publish)
+    effects = driven.step(Appended(), 1.001)
+    assert the(effects, WakeAt).at_s == 1.0 + LINGER_S and not of_kind(effects, Publish)
+    frames.append(make_frame(2))
+    assert not of_kind(driven.step(Appended(), 1.0015), Publish)
     sent = the(driven.step(Ticked(), 1.0 + LINGER_S), Publish)
-    assert sent.data == make_frame(0).data + make_frame(1).data
+    assert sent.data == make_frame(1).data + make_frame(2).data
 
 
 def test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes() -> None:
