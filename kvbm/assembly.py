@@ -17,7 +17,7 @@ import structlog
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.config import Settings, check_settings
-from kvbm.core.errors import ConfigError, StreamError
+from kvbm.core.errors import CatalogError, ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
@@ -61,6 +61,9 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
+
+
+_CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows
 
 
 def _kernels(settings: Settings) -> Kernels:
@@ -126,7 +129,8 @@ def open_manager(
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
-        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, on_stream)
+        known = max(on_stream, _epoch_in_catalog(settings, instance))
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known)
         keeping: Keeping | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
@@ -252,6 +256,24 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credent
     return found[0] if found else Epoch(0)
 
 
+def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
+    """The last epoch the catalog has read of this instance; 0 when it has none, or does not answer soon.
+
+    The stream forgets with age, also the fence; the catalog does not, and would ignore an epoch it takes for an old one.
+    """
+    if not settings.catalog.url:
+        return Epoch(0)
+    client = CatalogClient(settings.catalog.url, min(_CATALOG_WAIT_S, settings.nats.timeout_s))
+    try:
+        found = client.instance(instance)
+    except CatalogError as error:
+        log.info("instance.catalog_unasked", why=str(error))
+        return Epoch(0)
+    finally:
+        client.close()
+    return Epoch(found.epoch if found is not None else 0)
+
+
 def _begin_epoch(
     ledger: LedgerTwin,
     settings: Settings,
@@ -259,18 +281,18 @@ def _begin_epoch(
     pools: Pools,
     namespaces: Sequence[Namespace],
     engine: str,
-    on_stream: Epoch,
+    known: Epoch,
 ) -> str:
     """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
     recovered: dict[Tier, list[Recovered]] = {}
-    epoch, pool_id = Epoch(on_stream + 1), ""
+    epoch, pool_id = Epoch(known + 1), ""
     if journal is not None:
         new_fold: NewFold = Residencies if settings.core == "reference" else NATIVE_FOLD
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
             recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
-        epoch = Epoch(max(journal.epoch, on_stream) + 1)
+        epoch = Epoch(max(journal.epoch, known) + 1)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
     if journal is not None:  # nobody has taken an event yet
         journal.begin_epoch(epoch, pool_id, ledger.applied)

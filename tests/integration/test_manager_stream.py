@@ -19,6 +19,7 @@ from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.processes import start_catalog_process
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import cluster, nats_url
 
@@ -193,3 +194,30 @@ def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
     assert fold.epoch == 3
     assert set(fold.held[Tier.HBM]) == set(first.held(Tier.HBM))
     first.close()
+
+
+def test_an_instance_that_has_lost_its_journal_goes_on_above_what_the_catalog_knows(tmp_path: Path) -> None:
+    """The stream has forgotten it as well, fence and all: here it is another stream."""
+    server = EmbeddedServer.start(tmp_path / "nats")
+    child, client = start_catalog_process(tmp_path / "catalog", server.url)
+    try:
+        client.wait_ready(WAIT_S)
+        for number in (1, 2):
+            settings = settings_of(tmp_path / f"life-{number}", server.url, "local", catalog__url=client.url)
+            with opened(settings) as manager:
+                assert manager.epoch == number
+                wait_until(lambda: is_published(manager), "it was not published")
+        wait_until(lambda: (found := client.instance("instance-0")) and found.epoch == 2, "the catalog has not read it")
+        with opened(
+            settings_of(tmp_path / "life-3", "", "local", catalog__url=client.url, nats__enabled=False)
+        ) as manager:
+            assert manager.epoch == 3
+        child.stop()
+        with opened(
+            settings_of(tmp_path / "life-4", "", "local", catalog__url=client.url, nats__enabled=False)
+        ) as manager:
+            assert manager.epoch == 1  # nobody knows better
+    finally:
+        client.close()
+        child.stop()
+        server.stop()
