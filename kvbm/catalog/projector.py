@@ -324,7 +324,7 @@ class Projector:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
         step = Step({}, [], False)
         for instance, followed in self._followed.items():
-            if followed.aside:
+            while followed.aside:  # behind one there may be another
                 self.index.miss(instance)
                 self._jump(followed, min(followed.aside))
                 self._resume(followed, step)

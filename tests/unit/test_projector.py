@@ -410,6 +410,19 @@ def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_aga
 
 
 @each_twin
+def test_holes_are_passed_one_behind_the_other(twin: Twin) -> None:
+    instance, f = five_frames()
+    claim = instance.offload(1)
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[2], f[4], claim)
+    reader.projector.pass_holes()
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert (batch.stream_sequence, len(batch.claims)) == (4, 1)
+    assert batch.positions[0].next_offset == instance.ledger.applied
+
+
+@each_twin
 def test_a_hole_nobody_speaks_of_is_given_up_in_the_end(twin: Twin) -> None:
     _, f = five_frames()
     reader = Reader(twin.projector())
