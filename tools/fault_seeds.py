@@ -17,8 +17,9 @@ import json
 import os
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
+from functools import partial
+from multiprocessing import Pool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -99,13 +100,11 @@ def main() -> int:
     begun_s = time.monotonic()
     outcomes: list[Outcome] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with (
-        ProcessPoolExecutor(wanted.processes, max_tasks_per_child=20) as pool,
-        Progress(*columns, console=Console(stderr=True)) as bar,
-    ):
+    work = partial(run_chunk, mutant=wanted.mutant, how=how)
+    with Pool(wanted.processes, maxtasksperchild=20) as pool, Progress(*columns, console=Console(stderr=True)) as bar:
         shown = bar.add_task("seeds", total=len(seeds))
-        for future in as_completed([pool.submit(run_chunk, chunk, wanted.mutant, how) for chunk in chunks]):
-            for outcome in future.result():
+        for found in pool.imap_unordered(work, chunks):
+            for outcome in found:
                 outcomes.append(outcome)
                 if outcome.violation:
                     bar.console.print(
@@ -114,7 +113,7 @@ def main() -> int:
                     )  # fmt: skip
             if not bar.console.is_terminal and len(outcomes) % 100 < CHUNK:
                 bar.console.print(f"{len(outcomes)} of {len(seeds)} seeds")
-            bar.update(shown, advance=len(future.result()))
+            bar.update(shown, advance=len(found))
     broken = sorted(outcome.seed for outcome in outcomes if outcome.violation)
     summary = {
         "seeds": len(outcomes),
