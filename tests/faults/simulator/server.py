@@ -504,7 +504,11 @@ class SimStream:
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
         subject = f"{cluster}.{instance}"
-        async for _ in self._watch(lambda link, put: self._server.watch_rounds(link, subject, lambda: put(None))):
+        """On this connection alone: whoever publishes must learn anew where to go on before it uses another."""
+        subscribed = self._watch(
+            lambda link, put: self._server.watch_rounds(link, subject, lambda: put(None)), reconnects=False
+        )
+        async for _ in subscribed:
             yield None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
@@ -530,10 +534,12 @@ class SimStream:
 
         self._link.to_server(arrive)
 
-    async def _watch(self, subscribe: Callable[[Link, Callable[[Any], None]], None]) -> AsyncIterator[Any]:
-        """Items until the stream is closed, over as many connections as it takes."""
+    async def _watch(
+        self, subscribe: Callable[[Link, Callable[[Any], None]], None], reconnects: bool = True
+    ) -> AsyncIterator[Any]:
+        """Items until the stream is closed, over as many connections as it takes; or until the connection is lost."""
         wait_s = 0.05
-        while not self._closed:
+        while not self._closed and (reconnects or self._link.is_up):
             items: deque[Any] = deque()
             wake = asyncio.Event()
             try:
