@@ -443,11 +443,6 @@ class Journal:
                 log.warning("journal.segment_kept", segment=str(segment.path), why=str(error))
         return len(gone)
 
-    def drop_epochs_before(self, epoch: Epoch) -> int:
-        """Delete segments of older epochs, which must be published. Returns how many went."""
-        begun = Position(epoch, Offset(0))
-        return self.let_go(begun, begun)
-
     def _check_open(self) -> None:
         if self._closed:
             raise OSError(errno.EBADF, f"journal folder {self.folder} is closed")

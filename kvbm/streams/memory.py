@@ -83,13 +83,6 @@ class MemoryLog:
             del self._frames[:gone], self._ends[:gone]
         return gone
 
-    def drop_epochs_before(self, epoch: Epoch) -> int:
-        """Forget older epochs, which must be published. Returns how many frames went."""
-        with self._guard:
-            gone = sum(frame.epoch < epoch for frame in self._frames)
-            del self._frames[:gone], self._ends[:gone]
-        return gone
-
 
 class MemoryStream:
     """An `EventStream` in one process and one asyncio loop; nothing is ever lost or slow.

@@ -439,10 +439,6 @@ class SimStream:
         )
         return sequence
 
-    async def last_position(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Position | None:
-        tail = await self.tail(cluster, instance, timeout_s)
-        return None if tail is None else tail.end
-
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
         subject = events_subject(cluster, instance)
         stored: Stored | None = await self._ask(timeout_s, lambda: self._server.last.get(subject))
