@@ -195,6 +195,7 @@ class Server:
         self._links = 0
         self.fenced_off = 0
         self.generation = 0
+        self.hidden = False  # messages that had been stored were ever lost from the middle
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -241,6 +242,7 @@ class Server:
         """A flipped bit in the store: messages of these sequences are gone without a word."""
         kept = [stored for stored in self.messages if not begin <= stored.sequence < end]
         gone = len(self.messages) - len(kept)
+        self.hidden = self.hidden or gone > 0
         self._replace(kept)
         return gone
 
