@@ -323,11 +323,8 @@ class Projector:
     def pass_holes(self) -> None:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
         step = Step({}, [], False)
-        for instance, followed in self._followed.items():
-            while followed.aside:  # behind one there may be another
-                self.index.miss(instance)
-                self._jump(followed, min(followed.aside))
-                self._resume(followed, step)
+        for followed in self._followed.values():
+            self._pass_holes(followed, step)
 
     # -- output -------------------------------------------------------------------------------------------------------
 
@@ -365,6 +362,16 @@ class Projector:
     def waiting_bytes(self) -> int:
         """What the rows that were gathered and not taken weigh, about."""
         return self._claims_bytes + _ROW_BYTES * (len(self._epochs) + len(self._new_namespaces) + len(self._claims))
+
+    def waiting_claims(self) -> list[ClaimRun]:
+        """Claims that were gathered and not given out."""
+        return list(self._claims)
+
+    def add_claims(self, claims: Iterable[ClaimRun]) -> None:
+        """Give out these as well, before those gathered here."""
+        earlier = list(claims)
+        self._claims = [*earlier, *self._claims]
+        self._claims_bytes += sum(len(run.hashes) for run in earlier)
 
     def let_rows_go(self) -> None:
         """Gather none any more: SQL has been away for too long. Whoever calls this reads them again from where SQL stands."""
@@ -464,11 +471,11 @@ class Projector:
         if frame.epoch < epoch:
             self.counters.stale += 1
         elif frame.epoch > epoch:
-            self._enter(followed, frame)
+            self._enter(followed, frame, step)
             self._apply(followed, arrived, step)
         elif frame.next_offset <= offset:
             if followed.is_blind and frame.first_offset == 0:  # its publisher went back to the epoch's start
-                self._enter(followed, frame)
+                self._enter(followed, frame, step)
                 self._apply(followed, arrived, step)
             else:
                 self.counters.repeats += 1
@@ -491,11 +498,12 @@ class Projector:
             followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone, arrived.sequence)
             followed.aside_bytes += size
 
-    def _forget_aside(self, followed: _Followed) -> None:
-        if followed.aside:
-            followed.aside.clear()
-            followed.aside_bytes = 0
-            self.index.wait(followed.row.id, False)
+    def _pass_holes(self, followed: _Followed, step: Step) -> None:
+        """Apply all that is kept aside: claims among it outlive the epoch."""
+        while followed.aside:  # behind one hole there may be another
+            self.index.miss(followed.row.id)
+            self._jump(followed, min(followed.aside))
+            self._resume(followed, step)
 
     def _resume(self, followed: _Followed, step: Step) -> None:
         """Apply what was kept aside as far as it follows on now."""
@@ -530,7 +538,7 @@ class Projector:
         expected = followed.position
         self.counters.gaps += 1
         if said.epoch > expected.epoch:  # not even the start of its epoch came
-            self._forget_aside(followed)
+            self._pass_holes(followed, step)
             self._begin_blind(followed, said.epoch, 0)
             followed.position = Position(said.epoch, Offset(0))
         resumed = min(followed.aside, default=None)
@@ -571,13 +579,13 @@ class Projector:
 
     # -- frames → index and rows --------------------------------------------------------------------------------------
 
-    def _enter(self, followed: _Followed, frame: ScannedFrame) -> None:
+    def _enter(self, followed: _Followed, frame: ScannedFrame, step: Step) -> None:
         """Begin the frame's epoch where the frame begins."""
-        row, old = followed.row, followed.epoch_row
         if followed.aside:
             self.counters.gaps += 1  # the epoch went on behind the hole, and is over
             self.counters.gaps_repaired += 1
-            self._forget_aside(followed)
+            self._pass_holes(followed, step)
+        row, old = followed.row, followed.epoch_row
         if old.epoch and old.epoch < frame.epoch and self._is_gathering:
             if old.ended_ns is None:
                 old = msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced")

@@ -17,7 +17,7 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.projector import Projector
-from kvbm.catalog.store import Outcome, Store, StoreBatch
+from kvbm.catalog.store import ClaimRun, Outcome, Store, StoreBatch
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.kernels import ScanFrames
 from kvbm.streams.base import EventStream, StreamMessage, StreamState
@@ -98,6 +98,7 @@ class Storing:
         self._batch: StoreBatch | None = None
         self._is_behind = False  # rows were let go
         self._lost = ""  # the name until the stream's store was replaced
+        self._unstored: list[ClaimRun] = []  # of the store before: the one now may not have their messages
 
     async def run(self) -> None:
         """Store for ever."""
@@ -129,6 +130,7 @@ class Storing:
     def begin_anew(self) -> None:
         """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
         self._lost = self.name or self._lost
+        self._unstored += self._projector.waiting_claims()
         self.name, self.stored = "", 0
         self._projector.renumber("", 0)
         self._let_go("the stream's store was replaced")
@@ -183,12 +185,15 @@ class Storing:
         )  # fmt: skip
         if stored:
             second.restore_blind(stored, positions.values())
+        second.add_claims(self._unstored)
         log.info("rows.read_again", after=stored)
         reader = await self._stream.pull(stored, self._cluster)
         try:
             while not reader.at_end or second.sequence < self._projector.sequence:
                 await self._step(second, await reader.fetch(_FETCH_WAIT_S))
                 await self._store_all(second)
+                if not second.waiting_claims():
+                    self._unstored = []  # said again after what follows, they would stand against it
                 if self.name != name:
                     return  # the stream was replaced meanwhile; begin anew
             async with self._applying:
@@ -202,6 +207,7 @@ class Storing:
                 self._projector.gather_after(max(second.sequence, stored))
                 self._projector.take_rows(second)
                 self._is_behind = False
+                self._unstored = []
                 self.read_again += 1
             log.info("rows.caught_up", stored=self.stored, read=second.sequence)
         finally:

@@ -410,6 +410,19 @@ def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_aga
 
 
 @each_twin
+def test_claims_kept_aside_outlive_the_epoch_that_went_on_behind_a_hole(twin: Twin) -> None:
+    instance, f = five_frames()
+    claim = instance.offload(1)
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], claim, *Instance(epoch=2).frames)
+    assert reader.index.claim_counts() == {"pool": 1}
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [run.hashes for run in batch.claims] == [hashes(1)]
+    assert not reader.is_doubtful()
+
+
+@each_twin
 def test_holes_are_passed_one_behind_the_other(twin: Twin) -> None:
     instance, f = five_frames()
     claim = instance.offload(1)
