@@ -24,9 +24,7 @@ from tests.faults.processes.content import prompt_hashes, rows_of
 from tests.faults.processes.loop import KINDS, WHOLE_S, CrashLoop, Fault, Options, System, archive_verdicts
 from tests.faults.processes.proxy import ProxyHub, Rules
 
-SEED = int(
-    os.environ.get("KVBM_CRASH_SEED", "13")
-)  # its first faults leave the server's store whole: tools/crash_loop.py damages it
+SEED = int(os.environ.get("KVBM_CRASH_SEED", "1"))
 FAULTS = int(os.environ.get("KVBM_CRASH_FAULTS", "12"))
 BURST_BLOCKS = int(os.environ.get("KVBM_BURST_BLOCKS", "50000"))
 SLOW = float(os.environ.get("KVBM_CRASH_SLOW", "1"))
