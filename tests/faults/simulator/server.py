@@ -567,6 +567,7 @@ class SimReader:
     def __init__(self, stream: SimStream, server: Server, prefix: str, after: int) -> None:
         self._stream, self._server, self._prefix, self._after = stream, server, prefix, after
         self._created = ""
+        self._last: StreamMessage | None = None
         self._link: Link | None = None
         self._consumer: _Consumer | None = None
         self._ready: deque[StreamMessage] = deque()
@@ -582,8 +583,9 @@ class SimReader:
     async def begin(self, timeout_s: float) -> None:
         link = await self._stream.link(timeout_s)
         state = await ask(self._server, link, timeout_s, self._server.state)
-        if (self._created and state.created != self._created) or state.last_sequence < self._after:
-            self._after = 0
+        is_other = (self._created and state.created != self._created) or state.last_sequence < self._after
+        if is_other or await ask(self._server, link, timeout_s, self._is_overwritten):
+            self._after, self._last = 0, None
         self._created = state.created
         self._pending = 1
         self._ready.clear()
@@ -601,6 +603,14 @@ class SimReader:
         )
         link.on_break.append(self._wake.set)
 
+    def _is_overwritten(self) -> bool:
+        """As `NatsReader._is_overwritten`: another message than the one fetched last has its sequence."""
+        last = self._last
+        if last is None or last.sequence != self._after:
+            return False
+        stored = next((one for one in self._server.messages if one.sequence == last.sequence), None)
+        return stored is not None and (stored.subject, stored.data) != (last.subject, last.data)
+
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
@@ -612,7 +622,7 @@ class SimReader:
             if self._ready:
                 messages = list(self._ready)
                 self._ready.clear()
-                self._after = messages[-1].sequence
+                self._after, self._last = messages[-1].sequence, messages[-1]
                 consumer, link = self._consumer, self._link
                 if consumer is not None and link is not None and link.is_up:
                     link.to_server(partial(self._server.more, consumer))
