@@ -347,12 +347,7 @@ class Projector:
             epochs=(*self._epochs, *(followed.epoch_row for followed in changed)),
             namespaces=tuple(self._new_namespaces),
             claims=tuple(self._claims),
-            positions=tuple(
-                InstancePosition(
-                    instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset
-                )
-                for followed in changed
-            ),
+            positions=tuple(map(_position_of, changed)),
         )
         self._stored = end
         self._forget_rows()
@@ -362,6 +357,10 @@ class Projector:
     def waiting_bytes(self) -> int:
         """What the rows that were gathered and not taken weigh, about."""
         return self._claims_bytes + _ROW_BYTES * (len(self._epochs) + len(self._new_namespaces) + len(self._claims))
+
+    def tell_all(self) -> None:
+        """Give out the rows of every instance with the next batch: some may be newer than what the stream still has."""
+        self._dirty |= {instance for instance, followed in self._followed.items() if followed.position.epoch}
 
     def waiting_claims(self) -> list[ClaimRun]:
         """Claims that were gathered and not given out."""
@@ -686,3 +685,9 @@ class Projector:
 
 def _copy(trouble: Trouble | None) -> Trouble | None:
     return None if trouble is None else msgspec.structs.replace(trouble)
+
+
+def _position_of(followed: _Followed) -> InstancePosition:
+    return InstancePosition(
+        instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset
+    )

@@ -162,6 +162,7 @@ class Storing:
                 "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
             )  # fmt: skip
+            self._unstored += batch.claims
             self._let_go("the database was restored or replaced")
             return False
         if batch.stream == self.name:
@@ -206,6 +207,7 @@ class Storing:
                 self._batch = second.take_batch()
                 self._projector.gather_after(max(second.sequence, stored))
                 self._projector.take_rows(second)
+                self._projector.tell_all()
                 self._is_behind = False
                 self._unstored = []
                 self.read_again += 1
