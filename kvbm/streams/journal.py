@@ -304,9 +304,8 @@ class Journal:
                 segment.add(frame.first_offset, frame.next_offset, frame.end - frame.at)
             if has_repeats:
                 break
-        if (
-            isinstance(error, NewerFrameError) and not segment.size
-        ):  # behind older frames it is damage: one kvbm writes one file
+        is_first = not segment.size  # behind older frames it is damage: one kvbm writes one file
+        if isinstance(error, NewerFrameError) and is_first and not self._is_flipped_version(segment.path):
             raise JournalError(
                 f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
                 f"{VERSION}); upgrade kvbm or use another folder"
@@ -319,6 +318,14 @@ class Journal:
         segment.synced = segment.size
         if segment.damaged_path.exists():
             segment.damaged_bytes = segment.damaged_path.stat().st_size
+
+    def _is_flipped_version(self, path: Path) -> bool:
+        """Whether the first frame of a file is a good one but for its version: then that was changed, and nobody newer wrote it."""
+        with open(path, "rb") as file:
+            head = file.read(12)
+            data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
+        frames, _ = self._kernels.scan_frames(data[:4] + VERSION.to_bytes(2, "little") + data[6:])
+        return bool(frames)
 
     def _cut(self, segment: Segment, error: FrameError) -> None:
         damaged = segment.damaged_path

@@ -447,10 +447,12 @@ def test_a_journal_folder_is_one_managers_of_one_instance_and_version(tmp_path: 
     (tmp_path / "instances" / "two").rename(tmp_path / "instances" / "one")
     segment = next(folder.glob("*.kvbj"))
     written = segment.read_bytes()
-    segment.write_bytes(newer(written))
+    first = int.from_bytes(written[8:12], "little")
+    of_newer = newer(written[:first]) + written[first:]
+    segment.write_bytes(of_newer)
     with pytest.raises(JournalError, match=r"newer kvbm.*upgrade kvbm"):
         open_manager(tmp_path)
-    assert segment.read_bytes() == newer(written)
+    assert segment.read_bytes() == of_newer
     segment.write_bytes(written)
     with open_manager(tmp_path) as manager:
         assert manager.epoch == 2

@@ -17,6 +17,7 @@ import pytest
 
 from kvbm.assembly import NATIVE, journal_folder, open_manager
 from kvbm.config import Settings, load_settings
+from kvbm.core.checksum import crc32c
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import FrameError, JournalError, PoolError
 from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier, split_hashes
@@ -244,11 +245,24 @@ def test_a_foreign_pool_file_is_refused_and_left_as_it_is(tmp_path: Path) -> Non
     assert pool_path(tmp_path).read_bytes() == b"somebody's photographs"
 
 
+def test_a_version_that_a_flipped_bit_made_newer_is_damage_and_no_newer_kvbm(tmp_path: Path) -> None:
+    fill(tmp_path)
+    path = segments(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[5] ^= 0x08
+    path.write_bytes(data)
+    with open_at(tmp_path) as manager:
+        assert manager.epoch == 2
+    assert path.with_suffix(".damaged").read_bytes() == data
+
+
 def test_a_journal_of_a_newer_kvbm_is_refused_in_one_sentence(tmp_path: Path) -> None:
     fill(tmp_path)
     path = segments(tmp_path)[-1]
     data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[8:12], "little")
     data[4] = 9
+    data[size - 4 : size] = crc32c(bytes(data[: size - 4])).to_bytes(4, "little")
     path.write_bytes(data)
     with pytest.raises(JournalError, match=r"frame version 9.*upgrade kvbm or use another folder") as refused:
         open_at(tmp_path)
