@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import threading
 import time
@@ -46,7 +47,7 @@ from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.publisher import PublisherThread
+from kvbm.streams.publisher import PublisherThread, unknown_run
 from kvbm.streams.server import shared_server
 
 log = structlog.get_logger()
@@ -113,11 +114,12 @@ def open_manager(
     credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
+        run = secrets.token_hex(8)
         if not settings.journal.in_memory:
             _make_data_dir(settings)
             journal = Journal.open(
                 journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
-                settings.journal.capacity_bytes, settings.journal.sync_interval_s,
+                settings.journal.capacity_bytes, settings.journal.sync_interval_s, run=run,
             )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
@@ -146,7 +148,7 @@ def open_manager(
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
-            samples=samples, has_stream=bool(url),
+            samples=samples, has_stream=bool(url), run=run,
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -216,6 +218,7 @@ def _publishing(
     publisher = PublisherThread(
         frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
         connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
+        run_of=frames.run_of if isinstance(frames, Journal) else unknown_run,
     )  # fmt: skip
     publisher.start()
     return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)

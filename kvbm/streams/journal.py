@@ -57,12 +57,14 @@ class _EpochFile(msgspec.Struct, frozen=True):
     Attributes:
         pool_id: name of the durable pool the epoch began with, "" for none.
         pool_since: the first epoch that began with this pool; what older epochs say of slots is about another one.
+        runs: epochs that frames are here of, and which process began each; those of an older kvbm are not named.
     """
 
     instance: str
     epoch: int = 0
     pool_id: str = ""
     pool_since: int = 0
+    runs: dict[int, str] = {}
 
 
 class Segment:
@@ -150,6 +152,7 @@ class Journal:
         sync_interval_s: float,
         device: Device,
         clock: Callable[[], float],
+        run: str,
     ) -> None:
         self.folder = folder
         self.instance = instance
@@ -175,6 +178,7 @@ class Journal:
         self._reader: _SegmentReader | None = None  # where the last reading ended
         self._closed = False
         self._begun = _EpochFile(instance)
+        self._run = run
         self.epoch = Epoch(0)
 
     @classmethod
@@ -189,9 +193,12 @@ class Journal:
         sync_interval_s: float = SYNC_INTERVAL_S,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
+        run: str = "",
     ) -> Journal:
         """Lock the folder and repair its tail.
 
+        Args:
+            run: of this process, as in `Fence.run`; `run_of` tells it of the epochs begun by it.
         Raises: JournalError: another manager has it, it is another instance's, it cannot be written, or it was written by a
             newer kvbm.
         """
@@ -213,7 +220,7 @@ class Journal:
             ) from None
         journal = cls(
             folder, instance, kernels, lock_file, fsync, segment_bytes, capacity_bytes, sync_interval_s,
-            device or OsDevice(), clock,
+            device or OsDevice(), clock, run,
         )  # fmt: skip
         try:
             journal._load()
@@ -357,7 +364,9 @@ class Journal:
             if epoch <= self.epoch:
                 raise JournalError(f"epoch {epoch} is not newer than epoch {self.epoch} of {self.folder}")
             since = self._begun.pool_since if pool_id == self._begun.pool_id else epoch
-            begun = _EpochFile(self.instance, epoch, pool_id, since)
+            runs = {segment.epoch: self.run_of(segment.epoch) for segment in self._segments} | {epoch: self._run}
+            named = {int(begun): run for begun, run in runs.items() if run}
+            begun = _EpochFile(self.instance, epoch, pool_id, since, named)
             try:
                 self._write_file(self.folder / "EPOCH", [memoryview(msgspec.json.encode(begun))])
             except OSError as error:
@@ -367,6 +376,10 @@ class Journal:
             self._begun, self.epoch = begun, epoch
             self._free_until = Position(epoch, round_end or Offset(0))
             self._rolls = True
+
+    def run_of(self, epoch: Epoch) -> str:
+        """The process that began an epoch here, as in `Fence.run`; "" when it is not known."""
+        return self._begun.runs.get(epoch, "")
 
     def roll(self) -> None:
         """Begin a new segment with the next append, as when a round begins: what is before it can then go as a whole."""

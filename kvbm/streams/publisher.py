@@ -50,6 +50,11 @@ FENCE_CHECK_HEARTBEATS = 10  # so often an instance that has nothing to publish 
 FENCE_SHARE = 4  # a fence is moved at least so often in the time the stream keeps a message
 
 
+def unknown_run(_: Epoch) -> str:
+    """Of a log that does not know who began its epochs."""
+    return ""
+
+
 class Connected(NamedTuple):
     """A connection stands.
 
@@ -273,6 +278,7 @@ class Publisher:
         heartbeat_s: between two heartbeats of an instance.
         window_bytes, window_messages: sent and not acknowledged, at most; one message may always be.
         linger_s: a message follows another at the earliest after this time, unless it is full; so frames share one.
+        run_of: which process began an epoch of the log; "" when nobody knows.
         jitter: gives numbers in [0, 1) that spread the retries of many instances.
 
     Attributes:
@@ -293,6 +299,7 @@ class Publisher:
         linger_s: float = LINGER_S,
         ack_wait_s: float = ACK_WAIT_S,
         jitter: Callable[[], float] = random.random,
+        run_of: Callable[[Epoch], str] = unknown_run,
     ) -> None:
         self.published = ORIGIN
         self.confirmed = ORIGIN
@@ -306,6 +313,7 @@ class Publisher:
         self._linger_s = linger_s
         self._ack_wait_s = ack_wait_s
         self._jitter = jitter
+        self._run_of = run_of
 
         self._now_s = float("-inf")
         self._state = _State.WAITING
@@ -445,6 +453,9 @@ class Publisher:
             others.append(fence.epoch)
         if max(others) >= max(self._first_epoch, self._fence_epoch + 1):  # it came between this run's own
             self._floor = Position(Epoch(max(others) + 1), Offset(0))
+        if fence is not None and fence.run not in (self._run, self._run_of(fence.epoch) or fence.run):
+            # two processes began that epoch, each for itself while it could not ask: the other's is on the stream
+            self._floor = max(self._floor, Position(Epoch(fence.epoch + 1), Offset(0)))
         resume = min(tail) if tail is not None else ORIGIN
         if self._has_begun:
             resume = min(resume, self.published)
@@ -666,7 +677,7 @@ class PublisherThread:
         owner: called in this thread; what it raises is said once and changes nothing. It may be a `SampleSource` too.
         interval_s: between heartbeats.
         connect: (url, timeout_s) → the stream.
-        window_bytes, linger_s: as of `Publisher`.
+        window_bytes, linger_s, run_of: as of `Publisher`.
     Raises: ConfigError: a name or the URL cannot be used.
     """
 
@@ -681,6 +692,7 @@ class PublisherThread:
         connect: Callable[[str, float], Awaitable[EventStream]] = NatsStream.connect,
         window_bytes: int = WINDOW_BYTES,
         linger_s: float = LINGER_S,
+        run_of: Callable[[Epoch], str] = unknown_run,
     ) -> None:
         events_subject(cluster, instance)
         self._server = shown(url)
@@ -691,7 +703,9 @@ class PublisherThread:
         self._samples = owner if isinstance(owner, SampleSource) else None
         self._interval_s = interval_s
         self._connect = connect
-        self._publisher = Publisher(frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s)
+        self._publisher = Publisher(
+            frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s, run_of=run_of
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inputs: asyncio.Queue[Input] = asyncio.Queue()
         self._is_notified = False

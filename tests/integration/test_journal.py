@@ -611,3 +611,17 @@ def test_an_epoch_that_has_begun_outlives_a_power_cut(tmp_path: Path, fsync: str
         assert after.epoch == journal.epoch
         after.close()
     journal.close()
+
+
+def test_a_journal_tells_which_process_began_the_epochs_it_has(tmp_path: Path) -> None:
+    for epoch, run in ((1, "first"), (2, ""), (3, "third")):
+        journal = Journal.open(tmp_path, INSTANCE, NATIVE, run=run)
+        journal.begin_epoch(Epoch(epoch))
+        journal.append(a_frame(0, epoch=epoch))
+        journal.close()
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE, run="fourth")
+    assert [journal.run_of(Epoch(epoch)) for epoch in range(5)] == ["", "first", "", "third", ""]
+    journal.let_go(Position(Epoch(3), Offset(0)), Position(Epoch(3), Offset(0)))
+    journal.begin_epoch(Epoch(4))
+    assert [journal.run_of(Epoch(epoch)) for epoch in range(5)] == ["", "", "", "third", "fourth"]
+    journal.close()

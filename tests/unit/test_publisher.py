@@ -167,6 +167,18 @@ def test_who_was_shut_out_takes_a_later_epoch_when_the_stream_has_lost_its_rival
     assert the(driven.step(Appended(), 2.0), Publish).through == position(3, 1)
 
 
+@pytest.mark.parametrize(("began", "is_sent"), [("other", True), ("", True), ("mine before", False)])
+def test_an_old_epoch_that_another_process_began_as_well_is_not_mixed_into_its_frames(
+    began: str, is_sent: bool
+) -> None:
+    """`began`: who began epoch 1 here; on the stream it is of the run "other"."""
+    frames = log_of(*frames_of(3, epoch=1), make_frame(0, epoch=2))
+    driven = Driven(frames, epoch=2)
+    driven.publisher._run_of = {1: began}.get  # type: ignore[assignment]
+    sent = of_kind(driven.begin(Fence(Epoch(1), "other", 9), Tail(position(1, 2), position(1, 2))), Publish)
+    assert sent[0].through == (position(1, 3) if is_sent else position(2, 1))
+
+
 def test_a_frame_goes_at_once_and_those_of_the_next_two_milliseconds_together() -> None:
     frames = MemoryLog()
     driven = Driven(frames)
