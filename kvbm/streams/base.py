@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from kvbm.core.codec import FrameBytes, decode_header
+from kvbm.core.codec import FrameBytes, decode_frame, decode_header
 from kvbm.core.errors import ConfigError, FrameError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 
@@ -401,9 +401,10 @@ def end_of_message(data: bytes, what: str) -> Position:
     at = 0
     try:
         while True:
-            header = decode_header(data, at)
+            begin, header = at, decode_header(data, at)
             at += header.frame_bytes
             if at == len(data):
+                decode_frame(data, begin)  # a header alone may say any epoch, and would be believed
                 return Position(header.epoch, header.next_offset)
             if at > len(data):
                 raise UnreadableError(

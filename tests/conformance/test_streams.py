@@ -182,6 +182,11 @@ def test_what_is_not_made_of_frames_has_no_position(run: Run, cluster: str) -> N
         await stream.publish(cluster, ONE, b"hello")
         with pytest.raises(UnreadableError, match="not made of frames"):
             await stream.tail(cluster, ONE)
+        flipped = bytearray(make_frame(0).data)
+        flipped[14] ^= 0x02  # of its epoch, which would be believed to be another's
+        await stream.publish(cluster, ONE, bytes(flipped))
+        with pytest.raises(UnreadableError, match="not made of frames"):
+            await stream.tail(cluster, ONE)
         await stream.publish(cluster, ONE, make_frame(0).data[:-1])
         with pytest.raises(UnreadableError, match="1 bytes before its last frame"):
             await stream.tail(cluster, ONE)
