@@ -102,4 +102,4 @@ def make_frame(first: int, events: int = 1, epoch: int = 1, instance: str = "i",
         digest=0,
         events=made,
     )
-    return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, encode_frame(frame, lambda data: 0))
+    return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, encode_frame(frame))

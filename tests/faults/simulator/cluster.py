@@ -359,6 +359,7 @@ class Cluster:
     """Everything there is."""
 
     def __init__(self, world: World, folder: Path, checker: Any, told: Callable[[str, dict[str, Any]], None]) -> None:
+        self._real_store: Any = None
         rng = world.rng
         self.world, self.folder, self.checker, self.told = world, folder, checker, told
         self.network = Network(world)
@@ -427,6 +428,7 @@ class Cluster:
         )  # fmt: skip
 
     def begin(self) -> None:
+        self._real_store = service_module.Store
         service_module.Store = StoreClass(self.store)  # type: ignore[misc, assignment]
         for catalog in self.catalogs:
             catalog.start()
@@ -446,6 +448,8 @@ class Cluster:
         self.world.bury()
         for machine in self.machines.values():
             machine.disk.remove()
+        if self._real_store is not None:
+            service_module.Store = self._real_store  # type: ignore[misc]
 
 
 def settings_at(settings: Settings, machine: Machine) -> Settings:
