@@ -210,7 +210,7 @@ class _Stored(NamedTuple):
 
 
 class _Headers(dict[str, str]):
-    """Headers of a message, taken apart when first looked at: readers of events never do."""
+    """Headers of a message, taken apart when first looked at: readers of events never do. `Status` is never among them."""
 
     def __init__(self, raw: bytes) -> None:
         super().__init__()
@@ -222,6 +222,11 @@ class _Headers(dict[str, str]):
     def __contains__(self, name: object) -> bool:
         self._take_apart()
         return super().__contains__(name)
+
+    def __missing__(self, name: str) -> str:
+        if name not in self:  # which takes them apart
+            raise KeyError(name)
+        return self[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         self._take_apart()

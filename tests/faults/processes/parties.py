@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ START_WAIT_S = 40.0
 DISK_BYTES = 96 << 20
 
 
-class Party:
+class Party(ABC):
     """One process that faults happen to.
 
     Attributes:
@@ -44,21 +45,21 @@ class Party:
     name = ""
     expected = False
 
+    @abstractmethod
     def start(self) -> None:
         """Start it and wait until it answers."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pid(self) -> int:
         """Of the process."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alive(self) -> bool:
         """Whether it runs, or is stopped."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """End it at once and wait for that."""
-        raise NotImplementedError
 
     def freeze(self) -> None:
         """SIGSTOP."""
