@@ -200,6 +200,7 @@ class Projector:
         self.index = index
         self.counters = Counters()
         self.found = 0  # things that a round heals; grows with each
+        self.may_lack_claims = False  # events were passed over, and no round states claims again
         self.sequence = 0
         self.newest_wall_ns = 0
         self._scan_frames = scan_frames
@@ -217,6 +218,7 @@ class Projector:
         self._new_namespaces: list[NamespaceRow] = []
         self._claims: list[ClaimRun] = []
         self._claims_bytes = 0
+        self._watched: list[ClaimRun] | None = None
 
     # -- beginning elsewhere than at nothing ---------------------------------------------------------------------------
 
@@ -310,6 +312,7 @@ class Projector:
     def renumber(self, stream: str, stored: int) -> None:
         """Go on in a stream whose sequences began anew, under another name in SQL."""
         self._stream, self._stored, self._settled = stream, stored, 0
+        self.may_lack_claims = True
 
     def doubt(self, instance: InstanceId) -> None:
         """What the index holds of an instance is not what its digest says, as a sweep of the index has found."""
@@ -371,6 +374,17 @@ class Projector:
         earlier = list(claims)
         self._claims = [*earlier, *self._claims]
         self._claims_bytes += sum(len(run.hashes) for run in earlier)
+
+    def watch_claims(self) -> None:
+        """Remember what is claimed and withdrawn from here on, until `claim_again`."""
+        self.may_lack_claims = False
+        self._watched = []
+
+    def claim_again(self) -> None:
+        """Say once more what was claimed and withdrawn since `watch_claims`: claims of another time were said meanwhile."""
+        watched, self._watched = self._watched or [], None
+        for run in watched:
+            (self.index.unclaim if run.withdrawn else self.index.claim)(run.pool, run.namespace, run.hashes)
 
     def let_rows_go(self) -> None:
         """Gather none any more: SQL has been away for too long. Whoever calls this reads them again from where SQL stands."""
@@ -555,6 +569,7 @@ class Projector:
         )  # fmt: skip
 
     def _jump(self, followed: _Followed, offset: Offset) -> None:
+        self.may_lack_claims = True
         followed.position = Position(followed.position.epoch, offset)
         followed.is_lost = False
 
@@ -601,6 +616,7 @@ class Projector:
     def _begin_blind(self, followed: _Followed, epoch: Epoch, wall_time_ns: int) -> None:
         instance = followed.row.id
         self.counters.blind_starts += 1
+        self.may_lack_claims = True
         self._trouble(instance).blind += 1
         followed.is_blind = True
         known = self._known.get(instance)
@@ -654,17 +670,18 @@ class Projector:
             followed.epoch_row = msgspec.structs.replace(
                 followed.epoch_row, ended_ns=frame.wall_time_ns, end_reason=applied.stopped.name.lower()
             )
-        if not self._is_gathering:
-            return
         for tier, namespace, hashes, withdrawn in applied.claims:
             pool = self.index.pool_name(followed.row.id, tier)
-            if pool is not None:
-                self._claims.append(
-                    ClaimRun(
-                        pool=pool, namespace=namespace, hashes=hashes, instance=followed.row.id,
-                        at_ns=frame.wall_time_ns, withdrawn=withdrawn,
-                    )
-                )  # fmt: skip
+            if pool is None:
+                continue
+            run = ClaimRun(
+                pool=pool, namespace=namespace, hashes=hashes, instance=followed.row.id, at_ns=frame.wall_time_ns,
+                withdrawn=withdrawn,
+            )  # fmt: skip
+            if self._watched is not None:
+                self._watched.append(run)
+            if self._is_gathering:
+                self._claims.append(run)
                 self._claims_bytes += len(hashes)
 
     def _note_start(self, followed: _Followed, frame: ScannedFrame, event: InstanceStarted) -> None:

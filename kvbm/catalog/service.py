@@ -42,7 +42,7 @@ from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.rounds import ASK_AGAIN_S, Doubt, RoundAsker
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
 from kvbm.catalog.store import InstanceState, Store
-from kvbm.catalog.storing import Numbering, Storing, numbering, slices
+from kvbm.catalog.storing import CLAIMS_EVERY_S, Numbering, Storing, numbering, slices
 from kvbm.core.answers import (
     BlockAnswer,
     InstanceSummary,
@@ -85,6 +85,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         listen: host:port; port 0 takes a free one.
         connect_s: how long NATS and the database have to answer at the start.
         store_every_s: pause between two transactions.
+        claims_every_s: how often claims in the index are held against those in the database.
         tenant_secrets: tenant → secret, for lookups by tokens.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
@@ -101,6 +102,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     liveness_s: float = LIVENESS_S
     store_every_s: float = 0.1
+    claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
     routing: RoutingSettings = RoutingSettings()
     capacity: int = 100_000_000
@@ -156,7 +158,7 @@ class CatalogService:
         self._degraded = Degraded()
         self._storing = Storing(
             store, stream, settings.cluster, self._projector, stored, self._applying, self._degraded, new_index,
-            kernels.scan_frames, settings.store_every_s,
+            kernels.scan_frames, settings.store_every_s, claims_every_s=settings.claims_every_s,
         )  # fmt: skip
         self._checkpointer: Checkpointer | None = None
         if settings.checkpoints and isinstance(self._index, Checkpointing):

@@ -30,6 +30,7 @@ SLICE_BYTES = 64 << 10  # messages applied at once, so that requests are answere
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
+CLAIMS_EVERY_S = 300.0  # how often claims are counted
 _HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
 _MOST_TIMES = 4  # the limit, while a transaction is under way
 _PART = "SQL"
@@ -69,6 +70,7 @@ class Storing:
     Args:
         applying: held by whoever applies messages to the projector.
         new_index, scan_frames: for the second projector.
+        claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost since.
 
     Attributes:
         stored: sequence up to which SQL has everything.
@@ -88,13 +90,15 @@ class Storing:
         scan_frames: ScanFrames,
         every_s: float = 0.1,
         waiting_bytes: int = WAITING_BYTES,
+        claims_every_s: float = CLAIMS_EVERY_S,
     ) -> None:
         self.name, self.stored = begun
         self.read_again = 0
         self._store, self._stream, self._cluster, self._projector = store, stream, cluster, projector
         self._applying, self._degraded = applying, degraded
         self._new_index, self._scan_frames = new_index, scan_frames
-        self._every_s, self._waiting_bytes = every_s, waiting_bytes
+        self._every_s, self._waiting_bytes, self._claims_every_s = every_s, waiting_bytes, claims_every_s
+        self._count_claims_s = time.monotonic() + claims_every_s
         self._batch: StoreBatch | None = None
         self._is_behind = False  # rows were let go
         self._lost = ""  # the name until the stream's store was replaced
@@ -145,6 +149,29 @@ class Storing:
             self._projector.renumber(self.name, self.stored)
         if self._is_behind:
             await self._read_again()
+        elif self._batch is None and not self._projector.waiting():
+            if time.monotonic() >= self._count_claims_s:
+                self._count_claims_s = time.monotonic() + self._claims_every_s
+                counted = sum(self._projector.index.claim_counts().values())
+                self._projector.may_lack_claims |= counted < await self._store.claim_count()
+            if self._projector.may_lack_claims:
+                await self._take_claims()
+
+    async def _take_claims(self) -> None:
+        """Add the claims that SQL has and the index lacks: their events were missed here, and another catalog, or this one in an
+        earlier life, had read them. Raises CatalogError.
+        """
+        self._projector.watch_claims()
+        is_whole = False
+        try:
+            await self._store_batch()  # SQL has then all that the index had
+            if self._batch is None and not self._is_behind:
+                async for chunk in self._store.claims():
+                    self._projector.index.claim(chunk.pool, chunk.namespace, chunk.hashes)
+                is_whole = True
+        finally:
+            self._projector.claim_again()
+            self._projector.may_lack_claims |= not is_whole
 
     async def _store_batch(self) -> bool:
         """Store the batch that waits, or a new one. Returns whether one was stored. Raises CatalogError: try again."""

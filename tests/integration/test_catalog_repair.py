@@ -25,11 +25,22 @@ from kvbm.catalog.archive import ArchiveFiles
 from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
-from kvbm.catalog.store import Applied, Store, StoreBatch
+from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
 from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, pack_slots
+from kvbm.core.ids import (
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+    Reach,
+    SequenceHash,
+    Tier,
+    pack_slots,
+)
 from kvbm.streams.base import AccessSample, Heartbeat, LivenessFact, Position
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsStream
@@ -225,6 +236,89 @@ def test_a_lost_end_is_found_by_the_heartbeat_and_repaired(settings: ServiceSett
             await one.publish(lose=True)
             await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
             assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
+
+    run(work, settings.nats_url)
+
+
+async def claim_in_sql(settings: ServiceSettings, first: int, end: int) -> None:
+    """As another catalog does that has read a message the stream lost since."""
+    store = await Store.open(settings.database_url)
+    try:
+        run = ClaimRun(
+            pool="pool", namespace=SPACE.id, hashes=block_hashes(first, end), instance=InstanceId("gone"), at_ns=1
+        )
+        batch = StoreBatch(stream="another", previous=0, stream_sequence=1, claims=(run,))
+        assert (await store.apply(batch)).outcome is Outcome.APPLIED
+    finally:
+        await store.close()
+
+
+def test_claims_of_events_that_were_missed_are_taken_from_sql(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        async with catalog_on(settings) as catalog, one.alive():
+            one.create(0, 10)
+            await one.publish()
+            await claim_in_sql(settings, 100, 105)
+            one.offload(0, 2)
+            await one.publish(lose=True)
+            one.offload(2, 4)
+            await one.publish()
+            await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
+            assert catalog._index.claim_counts() == {"pool": 7}  # no round states claims again
+
+    run(work, settings.nats_url)
+
+
+def test_claims_that_only_sql_has_are_found_by_counting(settings: ServiceSettings) -> None:
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        counting = msgspec.structs.replace(settings, claims_every_s=0.05)
+        async with catalog_on(counting) as catalog, one.alive():
+            one.create(0, 10)
+            one.offload(0, 2)
+            await one.publish()
+            await claim_in_sql(settings, 100, 105)
+            await eventually(lambda: catalog._index.claim_counts() == {"pool": 7})
+            assert catalog.numbers().gaps == 0
+
+    run(work, settings.nats_url)
+
+
+def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
+    settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdraw: list[Callable[[], Awaitable[None]]] = []
+    read = Store.claims
+
+    async def slow(self: Store, *args: Any) -> AsyncIterator[ClaimChunk]:
+        chunks = [chunk async for chunk in read(self, *args)]
+        while withdraw:
+            await withdraw.pop()()
+        for chunk in chunks:
+            yield chunk
+
+    monkeypatch.setattr(Store, "claims", slow)
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        counting = msgspec.structs.replace(settings, claims_every_s=0.05)
+        async with catalog_on(counting) as catalog, one.alive():
+            one.create(0, 10)
+            one.offload(0, 4)
+            await one.publish()
+            await eventually(lambda: catalog._index.claim_counts() == {"pool": 4})
+
+            async def withdrawn() -> None:
+                one.ledger.forget(Tier.OBJECT, SPACE.id, block_hashes(0, 1), EvictReason.MISSING)
+                place = await one.publish()
+                assert await catalog.wait_for(one.name, place, 5) >= place
+
+            withdraw.append(withdrawn)
+            await claim_in_sql(settings, 100, 105)
+            await eventually(lambda: catalog._index.claim_counts() == {"pool": 8})
+            assert catalog._index.holders(SPACE.id, SequenceHash(block_hashes(0, 1))) == [("one", Tier.HBM, False)]
 
     run(work, settings.nats_url)
 

@@ -196,6 +196,7 @@ class Server:
         self.fenced_off = 0
         self.generation = 0
         self.hidden = False  # messages that had been stored were ever lost from the middle
+        self.cut = False  # messages that had been acknowledged were ever lost from the end
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -261,6 +262,7 @@ class Server:
         if lose_tail and self.last_sequence > self.synced:
             end = self.world.rng.randint(self.synced, self.last_sequence)
             self._replace([stored for stored in self.messages if stored.sequence <= end])
+            self.cut = self.cut or end < self.last_sequence
             self.last_sequence = end
         self.pulses.clear()
         self._consumers.clear()
