@@ -52,18 +52,42 @@ class HbmSettings(_Group, frozen=True):
 
 
 class HostSettings(_Group, frozen=True):
-    """The HOST pool; both 0: there is none."""
+    """The HOST pool; both 0: there is none.
+
+    Attributes:
+        huge_pages: "auto": where they can be had, "on": or refuse to start, "off".
+        numa_node: node its memory is bound to; -1: the one the manager starts on when the machine has several.
+        copy_threads: that copy blocks; 0: as many as help on this machine.
+    """
 
     slots: int = 0
     capacity_bytes: int = 0
+    huge_pages: str = "auto"
+    numa_node: int = -1
+    copy_threads: int = 0
 
 
 class NvmeSettings(_Group, frozen=True):
-    """The NVME pool; both 0: there is none. `path`: its file, by default in the data folder."""
+    """The NVME pool; both 0: there is none.
+
+    Attributes:
+        path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are striped.
+        io: "io_uring", "threads", or "auto": io_uring where the kernel lets us.
+        direct: past the page cache (O_DIRECT): "on", "off", or "auto": where the file system can.
+        depth: block transfers in flight for each path.
+        offload_share: of `depth`, what offloads may use while requests read.
+        write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
+            be saved up. 0: no limit.
+    """
 
     slots: int = 0
     capacity_bytes: int = 0
     path: str = ""
+    io: str = "auto"
+    direct: str = "auto"
+    depth: int = 32
+    offload_share: float = 0.25
+    write_budget_bytes_s: int = 0
 
 
 class ObjectSettings(_Group, frozen=True):
@@ -86,12 +110,20 @@ class PoolsSettings(_Group, frozen=True):
 
 
 class OffloadSettings(_Group, frozen=True):
-    """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier."""
+    """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier.
+
+    Attributes:
+        queue_blocks: blocks that may wait; more are skipped and counted.
+        threads: offloads at a time.
+        staging_bytes: memory for copies between two tiers of which neither is in reach of the CPU and the device at once.
+    """
 
     host: str = "write_through"
     nvme: str = "write_through"
     object: str = "write_through"
     queue_blocks: int = 8192
+    threads: int = 2
+    staging_bytes: int = 64 << 20
 
 
 class OnboardSettings(_Group, frozen=True):
@@ -263,12 +295,29 @@ def check_settings(settings: Settings) -> None:
     _one_of("core", settings.core, ("native", "reference"))
     _check_names(settings)
     _check_pools(settings.pools)
+    _one_of("pools.host.huge_pages", settings.pools.host.huge_pages, ("auto", "on", "off"))
+    _one_of("pools.nvme.io", settings.pools.nvme.io, ("auto", "io_uring", "threads"))
+    _one_of("pools.nvme.direct", settings.pools.nvme.direct, ("auto", "on", "off"))
+    if not 0 < settings.pools.nvme.offload_share <= 1:
+        raise ConfigError(
+            f"pools.nvme.offload_share is {settings.pools.nvme.offload_share:g}; give a share above 0, at most 1"
+        )
+    for key, least, value in (
+        ("pools.host.numa_node", -1, settings.pools.host.numa_node),
+        ("pools.host.copy_threads", 0, settings.pools.host.copy_threads),
+        ("pools.nvme.write_budget_bytes_s", 0, settings.pools.nvme.write_budget_bytes_s),
+    ):
+        if value < least:
+            raise ConfigError(f"{key} is {value}; it must be at least {least}")
     _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
     for tier in ("host", "nvme", "object"):
         _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
     for key, count in (
         ("offload.queue_blocks", settings.offload.queue_blocks),
+        ("offload.threads", settings.offload.threads),
+        ("offload.staging_bytes", settings.offload.staging_bytes),
         ("onboard.threads", settings.onboard.threads),
+        ("pools.nvme.depth", settings.pools.nvme.depth),
         ("journal.segment_bytes", settings.journal.segment_bytes),
         ("nats.window_bytes", settings.nats.window_bytes),
         ("catalog.capacity", settings.catalog.capacity),

@@ -1,7 +1,9 @@
 """What a pool promises. A pool keeps bytes and their proofs; which slot holds what, and when it may be written, is the ledger's.
 
-Rows are C-contiguous uint8 arrays of shape (n, block_bytes): block i of a run is row i. Calls block and release the GIL where
-bytes move; the manager makes them outside its lock, for slots that are pinned or its own (a slot in copy belongs to the copy).
+Rows are C-contiguous uint8 arrays of shape (m, block_bytes). Block i of a run is row `at[i]` of them, and row i where `at` is None
+(then m = n). So a copy between two pools needs no third place: the `memory` of one is the rows of the other. Calls block and
+release the GIL where bytes move; the manager makes them outside its lock, for slots that are pinned or its own (a slot in copy belongs
+to the copy).
 """
 
 from __future__ import annotations
@@ -51,18 +53,42 @@ class ReadResult(NamedTuple):
 
 
 class SlotPool(Protocol):
-    """A pool with a fixed number of slots, one writer, sized when it is made."""
+    """A pool with a fixed number of slots, one writer, sized when it is made.
+
+    Attributes:
+        memory: the slots themselves, (slots, block_bytes) uint8, where the CPU can reach them: a copy may then read and write them in
+            place, with `checksums` and `seal` for the proofs. None: only `read` and `write` get at the bytes.
+    """
 
     tier: Tier
     slots: int
     block_bytes: int
     reach: Reach
 
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+    @property
+    def memory(self) -> np.ndarray | None: ...
+
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put rows into slots, durable as far as the tier is. Raises PoolError: the device refused; the slots then hold nothing."""
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
-        """Fill rows from slots that should hold these blocks. Trouble is an outcome, never an exception."""
+    def read(
+        self,
+        slots: Sequence[int],
+        namespace: NamespaceId,
+        hashes: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+    ) -> ReadResult:
+        """Fill rows from slots that should hold these blocks. Trouble is an outcome, never an exception.
+
+        Rows whose outcome is not GOOD hold anything afterwards.
+        """
+
+    def checksums(self, slots: Sequence[int]) -> np.ndarray:
+        """CRC-32C of what slots of `memory` hold, u32: as it was when it left HBM, and computed where that is here."""
+
+    def seal(self, slots: Sequence[int], proof: Proof) -> None:
+        """Keep the proofs of blocks that somebody else has put into `memory` at these slots."""
 
     def close(self) -> None:
         """Give back memory, files and locks. Idempotent."""
@@ -79,10 +105,12 @@ class ObjectPool(Protocol):
     reach: Reach
     name: str
 
-    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """For each row whether the store now holds it. Trouble is False, never an exception."""
 
-    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def get(
+        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+    ) -> ReadResult:
         """Fill rows with these blocks, verified. Trouble is an outcome, never an exception."""
 
     def close(self) -> None:

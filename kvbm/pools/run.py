@@ -17,20 +17,25 @@ def check_size(pool: str, slots: int, block_bytes: int) -> None:
         raise LayoutError(f"{pool} pool: {slots} slots of {block_bytes} bytes; both must be at least 1")
 
 
-def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int) -> int:
-    """The number n of blocks in a call. Raises LayoutError: rows are not n C-contiguous uint8 rows of `block_bytes`."""
+def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int, at: Sequence[int] | None = None) -> int:
+    """The number n of blocks in a call. Raises LayoutError: rows are not C-contiguous uint8 rows of `block_bytes`, one for each of n
+    hashes, or `at` does not name one for each.
+    """
     count = hash_count(hashes)
-    if rows.dtype != np.uint8 or rows.shape != (count, block_bytes) or not rows.flags.c_contiguous:
+    wanted = len(rows) if at is not None and rows.ndim == 2 else count
+    if rows.dtype != np.uint8 or rows.shape != (wanted, block_bytes) or not rows.flags.c_contiguous:
         raise LayoutError(
             f"{pool} pool: rows must be C-contiguous uint8 of shape ({count}, {block_bytes}) for {count} hashes;"
             f" got {rows.dtype} {rows.shape}"
         )
+    if at is not None:
+        check_slots(f"{pool} pool, rows of another", at, count, len(rows))
     return count
 
 
-def check_proof(pool: str, rows: np.ndarray, proof: Proof, block_bytes: int) -> int:
+def check_proof(pool: str, rows: np.ndarray, proof: Proof, block_bytes: int, at: Sequence[int] | None = None) -> int:
     """The number n of blocks in a write. Raises LayoutError: rows, hashes and checksums disagree."""
-    count = check_rows(pool, rows, proof.hashes, block_bytes)
+    count = check_rows(pool, rows, proof.hashes, block_bytes, at)
     if len(proof.checksums) != count:
         raise LayoutError(f"{pool} pool: {count} hashes come with {len(proof.checksums)} checksums")
     return count
