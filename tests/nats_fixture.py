@@ -44,7 +44,7 @@ class PlainOwner:
     """
 
     def __init__(
-        self, cluster: str, instance: str = "one", epoch: int = 1, run: str = "", takes_epochs: bool = True
+        self, cluster: str, instance: str = "i", epoch: int = 1, run: str = "", takes_epochs: bool = True
     ) -> None:
         self.run = run or uuid.uuid4().hex
         self.epoch = Epoch(epoch)

@@ -177,6 +177,12 @@ class ClusterIndex(Protocol):
     def unclaim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
         """Say that a pool of cluster reach no longer holds blocks, in whatever tier it was said to."""
 
+    def claims(self, first: int = 0, pages: int = 64) -> tuple[int | None, list[tuple[str, NamespaceId, bytes]]]:
+        """A stretch of the claims: pool, namespace, packed hashes in no order; and where the next begins, None after the last.
+
+        Every block that is claimed from the first call to the last is in one stretch.
+        """
+
     def sweep(self, pages: int = 256) -> bool:
         """Free the memory of what instances that died, or rounds that ended, have left; a piece of it. Whether more is left."""
 

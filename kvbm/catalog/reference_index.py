@@ -187,6 +187,14 @@ class ReferenceIndex:
         for block in split_hashes(hashes):
             claimed.difference_update((tier, namespace, block) for tier in Tier)
 
+    def claims(self, first: int = 0, pages: int = 64) -> tuple[int | None, list[tuple[str, NamespaceId, bytes]]]:
+        """As `ClusterIndex.claims`; here a stretch is all of them."""
+        runs: dict[tuple[str, NamespaceId], set[SequenceHash]] = {}
+        for pool, known in self._claims.items():
+            for _, namespace, block in known:
+                runs.setdefault((pool, namespace), set()).add(block)
+        return None, [(*key, b"".join(blocks)) for key, blocks in runs.items()]
+
     def sweep(self, pages: int = 256) -> bool:
         """As `ClusterIndex.sweep`; here a death leaves nothing."""
         return False

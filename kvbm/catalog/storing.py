@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import structlog
 
 from kvbm.catalog.degraded import Degraded
@@ -19,6 +20,7 @@ from kvbm.catalog.index import NewIndex
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.store import ClaimRun, Outcome, Store, StoreBatch
 from kvbm.core.errors import CatalogError, StreamError
+from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.kernels import ScanFrames
 from kvbm.streams.base import EventStream, StreamMessage, StreamState
 from kvbm.streams.nats import STREAM
@@ -30,7 +32,7 @@ SLICE_BYTES = 64 << 10  # messages applied at once, so that requests are answere
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
-CLAIMS_EVERY_S = 300.0  # how often claims are counted
+CLAIMS_EVERY_S = 3600.0  # how often claims are counted
 _HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
 _MOST_TIMES = 4  # the limit, while a transaction is under way
 _PART = "SQL"
@@ -153,22 +155,37 @@ class Storing:
             if time.monotonic() >= self._count_claims_s:
                 self._count_claims_s = time.monotonic() + self._claims_every_s
                 counted = sum(self._projector.index.claim_counts().values())
-                self._projector.may_lack_claims |= counted < await self._store.claim_count()
+                self._projector.may_lack_claims |= counted != await self._store.claim_count()
             if self._projector.may_lack_claims:
                 await self._take_claims()
 
     async def _take_claims(self) -> None:
-        """Add the claims that SQL has and the index lacks: their events were missed here, and another catalog, or this one in an
-        earlier life, had read them. Raises CatalogError.
+        """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
+
+        What is claimed and withdrawn meanwhile is said again at the end. Raises CatalogError.
         """
+        index = self._projector.index
         self._projector.watch_claims()
         is_whole = False
         try:
             await self._store_batch()  # SQL has then all that the index had
-            if self._batch is None and not self._is_behind:
-                async for chunk in self._store.claims():
-                    self._projector.index.claim(chunk.pool, chunk.namespace, chunk.hashes)
-                is_whole = True
+            if self._batch is not None or self._is_behind:
+                return
+            stored: dict[tuple[str, NamespaceId], list[bytes]] = {}
+            async for chunk in self._store.claims():
+                index.claim(chunk.pool, chunk.namespace, chunk.hashes)
+                stored.setdefault((chunk.pool, chunk.namespace), []).append(chunk.hashes)
+            if sum(index.claim_counts().values()) != sum(
+                len(run) // HASH_BYTES for runs in stored.values() for run in runs
+            ):
+                known = {key: np.sort(_hash_column(b"".join(runs))) for key, runs in stored.items()}
+                first: int | None = 0
+                while first is not None:
+                    first, runs = index.claims(first)
+                    for pool, namespace, hashes in runs:
+                        index.unclaim(pool, namespace, _lacking(hashes, known.get((pool, namespace))))
+                    await asyncio.sleep(0)
+            is_whole = True
         finally:
             self._projector.claim_again()
             self._projector.may_lack_claims |= not is_whole
@@ -260,6 +277,20 @@ class Storing:
                 case _:
                     self.stored = max(self.stored, applied.position)
                     batch = None
+
+
+def _hash_column(hashes: bytes) -> np.ndarray:
+    """Packed hashes as a column that can be sorted, (n,) of 16 bytes."""
+    return np.frombuffer(hashes, dtype=f"S{HASH_BYTES}")
+
+
+def _lacking(hashes: bytes, known: np.ndarray | None) -> bytes:
+    """Those of packed hashes that are not among known ones."""
+    if known is None:
+        return hashes
+    column = _hash_column(hashes)
+    at = np.minimum(np.searchsorted(known, column), len(known) - 1)
+    return column[known[at] != column].tobytes()
 
 
 def slices(messages: Sequence[StreamMessage]) -> list[Sequence[StreamMessage]]:

@@ -392,8 +392,8 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
     return Fence(body.epoch, body.run, sequence)
 
 
-def end_of_message(data: bytes, what: str) -> Position:
-    """The position after a message's last frame. Raises UnreadableError: it is not made of whole frames.
+def end_of_message(data: bytes, instance: InstanceId, what: str) -> Position:
+    """The position after a message's last frame. Raises UnreadableError: it is not made of whole frames, or not of this instance's.
 
     Args:
         what: the message, for the error.
@@ -404,7 +404,11 @@ def end_of_message(data: bytes, what: str) -> Position:
             begin, header = at, decode_header(data, at)
             at += header.frame_bytes
             if at == len(data):
-                decode_frame(data, begin)  # a header alone may say any epoch, and would be believed
+                frame, _ = decode_frame(data, begin)  # a header alone may say any epoch, and would be believed
+                if frame.instance != instance:
+                    raise UnreadableError(
+                        f"{what} has a frame of instance {frame.instance}; another program writes there"
+                    )
                 return Position(header.epoch, header.next_offset)
             if at > len(data):
                 raise UnreadableError(

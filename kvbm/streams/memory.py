@@ -141,7 +141,7 @@ class MemoryStream:
         message = self._last_of.get(events_subject(cluster, instance))
         if message is None:
             return None
-        end = end_of_message(message.data, f"message {message.sequence} of {message.subject}")
+        end = end_of_message(message.data, instance, f"message {message.sequence} of {message.subject}")
         return Tail(end, self._safe[message.sequence])
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:

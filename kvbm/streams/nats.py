@@ -554,7 +554,7 @@ class NatsStream:
         last = await self._last(STREAM, subject, timeout_s)
         if last is None:
             return None
-        end = end_of_message(last.data, f"message {last.sequence} of {subject}")
+        end = end_of_message(last.data, instance, f"message {last.sequence} of {subject}")
         return Tail(end, _position_in(last.headers.get(SAFE_HEADER)) or end)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:

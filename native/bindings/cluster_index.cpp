@@ -227,6 +227,22 @@ class PythonIndex {
     index_.unclaim(pool, namespace_id(id), packed(hashes, "hashes"));
   }
 
+  nb::tuple claims(std::uint64_t first, std::size_t pages) {
+    ClaimPart part;
+    {
+      const nb::gil_scoped_release released;
+      part = index_.claims(first, pages);
+    }
+    nb::list runs;
+    for (const PoolClaims& run : part.runs) {
+      const std::string pool = index_.pool_name(run.pool);
+      runs.append(nb::make_tuple(nb::str(pool.data(), pool.size()), nb::bytes(run.id.data(), run.id.size()),
+                                 nb::bytes(run.hashes.data(), run.hashes.size())));
+    }
+    const bool is_end = part.next == BlockTable::kRankEnd;
+    return nb::make_tuple(is_end ? nb::object(nb::none()) : nb::object(nb::int_(part.next)), runs);
+  }
+
   bool sweep(std::size_t pages) {
     const nb::gil_scoped_release released;
     return index_.sweep(pages);
@@ -505,6 +521,7 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
             translated(errors, [&] { self.unclaim(pool, id, hashes); });
           },
           nb::arg("pool"), nb::arg("namespace"), nb::arg("hashes"))
+      .def("claims", &Self::claims, nb::arg("first") = 0, nb::arg("pages") = 64)
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })
       .def(

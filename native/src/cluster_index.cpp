@@ -4,6 +4,7 @@
 #include <bit>
 #include <bitset>
 #include <cstring>
+#include <map>
 #include <utility>
 
 namespace kvbm {
@@ -778,6 +779,39 @@ void ClusterIndex::claim(std::string_view pool, const NamespaceId& id, Bytes has
 
 void ClusterIndex::unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes) {
   claim_all(pool, id, hashes, Work::kUnclaim);
+}
+
+ClaimPart ClusterIndex::claims(std::uint64_t first, std::size_t pages) const {
+  ClaimPart part;
+  part.next = std::min(first, BlockTable::kRankEnd);
+  std::map<std::uint32_t, std::size_t> runs;  // pair of a pool → its run
+  for (; pages > 0 && part.next != BlockTable::kRankEnd; --pages) {
+    const std::lock_guard turn(writer_);  // only writers change what is read here; let go after every stretch
+    part.next = table_.visit_ranks(part.next, [&](BlockKey key, std::uint64_t, const HolderValue& value) {
+      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::pair_of(value) >= pairs_.size()) {
+        return;  // damaged: an audit takes it out
+      }
+      std::uint32_t before = kNone;
+      for (const Seat seat : sets_.seats(value)) {
+        const auto number = static_cast<std::uint32_t>(kvbm::pair_of(seat));
+        const Pair& pair = pairs_[number];
+        if (pair.is_pool == 0 || number == before) {
+          continue;  // a block claimed in two tiers is one claim: seats are sorted
+        }
+        before = number;
+        const Namespace& space = spaces_[pair.space];
+        const auto [run, is_new] = runs.try_emplace(number, part.runs.size());
+        if (is_new) {
+          part.runs.push_back({pair.holder, space.id, {}});
+        }
+        const std::array<std::uint64_t, 2> hash{key.low ^ space.salt.low, key.high ^ space.salt.high};
+        const auto* const bytes = reinterpret_cast<const std::uint8_t*>(hash.data());
+        std::vector<std::uint8_t>& hashes = part.runs[run->second].hashes;
+        hashes.insert(hashes.end(), bytes, bytes + kHashBytes);
+      }
+    });
+  }
+  return part;
 }
 
 // -- sweeping ----------------------------------------------------------------------------------------------------------

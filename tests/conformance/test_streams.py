@@ -36,7 +36,7 @@ from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
 Told = TypeVar("Told")
 Work = Callable[[EventStream], Awaitable[None]]
 Run = Callable[[Work], None]
-ONE = InstanceId("one")
+ONE = InstanceId("i")  # whose frames `make_frame` makes
 TWO = InstanceId("two")
 WAIT_S = 5.0
 
@@ -189,6 +189,11 @@ def test_what_is_not_made_of_frames_has_no_position(run: Run, cluster: str) -> N
             await stream.tail(cluster, ONE)
         await stream.publish(cluster, ONE, make_frame(0).data[:-1])
         with pytest.raises(UnreadableError, match="1 bytes before its last frame"):
+            await stream.tail(cluster, ONE)
+        await stream.publish(
+            cluster, ONE, make_frame(0, epoch=7, instance="two").data
+        )  # its epoch would be believed to be ours
+        with pytest.raises(UnreadableError, match="a frame of instance two; another program writes there"):
             await stream.tail(cluster, ONE)
 
     run(work)

@@ -48,7 +48,7 @@ from kvbm.streams.server import EmbeddedServer, answers, shared_server
 from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
-ONE = InstanceId("one")
+ONE = InstanceId("i")  # whose frames `make_frame` makes
 WAIT_S = 20.0
 
 
@@ -322,7 +322,7 @@ def test_a_forbidden_subject_is_an_error_and_others_still_work() -> None:
     settings = """
     authorization { users: [
       { user: "one", password: "x", permissions: {
-          publish: ["kvbm.v1.events.c.one", "$JS.API.>"], subscribe: "_INBOX.>" } } ] }
+          publish: ["kvbm.v1.events.c.i", "$JS.API.>"], subscribe: "_INBOX.>" } } ] }
     """
     with nats_server(settings) as server:
         url = server.url.replace("://", "://one:x@")
@@ -1144,7 +1144,7 @@ OLD_SETTINGS = """
 authorization { users: [
   { user: "all", password: "x", permissions: { publish: ">", subscribe: ">" } },
   { user: "one", password: "x", permissions: {
-      publish: { allow: ["kvbm.v1.*.c.one", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
+      publish: { allow: ["kvbm.v1.*.c.i", "$JS.API.>"], deny: ["$JS.API.STREAM.UPDATE.>"] }, subscribe: "_INBOX.>" } } ] }
 """
 
 
@@ -1163,7 +1163,7 @@ def test_a_stream_of_an_older_kvbm_gets_what_it_lacks_and_keeps_its_limits() -> 
                 name="KVBM_PULSE", subjects=["kvbm.v1.pulse.>"], max_msgs_per_subject=1, storage="memory"
             )
             data = make_frame(0, 3).data
-            await client.jetstream().publish("kvbm.v1.events.c.one", data)
+            await client.jetstream().publish("kvbm.v1.events.c.i", data)
             with pytest.raises(StreamError, match=r"older kvbm and lacks kvbm\.v1\.fence\.>.*permissions violation"):
                 await NatsStream.connect(limited, WAIT_S)
             stream = await NatsStream.connect(whole, WAIT_S)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.catalog.index import Holder, Prefixes
+from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError
@@ -47,6 +47,16 @@ PODS = (PoolStated(Tier.HBM, 4, 1), PoolStated(Tier.NVME, 4, 1, Reach.POD), Pool
 DECLARED = [POOLS, POOLS[:3], POOLS[:1], (), SHARED, TWICE, TWICE[::-1], PODS, PODS[1:]]
 POOL_NAMES = [POOLS[-1].name, "shared", "object", "nobody's"]
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def claims_of(index: ClusterIndex) -> list[tuple[str, NamespaceId, SequenceHash]]:
+    """Every claim, page by page."""
+    found: list[tuple[str, NamespaceId, SequenceHash]] = []
+    first: int | None = 0
+    while first is not None:
+        first, runs = index.claims(first, 1)
+        found += [(pool, space, block) for pool, space, hashes in runs for block in split_hashes(hashes)]
+    return sorted(found)
 
 
 class Twins:
@@ -124,6 +134,7 @@ class Twins:
             left_out = self.native.withheld_holders(*key)
             assert len(left_out) == len(set(left_out))
             assert set(left_out) == set(self.model.withheld_holders(*key))
+        assert claims_of(self.native) == claims_of(self.model)
         for space, hashes, best in queries:
             self.both("deepest_held", space, hashes)
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)

@@ -572,7 +572,7 @@ class World:
                     self._line_s = self.now_s
                 self.later(self.random.uniform(0.0, 0.2), lambda: self.answer_connect(attempt))
             case Publish():
-                assert end_of_message(effect.data, "") == effect.through
+                assert end_of_message(effect.data, InstanceId("i"), "") == effect.through
                 self.send(effect.attempt, lambda: self.store(effect))
             case SetFence():
                 self.send(effect.attempt, lambda: self.move_fence(effect))
@@ -595,7 +595,11 @@ class World:
             self.step(Disconnected("nobody there"))
             return
         data, safe = self.stored[-1] if self.stored else (b"", ORIGIN)
-        self.step(Connected(attempt, self.fence, Tail(end_of_message(data, ""), safe) if data else None, ROOM))
+        self.step(
+            Connected(
+                attempt, self.fence, Tail(end_of_message(data, InstanceId("i"), ""), safe) if data else None, ROOM
+            )
+        )
 
     def send(self, attempt: int, store: Callable[[], Input]) -> None:
         """One connection's messages are stored in order; an earlier connection's may come late."""

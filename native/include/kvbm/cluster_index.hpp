@@ -124,6 +124,19 @@ struct AuditPart {
   std::vector<std::uint32_t> differing{};  // numbers of the instances whose digest is not the table's
 };
 
+// Claims of one pool in a stretch of the table.
+struct PoolClaims {
+  std::uint32_t pool;                // its number
+  NamespaceId id;                    // of the blocks
+  std::vector<std::uint8_t> hashes;  // packed
+};
+
+// A stretch of the claims, and where the next one begins.
+struct ClaimPart {
+  std::uint64_t next = 0;  // BlockTable::kRankEnd when there is none
+  std::vector<PoolClaims> runs{};
+};
+
 // Bytes by what they are for.
 struct IndexMemory {
   std::uint64_t table;  // buckets of blocks
@@ -169,6 +182,9 @@ class ClusterIndex {
   void drop(std::uint32_t instance);
   void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
   void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
+
+  // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
+  ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
   // Takes out what dead seats have left, up to this many pages of the table. Whether there is more to do.
   bool sweep(std::size_t pages);

@@ -422,6 +422,7 @@ class Cluster:
     def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(
             nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
+            claims_every_s=15.0,
             checkpoints=str(machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
             checkpoint_every_s=self.checkpoint_every_s,
             archive=str(machine.disk.folder / "archive") if self.has_archive else "",

@@ -196,7 +196,6 @@ class Server:
         self.fenced_off = 0
         self.generation = 0
         self.hidden = False  # messages that had been stored were ever lost from the middle
-        self.cut = False  # messages that had been acknowledged were ever lost from the end
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -262,7 +261,6 @@ class Server:
         if lose_tail and self.last_sequence > self.synced:
             end = self.world.rng.randint(self.synced, self.last_sequence)
             self._replace([stored for stored in self.messages if stored.sequence <= end])
-            self.cut = self.cut or end < self.last_sequence
             self.last_sequence = end
         self.pulses.clear()
         self._consumers.clear()
@@ -448,7 +446,7 @@ class SimStream:
         stored: Stored | None = await self._ask(timeout_s, lambda: self._server.last.get(subject))
         if stored is None:
             return None
-        return Tail(end_of_message(stored.data, "the last message"), stored.safe)
+        return Tail(end_of_message(stored.data, instance, "the last message"), stored.safe)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
         subject = instance_subject(FENCE_PREFIX, cluster, instance)
