@@ -61,7 +61,7 @@ class BlockIo:
     ) -> np.ndarray: ...
     def close(self, timeout_s: float) -> bool: ...
     def withhold(self, slot: int) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
-    def counts(self) -> dict[str, int]: ...  # blocks and bytes read and written, corrupt, failed, bounced
+    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced
 
 class Residencies:
     strict: bool
