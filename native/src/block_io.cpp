@@ -67,7 +67,7 @@ BlockIo::BlockIo(BlockIoOptions options) : shared_(std::make_shared<BlockIoShare
     for (const int file : given.files) {
       std::unique_ptr<IoRing> ring;
       if (given.kind != IoKind::kThreads && refusal_ == 0) {
-        ring = IoRing::open(given.depth + 1, refusal_);  // one more: what wakes it
+        ring = IoRing::open(file, given.depth + 1, refusal_);  // one more: what wakes it
         if (!ring && given.kind == IoKind::kIoUring) {
           throw std::system_error(refusal_, std::generic_category(), "io_uring_setup");
         }

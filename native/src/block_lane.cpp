@@ -82,7 +82,6 @@ Lane::Lane(std::shared_ptr<BlockIoShared> shared, int file, std::unique_ptr<IoRi
       munmap(room_, room_bytes_);
       throw std::system_error(error, std::generic_category(), "eventfd");
     }
-    ring_->set_file(file_);
   }
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbm._native import checksums
+from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
@@ -43,7 +43,7 @@ SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "hbm-cpu": lambda folder: _hbm("cpu"),
     "hbm-cuda": lambda folder: _hbm("cuda"),
     "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES),
-    "nvme": lambda folder: NvmePool(folder / "pool", SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums),
+    "nvme": lambda folder: NvmePool((folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo),
 }
 
 
