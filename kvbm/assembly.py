@@ -24,7 +24,7 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
-from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
+from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
 from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -36,6 +36,7 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
+from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
@@ -148,7 +149,10 @@ def open_manager(
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
-            samples=samples, has_stream=bool(url), run=run,
+            samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
+            staging=Staging(
+                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads
+            ), budgets=_budgets(settings),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -398,3 +402,8 @@ def _offloader(settings: Settings, pools: Pools) -> Offloader:
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
     return Offloader(policies, settings.offload.queue_blocks)
+
+
+def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
+    bytes_s = settings.pools.nvme.write_budget_bytes_s
+    return {Tier.NVME: WriteBudget(bytes_s)} if bytes_s else {}
