@@ -78,6 +78,7 @@ class Workers(Executor):
                 self._idle -= 1
                 if not self._queue or self._room < 0:
                     self._room += 1
+                    self._changed.notify()  # who was woken for work and goes passes it on
                     return
                 future, call = self._queue.popleft()
             if not future.set_running_or_notify_cancel():
