@@ -63,4 +63,5 @@ NB_MODULE(_native, module) {
   bind_columns(module, errors);
   bind_ledger(module, errors);
   bind_row_copy(module, errors);
+  bind_arena(module);
 }
