@@ -27,7 +27,17 @@ from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.memory import MemoryObjectPool
 from tests.integration.test_manager import Wrapped
-from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, KnowsAll, hashes_of, make_manager, rows_of, serve
+from tests.managers import (
+    BLOCK_BYTES,
+    NAMESPACE,
+    NATIVE,
+    KnowsAll,
+    check_bytes,
+    hashes_of,
+    make_manager,
+    rows_of,
+    serve,
+)
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
@@ -204,7 +214,11 @@ def test_what_arrives_after_its_deadline_never_lands_in_a_slot_that_is_used_agai
         def engine(number: int) -> None:
             chance = random.Random(seed * 100 + number)
             for _ in range(150):
-                serve(manager, chance.randrange(8), chance.randint(1, 6))  # checks every byte before and after
+                prompt, depth = chance.randrange(8), chance.randint(1, 6)
+                served = serve(manager, prompt, depth, keep=True)  # checks every byte
+                time.sleep(chance.choice((0.0, 0.003)))
+                check_bytes(manager, hashes_of(prompt, depth), served.slots)
+                manager.unpin(served.slots)
                 if chance.random() < 0.2:
                     manager.evict(chance.choice((Tier.HBM, Tier.HOST)), hashes_of(chance.randrange(8), 6))
 
