@@ -87,19 +87,7 @@ class HbmPool:
             staging = torch.empty((staged_blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
             self._lanes.put(_Lane(staging, torch.cuda.Stream()))  # type: ignore[no-untyped-call]
 
-    @property
-    def memory(self):
-        return self.tensor.numpy()
-
-    def checksums(self, slots):
-        return self._checksum_rows(np.ascontiguousarray(self.memory[list(slots)]))
-
-    def seal(self, slots, proof):
-        pass
-
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at=None) -> None:
-        if at is not None:
-            rows = np.ascontiguousarray(rows[list(at)])
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
         """Put rows into slots. Raises PoolError: closed, or the device failed; the slots then hold nothing."""
         indexes = check_slots("HBM", slots, check_proof("HBM", rows, proof, self.block_bytes), self.slots)
         if self._closed:
@@ -112,12 +100,7 @@ class HbmPool:
         except RuntimeError as error:  # what torch raises for every failure of the device
             raise PoolError(f"HBM pool: {len(indexes)} blocks were not written, the device failed: {error}") from error
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at=None) -> ReadResult:
-        if at is not None:
-            other = np.empty((len(slots), self.block_bytes), np.uint8)
-            r = self.read(slots, namespace, hashes, other)
-            rows[list(at)] = other
-            return r
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
         """Fill rows from slots and compute their checksums."""
         count = check_rows("HBM", rows, hashes, self.block_bytes)
         indexes = check_slots("HBM", slots, count, self.slots)

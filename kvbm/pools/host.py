@@ -46,19 +46,7 @@ class HostPool:
         self._checksums = np.zeros(slots, dtype=np.uint32)
         self.pinned = _register(self.rows)
 
-    @property
-    def memory(self):
-        return self.rows
-
-    def checksums(self, slots):
-        return self._checksums[list(slots)]
-
-    def seal(self, slots, proof):
-        self._checksums[list(slots)] = proof.checksums
-
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at=None) -> None:
-        if at is not None:
-            rows = np.ascontiguousarray(rows[list(at)])
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
         """Put rows into slots, their checksums beside them. Raises PoolError: the pool is closed."""
         indexes = check_slots("HOST", slots, check_proof("HOST", rows, proof, self.block_bytes), self.slots)
         if self._closed:
@@ -66,12 +54,7 @@ class HostPool:
         self.rows[indexes] = rows
         self._checksums[indexes] = proof.checksums
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at=None) -> ReadResult:
-        if at is not None:
-            other = np.empty((len(slots), self.block_bytes), np.uint8)
-            r = self.read(slots, namespace, hashes, other)
-            rows[list(at)] = other
-            return r
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
         """Fill rows from slots, unverified, with the checksums they were written with."""
         count = check_rows("HOST", rows, hashes, self.block_bytes)
         indexes = check_slots("HOST", slots, count, self.slots)

@@ -149,19 +149,7 @@ class NvmePool:
         """Bytes the file takes: its header and every slot."""
         return PAGE_BYTES + self.slots * self._stride
 
-    @property
-    def memory(self):
-        return None
-
-    def checksums(self, slots):
-        return self._checksum_rows(np.ascontiguousarray(self.memory[list(slots)]))
-
-    def seal(self, slots, proof):
-        pass
-
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at=None) -> None:
-        if at is not None:
-            rows = np.ascontiguousarray(rows[list(at)])
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
         """Put blocks into slots. Raises PoolError: closed, or the device refused; the slots then prove nothing."""
         count = check_proof("NVME", rows, proof, self.block_bytes)
         indexes = check_slots("NVME", slots, count, self.slots)
@@ -186,12 +174,7 @@ class NvmePool:
                         " check its room and health"
                     )
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at=None) -> ReadResult:
-        if at is not None:
-            other = np.empty((len(slots), self.block_bytes), np.uint8)
-            r = self.read(slots, namespace, hashes, other)
-            rows[list(at)] = other
-            return r
+    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
         """Fill rows from slots and hold each to its header, its hash and its checksum."""
         count = check_rows("NVME", rows, hashes, self.block_bytes)
         indexes = check_slots("NVME", slots, count, self.slots)
