@@ -179,13 +179,17 @@ class HbmPool:
     def checksums(self, slots: Sequence[int]) -> np.ndarray:
         """CRC-32C of what slots hold now. Raises PoolError: closed, or on a GPU, where a read gives them."""
         indexes = check_slots("HBM", slots, len(slots), self.slots)
-        if self._closed or self._device_copies is not None:
-            raise PoolError("HBM pool: it is closed or on a GPU; its checksums come with a read")
+        if self._closed:
+            raise PoolError(f"HBM pool: it is closed; {len(indexes)} checksums cannot be had")
+        if self._device_copies is not None:
+            raise PoolError("HBM pool: it is on a GPU; the checksums of its blocks come with a read")
         return self._copies.checksums(_column(indexes))
 
     def seal(self, slots: Sequence[int], proof: Proof) -> None:
-        """Nothing is kept: the engine vouches for what its slots hold."""
+        """Nothing is kept: the engine vouches for what its slots hold. Raises PoolError: closed."""
         check_slots("HBM", slots, len(proof.checksums), self.slots)
+        if self._closed:
+            raise PoolError(f"HBM pool: it is closed; {len(slots)} blocks were not sealed")
 
     def close(self) -> None:
         """Give the memory back once the engine's views of it are gone. Idempotent; no call may be under way."""

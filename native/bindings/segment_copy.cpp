@@ -5,6 +5,7 @@
 
 #include <optional>
 
+#include "kvbm/row_copy.hpp"
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -14,6 +15,13 @@ using Indexes = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::d
 using Rows = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ConstRows = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Sums = nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>;
+
+// A table with the threads that copy through it.
+struct Copies {
+  SegmentTable table;  // the segments
+  nb::object owner;    // keeps the copier
+  RowCopier& copier;   // owner's
+};
 
 std::span<const std::int64_t> span_of(const Indexes& indexes) noexcept { return {indexes.data(), indexes.shape(0)}; }
 
@@ -55,11 +63,11 @@ Sums sums_of(std::unique_ptr<std::uint32_t[]> values, std::size_t count) {
 }  // namespace
 
 void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<SegmentTable>(module, "SegmentTable", "Blocks that lie in pieces ↔ contiguous rows; twin of ReferenceCopies.")
+  nb::class_<Copies>(module, "SegmentTable", "Blocks that lie in pieces ↔ contiguous rows; twin of ReferenceCopies.")
       .def(
           "__init__",
-          [errors](SegmentTable* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes,
-                   std::uint64_t slots, unsigned threads) {
+          [errors](Copies* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes,
+                   std::uint64_t slots, nb::object copier) {
             translated(errors, [&] {
               const std::size_t count = addresses.shape(0);
               if (strides.shape(0) != count || sizes.shape(0) != count) {
@@ -71,20 +79,21 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
                                     static_cast<std::uint64_t>(strides.data()[index]),
                                     static_cast<std::uint64_t>(sizes.data()[index])});
               }
-              new (self) SegmentTable(std::move(segments), slots, threads);
+              auto& threads = nb::cast<RowCopier&>(copier);
+              new (self) Copies{SegmentTable(std::move(segments), slots), std::move(copier), threads};
             });
           },
           nb::arg("addresses").noconvert(), nb::arg("strides").noconvert(), nb::arg("sizes").noconvert(),
-          nb::arg("slots"), nb::arg("threads") = 1)
+          nb::arg("slots"), nb::arg("copier"))
       .def(
           "gather",
-          [errors](const SegmentTable& self, const Indexes& slots, const Rows& rows, const std::optional<Indexes>& at) {
+          [errors](const Copies& self, const Indexes& slots, const Rows& rows, const std::optional<Indexes>& at) {
             return translated(errors, [&] {
-              const auto named = checked(self, slots, rows.shape(0), rows.shape(1), at);
+              const auto named = checked(self.table, slots, rows.shape(0), rows.shape(1), at);
               auto sums = std::make_unique<std::uint32_t[]>(slots.shape(0));
               {
                 const nb::gil_scoped_release released;
-                self.gather(span_of(slots), rows.data(), named, sums.get());
+                self.table.gather(self.copier, span_of(slots), rows.data(), named, sums.get());
               }
               return sums_of(std::move(sums), slots.shape(0));
             });
@@ -92,24 +101,24 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
           nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert() = nb::none())
       .def(
           "scatter",
-          [errors](const SegmentTable& self, const Indexes& slots, const ConstRows& rows,
+          [errors](const Copies& self, const Indexes& slots, const ConstRows& rows,
                    const std::optional<Indexes>& at) {
             translated(errors, [&] {
-              const auto named = checked(self, slots, rows.shape(0), rows.shape(1), at);
+              const auto named = checked(self.table, slots, rows.shape(0), rows.shape(1), at);
               const nb::gil_scoped_release released;
-              self.scatter(span_of(slots), rows.data(), named);
+              self.table.scatter(self.copier, span_of(slots), rows.data(), named);
             });
           },
           nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").none().noconvert() = nb::none())
       .def(
           "checksums",
-          [errors](const SegmentTable& self, const Indexes& slots) {
+          [errors](const Copies& self, const Indexes& slots) {
             return translated(errors, [&] {
-              check_below(span_of(slots), self.slots(), "slot");
+              check_below(span_of(slots), self.table.slots(), "slot");
               auto sums = std::make_unique<std::uint32_t[]>(slots.shape(0));
               {
                 const nb::gil_scoped_release released;
-                self.checksums(span_of(slots), sums.get());
+                self.table.checksums(self.copier, span_of(slots), sums.get());
               }
               return sums_of(std::move(sums), slots.shape(0));
             });
