@@ -278,7 +278,9 @@ def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool
     assert (rows == run.rows).all()
 
 
-def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(pool: SlotPool, memory: np.ndarray) -> None:
+def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(
+    pool: SlotPool, memory: np.ndarray
+) -> None:
     run, slots = random_run(6, BLOCK_BYTES), [3, 60, 5, 22, 41, 0]
     with closing(MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums)) as elsewhere:
         elsewhere.write(range(6), run.rows, run.proof)
