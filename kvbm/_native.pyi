@@ -75,8 +75,6 @@ class Arena:
     @property
     def memory(self) -> np.ndarray: ...
 
-def current_numa_node() -> int: ...
-
 class Residencies:
     strict: bool
 
