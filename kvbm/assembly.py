@@ -43,6 +43,7 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
+from kvbm.pools.paged import NewSegmentCopies
 from kvbm.pools.rows import NewArena
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
@@ -63,6 +64,13 @@ NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
+
+
+def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
+    """Copies of blocks that lie in pieces, on the threads of a copier."""
+    return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
+
+
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
@@ -356,6 +364,7 @@ def _open_pools(
     slots: dict[Tier, SlotPool] = {}
     wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
+    copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
 
     def keep(pool: SlotPool) -> None:
         slots[pool.tier] = pool
@@ -367,13 +376,14 @@ def _open_pools(
     if wanted.hbm.device == "memory":
         keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device))
+        native = segment_copies(copier) if _kernels(settings) is NATIVE else None
+        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device, native))
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
         if in_memory:
             keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
         else:
             host = HostPool(
-                count, block_bytes, NATIVE_ARENA, RowCopier(wanted.host.copy_threads),
+                count, block_bytes, NATIVE_ARENA, copier,
                 huge_pages=wanted.host.huge_pages, numa_node=wanted.host.numa_node,
             )  # fmt: skip
             if host.notice:
