@@ -417,7 +417,7 @@ class Cluster:
             pools=PoolsSettings(
                 hbm=HbmSettings(slots=rng.randint(18, 40), device="memory"),
                 host=HostSettings(slots=rng.choice((0, 8, 24))),
-                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24))),
+                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24)), direct="off"),  # tmpfs
                 eviction=rng.choice(("lru", "s3fifo")),
             ),
             onboard=OnboardSettings(wait_s=rng.choice((0.01, 0.05, 1.0)), threads=2),
