@@ -64,6 +64,7 @@ NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
+OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
 
 
@@ -72,7 +73,6 @@ def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
     return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
 
 
-OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`

@@ -213,7 +213,7 @@ class Life:
                     manager.evict(Tier(rng.choice((Tier.HBM, Tier.HOST, Tier.NVME))), hashes)
                 elif dice < 0.035:
                     manager.restate()
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - told to the parent, then gone
             self._fail()
 
     def _check(self, manager: Manager, hashes: bytes, slots: Sequence[int]) -> None:
@@ -258,7 +258,7 @@ class Begun:
             life = Life(folder, load, seed, write)
             try:
                 life.run()
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - told to the parent, then gone
                 life._fail()
             os._exit(0)
         os.close(write)
