@@ -28,6 +28,90 @@ def random_lines_ns(bytes: int, lines: int, rounds: int, seed: int) -> list[floa
 def residency_mix(tier: int, block_hash: bytes) -> int: ...
 def scan_frames(data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
 
+class RowCopier:
+    """As `kvbm.pools.rows.RowCopies`, on its own threads. `threads`: that copy one run, its caller among them; 0: as many as help."""
+
+    def __init__(self, threads: int = 0) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    def copy_rows(
+        self,
+        target: np.ndarray,
+        target_at: np.ndarray | None,
+        source: np.ndarray,
+        source_at: np.ndarray | None,
+        checksums: np.ndarray | None = None,
+    ) -> None: ...
+    def checksum_rows(self, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray: ...
+
+class SegmentTable:
+    """As `kvbm.pools.paged.SegmentCopies`, on the threads of a copier."""
+
+    def __init__(
+        self, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, copier: RowCopier
+    ) -> None: ...
+    def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray: ...
+    def scatter(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> None: ...
+    def checksums(self, slots: np.ndarray) -> np.ndarray: ...
+
+class Arena:
+    """As `kvbm.pools.rows.Arena`."""
+
+    def __init__(
+        self,
+        name: str,
+        bytes: int,
+        huge_pages: bool = False,
+        advise: bool = True,
+        numa_node: int = -1,
+        threads: int = 1,
+    ) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def memory(self) -> np.ndarray: ...
+
+class BlockIo:
+    """`kvbm.pools.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
+
+    def __init__(
+        self,
+        fds: Sequence[int],
+        slots: int,
+        block_bytes: int,
+        io: str = "auto",
+        direct: bool = False,
+        depth: int = 32,
+        offload_share: float = 0.25,
+        verified: bool = True,
+    ) -> None: ...  # verified: false for a measurement of what checking costs; such reads prove nothing
+    @property
+    def io(self) -> str: ...
+    @property
+    def refusal(self) -> str: ...
+    def read(
+        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def write(
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        epoch: int,
+        checksums: np.ndarray,
+    ) -> np.ndarray: ...
+    def close(self, timeout_s: float) -> bool: ...
+    def withhold(
+        self, slot: int
+    ) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
+    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced, in_flight
+
 class Residencies:
     strict: bool
 

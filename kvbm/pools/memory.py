@@ -12,7 +12,7 @@ from kvbm.core.errors import PoolError, PoolFullError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier, split_hashes
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots, judged
+from kvbm.pools.run import all_failed, check_proof, check_rows, check_sealed, check_size, check_slots, judged
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 
@@ -25,7 +25,7 @@ class MemoryPool:
     then.
 
     Attributes:
-        rows: the slots, (slots, block_bytes) uint8.
+        rows: the slots, (slots, block_bytes) uint8, of any tier.
     """
 
     def __init__(
@@ -44,32 +44,65 @@ class MemoryPool:
         self._checksums = _lazy_rows(slots, 4).view(np.uint32)[:, 0]
         self._closed = False
 
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
-        """Put rows into slots and keep their proof. Raises PoolError: the pool is closed."""
-        indexes = check_slots(self._name, slots, check_proof(self._name, rows, proof, self.block_bytes), self.slots)
-        if self._closed:
-            raise PoolError(f"{self._name} pool: it is closed; {len(indexes)} blocks were not written")
-        self.rows[indexes] = rows
-        self._owners[indexes] = _owners(proof.namespace, proof.hashes)
-        self._checksums[indexes] = proof.checksums
+    @property
+    def memory(self) -> np.ndarray | None:
+        """The slots of a tier that is memory; None for the others, and once closed."""
+        return self.rows if self.tier in (Tier.HBM, Tier.HOST) and not self._closed else None
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
+        """Put rows into slots and keep their proof. Raises PoolError: the pool is closed."""
+        count = check_proof(self._name, rows, proof, self.block_bytes, at)
+        indexes = check_slots(self._name, slots, count, self.slots)
+        self._require_open(f"{count} blocks were not written")
+        self.rows[indexes] = rows if at is None else rows[np.asarray(at, dtype=np.intp)]
+        self._keep(indexes, proof)
+
+    def read(
+        self,
+        slots: Sequence[int],
+        namespace: NamespaceId,
+        hashes: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+    ) -> ReadResult:
         """Fill rows and hold them to their proof."""
-        count = check_rows(self._name, rows, hashes, self.block_bytes)
+        count = check_rows(self._name, rows, hashes, self.block_bytes, at)
         indexes = check_slots(self._name, slots, count, self.slots)
         if self._closed:
             return all_failed(count)
-        np.take(self.rows, indexes, axis=0, out=rows, mode="clip")  # clip needs no second buffer; slots are checked
-        sums = self._checksum_rows(rows)
+        found = self.rows[indexes]  # a copy, so that what is verified is what the caller gets
+        rows[slice(None) if at is None else np.asarray(at, dtype=np.intp)] = found
+        sums = self._checksum_rows(found)
         if self.tier is Tier.HBM:
             return ReadResult([ReadOutcome.GOOD] * count, sums)
         good = (self._owners[indexes] == _owners(namespace, hashes)).all(axis=1) & (self._checksums[indexes] == sums)
         return judged(good, sums)
 
+    def checksums(self, slots: Sequence[int]) -> np.ndarray:
+        """CRC-32C of what slots hold, u32: computed in HBM, elsewhere as it was written. Raises PoolError: the pool is closed."""
+        indexes = check_slots(self._name, slots, len(slots), self.slots)
+        self._require_open(f"the checksums of {len(indexes)} blocks are gone")
+        return self._checksum_rows(self.rows[indexes]) if self.tier is Tier.HBM else self._checksums[indexes]
+
+    def seal(self, slots: Sequence[int], proof: Proof) -> None:
+        """Keep the proofs of blocks that lie in slots already. Raises PoolError: the pool is closed."""
+        count = check_sealed(self._name, proof)
+        indexes = check_slots(self._name, slots, count, self.slots)
+        self._require_open(f"{count} blocks were not sealed")
+        self._keep(indexes, proof)
+
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         self._closed = True
         self.rows = np.empty((0, self.block_bytes), dtype=np.uint8)
+
+    def _keep(self, indexes: np.ndarray, proof: Proof) -> None:
+        self._owners[indexes] = _owners(proof.namespace, proof.hashes)
+        self._checksums[indexes] = proof.checksums
+
+    def _require_open(self, else_what: str) -> None:
+        if self._closed:
+            raise PoolError(f"{self._name} pool: it is closed; {else_what}")
 
 
 class MemoryObjectPool:
@@ -86,36 +119,37 @@ class MemoryObjectPool:
         self._checksum_rows = checksums
         self._lock = threading.Lock()
 
-    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """Keep each block that is not there yet; one of another size under its name stays and is answered False."""
-        count = check_proof(self.name, rows, proof, self.block_bytes)
+        count = check_proof(self.name, rows, proof, self.block_bytes, at)
         held = []
         for index, block_hash in enumerate(split_hashes(proof.hashes)):
-            offered = (rows[index].tobytes(), int(proof.checksums[index]))
+            offered = (rows[index if at is None else at[index]].tobytes(), int(proof.checksums[index]))
             with self._lock:
                 body, _ = self.objects.setdefault((proof.namespace, block_hash), offered)
             held.append(len(body) == self.block_bytes)
         assert len(held) == count
         return held
 
-    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def get(
+        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+    ) -> ReadResult:
         """Fill rows with these blocks, each held to its checksum."""
-        count = check_rows(self.name, rows, hashes, self.block_bytes)
-        outcomes = [ReadOutcome.CORRUPT] * count
-        wanted = np.zeros(count, dtype=np.uint32)
+        count = check_rows(self.name, rows, hashes, self.block_bytes, at)
+        outcomes = [ReadOutcome.MISSING] * count
+        sums = np.zeros(count, dtype=np.uint32)
         for index, block_hash in enumerate(split_hashes(hashes)):
             with self._lock:
                 found = self.objects.get((namespace, block_hash))
             if found is None:
-                outcomes[index] = ReadOutcome.MISSING
-            elif len(found[0]) == self.block_bytes:
-                outcomes[index] = ReadOutcome.GOOD
-                rows[index] = np.frombuffer(found[0], dtype=np.uint8)
-                wanted[index] = found[1]
-        sums = self._checksum_rows(rows)
-        for index in np.flatnonzero(sums != wanted).tolist():
-            if outcomes[index] is ReadOutcome.GOOD:
-                outcomes[index] = ReadOutcome.CORRUPT
+                continue
+            outcomes[index] = ReadOutcome.CORRUPT
+            body, checksum = np.frombuffer(found[0], dtype=np.uint8), found[1]
+            if len(body) == self.block_bytes:
+                sums[index] = self._checksum_rows(body.reshape(1, -1))[0]
+                rows[index if at is None else at[index]] = body
+                if sums[index] == checksum:
+                    outcomes[index] = ReadOutcome.GOOD
         return ReadResult(outcomes, sums)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int, at:
     wanted = len(rows) if at is not None and rows.ndim == 2 else count
     if rows.dtype != np.uint8 or rows.shape != (wanted, block_bytes) or not rows.flags.c_contiguous:
         raise LayoutError(
-            f"{pool} pool: rows must be C-contiguous uint8 of shape ({count}, {block_bytes}) for {count} hashes;"
+            f"{pool} pool: rows must be C-contiguous uint8 of shape ({wanted}, {block_bytes}) for {count} hashes;"
             f" got {rows.dtype} {rows.shape}"
         )
     if at is not None:
@@ -35,7 +35,13 @@ def check_rows(pool: str, rows: np.ndarray, hashes: bytes, block_bytes: int, at:
 
 def check_proof(pool: str, rows: np.ndarray, proof: Proof, block_bytes: int, at: Sequence[int] | None = None) -> int:
     """The number n of blocks in a write. Raises LayoutError: rows, hashes and checksums disagree."""
-    count = check_rows(pool, rows, proof.hashes, block_bytes, at)
+    check_rows(pool, rows, proof.hashes, block_bytes, at)
+    return check_sealed(pool, proof)
+
+
+def check_sealed(pool: str, proof: Proof) -> int:
+    """The number n of blocks in a proof that comes without rows. Raises LayoutError: hashes and checksums disagree."""
+    count = hash_count(proof.hashes)
     if len(proof.checksums) != count:
         raise LayoutError(f"{pool} pool: {count} hashes come with {len(proof.checksums)} checksums")
     return count

@@ -145,6 +145,42 @@ std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t initial) 
   return crc32c_has_hardware() ? crc32c_hardware(data, initial) : crc32c_portable(data, initial);
 }
 
+namespace {
+
+// Product modulo the polynomial, reflected: bit 31 is x**0.
+constexpr std::uint32_t product(std::uint32_t left, std::uint32_t right) {
+  std::uint32_t sum = 0;
+  for (int bit = 31; bit >= 0; --bit) {
+    sum ^= right & (0U - ((left >> bit) & 1U));
+    right = (right >> 1) ^ (kPolynomial & (0U - (right & 1U)));
+  }
+  return sum;
+}
+
+// kCarries[k]: x**(8 * 2**k), which carries a checksum over 2**k bytes.
+constexpr std::array<std::uint32_t, 64> make_carries() {
+  std::array<std::uint32_t, 64> carries{};
+  std::uint32_t value = 0x00800000;  // x**8
+  for (std::uint32_t& carry : carries) {
+    carry = value;
+    value = product(value, value);
+  }
+  return carries;
+}
+
+constexpr std::array<std::uint32_t, 64> kCarries = make_carries();
+
+}  // namespace
+
+std::uint32_t crc32c_carried(std::uint32_t crc, std::size_t bytes) noexcept {
+  for (std::size_t power = 0; bytes != 0; ++power, bytes >>= 1) {
+    if ((bytes & 1) != 0) {
+      crc = product(crc, kCarries[power]);
+    }
+  }
+  return crc;
+}
+
 void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std::uint32_t> out) noexcept {
   for (std::size_t index = 0; index < out.size(); ++index) {
     out[index] = crc32c({rows + index * row_bytes, row_bytes});

@@ -51,6 +51,18 @@ void continues() {
   }
 }
 
+void parts_add_up() {
+  Random random(5);
+  const auto data = random.bytes(70'000);
+  for (int round = 0; round < 500; ++round) {
+    const std::span whole = std::span(data).first(random.below(round % 4 == 0 ? data.size() : 40));
+    const std::size_t cut = random.below(whole.size() + 1);
+    const std::span behind = whole.subspan(cut);
+    CHECK((crc32c_carried(crc32c(whole.first(cut)), behind.size()) ^ crc32c(behind)) == crc32c(whole));
+  }
+  CHECK(crc32c_carried(0x12345678, 0) == 0x12345678);
+}
+
 void rows_are_apart() {
   Random random(3);
   const auto data = random.bytes(8 * 1'000);
@@ -83,6 +95,7 @@ int main() {
   return tests::run({{"checksums are those of RFC 3720", rfc_3720_vectors},
                      {"the hardware's checksum is the portable one", variants_agree},
                      {"a checksum continues over a cut", continues},
+                     {"checksums of parts add up to that of the whole", parts_add_up},
                      {"each row has its own checksum", rows_are_apart},
                      {"threads may compute at once", threads_share_it}});
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvbm._native import checksums
+from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
@@ -25,7 +26,8 @@ from tests.servers import S3_CREDENTIALS, s3_server
 SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
 OTHER_NAMESPACE = Namespace(model="tiny", block_tokens=16, tenant="somebody else")
-VERIFYING = {"memory", "nvme"}
+VERIFYING = {"memory", "memory-host", "nvme"}
+KEEPING = {"memory-host", "host"}  # pools with `memory` whose checksums are those that were kept, not computed
 
 
 def _hbm(device: str) -> HbmPool:
@@ -42,8 +44,9 @@ SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "memory-hbm": lambda folder: MemoryPool(Tier.HBM, SLOTS, BLOCK_BYTES, checksums),
     "hbm-cpu": lambda folder: _hbm("cpu"),
     "hbm-cuda": lambda folder: _hbm("cuda"),
-    "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES),
-    "nvme": lambda folder: NvmePool(folder / "pool", SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums),
+    "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES, Arena, RowCopier(2)),
+    "memory-host": lambda folder: MemoryPool(Tier.HOST, SLOTS, BLOCK_BYTES, checksums),
+    "nvme": lambda folder: NvmePool((folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo),
 }
 
 
@@ -59,6 +62,14 @@ def verifying_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S
     made = SLOT_POOLS[request.param](tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def memory(pool: SlotPool) -> np.ndarray:
+    """The slots of a pool that others may fill and empty in place."""
+    if pool.memory is None:
+        pytest.skip("its bytes are reached by read and write only")
+    return pool.memory
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +98,12 @@ def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
     )
     yield made
     made.close()
+
+
+def _scattered() -> list[int]:
+    """A row of a buffer for each slot, none twice, in no order."""
+    rows: list[int] = np.random.default_rng(3).permutation(3 * SLOTS)[:SLOTS].tolist()
+    return rows
 
 
 # -- slot pools -------------------------------------------------------------------------------------------------------
@@ -176,6 +193,139 @@ def test_a_contradictory_call_is_refused_before_a_byte_moves(pool: SlotPool) -> 
     assert (rows == run.rows).all()
 
 
+def test_rows_elsewhere_in_a_buffer_are_written(pool: SlotPool) -> None:
+    run, at = random_run(SLOTS, BLOCK_BYTES), _scattered()
+    buffer = np.full((3 * SLOTS, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    buffer[at] = run.rows
+    slots = np.random.default_rng(4).permutation(SLOTS).tolist()
+    pool.write(slots, buffer, run.proof, at)
+    rows = run.room()
+    assert pool.read(slots, run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * SLOTS
+    assert (rows == run.rows).all()
+
+
+def test_rows_elsewhere_in_a_buffer_are_filled_and_no_others(pool: SlotPool) -> None:
+    run, at = random_run(SLOTS, BLOCK_BYTES), _scattered()
+    slots = np.random.default_rng(5).permutation(SLOTS).tolist()
+    pool.write(slots, run.rows, run.proof)
+    buffer = np.full((3 * SLOTS, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    result = pool.read(slots, run.namespace, run.hashes, buffer, at)
+    assert result.outcomes == [ReadOutcome.GOOD] * SLOTS
+    assert (result.checksums == run.proof.checksums).all()
+    assert (buffer[at] == run.rows).all()
+    assert (np.delete(buffer, at, axis=0) == 0x5A).all()
+
+
+def test_one_row_may_be_written_to_several_slots(pool: SlotPool) -> None:
+    run = random_run(3, BLOCK_BYTES)
+    proof = run.proof._replace(checksums=run.proof.checksums[[1, 1, 1]])
+    pool.write([7, 3, 5], run.rows, proof, [1, 1, 1])
+    rows = run.room()
+    assert pool.read([7, 3, 5], run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 3
+    assert (rows == run.rows[1]).all()
+
+
+def test_an_empty_run_of_a_buffers_rows_is_no_trouble(pool: SlotPool) -> None:
+    run = random_run(0, BLOCK_BYTES)
+    buffer = np.full((4, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    pool.write([], buffer, run.proof, [])
+    assert pool.read([], run.namespace, b"", buffer, []).outcomes == []
+    assert (buffer == 0x5A).all()
+
+
+def test_rows_outside_their_buffer_are_refused_before_a_byte_moves(pool: SlotPool) -> None:
+    run, other = random_run(3, BLOCK_BYTES), random_run(3, BLOCK_BYTES, seed=1)
+    pool.write([0, 1, 2], run.rows, run.proof)
+    for at in ([0, 1, 3], [-1, 0, 1], [0, 1], [0, 1, 2, 2]):
+        with pytest.raises(LayoutError):
+            pool.write([0, 1, 2], other.rows, other.proof, at)
+        rows = run.room()
+        with pytest.raises(LayoutError):
+            pool.read([0, 1, 2], run.namespace, run.hashes, rows, at)
+        assert (rows == 0xA5).all()
+    rows = run.room()
+    assert pool.read([0, 1, 2], run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 3
+    assert (rows == run.rows).all()
+
+
+def test_an_outcome_is_that_of_its_block_wherever_its_row_lies(verifying_pool: SlotPool) -> None:
+    run, other = random_run(3, BLOCK_BYTES), random_run(1, BLOCK_BYTES, seed=9)
+    verifying_pool.write([0, 1, 2], run.rows, run.proof)
+    asked = run.hashes[:16] + other.hashes + run.hashes[32:]
+    buffer = np.full((9, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    result = verifying_pool.read([0, 1, 2], run.namespace, asked, buffer, [8, 0, 4])
+    assert result.outcomes == [ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.GOOD]
+    assert (buffer[[8, 4]] == run.rows[[0, 2]]).all()
+    assert (result.checksums[[0, 2]] == run.proof.checksums[[0, 2]]).all()
+
+
+def test_memory_is_the_slots_themselves(pool: SlotPool, memory: np.ndarray) -> None:
+    assert memory.dtype == np.uint8
+    assert memory.shape == (SLOTS, BLOCK_BYTES)
+    assert memory.flags.c_contiguous
+    run, slots = random_run(5, BLOCK_BYTES), [9, 0, 63, 2, 31]
+    pool.write(slots, run.rows, run.proof)
+    assert (memory[slots] == run.rows).all()
+    assert (pool.checksums(slots) == run.proof.checksums).all()
+
+
+def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool, memory: np.ndarray) -> None:
+    run, slots = random_run(5, BLOCK_BYTES), [9, 0, 63, 2, 31]
+    memory[slots] = run.rows
+    pool.seal(slots, run.proof)
+    assert (pool.checksums(slots) == run.proof.checksums).all()
+    rows = run.room()
+    result = pool.read(slots, run.namespace, run.hashes, rows)
+    assert result.outcomes == [ReadOutcome.GOOD] * 5
+    assert (result.checksums == run.proof.checksums).all()
+    assert (rows == run.rows).all()
+
+
+def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(
+    pool: SlotPool, memory: np.ndarray
+) -> None:
+    run, slots = random_run(6, BLOCK_BYTES), [3, 60, 5, 22, 41, 0]
+    with closing(MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums)) as elsewhere:
+        elsewhere.write(range(6), run.rows, run.proof)
+        result = elsewhere.read(range(6), run.namespace, run.hashes, memory, slots)
+        assert result.outcomes == [ReadOutcome.GOOD] * 6
+        pool.seal(slots, run.proof._replace(checksums=result.checksums))
+        elsewhere.write(range(10, 16), memory, run.proof._replace(checksums=pool.checksums(slots)), slots)
+        rows = run.room()
+        assert elsewhere.read(range(10, 16), run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 6
+        assert (rows == run.rows).all()
+
+
+def test_checksums_and_seals_outside_the_pool_are_refused(pool: SlotPool, memory: np.ndarray) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    with pytest.raises(LayoutError, match=f"0 to {SLOTS - 1}"):
+        pool.checksums([0, SLOTS])
+    with pytest.raises(LayoutError, match=f"0 to {SLOTS - 1}"):
+        pool.seal([-1, 0], run.proof)
+    with pytest.raises(LayoutError, match="2 blocks come with 1 slots"):
+        pool.seal([0], run.proof)
+
+
+@pytest.mark.parametrize("name", sorted(KEEPING))
+def test_a_checksum_is_as_it_was_when_the_block_left_hbm(name: str, tmp_path: Path) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    with closing(SLOT_POOLS[name](tmp_path)) as pool:
+        pool.write([4, 8], run.rows, run.proof)
+        assert pool.memory is not None
+        pool.memory[8, 17] ^= 1  # what becomes of a block here is found where it is read for good
+        assert (pool.checksums([4, 8]) == run.proof.checksums).all()
+
+
+def test_a_closed_pool_has_no_memory_and_seals_nothing(pool: SlotPool, memory: np.ndarray) -> None:
+    run = random_run(2, BLOCK_BYTES)
+    pool.close()
+    assert pool.memory is None
+    with pytest.raises(PoolError, match="closed"):
+        pool.seal([0, 1], run.proof)
+    with pytest.raises(PoolError, match="closed"):
+        pool.checksums([0, 1])
+
+
 def test_a_closed_pool_refuses_writes_and_fails_reads(pool: SlotPool) -> None:
     run = random_run(2, BLOCK_BYTES)
     pool.close()
@@ -230,6 +380,34 @@ def test_what_was_put_can_be_got_in_any_order(object_pool: ObjectPool) -> None:
     assert result.outcomes == [ReadOutcome.GOOD] * 20
     assert (rows == asked.rows).all()
     assert (result.checksums == asked.proof.checksums).all()
+
+
+def test_objects_are_put_from_and_got_into_rows_elsewhere_in_a_buffer(object_pool: ObjectPool) -> None:
+    run, at = random_run(5, BLOCK_BYTES), [11, 2, 7, 0, 5]
+    buffer = np.full((12, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    buffer[at] = run.rows
+    assert object_pool.put(buffer, run.proof, at) == [True] * 5
+    buffer[:] = 0x5A
+    result = object_pool.get(run.namespace, run.hashes, buffer, at[::-1])
+    assert result.outcomes == [ReadOutcome.GOOD] * 5
+    assert (result.checksums == run.proof.checksums).all()
+    assert (buffer[at[::-1]] == run.rows).all()
+    assert (np.delete(buffer, at, axis=0) == 0x5A).all()
+    for outside in ([0, 1, 2, 3, 12], [-1, 0, 1, 2, 3], [0, 1]):
+        with pytest.raises(LayoutError):
+            object_pool.put(buffer, run.proof, outside)
+        with pytest.raises(LayoutError):
+            object_pool.get(run.namespace, run.hashes, buffer, outside)
+
+
+def test_an_outcome_is_that_of_its_object_wherever_its_row_lies(object_pool: ObjectPool) -> None:
+    run, other = random_run(3, BLOCK_BYTES), random_run(1, BLOCK_BYTES, seed=9)
+    broken = run.proof._replace(checksums=run.proof.checksums ^ np.array([0, 1, 0], dtype=np.uint32))
+    object_pool.put(run.rows, broken)
+    buffer = np.full((9, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    outcomes = object_pool.get(run.namespace, run.hashes + other.hashes, buffer, [8, 0, 4, 6]).outcomes
+    assert outcomes == [ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.GOOD, ReadOutcome.MISSING]
+    assert (buffer[[8, 4]] == run.rows[[0, 2]]).all()
 
 
 def test_an_empty_run_of_objects_is_no_trouble(object_pool: ObjectPool) -> None:

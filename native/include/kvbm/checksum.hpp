@@ -14,6 +14,9 @@ std::uint32_t crc32c(std::span<const std::uint8_t> data, std::uint32_t initial =
 // The CRC-32C of each of out.size() rows of row_bytes bytes that lie one after another in `rows`.
 void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std::uint32_t> out) noexcept;
 
+// What a checksum becomes over so many bytes more: crc32c(a and b) == crc32c_carried(crc32c(a), size of b) ^ crc32c(b).
+std::uint32_t crc32c_carried(std::uint32_t crc, std::size_t bytes) noexcept;
+
 // The variants themselves, so that tests can hold each to the others.
 std::uint32_t crc32c_portable(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept;
 bool crc32c_has_hardware() noexcept;
