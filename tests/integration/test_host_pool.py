@@ -260,11 +260,11 @@ class FakeCuda:
     def cudart(self) -> FakeCuda:
         return self
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.registered.append(address)
         return self._answer
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         self.registered.remove(address)
         return 0
 
