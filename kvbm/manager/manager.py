@@ -292,8 +292,8 @@ class Manager:
         come is unpinned as ever, and what has not keeps its slots until the device says that it is over.
         Args:
             hashes: n packed hashes of the prompt's blocks, from its first on.
-            wait_s: the longest this request waits for bytes; None: as the manager was told. 0 begins what is to be brought here
-                and waits for none of it.
+            wait_s: the longest this request waits for bytes; None: as the manager was told. What no thread has begun by then is
+                taken back at once.
         Returns: slots stay pinned until `unpin`.
         Raises: LedgerError: the manager is closed.
         """

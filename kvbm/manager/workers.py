@@ -58,7 +58,8 @@ class Workers(Executor):
             self._is_closed = True
             if cancel_futures:
                 for future, _ in self._queue:
-                    future.cancel()
+                    if future.cancel():
+                        future.set_running_or_notify_cancel()  # else whoever waits for it waits on
                 self._queue.clear()
             self._changed.notify_all()
 

@@ -234,6 +234,27 @@ def test_what_arrives_after_its_deadline_never_lands_in_a_slot_that_is_used_agai
             assert counts.free + counts.held == counts.slots
 
 
+def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun() -> None:
+    gate = Gate(Tier.NVME, "read")
+    with held_in_nvme(gate, wait_s=WAIT_S * 10) as manager:
+        depths: list[int] = []
+        askers = [
+            threading.Thread(target=lambda p=p: depths.append(manager.acquire(NAMESPACE.id, hashes_of(p, 4)).depth))  # type: ignore[misc]
+            for p in range(4)
+        ]
+        for asker in askers:
+            asker.start()
+        wait_until(lambda: manager.stats().copies_in_flight == 4 and len(manager._running) == 2, "two run, two wait")
+        time.sleep(0.05)  # for the last of them to be submitted
+        closer = threading.Thread(target=manager.close, args=(0.2,))
+        closer.start()
+        wait_until(lambda: len(depths) == 2, "those whose copies had not begun wait on")
+        gate.opened.set()
+        for thread in (*askers, closer):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
 def test_a_request_given_up_during_its_offload_leaves_the_slot_to_the_copy() -> None:
     gate = Gate(Tier.NVME, "write")
     gate.close()
