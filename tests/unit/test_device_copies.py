@@ -88,9 +88,7 @@ def half() -> Half:
 
 def opened(device: Device, reaches: bool, lanes: int = 1) -> DeviceCopies:
     made = [Lane(device, (half(), half())) for _ in range(lanes)]
-    return DeviceCopies(
-        device, made, BLOCK_BYTES, copies, lambda rows: rows.ctypes.data if reaches else None, DEADLINE_S, 16
-    )
+    return DeviceCopies(device, made, copies, lambda rows: rows.ctypes.data if reaches else None, DEADLINE_S, 16)
 
 
 def rows_of(count: int, seed: int = 2) -> np.ndarray:
