@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -298,6 +300,18 @@ def test_a_pool_of_layers_has_no_tensor_or_memory_of_its_own() -> None:
     rows = np.zeros((1, pool.block_bytes), dtype=np.uint8)
     with pytest.raises(PoolError, match="closed"):
         pool.write([0], rows, proof_of(rows))
+
+
+def test_the_tensors_live_as_long_as_their_pool_is_open() -> None:
+    layers = _kv_inside("cpu")
+    tensor = weakref.ref(layers[0][0].tensor)
+    pool = HbmPool.of_layers(layers, checksums, native)
+    del layers
+    gc.collect()
+    assert tensor() is not None
+    pool.close()
+    gc.collect()
+    assert tensor() is None
 
 
 def test_segments_that_follow_one_another_are_one() -> None:

@@ -211,3 +211,32 @@ def test_threads_share_the_lanes() -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+class Driver:
+    """CUDA's driver, which has registered one piece of host memory and calls it by another address."""
+
+    def __init__(self, begin: int, size: int, shift: int) -> None:
+        self.begin, self.size, self.shift = begin, size, shift
+
+    def cuPointerGetAttribute(self, room: object, attribute: int, address: object) -> int:
+        if not self.begin <= address.value < self.begin + self.size:
+            return 1  # CUDA_ERROR_INVALID_VALUE
+        room._obj.value = (
+            1 if attribute == 2 else address.value + self.shift
+        )  # CU_MEMORYTYPE_HOST, or the device's address
+        return 0
+
+
+def test_rows_are_reached_only_when_cuda_has_registered_every_byte_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvbm.pools import cuda
+
+    memory = np.zeros((8, BLOCK_BYTES), dtype=np.uint8)
+    address = memory.ctypes.data
+    monkeypatch.setattr(cuda, "_driver", lambda: Driver(address + BLOCK_BYTES, 4 * BLOCK_BYTES, 1 << 20))
+    assert cuda.device_address(memory[1:5]) == address + BLOCK_BYTES + (1 << 20)
+    assert cuda.device_address(memory[:5]) is None
+    assert cuda.device_address(memory[1:6]) is None
+    assert cuda.device_address(memory[1:1]) is None
+    monkeypatch.setattr(cuda, "_driver", lambda: None)  # a machine without the driver
+    assert cuda.device_address(memory[1:5]) is None
