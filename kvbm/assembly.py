@@ -24,7 +24,7 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
-from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
+from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
 from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -36,7 +36,9 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
+from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
+from kvbm.pools.block_io import OpenEngine
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
@@ -62,6 +64,7 @@ NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
+OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
 
 
@@ -93,6 +96,12 @@ def kvbm_version() -> str:
 def instance_folder(settings: Settings) -> Path:
     """Where an instance keeps its journal and its NVME pool."""
     return Path(settings.instance.data_dir) / "instances" / settings.instance.id
+
+
+def nvme_paths(settings: Settings) -> list[Path]:
+    """The stripes of an instance's NVME pool, in their order."""
+    named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
+    return named or [instance_folder(settings) / "nvme.pool"]
 
 
 def journal_folder(settings: Settings) -> Path:
@@ -159,7 +168,10 @@ def open_manager(
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
-            samples=samples, has_stream=bool(url), run=run,
+            samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
+            staging=Staging(
+                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads
+            ), budgets=_budgets(settings),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -386,10 +398,12 @@ def _open_pools(
                 log.warning("pool.opened", tier="HOST", notice=host.notice)
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
-        path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
-        nvme = NvmePool(path, count, block_bytes, shape, instance, checksums)
+        nvme = NvmePool(
+            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
+            direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
+        )  # fmt: skip
         if nvme.notice:
-            log.info("pool.opened", tier="NVME", path=str(path), notice=nvme.notice)
+            log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
         keep(nvme)
     objects = object_pool
     if objects is None and wanted.object.url:
@@ -420,3 +434,8 @@ def _offloader(settings: Settings, pools: Pools) -> Offloader:
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
     return Offloader(policies, settings.offload.queue_blocks)
+
+
+def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
+    bytes_s = settings.pools.nvme.write_budget_bytes_s
+    return {Tier.NVME: WriteBudget(bytes_s)} if bytes_s else {}

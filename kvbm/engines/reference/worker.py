@@ -186,6 +186,9 @@ class Worker:
             "failed_copies": stats.failed_copies,
             "late_copies": stats.late_copies,
             "skipped_offloads": stats.skipped_offloads,
+            "skipped": {why.value: count for why, count in stats.skipped.items()},
+            "late_slots": stats.late_slots,
+            "quarantined_slots": stats.quarantined_slots,
         }
 
     def _finish(self, finished: Finished) -> None:
