@@ -65,8 +65,6 @@ class Arena:
     @property
     def memory(self) -> np.ndarray: ...
 
-def current_numa_node() -> int: ...
-
 class BlockIo:
     """`kvbm.pools.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
 

@@ -42,6 +42,7 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
+from kvbm.pools.rows import NewArena
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
@@ -59,6 +60,8 @@ NATIVE = Kernels(
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
+NATIVE_ARENA: NewArena = _native.Arena
+RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
@@ -362,7 +365,16 @@ def _open_pools(
     else:
         keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device))
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
-        keep(MemoryPool(Tier.HOST, count, block_bytes, checksums) if in_memory else HostPool(count, block_bytes))
+        if in_memory:
+            keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
+        else:
+            host = HostPool(
+                count, block_bytes, NATIVE_ARENA, RowCopier(wanted.host.copy_threads),
+                huge_pages=wanted.host.huge_pages, numa_node=wanted.host.numa_node,
+            )  # fmt: skip
+            if host.notice:
+                log.warning("pool.opened", tier="HOST", notice=host.notice)
+            keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
         nvme = NvmePool(path, count, block_bytes, shape, instance, checksums)

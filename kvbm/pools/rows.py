@@ -82,7 +82,7 @@ class NewArena(Protocol):
             advise: else, ask for transparent huge pages.
             numa_node: node that every page must be of; -1: any.
             threads: that touch the pages.
-        Raises: OSError: the system refuses; nothing was taken. EPERM with `numa_node`: it may not be chosen here.
+        Raises: OSError: the system refuses; nothing was taken.
         """
 
 

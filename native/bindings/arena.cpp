@@ -51,8 +51,6 @@ void bind_arena(nb::module_& module) {
             return Memory(arena.data(), {arena.bytes()}, self);
           },
           "All its bytes; they keep the arena.");
-  module.def("current_numa_node", &current_numa_node,
-             "NUMA node of the core this thread runs on, -1 where the system does not say.");
 }
 
 }  // namespace kvbm::bindings

@@ -21,7 +21,7 @@ using Checksums = nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>;
 // What a call names of an array. Throws Error: kLayout, when a row's bytes are apart or an index is outside.
 template <class Byte, class Array>
 RowsOf<Byte> named(const Array& rows, const Indexes& at, const char* whose) {
-  if (rows.shape(1) > 1 && rows.stride(1) != 1) {
+  if (rows.shape(0) > 0 && rows.shape(1) > 1 && rows.stride(1) != 1) {
     throw Error(ErrorCode::kLayout, std::string(whose) + ": the bytes of a row lie " + std::to_string(rows.stride(1)) +
                                         " apart; they must lie side by side");
   }

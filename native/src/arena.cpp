@@ -135,12 +135,6 @@ void Arena::bind(int numa_node) {
   }
 }
 
-int current_numa_node() noexcept {
-  unsigned core = 0;
-  unsigned node = 0;
-  return syscall(SYS_getcpu, &core, &node, nullptr) == 0 ? static_cast<int>(node) : -1;
-}
-
 #else
 
 void Arena::map(const Wishes& wishes) {
@@ -158,8 +152,6 @@ void Arena::map(const Wishes& wishes) {
 }
 
 void Arena::bind(int) { refuse(ENOTSUP, "mbind"); }
-
-int current_numa_node() noexcept { return -1; }
 
 #endif
 

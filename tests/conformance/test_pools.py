@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbm._native import checksums
+from kvbm._native import Arena, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
@@ -44,7 +44,7 @@ SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "memory-hbm": lambda folder: MemoryPool(Tier.HBM, SLOTS, BLOCK_BYTES, checksums),
     "hbm-cpu": lambda folder: _hbm("cpu"),
     "hbm-cuda": lambda folder: _hbm("cuda"),
-    "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES),
+    "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES, Arena, RowCopier(2)),
     "memory-host": lambda folder: MemoryPool(Tier.HOST, SLOTS, BLOCK_BYTES, checksums),
     "nvme": lambda folder: NvmePool(folder / "pool", SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums),
 }
@@ -102,7 +102,8 @@ def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
 
 def _scattered() -> list[int]:
     """A row of a buffer for each slot, none twice, in no order."""
-    return np.random.default_rng(3).permutation(3 * SLOTS)[:SLOTS].tolist()
+    rows: list[int] = np.random.default_rng(3).permutation(3 * SLOTS)[:SLOTS].tolist()
+    return rows
 
 
 # -- slot pools -------------------------------------------------------------------------------------------------------
@@ -259,7 +260,9 @@ def test_an_outcome_is_that_of_its_block_wherever_its_row_lies(verifying_pool: S
 
 
 def test_memory_is_the_slots_themselves(pool: SlotPool, memory: np.ndarray) -> None:
-    assert (memory.dtype, memory.shape, memory.flags.c_contiguous) == (np.uint8, (SLOTS, BLOCK_BYTES), True)
+    assert memory.dtype == np.uint8
+    assert memory.shape == (SLOTS, BLOCK_BYTES)
+    assert memory.flags.c_contiguous
     run, slots = random_run(5, BLOCK_BYTES), [9, 0, 63, 2, 31]
     pool.write(slots, run.rows, run.proof)
     assert (memory[slots] == run.rows).all()
@@ -278,7 +281,9 @@ def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool
     assert (rows == run.rows).all()
 
 
-def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(pool: SlotPool, memory: np.ndarray) -> None:
+def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(
+    pool: SlotPool, memory: np.ndarray
+) -> None:
     run, slots = random_run(6, BLOCK_BYTES), [3, 60, 5, 22, 41, 0]
     with closing(MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums)) as elsewhere:
         elsewhere.write(range(6), run.rows, run.proof)

@@ -47,7 +47,4 @@ class Arena {
   std::uint8_t* data_ = nullptr;  // the mapping
 };
 
-// NUMA node of the core this thread runs on, -1 where the system does not say.
-int current_numa_node() noexcept;
-
 }  // namespace kvbm
