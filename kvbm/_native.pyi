@@ -97,7 +97,9 @@ class BlockIo:
         checksums: np.ndarray,
     ) -> np.ndarray: ...
     def close(self, timeout_s: float) -> bool: ...
-    def withhold(self, slot: int) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
+    def withhold(
+        self, slot: int
+    ) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
     def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced
 
 class Residencies:
