@@ -44,6 +44,16 @@ class RowCopier:
     ) -> None: ...
     def checksum_rows(self, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray: ...
 
+class SegmentTable:
+    """As `kvbm.pools.paged.SegmentCopies`, on the threads of a copier."""
+
+    def __init__(
+        self, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, copier: RowCopier
+    ) -> None: ...
+    def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray: ...
+    def scatter(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> None: ...
+    def checksums(self, slots: np.ndarray) -> np.ndarray: ...
+
 class Arena:
     """As `kvbm.pools.rows.Arena`."""
 
@@ -100,7 +110,7 @@ class BlockIo:
     def withhold(
         self, slot: int
     ) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
-    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced
+    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced, in_flight
 
 class Residencies:
     strict: bool

@@ -24,7 +24,7 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
-from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy
+from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
 from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -36,6 +36,7 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
+from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.hbm import HbmPool
@@ -43,6 +44,7 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
+from kvbm.pools.paged import NewSegmentCopies
 from kvbm.pools.rows import NewArena
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
@@ -62,8 +64,15 @@ NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
-RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
 OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
+RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
+
+
+def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
+    """Copies of blocks that lie in pieces, on the threads of a copier."""
+    return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
+
+
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
@@ -166,7 +175,10 @@ def open_manager(
             _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
-            samples=samples, has_stream=bool(url), run=run,
+            samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
+            staging=Staging(
+                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads
+            ), budgets=_budgets(settings),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -367,6 +379,7 @@ def _open_pools(
     slots: dict[Tier, SlotPool] = {}
     wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
+    copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
 
     def keep(pool: SlotPool) -> None:
         slots[pool.tier] = pool
@@ -378,13 +391,14 @@ def _open_pools(
     if wanted.hbm.device == "memory":
         keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device))
+        native = segment_copies(copier) if _kernels(settings) is NATIVE else None
+        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device, native))
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
         if in_memory:
             keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
         else:
             host = HostPool(
-                count, block_bytes, NATIVE_ARENA, RowCopier(wanted.host.copy_threads),
+                count, block_bytes, NATIVE_ARENA, copier,
                 huge_pages=wanted.host.huge_pages, numa_node=wanted.host.numa_node,
             )  # fmt: skip
             if host.notice:
@@ -427,3 +441,8 @@ def _offloader(settings: Settings, pools: Pools) -> Offloader:
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
     return Offloader(policies, settings.offload.queue_blocks)
+
+
+def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
+    bytes_s = settings.pools.nvme.write_budget_bytes_s
+    return {Tier.NVME: WriteBudget(bytes_s)} if bytes_s else {}

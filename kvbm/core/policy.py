@@ -179,6 +179,39 @@ class Never:
         return False
 
 
+class WriteBudget:
+    """How much may be written to a device whose endurance is finite: so much a second in the long run.
+
+    What is not used is saved up, a day's worth at most, so that quiet hours pay for busy ones. A process begins with nothing saved but
+    a minute's worth, so that one that is restarted again and again stays within its budget too.
+
+    Args:
+        bytes_s: bytes a second, above 0.
+        saved_s: seconds whose worth may be saved up.
+    """
+
+    def __init__(self, bytes_s: int, saved_s: float = 86_400.0, begin_s: float = 60.0) -> None:
+        self._bytes_s, self._most_bytes = bytes_s, bytes_s * saved_s
+        self._left_bytes = min(bytes_s * begin_s, self._most_bytes)
+        self._at_s: float | None = None  # when it was last counted
+
+    def left_bytes(self, now_s: float) -> int:
+        """What may be written now.
+
+        Args:
+            now_s: on a clock that only grows; one that goes back earns nothing.
+        """
+        if self._at_s is not None:
+            earned = max(0.0, now_s - self._at_s) * self._bytes_s
+            self._left_bytes = min(self._left_bytes + earned, self._most_bytes)
+        self._at_s = now_s if self._at_s is None else max(now_s, self._at_s)
+        return max(0, int(self._left_bytes))
+
+    def spend(self, written_bytes: int) -> None:
+        """So much is being written."""
+        self._left_bytes -= written_bytes
+
+
 OFFLOAD_POLICIES: dict[str, Callable[[], OffloadPolicy]] = {
     "write_through": WriteThrough,
     "second_use": SecondUse,

@@ -1,19 +1,22 @@
-"""Moving the bytes of one copy between two pools. The ledger has given both ends to the copy; nobody else touches them."""
+"""Moving the bytes of one copy between two pools. The ledger has given both ends to the copy; nobody else touches them.
+
+Where one of the two ends is memory the CPU reaches, that end is the other's rows, and bytes move once. Between two ends of which
+neither is, they go through a lane of the staging arena, in parts where the run is longer. Memory of a tier that outlives the process
+is never used in place: such a tier proves what it reads, and knows when its slots may be written.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import structlog
 
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import HASH_BYTES, Tier, split_slots
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Tier, split_slots
 from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
-
-log = structlog.get_logger()
 
 
 class Pools(NamedTuple):
@@ -28,6 +31,16 @@ class Pools(NamedTuple):
             pool.close()
         if self.object is not None:
             self.object.close()
+
+    def memory(self, tier: Tier | InstanceId) -> np.ndarray | None:
+        """The slots of a tier that copies read and write in place; None where they have to ask its pool."""
+        if not isinstance(tier, Tier) or tier in DURABLE_TIERS:
+            return None
+        return self.slots[tier].memory
+
+    def need_staging(self, source: Tier | InstanceId, target: Tier) -> bool:
+        """Whether a copy needs a place between its two ends."""
+        return self.memory(source) is None and self.memory(target) is None
 
 
 class Moved(NamedTuple):
@@ -44,52 +57,128 @@ class Moved(NamedTuple):
     unwritten: str = ""
 
 
-def move(copy: Copy, pools: Pools, offsets: Offsets, durable_wait_s: float) -> Moved:
+class _Run(NamedTuple):
+    """A copy with its columns taken apart."""
+
+    copy: Copy
+    pools: Pools
+    source_slots: list[int]
+    target_slots: list[int]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.copy.hashes) // HASH_BYTES
+
+    def proof(self, indexes: Sequence[int], checksums: np.ndarray) -> Proof:
+        """Of some of its blocks. `checksums` are of the blocks from `indexes` alone."""
+        hashes = self.copy.hashes
+        if len(indexes) < self.blocks:
+            hashes = b"".join(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in indexes)
+        return Proof(self.copy.namespace, self.copy.epoch, hashes, np.ascontiguousarray(checksums))
+
+    def read(self, begin: int, end: int, rows: np.ndarray, at: Sequence[int] | None) -> ReadResult:
+        """Fill rows with the blocks from `begin` to before `end`."""
+        copy = self.copy
+        hashes = copy.hashes[begin * HASH_BYTES : end * HASH_BYTES]
+        if copy.source == Tier.OBJECT:
+            assert self.pools.object is not None
+            return self.pools.object.get(copy.namespace, hashes, rows, at)
+        assert isinstance(copy.source, Tier)
+        return self.pools.slots[copy.source].read(self.source_slots[begin:end], copy.namespace, hashes, rows, at)
+
+    def write(self, indexes: Sequence[int], proof: Proof, rows: np.ndarray, at: Sequence[int] | None) -> list[bool]:
+        """Put rows into the slots of some blocks; for each whether it is there. Raises PoolError: none is."""
+        if self.copy.target == Tier.OBJECT:
+            assert self.pools.object is not None
+            return self.pools.object.put(rows, proof, at)
+        self.pools.slots[self.copy.target].write([self.target_slots[i] for i in indexes], rows, proof, at)
+        return [True] * len(indexes)
+
+
+def move(copy: Copy, pools: Pools, offsets: Offsets, durable_wait_s: float, lane: np.ndarray | None = None) -> Moved:
     """Read from the source, verify, write to the target. Returns when the bytes are in place or will never be.
 
     A target that outlives the process is written only once the withdrawal of what its slots held is durable.
+
+    Args:
+        lane: of the staging arena, where `pools.need_staging`.
     """
-    count = len(copy.hashes) // HASH_BYTES
-    try:
-        rows = np.empty((count, _block_bytes(copy, pools)), dtype=np.uint8)
-    except MemoryError as error:
-        return Moved([False] * count, [ReadOutcome.FAILED] * count, str(error))
-    result = _read(copy, pools, rows)
+    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots))
+    there, here = pools.memory(copy.target), pools.memory(copy.source)
+    if there is not None:
+        return _read_in_place(run, there)
+    if here is not None:
+        return _write_in_place(run, here, offsets, durable_wait_s)
+    if lane is None:
+        return Moved([False] * run.blocks, [ReadOutcome.FAILED] * run.blocks, "no memory for staging was free")
+    return _stage(run, lane, offsets, durable_wait_s)
+
+
+def _read_in_place(run: _Run, memory: np.ndarray) -> Moved:
+    """The source reads into the target's slots. What is not good leaves them with anything; the ledger frees them afterwards."""
+    result = run.read(0, run.blocks, memory, run.target_slots)
     good = [outcome == ReadOutcome.GOOD for outcome in result.outcomes]
-    if not any(good):
-        return Moved(good, result.outcomes)
-    if not offsets.wait_durable(copy.epoch, copy.after, durable_wait_s):
-        why = f"offset {copy.after} of epoch {copy.epoch} was not durable within {durable_wait_s} s"
-        return Moved([False] * count, result.outcomes, why)
     kept = [index for index, ok in enumerate(good) if ok]
-    chosen = rows if len(kept) == count else np.ascontiguousarray(rows[kept])
-    hashes = b"".join(copy.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i in kept)
-    proof = Proof(copy.namespace, copy.epoch, hashes, np.ascontiguousarray(result.checksums[kept]))
-    if copy.target == Tier.OBJECT:
-        assert pools.object is not None
-        stored = pools.object.put(chosen, proof)
-        arrived = [False] * count
-        for index, ok in zip(kept, stored, strict=True):
-            arrived[index] = ok
-        return Moved(arrived, result.outcomes, "" if all(stored) else "the object store did not take every block")
-    try:
-        target_slots = split_slots(copy.target_slots)
-        pools.slots[copy.target].write([target_slots[i] for i in kept], chosen, proof)
-    except PoolError as error:
-        return Moved([False] * count, result.outcomes, str(error))
+    if kept:
+        try:
+            target = run.pools.slots[run.copy.target]
+            target.seal([run.target_slots[i] for i in kept], run.proof(kept, result.checksums[kept]))
+        except PoolError as error:
+            return Moved([False] * run.blocks, result.outcomes, str(error))
     return Moved(good, result.outcomes)
 
 
-def _block_bytes(copy: Copy, pools: Pools) -> int:
-    if copy.target == Tier.OBJECT:
-        assert pools.object is not None
-        return pools.object.block_bytes
-    return pools.slots[copy.target].block_bytes
-
-
-def _read(copy: Copy, pools: Pools, rows: np.ndarray) -> ReadResult:
-    if copy.source == Tier.OBJECT:
-        assert pools.object is not None
-        return pools.object.get(copy.namespace, copy.hashes, rows)
+def _write_in_place(run: _Run, memory: np.ndarray, offsets: Offsets, durable_wait_s: float) -> Moved:
+    """The target takes its bytes from the source's slots."""
+    copy, everything = run.copy, range(run.blocks)
     assert isinstance(copy.source, Tier)
-    return pools.slots[copy.source].read(split_slots(copy.source_slots), copy.namespace, copy.hashes, rows)
+    good = [ReadOutcome.GOOD] * run.blocks
+    if why := _not_durable(copy, offsets, durable_wait_s):
+        return Moved([False] * run.blocks, good, why)
+    try:
+        checksums = run.pools.slots[copy.source].checksums(run.source_slots)
+        arrived = run.write(everything, run.proof(everything, checksums), memory, run.source_slots)
+    except PoolError as error:
+        return Moved([False] * run.blocks, good, str(error))
+    return Moved(arrived, good, _refused(copy, arrived))
+
+
+def _stage(run: _Run, lane: np.ndarray, offsets: Offsets, durable_wait_s: float) -> Moved:
+    """Part after part through a lane; after a part that the target refuses, no other is read."""
+    copy = run.copy
+    arrived, outcomes = [False] * run.blocks, [ReadOutcome.FAILED] * run.blocks
+    may_write = False
+    for begin in range(0, run.blocks, len(lane)):
+        end = min(begin + len(lane), run.blocks)
+        rows = lane[: end - begin]
+        result = run.read(begin, end, rows, None)
+        outcomes[begin:end] = result.outcomes
+        kept = [at for at, outcome in enumerate(result.outcomes) if outcome == ReadOutcome.GOOD]
+        if not kept:
+            continue
+        if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):
+            return Moved(arrived, outcomes, why)
+        may_write = True
+        indexes = [begin + at for at in kept]
+        try:
+            stored = run.write(
+                indexes, run.proof(indexes, result.checksums[kept]), rows, None if len(kept) == len(rows) else kept
+            )
+        except PoolError as error:
+            return Moved(arrived, outcomes, str(error))
+        for index, ok in zip(indexes, stored, strict=True):
+            arrived[index] = ok
+        if why := _refused(copy, stored):
+            return Moved(arrived, outcomes, why)
+    return Moved(arrived, outcomes)
+
+
+def _not_durable(copy: Copy, offsets: Offsets, durable_wait_s: float) -> str:
+    """Why the target must not be written; "" when it may."""
+    if offsets.wait_durable(copy.epoch, copy.after, durable_wait_s):
+        return ""
+    return f"offset {copy.after} of epoch {copy.epoch} was not durable within {durable_wait_s} s"
+
+
+def _refused(copy: Copy, stored: list[bool]) -> str:
+    return "" if all(stored) or copy.target != Tier.OBJECT else "the object store did not take every block"

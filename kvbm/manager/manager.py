@@ -7,7 +7,7 @@ engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: i
 
 - `step_frames(now_s)` is one turn of the frame writer: it writes what waits, begins and steps rounds, begins another epoch where
   one is due; it says when the next turn is due.
-- `offload_one()` carries out the next offload; False when none waits.
+- `offload_one()` carries out the next offload; False when none waits. It never waits for anything but its own copy.
 - onboards run on the `executor` it is given, which may carry them out at once or later. What has not ended when `acquire` has
   waited `wait_s` is late, so with `wait_s` 0 it never waits.
 - a copy to NVME that waits for its slots' withdrawal waits in `Offsets.wait_durable`: derive from it and take turns there.
@@ -20,8 +20,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
+    SLOT_BYTES,
     Epoch,
     InstanceId,
     NamespaceId,
@@ -46,14 +49,17 @@ from kvbm.core.ids import (
 )
 from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import Copy, Match, TierCounts
+from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
 from kvbm.manager.copies import Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
-from kvbm.manager.offload import Offloader
+from kvbm.manager.offload import Offloader, Skipped, Wish
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Sampled, SampleSink
 from kvbm.manager.source import EventSource
+from kvbm.manager.staging import Staging
+from kvbm.manager.workers import Workers
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.hbm import HbmPool
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
@@ -61,6 +67,13 @@ from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, S
 log = structlog.get_logger()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
+_STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
+_STAGING_BYTES = 64 << 20
+_ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
+
+_unended: list[
+    Pools
+] = []  # of closed managers: a device may still write their memory, so it is kept until the process is gone
 
 
 class Prefix(NamedTuple):
@@ -81,7 +94,13 @@ class ManagerStats(NamedTuple):
     """Counters since the start, and what is in use now.
 
     Attributes:
+        late_copies: onboards that ended after their request had gone on.
+        skipped_offloads: blocks a policy wanted in a colder tier that did not get there for want of something; `skipped` says of
+            what.
+        copies_in_flight: copies that hold slots, those that are late or quarantined among them.
         trouble: what the manager cannot do now, in words; "" when all is well.
+        late_slots: slots, at both ends, held by onboards that run on after their request.
+        quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
     """
 
     created_blocks: int
@@ -96,6 +115,9 @@ class ManagerStats(NamedTuple):
     copies_in_flight: int
     pools: dict[Tier, TierCounts]
     trouble: str
+    skipped: dict[Skipped, int]
+    late_slots: int
+    quarantined_slots: int
 
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
@@ -144,7 +166,10 @@ class Manager:
         keeping: what the journal does beside taking frames; None where nothing outlives the process.
         rounds: when what is held is restated; None: when somebody asks.
         samples: who is told of prompts; None: nobody.
-        executor: carries out onboards; None: `copy_threads` threads.
+        copy_threads, offload_threads: onboards and offloads at a time.
+        executor: carries out onboards; None: threads of the manager's own.
+        staging: memory for copies that need a place between their ends; None: 64 MiB.
+        budgets: how much may be written to tiers, for their endurance.
         offsets: how far the journal has come.
         run: of this process; None makes one.
         has_stream: whether a publisher says how far the stream has come.
@@ -173,6 +198,9 @@ class Manager:
         offsets: Offsets | None = None,
         run: str | None = None,
         has_stream: bool = False,
+        offload_threads: int = 1,
+        staging: Staging | None = None,
+        budgets: Mapping[Tier, WriteBudget] | None = None,
     ) -> None:
         self.instance, self.cluster = instance, cluster
         self.run = secrets.token_hex(8) if run is None else run
@@ -191,9 +219,14 @@ class Manager:
         self._stopped = False  # closing has begun
         self._overflow_told = Epoch(0)
         self._expire_at_s = 0.0
-        self._running_copies = 0
+        self._running: dict[int, Copy] = {}  # copies whose bytes move now
+        self._late_running: dict[int, Copy] = {}  # those of them whose request has gone on
+        self._late_from: Counter[Tier | InstanceId] = Counter()  # the same, by source
+        self._quarantined: dict[int, Copy] = {}  # copies that broke: nobody knows whether their bytes still move
+        self._begun_offloads = 0  # taken from the queue and not over
+        self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
-        self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = self._skipped = 0
+        self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
         self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._offloaded: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._source = EventSource(instance, ledger, self._lock, wall_clock_ns)
@@ -201,9 +234,20 @@ class Manager:
             instance, self._source, sink, self._offsets, self._on_written, keeping, rounds,
             (lambda: self._published) if has_stream else (lambda: None), self._on_round_began, clock=clock,
         )  # fmt: skip
-        self._onboarders = executor or ThreadPoolExecutor(copy_threads, thread_name_prefix=f"kvbm-onboard-{instance}")
+        self._copy_threads = copy_threads
+        self._onboarders = executor or Workers(copy_threads, f"kvbm-onboard-{instance}")
+        block_bytes = pools.slots[Tier.HBM].block_bytes
+        self._staging = staging or Staging(_STAGING_BYTES, block_bytes, copy_threads, offload_threads)
+        self._budgets = budgets or {}
         self._offload_wanted = threading.Event()
-        self._offload_thread = threading.Thread(target=self._run_offloads, name=f"kvbm-offload-{instance}", daemon=True)
+        self._nobody_waits = threading.Event()  # for bytes
+        self._nobody_waits.set()
+        self._requests_waiting = 0
+        self._has_threads = False
+        self._offload_threads = [
+            threading.Thread(target=self._run_offloads, name=f"kvbm-offload-{instance}-{number}", daemon=True)
+            for number in range(offload_threads)
+        ]
 
     def start(self, publishing: Publishing | None = None, closers: Sequence[Callable[[], None]] = ()) -> None:
         """Start the threads.
@@ -215,7 +259,9 @@ class Manager:
         self._publishing = publishing
         self._closers = list(closers)
         self._frames.start()
-        self._offload_thread.start()
+        self._has_threads = True
+        for thread in self._offload_threads:
+            thread.start()
         self._frames.notify()
 
     # -- what an engine calls -----------------------------------------------------------------------------------------
@@ -237,14 +283,17 @@ class Manager:
         with self._lock:
             return self._ledger.match(hashes)
 
-    def acquire(self, namespace: NamespaceId, hashes: bytes) -> Prefix:
+    def acquire(self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None) -> Prefix:
         """Bring the longest run of held blocks to HBM and pin it there for the caller.
 
         Blocks come from this instance's tiers and, beyond those, from the object pool where the catalog knows of them. What does
         not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
-        serves the next request.
+        serves the next request. An engine that gives a request up while it waits here loses no more than that time: what has
+        come is unpinned as ever, and what has not keeps its slots until the device says that it is over.
         Args:
             hashes: n packed hashes of the prompt's blocks, from its first on.
+            wait_s: the longest this request waits for bytes; None: as the manager was told. 0 begins what is to be brought here
+                and waits for none of it.
         Returns: slots stay pinned until `unpin`.
         Raises: LedgerError: the manager is closed.
         """
@@ -266,7 +315,7 @@ class Manager:
             begun += self._submit(self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :]), arrivals)
         self._wake_writer()  # a copy may have evicted to make room
         if begun:
-            wait([onboard.ended for onboard in begun], timeout=self._wait_s)
+            self._wait_for_bytes(begun, self._wait_s if wait_s is None else wait_s)
         with self._lock:
             arrivals.waiting = False
             self._give_up(begun)
@@ -377,25 +426,12 @@ class Manager:
             wish = self._offloader.next()
             if wish is None:
                 return False
-            if wish.target in DURABLE_TIERS and (self._frames.refusal or self._ledger.overflowed):
-                self._skipped += len(wish.hashes) // HASH_BYTES  # nobody would know of it
-                return True
-            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, wish.hashes)
-        if copy is None:
-            return True
-        self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
-
-        def finish(moved: Moved) -> None:
-            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
-            self._settle_trouble(copy, moved)
-            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
-            self._offloaded[copy.target] += len(arrived) // HASH_BYTES
-            if copy.target == Tier.OBJECT:
-                self._offloader.claimed(arrived)
-            else:
-                self._offer(copy.namespace, copy.target, arrived, uses=1)
-
-        self._carry_out(copy, finish)
+            self._begun_offloads += 1
+        try:
+            self._offload(wish)
+        finally:
+            with self._lock:
+                self._begun_offloads -= 1
         return True
 
     # -- what a publisher asks and says, in its own thread: see `streams.base.PublisherOwner` ------------------------------
@@ -447,7 +483,10 @@ class Manager:
         if self._ledger.overflowed:
             why = refusal or "it took events too slowly"
             return f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events again"
-        return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again" if refusal else ""
+        if refusal:
+            return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
+        silent = [tier.name for tier in Tier if self._is_silent(tier)]
+        return f"{', '.join(silent)}: reads do not end; a miss until they do" if silent else ""
 
     def applied(self) -> Offset:
         """The offset after the last event decided."""
@@ -478,8 +517,9 @@ class Manager:
         with self._lock:
             return ManagerStats(
                 self._created, dict(self._hits), self._missed, dict(self._offloaded), self._corrupt, self._verified,
-                self._failed, self._late, self._offloader.skipped_blocks + self._skipped, self._ledger.copies_in_flight(),
-                {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(),
+                self._failed, self._late, self._offloader.skipped.total(), self._ledger.copies_in_flight(),
+                {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(), dict(self._offloader.skipped),
+                _slots_held(self._late_running), _slots_held(self._quarantined),
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -501,28 +541,32 @@ class Manager:
         """Wait until no offload waits or runs; False when some still do."""
         deadline = self._clock() + timeout_s
         while self._clock() < deadline:
-            if self._offload_thread.ident is None:  # driven by hand
+            if not self._has_threads:  # driven by hand
                 if not self.offload_one():
                     return not self._ledger.copies_in_flight()
                 continue
             with self._lock:
-                if not self._offloader.waiting_blocks and not self._ledger.copies_in_flight():
+                waiting = self._offloader.waiting_blocks + self._begun_offloads
+                if not waiting and not self._ledger.copies_in_flight():
                     return True
             self._offload_wanted.set()
             time.sleep(0.01)
         return False
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent."""
+        """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
+
+        Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
+        copy nobody can confirm stay until the process goes, because a device may still write their memory.
+        """
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
         self._offload_wanted.set()
-        if self._offload_thread.ident is not None:
-            self._offload_thread.join(timeout_s)
+        self._nobody_waits.set()
         self._onboarders.shutdown(wait=False, cancel_futures=True)
-        still = self._wait_copies(timeout_s)
+        self._wait_copies(timeout_s)
         with self._lock:
             self._source.end()
         self._frames.notify()
@@ -535,21 +579,30 @@ class Manager:
                 "manager.closed_unpublished", instance=self.instance, remedy="the next start publishes the rest"
             )
         self._locator.close()
-        if still:
+        with self._lock:
+            still, broken = len(self._running), len(self._quarantined)
+            self._left_open = bool(still)
+        if broken:
+            _unended.append(self.pools)
+        if still or broken:
             log.warning(
-                "manager.closed_in_copy", instance=self.instance, copies=still, remedy="their device does not answer"
-            )
+                "manager.closed_in_copy", instance=self.instance, copies=still + broken,
+                remedy="their device does not answer; their memory and files are kept",
+            )  # fmt: skip
         else:
             self.pools.close()
         for close in self._closers:
             close()
 
-    def _wait_copies(self, timeout_s: float) -> int:
-        """Wait for copies that run; returns how many still hold slots. Those that never began hold none that matter."""
+    def _wait_copies(self, timeout_s: float) -> None:
+        """Wait for copies that run. Those that never began hold no slots that matter."""
+        if not self._has_threads:
+            return
         deadline = self._clock() + timeout_s
-        while self._running_copies and self._offload_thread.ident is not None and self._clock() < deadline:
+        for thread in self._offload_threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        while self._running and self._clock() < deadline:
             time.sleep(0.005)
-        return self._running_copies
 
     def __enter__(self) -> Manager:
         return self
@@ -597,25 +650,25 @@ class Manager:
             self._publishing.round_began()
 
     def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[Copy], int]:
-        """Begin a copy for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
+        """Begin copies for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
         begun: list[Copy] = []
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
-            if tier != Tier.HBM:
-                wanted = hashes[at * HASH_BYTES : end * HASH_BYTES]
-                copy = self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
+            for first in range(at, end, _ONBOARD_BLOCKS) if tier != Tier.HBM else ():
+                wanted = hashes[first * HASH_BYTES : min(first + _ONBOARD_BLOCKS, end) * HASH_BYTES]
+                copy = None if self._is_silent(tier) else self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
                 if copy is not None:
                     begun.append(copy)
                 if copy is None or copy.hashes != wanted:
-                    return begun, at
+                    return begun, first
             at = end
         return begun, at
 
     def _begin_fetch(self, namespace: NamespaceId, hashes: bytes) -> list[Copy]:
         """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
         pool = self.pools.object
-        if pool is None or not hashes:
+        if pool is None or not hashes or self._is_silent(Tier.OBJECT):
             return []
         depth = self._locator.claimed_depth(pool.name, namespace, hashes, self._locate_s)
         if not depth:
@@ -638,36 +691,81 @@ class Manager:
                         self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
         return begun
 
+    def _wait_for_bytes(self, begun: list[_Onboard], wait_s: float) -> None:
+        """Wait until these copies have ended, no longer than told; offloads step aside meanwhile."""
+        with self._lock:
+            self._requests_waiting += 1
+            self._nobody_waits.clear()
+        try:
+            wait([onboard.ended for onboard in begun], timeout=wait_s)
+        finally:
+            with self._lock:
+                self._requests_waiting -= 1
+                if not self._requests_waiting:
+                    self._nobody_waits.set()
+
     def _give_up(self, begun: list[_Onboard]) -> None:
-        """Take back copies that never began; those that did end by themselves. Under the lock."""
+        """Take back copies that never began; those that did end by themselves, and are late from now on. Under the lock."""
         for copy, ended in begun:
             if ended.cancel():
                 self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+            elif copy.id in self._running:
+                self._late_running[copy.id] = copy
+                self._late_from[copy.source] += 1
+                if isinstance(self._onboarders, Workers):
+                    self._onboarders.lend()
 
-    def _carry_out(self, copy: Copy, finish: Callable[[Moved], None]) -> None:
+    def _is_silent(self, tier: Tier) -> bool:
+        """Whether so many reads of a tier are late that another would only wait: it is a miss at once until one has ended."""
+        return self._late_from[tier] >= self._copy_threads
+
+    def _carry_out(self, copy: Copy, finish: Callable[[Moved], None], lane: np.ndarray | None = None) -> None:
         """Move the bytes of a copy and finish it under the lock.
 
-        A pool that raises has broken its promise: nobody knows whether its bytes still move, so the copy keeps its slots, the
-        request sees a miss, and the thread goes on.
+        A pool that raises has broken its promise: nobody knows whether its bytes still move, so the copy keeps its slots and its
+        lane, the request sees a miss, and the thread goes on.
         """
-        with self._lock:
-            self._running_copies += 1
         try:
-            moved = move(copy, self.pools, self._offsets, self._wait_s)
+            moved = move(copy, self.pools, self._offsets, self._wait_s, lane)
             with self._lock:
                 if not self._source.ended:
                     finish(moved)
-            _tell_trouble(copy, moved)
         except Exception:
-            log.exception(
-                "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
-            )
             with self._lock:
                 self._failed += 1
-        finally:
-            with self._lock:
-                self._running_copies -= 1
+                self._quarantined[copy.id] = copy
+            with suppress(OSError):  # the log may lie on a disk that is full
+                log.exception(
+                    "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
+                )
+        else:
+            if lane is not None:
+                self._staging.give(lane)
+            with suppress(OSError):
+                _tell_trouble(copy, moved)
         self._wake_writer()
+
+    def _begin_run(self, copy: Copy) -> None:
+        """The bytes of a copy move from now on. Under the lock."""
+        self._running[copy.id] = copy
+
+    def _end_run(self, copy: Copy) -> None:
+        """They do not move any more, or nobody knows. Who ends last after the manager has closed closes the pools."""
+        with self._lock:
+            self._running.pop(copy.id, None)
+            if self._late_running.pop(copy.id, None) is not None:
+                self._late_from[copy.source] -= 1
+                if isinstance(self._onboarders, Workers):
+                    self._onboarders.regain()
+            is_last = self._left_open and not self._running
+            if is_last:
+                self._left_open = False
+            is_unsure = bool(self._quarantined)
+        if is_last:
+            if is_unsure:
+                _unended.append(self.pools)
+            else:
+                self.pools.close()
 
     def _onboard(self, copy: Copy, arrivals: _Arrivals) -> None:
         source = copy.source
@@ -683,7 +781,72 @@ class Manager:
                 self._late += 1
             self._settle_trouble(copy, moved)
 
-        self._carry_out(copy, finish)
+        with self._lock:
+            if self._source.ended:
+                return
+            if not arrivals.waiting:  # it began just as the request gave up
+                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+                return
+            self._begin_run(copy)
+        try:
+            lane = self._staging.take(self._wait_s, is_offload=False) if self._needs_lane(copy) else None
+            self._carry_out(copy, finish, lane)
+        finally:
+            self._end_run(copy)
+
+    def _needs_lane(self, copy: Copy) -> bool:
+        return self.pools.need_staging(copy.source, copy.target)
+
+    def _offload(self, wish: Wish) -> None:
+        """Carry out a wish, as far as journal, memory and budget allow."""
+        lane = None
+        if self.pools.need_staging(wish.source, wish.target):
+            lane = self._staging.take(self._wait_s if self._has_threads else 0.0, is_offload=True)
+            if lane is None:
+                with self._lock:
+                    self._offloader.skip(Skipped.STAGING, wish.hashes)
+                return
+        copy = self._begin_offload(wish)
+        if copy is None:
+            if lane is not None:
+                self._staging.give(lane)
+            return
+        self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
+
+        def finish(moved: Moved) -> None:
+            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
+            self._settle_trouble(copy, moved)
+            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
+            self._offloaded[copy.target] += len(arrived) // HASH_BYTES
+            if copy.target == Tier.OBJECT:
+                self._offloader.claimed(arrived)
+            else:
+                self._offer(copy.namespace, copy.target, arrived, uses=1)
+
+        try:
+            self._carry_out(copy, finish, lane)
+        finally:
+            self._end_run(copy)
+
+    def _begin_offload(self, wish: Wish) -> Copy | None:
+        """The copy that carries out a wish; None when there is nothing to do, or it may not be done now, which is counted."""
+        with self._lock:
+            if self._stopped:
+                return None
+            if wish.target in DURABLE_TIERS and (self._frames.refusal or self._ledger.overflowed):
+                self._offloader.skip(Skipped.JOURNAL, wish.hashes)  # nobody would know of it
+                return None
+            hashes, budget = wish.hashes, self._budgets.get(wish.target)
+            if budget is not None:
+                block_bytes = self.pools.slots[wish.target].block_bytes
+                hashes = hashes[: budget.left_bytes(self._clock()) // block_bytes * HASH_BYTES]
+                self._offloader.skip(Skipped.BUDGET, wish.hashes[len(hashes) :])
+            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
+            if copy is not None:
+                self._begin_run(copy)
+                if budget is not None:
+                    budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
+            return copy
 
     def _collect(self, hashes: bytes, found: Match, arrivals: _Arrivals) -> Prefix:
         """What is pinned in HBM now, from the first block on; what lies behind a hole is unpinned again."""
@@ -742,8 +905,9 @@ class Manager:
         while not self._stopped:
             self._offload_wanted.wait(0.5)
             self._offload_wanted.clear()
+            self._nobody_waits.wait(_STEP_ASIDE_S)
             while self.offload_one():
-                pass
+                self._nobody_waits.wait(_STEP_ASIDE_S)
 
 
 def _packed(slots: Sequence[int]) -> bytes:
@@ -752,6 +916,11 @@ def _packed(slots: Sequence[int]) -> bytes:
         return pack_slots(slots)
     except (OverflowError, TypeError):
         raise LedgerError(f"slots {list(slots)} are not all whole numbers of 32 bits") from None
+
+
+def _slots_held(copies: Mapping[int, Copy]) -> int:
+    """Slots at both ends of copies."""
+    return sum(len(copy.source_slots) + len(copy.target_slots) for copy in copies.values()) // SLOT_BYTES
 
 
 def _local(found: Match) -> Prefix:

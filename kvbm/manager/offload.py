@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
+from enum import StrEnum
 from typing import NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy
+
+
+class Skipped(StrEnum):
+    """Why blocks that a policy wanted in a colder tier were not offloaded. Each is offered again when it is next used."""
+
+    QUEUE = "queue"  # too many waited: the copies do not keep up with the engine
+    JOURNAL = "journal"  # it takes no events, so nobody would know of the blocks
+    STAGING = "staging"  # no memory for the copy became free
+    BUDGET = "budget"  # the device has been written enough for now
 
 
 class Wish(NamedTuple):
@@ -19,11 +29,20 @@ class Wish(NamedTuple):
     hashes: bytes
 
 
+class _Way(NamedTuple):
+    """What wishes that one copy can carry out have in common."""
+
+    namespace: NamespaceId
+    source: Tier
+    target: Tier
+
+
 class Offloader:
     """Turns creations, uses and arrivals into offloads, each target by its policy.
 
     HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. A full queue skips wishes and counts them: the
-    engine is never held up, and a block that was skipped is offered again when it is next used.
+    engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
+    that a device sees long runs also where an engine creates blocks one by one; ways take turns.
 
     Args:
         policies: what each target tier that exists wants.
@@ -44,11 +63,11 @@ class Offloader:
             run_blocks,
             remembered_claims,
         )
-        self._queue: deque[Wish] = deque()
+        self._ways: OrderedDict[_Way, deque[bytes]] = OrderedDict()  # what waits for each, the next way first
         self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
         self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # blocks this instance has put in the object pool
         self.waiting_blocks = 0
-        self.skipped_blocks = 0
+        self.skipped: Counter[Skipped] = Counter()  # blocks
 
     def offer(
         self,
@@ -70,7 +89,7 @@ class Offloader:
                 run_bytes = self._run_blocks * HASH_BYTES
                 for at in range(0, len(wanted), run_bytes):
                     self._push(Wish(namespace, source, target, wanted[at : at + run_bytes]))
-        return bool(self._queue)
+        return bool(self._ways)
 
     def _unclaimed(self, hashes: bytes) -> bytes:
         if not self._claims:
@@ -103,15 +122,27 @@ class Offloader:
     def _push(self, wish: Wish) -> None:
         count = len(wish.hashes) // HASH_BYTES
         if self.waiting_blocks + count > self._capacity_blocks:
-            self.skipped_blocks += count
+            self.skip(Skipped.QUEUE, wish.hashes)
             return
-        self._queue.append(wish)
+        self._ways.setdefault(_Way(wish.namespace, wish.source, wish.target), deque()).append(wish.hashes)
         self.waiting_blocks += count
 
+    def skip(self, why: Skipped, hashes: bytes) -> None:
+        """These blocks will not be offloaded now."""
+        self.skipped[why] += len(hashes) // HASH_BYTES
+
     def next(self) -> Wish | None:
-        """The wish that has waited longest; None when there is none."""
-        if not self._queue:
+        """What has waited longest on the way whose turn it is, as long a run as a copy may carry; None when nothing waits."""
+        if not self._ways:
             return None
-        wish = self._queue.popleft()
-        self.waiting_blocks -= len(wish.hashes) // HASH_BYTES
-        return wish
+        way, runs = self._ways.popitem(last=False)
+        room_bytes = self._run_blocks * HASH_BYTES
+        taken: list[bytes] = []
+        while runs and len(runs[0]) <= room_bytes:
+            room_bytes -= len(runs[0])
+            taken.append(runs.popleft())
+        if runs:
+            self._ways[way] = runs
+        hashes = b"".join(taken)
+        self.waiting_blocks -= len(hashes) // HASH_BYTES
+        return Wish(way.namespace, way.source, way.target, hashes)

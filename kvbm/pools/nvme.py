@@ -22,6 +22,7 @@ import os
 import stat
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,6 +44,7 @@ log = structlog.get_logger()
 
 MAGIC = b"KVBMPOOL"
 VERSION = 2
+LOCK_WAIT_S = 1.0
 CLOSE_S = 5.0  # a device that takes longer to end what it has is given up
 
 _PREFIX = struct.Struct("<8sII")
@@ -265,6 +267,7 @@ class NvmePool:
             is_over = self._idle.wait_for(lambda: self._calls == 0, timeout_s) and is_over
         if is_over:
             for fd in self._fds:
+                fcntl.flock(fd, fcntl.LOCK_UN)  # at once, whatever else in the kernel still knows the file
                 os.close(fd)
             return
         self._notices.append(
@@ -568,7 +571,11 @@ def _is_blank(fd: int) -> bool:
 
 
 def _open_locked(path: Path, flags: int) -> int:
-    """Open a file and hold its lock. Raises PoolError: another manager does."""
+    """Open a file and hold its lock. Raises PoolError: another manager does.
+
+    The lock of a killed process goes with the last transfer its device still had, which is soon, but not at once.
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         fd = os.open(path, flags | os.O_CLOEXEC, 0o600)  # KV tells what was asked: nobody else reads it
         try:
@@ -577,6 +584,9 @@ def _open_locked(path: Path, flags: int) -> int:
                 return fd
         except BlockingIOError as error:
             os.close(fd)
+            if time.monotonic() < deadline:
+                time.sleep(0.01)
+                continue
             raise PoolError(
                 f"NVME pool {path}: the file is in use by another manager; stop it or set another pools.nvme.path"
             ) from error

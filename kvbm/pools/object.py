@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
@@ -22,7 +22,7 @@ from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
 from kvbm.core.ids import NamespaceId, Reach, Tier, split_hashes
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.header import HEADER_BYTES, OBJECT_MAGIC, VERSION, empty_headers, encode_headers, verify
+from kvbm.pools.header import HEADER_BYTES, OBJECT_MAGIC, VERSION, encode_headers, verify
 from kvbm.pools.run import check_proof, check_rows, check_size
 
 if TYPE_CHECKING:
@@ -142,14 +142,15 @@ class S3Pool:
 
         self._client = self._first_answer(connect, endpoint_url, open_wait_s)
 
-    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """Put each block that is not there yet; whether the store now holds it."""
-        count = check_proof(self.name, rows, proof, self.block_bytes)
+        count = check_proof(self.name, rows, proof, self.block_bytes, at)
+        places = range(count) if at is None else at
         headers = encode_headers(OBJECT_MAGIC, proof, self.block_bytes, self._checksum_rows)
         hashes = split_hashes(proof.hashes)
 
         def start(index: int) -> Future[str]:
-            body = b"".join((headers[index], rows[index]))  # a copy: a late request must not see the row reused
+            body = b"".join((headers[index], rows[places[index]]))  # a copy: a late request must not see the row reused
             metadata = self._metadata(proof.namespace, hashes[index], int(proof.checksums[index]))
             return self._workers.submit(self._put_one, self._key(proof.namespace, hashes[index]), body, metadata)
 
@@ -162,16 +163,19 @@ class S3Pool:
         self._report("put", count, held.count(False), troubles)
         return held
 
-    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
-        """Fill rows with these blocks, each held to its header, its hash and its checksum."""
-        count = check_rows(self.name, rows, hashes, self.block_bytes)
+    def get(
+        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+    ) -> ReadResult:
+        """Fill rows with these blocks, each held to its header, its hash and its checksum before its row is touched."""
+        count = check_rows(self.name, rows, hashes, self.block_bytes, at)
+        places = range(count) if at is None else at
         wanted = split_hashes(hashes)
 
         def start(index: int) -> Future[bytes | Refusal]:
             return self._workers.submit(self._get_one, self._key(namespace, wanted[index]))
 
         outcomes = [ReadOutcome.FAILED] * count
-        headers = empty_headers(count)
+        checksums = np.zeros(count, dtype=np.uint32)
         troubles = []
         for index, answer in self._each(count, start):
             if isinstance(answer, Refusal):
@@ -182,14 +186,21 @@ class S3Pool:
                 continue
             outcomes[index] = ReadOutcome.CORRUPT
             if len(answer) == HEADER_BYTES + self.block_bytes:
-                body = np.frombuffer(answer, dtype=np.uint8)
-                headers[index] = body[:HEADER_BYTES]
-                rows[index] = body[HEADER_BYTES:]
-        verdict = verify(OBJECT_MAGIC, headers, rows, namespace, hashes, self._checksum_rows)
-        for index in np.flatnonzero(verdict.good).tolist():
-            outcomes[index] = ReadOutcome.GOOD
+                header, row = np.split(np.frombuffer(answer, dtype=np.uint8)[np.newaxis], [HEADER_BYTES], axis=1)
+                verdict = verify(
+                    OBJECT_MAGIC,
+                    np.ascontiguousarray(header),
+                    np.ascontiguousarray(row),
+                    namespace,
+                    wanted[index],
+                    self._checksum_rows,
+                )
+                if verdict.good[0]:
+                    outcomes[index] = ReadOutcome.GOOD
+                    checksums[index] = verdict.checksums[0]
+                    rows[places[index]] = row[0]
         self._report("get", count, outcomes.count(ReadOutcome.FAILED), troubles)
-        return ReadResult(outcomes, verdict.checksums)
+        return ReadResult(outcomes, checksums)
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has (bounded by its timeouts), give back connections. Idempotent."""

@@ -64,5 +64,6 @@ NB_MODULE(_native, module) {
   bind_ledger(module, errors);
   bind_row_copy(module, errors);
   bind_arena(module);
+  bind_segment_copy(module, errors);
   bind_block_io(module, errors);
 }

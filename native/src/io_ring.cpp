@@ -62,11 +62,11 @@ struct IoRing::Maps {
   }
 };
 
-IoRing::IoRing(std::unique_ptr<Maps> maps) noexcept : maps_(std::move(maps)) {}
+IoRing::IoRing(std::unique_ptr<Maps> maps, int file) noexcept : maps_(std::move(maps)), file_(file) {}
 
 IoRing::~IoRing() = default;
 
-std::unique_ptr<IoRing> IoRing::open(std::uint32_t entries, int& error) noexcept {
+std::unique_ptr<IoRing> IoRing::open(int file, std::uint32_t entries, int& error) noexcept {
   auto maps = std::make_unique<Maps>();
   io_uring_params& params = maps->params;
 #ifdef IORING_SETUP_COOP_TASKRUN
@@ -93,12 +93,7 @@ std::unique_ptr<IoRing> IoRing::open(std::uint32_t entries, int& error) noexcept
     error = ENOMEM;
     return nullptr;
   }
-  return std::unique_ptr<IoRing>(new IoRing(std::move(maps)));
-}
-
-void IoRing::set_file(int fd) noexcept {
-  file_ = fd;
-  is_registered_ = syscall(SYS_io_uring_register, maps_->fd, IORING_REGISTER_FILES, &fd, 1) == 0;
+  return std::unique_ptr<IoRing>(new IoRing(std::move(maps), file));
 }
 
 namespace {
@@ -125,8 +120,7 @@ void IoRing::push(bool is_write, const iovec* pieces, std::uint32_t count, std::
                   std::uint64_t tag) noexcept {
   io_uring_sqe& entry = next_entry(maps_->submissions, maps_->entries, maps_->params);
   entry.opcode = is_write ? IORING_OP_WRITEV : IORING_OP_READV;
-  entry.fd = is_registered_ ? 0 : file_;
-  entry.flags = is_registered_ ? IOSQE_FIXED_FILE : 0;
+  entry.fd = file_;
   entry.addr = reinterpret_cast<std::uint64_t>(pieces);
   entry.len = count;
   entry.off = position;
@@ -178,14 +172,13 @@ namespace kvbm {
 
 struct IoRing::Maps {};
 
-IoRing::IoRing(std::unique_ptr<Maps> maps) noexcept : maps_(std::move(maps)) {}
+IoRing::IoRing(std::unique_ptr<Maps> maps, int file) noexcept : maps_(std::move(maps)), file_(file) {}
 IoRing::~IoRing() = default;
 
-std::unique_ptr<IoRing> IoRing::open(std::uint32_t, int& error) noexcept {
+std::unique_ptr<IoRing> IoRing::open(int, std::uint32_t, int& error) noexcept {
   error = ENOSYS;
   return nullptr;
 }
-void IoRing::set_file(int) noexcept { is_registered_ = false; }
 void IoRing::push(bool, const iovec*, std::uint32_t, std::uint64_t, std::uint64_t) noexcept { file_ = -1; }
 void IoRing::push_poll(int, std::uint64_t) noexcept { unsubmitted_ = 0; }
 void IoRing::submit_and_wait() noexcept {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbm._native import Arena, RowCopier, checksums
+from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
@@ -46,7 +46,7 @@ SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "hbm-cuda": lambda folder: _hbm("cuda"),
     "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES, Arena, RowCopier(2)),
     "memory-host": lambda folder: MemoryPool(Tier.HOST, SLOTS, BLOCK_BYTES, checksums),
-    "nvme": lambda folder: NvmePool(folder / "pool", SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums),
+    "nvme": lambda folder: NvmePool((folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo),
 }
 
 

@@ -130,16 +130,18 @@ def _slot_reused_early(stack: ExitStack) -> None:
 def _claim_before_bytes(stack: ExitStack) -> None:
     move = manager_module.move
 
-    def carry_out(self: Any, copy: Copy, finish: Callable[[Moved], None]) -> None:
+    def carry_out(self: Any, copy: Copy, finish: Callable[[Moved], None], lane: Any = None) -> None:
         if copy.target != Tier.NVME:
-            original(self, copy, finish)
+            original(self, copy, finish, lane)
             return
         count = len(copy.hashes) // HASH_BYTES
         if self._offsets.wait_durable(copy.epoch, copy.after, 1.0):
             with self._lock:
                 finish(Moved([True] * count, [ReadOutcome.GOOD] * count))
             self._wake_writer()
-            move(copy, self.pools, self._offsets, 1.0)
+            move(copy, self.pools, self._offsets, 1.0, lane)
+        if lane is not None:
+            self._staging.give(lane)
 
     original = _swap(stack, Manager, "_carry_out", carry_out)
 

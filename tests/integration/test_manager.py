@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,11 +36,28 @@ class Wrapped:
         self.pool = pool
         self.tier, self.slots, self.block_bytes, self.reach = pool.tier, pool.slots, pool.block_bytes, pool.reach
 
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
-        self.pool.write(slots, rows, proof)
+    @property
+    def memory(self) -> np.ndarray | None:
+        return self.pool.memory
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
-        return self.pool.read(slots, namespace, hashes, rows)
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
+        self.pool.write(slots, rows, proof, at)
+
+    def read(
+        self,
+        slots: Sequence[int],
+        namespace: NamespaceId,
+        hashes: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+    ) -> ReadResult:
+        return self.pool.read(slots, namespace, hashes, rows, at)
+
+    def checksums(self, slots: Sequence[int]) -> np.ndarray:
+        return self.pool.checksums(slots)
+
+    def seal(self, slots: Sequence[int], proof: Proof) -> None:
+        self.pool.seal(slots, proof)
 
     def close(self) -> None:
         self.pool.close()
@@ -135,10 +153,10 @@ def test_a_request_waits_no_longer_than_told_and_the_late_copy_keeps_its_slots()
     release = threading.Event()
 
     class SlowNvme(Wrapped):
-        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        def read(self, *run: Any) -> ReadResult:
             if self.tier == Tier.NVME:
                 release.wait(10)
-            return super().read(slots, namespace, hashes, rows)
+            return super().read(*run)
 
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=SlowNvme, wait_s=0.2, offload=(Tier.NVME,)) as manager:
         serve(manager, 1, 4)
@@ -173,10 +191,10 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
             super().append(frame)
 
     class Watched(Wrapped):
-        def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+        def write(self, slots: Sequence[int], *run: Any) -> None:
             if self.tier == Tier.NVME:
                 written.append((len(slots), manager.durable()))
-            super().write(slots, rows, proof)
+            super().write(slots, *run)
 
     log = Journal()
     manager = make_manager({Tier.HBM: 8, Tier.NVME: 4}, sink=log, wrap=Watched, wait_s=0.3, offload=(Tier.NVME,))
@@ -202,10 +220,10 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
 
 def test_a_claim_is_recorded_only_after_its_bytes() -> None:
     class Full(Wrapped):
-        def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+        def write(self, slots: Sequence[int], *run: Any) -> None:
             if self.tier == Tier.NVME:
                 raise PoolError("NVME pool: the device refused")
-            super().write(slots, rows, proof)
+            super().write(slots, *run)
 
     log = MemoryLog()
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, sink=log, wrap=Full, offload=(Tier.NVME,)) as manager:

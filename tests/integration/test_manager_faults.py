@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 import kvbm.manager.frames
@@ -17,13 +17,13 @@ from kvbm.config import load_settings
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Offset, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.core.residency import Residencies
 from kvbm.manager.frames import FrameWriter
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.source import EventSource
-from kvbm.pools.base import Proof, ReadResult
+from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.integration.test_manager import Wrapped
@@ -37,15 +37,15 @@ class Breaking(Wrapped):
 
     breaks = False
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def read(self, *run: Any) -> ReadResult:
         if self.tier == Tier.NVME and Breaking.breaks:
             raise RuntimeError("a bug in the pool")
-        return super().read(slots, namespace, hashes, rows)
+        return super().read(*run)
 
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+    def write(self, *run: Any) -> None:
         if self.tier == Tier.NVME and Breaking.breaks:
             raise RuntimeError("a bug in the pool")
-        super().write(slots, rows, proof)
+        super().write(*run)
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def test_copies_that_never_began_give_their_slots_back_when_the_request_gives_up
     release = threading.Event()
 
     class Hanging(Wrapped):
-        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        def read(self, *run: Any) -> ReadResult:
             if self.tier == Tier.NVME:
                 release.wait(WAIT_S)
-            return super().read(slots, namespace, hashes, rows)
+            return super().read(*run)
 
     slots = {Tier.HBM: 12, Tier.NVME: 16}
     with make_manager(slots, wrap=Hanging, wait_s=0.2, offload=(Tier.NVME,)) as manager:
@@ -133,11 +133,11 @@ def test_a_request_that_waits_while_the_manager_closes_gets_a_miss() -> None:
     begun, release = threading.Event(), threading.Event()
 
     class Hanging(Wrapped):
-        def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        def read(self, *run: Any) -> ReadResult:
             if self.tier == Tier.NVME:
                 begun.set()
                 release.wait(WAIT_S)
-            return super().read(slots, namespace, hashes, rows)
+            return super().read(*run)
 
     manager = make_manager({Tier.HBM: 12, Tier.NVME: 12}, wrap=Hanging, wait_s=5.0, offload=(Tier.NVME,))
     for prompt in range(4):

@@ -4,29 +4,70 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
+import subprocess
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvbm._native import checksums
+from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError, PoolFullError, PoolMismatchError
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools import nvme
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.nvme import PAGE_BYTES, NvmePool
+from kvbm.pools.block_io import PAGE_BYTES, OpenEngine, stride_of
+from kvbm.pools.nvme import NvmePool
 from tests.pool_runs import SHAPE, part, random_run
 
 SLOTS = 16
 BLOCK_BYTES = 6000
-STRIDE = 8192
+STRIDE = stride_of(BLOCK_BYTES)
+WAIT_S = 10.0
 GOOD, CORRUPT, FAILED = ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.FAILED
+WAYS = [{"io": io, "direct": direct} for io in ("io_uring", "threads") for direct in ("on", "off")]
 
 
-def _open(path: Path, shape: Namespace = SHAPE, slots: int = SLOTS, instance: str = "a") -> NvmePool:
-    return NvmePool(path, slots, BLOCK_BYTES, shape, InstanceId(instance), checksums)
+def _open(
+    path: Path,
+    shape: Namespace = SHAPE,
+    slots: int = SLOTS,
+    instance: str = "a",
+    more: tuple[Path, ...] = (),
+    engine: OpenEngine = BlockIo,
+    block_bytes: int = BLOCK_BYTES,
+    **way: Any,
+) -> NvmePool:
+    return NvmePool((path, *more), slots, block_bytes, shape, InstanceId(instance), checksums, engine, **way)
+
+
+@pytest.fixture(autouse=True)
+def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "LOCK_WAIT_S", 0.02)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way['io']}-{way['direct']}")
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Each engine, past the page cache and through it; those the machine has."""
+    asked: dict[str, str] = request.param
+    try:
+        _open(tmp_path / "tried", **asked).close()
+    except PoolError as error:
+        pytest.skip(str(error))
+    (tmp_path / "tried").unlink()
+    return asked
+
+
+def _aligned(rows: np.ndarray) -> np.ndarray:
+    """The same rows in memory that a device takes as it is."""
+    memory = np.frombuffer(mmap.mmap(-1, rows.nbytes), dtype=np.uint8).reshape(rows.shape)
+    memory[:] = rows
+    return memory
 
 
 def _flip_bit(path: Path, position: int, bit: int) -> None:
@@ -37,13 +78,13 @@ def _flip_bit(path: Path, position: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def test_reopening_keeps_blocks_and_the_name(tmp_path: Path) -> None:
+def test_reopening_keeps_blocks_and_the_name(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(SLOTS, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     assert pool.opened == "created"
     pool.write(range(SLOTS), run.rows, run.proof)
     pool.close()
-    again = _open(tmp_path / "pool")
+    again = _open(tmp_path / "pool", **way)
     rows = run.room()
     assert (again.opened, again.pool_id, again.notice) == ("reopened", pool.pool_id, "")
     assert again.read(range(SLOTS), run.namespace, run.hashes, rows).outcomes == [GOOD] * SLOTS
@@ -51,13 +92,14 @@ def test_reopening_keeps_blocks_and_the_name(tmp_path: Path) -> None:
     again.close()
 
 
-def test_every_flipped_bit_of_a_block_is_found(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_block_is_found(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(1, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     pool.write([3], run.rows, run.proof)
     random = np.random.default_rng(0)
     of_the_header = [(byte, bit) for byte in range(64) for bit in range(8)]
-    of_the_bytes = [(int(at), int(random.integers(8))) for at in random.integers(64, 64 + BLOCK_BYTES, 500)]
+    places = random.integers(64, PAGE_BYTES + BLOCK_BYTES, 500)  # the rest of the header's page too
+    of_the_bytes = [(int(at), int(random.integers(8))) for at in places]
     for at, bit in of_the_header + of_the_bytes:
         position = PAGE_BYTES + 3 * STRIDE + at
         _flip_bit(pool.path, position, bit)
@@ -67,15 +109,15 @@ def test_every_flipped_bit_of_a_block_is_found(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_write_torn_at_any_place_is_found(tmp_path: Path) -> None:
+def test_a_write_torn_at_any_place_is_found(tmp_path: Path, way: dict[str, str]) -> None:
     first, second = random_run(1, BLOCK_BYTES, seed=1), random_run(1, BLOCK_BYTES, seed=2)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     pool.write([1], first.rows, first.proof)
     before = pool.path.read_bytes()
     pool.write([1], second.rows, second.proof)
     after = pool.path.read_bytes()
     begin = PAGE_BYTES + STRIDE
-    for cut in [*range(5, 64), 64, 65, 512, 4096, 64 + BLOCK_BYTES - 1]:
+    for cut in [*range(5, 64), 64, 65, 512, 4095, 4096, 4097, 8192, PAGE_BYTES + BLOCK_BYTES - 1]:
         for torn in (after[: begin + cut] + before[begin + cut :], before[: begin + cut] + after[begin + cut :]):
             pool.path.write_bytes(torn)
             for run in (first, second):
@@ -85,9 +127,9 @@ def test_a_write_torn_at_any_place_is_found(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_swapped_slots_are_found(tmp_path: Path) -> None:
+def test_swapped_slots_are_found(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(3, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     pool.write([0, 1, 2], run.rows, run.proof)
     content = pool.path.read_bytes()
     slot = [content[PAGE_BYTES + at * STRIDE : PAGE_BYTES + (at + 1) * STRIDE] for at in range(3)]
@@ -97,9 +139,9 @@ def test_swapped_slots_are_found(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_a_file_cut_while_open_costs_only_the_blocks_cut_off(tmp_path: Path) -> None:
+def test_a_file_cut_while_open_costs_only_the_blocks_cut_off(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(SLOTS, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     pool.write(range(SLOTS), run.rows, run.proof)
     os.truncate(pool.path, PAGE_BYTES + 5 * STRIDE + 100)
     outcomes = pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes
@@ -107,13 +149,13 @@ def test_a_file_cut_while_open_costs_only_the_blocks_cut_off(tmp_path: Path) -> 
     pool.close()
 
 
-def test_a_cut_file_is_made_whole_again_and_says_so(tmp_path: Path) -> None:
+def test_a_cut_file_is_made_whole_again_and_says_so(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(SLOTS, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+    pool = _open(tmp_path / "pool", **way)
     pool.write(range(SLOTS), run.rows, run.proof)
     pool.close()
     os.truncate(pool.path, PAGE_BYTES + 5 * STRIDE)
-    again = _open(pool.path)
+    again = _open(pool.path, **way)
     assert again.opened == "reopened"
     assert f"had {PAGE_BYTES + 5 * STRIDE} of {PAGE_BYTES + SLOTS * STRIDE} bytes" in again.notice
     assert pool.path.stat().st_size == PAGE_BYTES + SLOTS * STRIDE
@@ -225,7 +267,7 @@ def test_of_many_managers_that_start_at_once_one_gets_the_file(tmp_path: Path, a
         thread.join()
     assert len(opened) == 1, attempt
     assert all("in use" in str(error) for error in refused)
-    assert opened[0].path.stat().st_ino == os.fstat(opened[0]._fd).st_ino
+    assert opened[0].path.stat().st_ino == os.fstat(opened[0]._fds[0]).st_ino
     opened[0].close()
 
 
@@ -243,7 +285,7 @@ def test_a_pool_made_by_another_manager_meanwhile_is_not_replaced(
     monkeypatch.setattr(nvme, "_open_locked", late)
     with pytest.raises(PoolError, match="in use by another manager"):
         _open(tmp_path / "pool")
-    assert first[0].path.stat().st_ino == os.fstat(first[0]._fd).st_ino
+    assert first[0].path.stat().st_ino == os.fstat(first[0]._fds[0]).st_ino
     first[0].close()
     assert [path.name for path in tmp_path.iterdir()] == ["pool"]
 
@@ -266,7 +308,7 @@ def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path, monkeypatch: py
 
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(PoolFullError, match="bytes wanted for 1099511627776 slots of 8192 bytes") as caught:
+    with pytest.raises(PoolFullError, match="bytes wanted for 1099511627776 slots of 12288 bytes") as caught:
         _open(tmp_path / "pool", slots=1 << 40)
     assert caught.value.wanted_bytes == PAGE_BYTES + (1 << 40) * STRIDE
     assert 0 < caught.value.free_bytes < caught.value.wanted_bytes
@@ -283,43 +325,64 @@ def test_a_disk_that_fills_up_meanwhile_leaves_no_file(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_device_that_refuses_some_blocks_fails_only_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Wrapped:
+    """An engine with something wrong."""
+
+    def __init__(self, *given: Any) -> None:
+        self.engine = BlockIo(*given)
+        self.refused: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def read(self, slots: np.ndarray, *given: Any) -> tuple[np.ndarray, np.ndarray]:
+        outcomes, sums = self.engine.read(slots, *given)
+        outcomes[np.isin(slots, list(self.refused))] = FAILED
+        return outcomes, sums
+
+    def write(self, slots: np.ndarray, *given: Any) -> np.ndarray:
+        errors = np.zeros(len(slots), dtype=np.int32)
+        errors[np.isin(slots, list(self.refused))] = errno.EIO
+        return errors
+
+
+def test_a_device_that_refuses_some_blocks_fails_only_those(tmp_path: Path) -> None:
     run = random_run(SLOTS, BLOCK_BYTES)
     pool = _open(tmp_path / "pool")
     pool.write(range(SLOTS), run.rows, run.proof)
-    bad = PAGE_BYTES + 6 * STRIDE
-    really = os.preadv
-
-    def refuse(fd: int, pieces: list[memoryview], position: int) -> int:
-        if position <= bad < position + len(pieces) // 3 * STRIDE:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return really(fd, pieces, position)
-
-    monkeypatch.setattr(os, "preadv", refuse)
+    pool.close()
+    pool = _open(tmp_path / "pool", engine=Wrapped)  # type: ignore[arg-type]
+    pool._engine.refused.add(6)  # type: ignore[union-attr]
     outcomes = pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes
     assert outcomes == [GOOD] * 6 + [FAILED] + [GOOD] * (SLOTS - 7)
+    with pytest.raises(PoolError, match=r"refused 1 blocks of 2: Input/output error \(EIO\)"):
+        pool.write([5, 6], run.rows[:2], part(run, [0, 1]).proof)
     pool.close()
 
 
-def test_a_device_that_refuses_a_write_is_an_error_and_the_slot_proves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = random_run(2, BLOCK_BYTES)
-    pool = _open(tmp_path / "pool")
+@pytest.mark.parametrize("io", ["io_uring", "threads"])
+def test_what_the_kernel_refuses_is_told_for_each_block(tmp_path: Path, io: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE_BYTES + 4 * STRIDE))
+    run = random_run(4, BLOCK_BYTES)
+    numbers = np.arange(4)
+    for flags, write_error, outcome in ((os.O_RDONLY, errno.EBADF, CORRUPT), (os.O_WRONLY, 0, FAILED)):
+        fd = os.open(path, flags)
+        try:
+            engine = BlockIo([fd], 4, BLOCK_BYTES, io)
+        except OSError as error:
+            pytest.skip(str(error))
+        errors = engine.write(numbers, run.rows, numbers, run.namespace, run.hashes, 1, run.proof.checksums)
+        assert errors.tolist() == [write_error] * 4
+        outcomes, _ = engine.read(numbers, run.room(), numbers, run.namespace, run.hashes)
+        assert outcomes.tolist() == [outcome] * 4
+        assert engine.close(WAIT_S)
+        os.close(fd)
 
-    def refuse(fd: int, pieces: list[memoryview], position: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "pwritev", refuse)
-    with pytest.raises(PoolError, match="refused 2 blocks"):
-        pool.write([0, 1], run.rows, run.proof)
-    assert pool.read([0, 1], run.namespace, run.hashes, run.room()).outcomes == [CORRUPT] * 2
-    pool.close()
-
-
-def test_long_runs_go_in_several_calls(tmp_path: Path) -> None:
+def test_long_runs_come_back_in_any_order(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(700, 64)
-    pool = NvmePool(tmp_path / "pool", 700, 64, SHAPE, InstanceId("a"), checksums)
+    pool = _open(tmp_path / "pool", slots=700, block_bytes=64, **way)
     descending = list(reversed(range(700)))
     pool.write(descending, run.rows, run.proof)
     asked = part(run, [5, 699, 0])
@@ -327,10 +390,408 @@ def test_long_runs_go_in_several_calls(tmp_path: Path) -> None:
     result = pool.read([descending[at] for at in (5, 699, 0)], asked.namespace, asked.hashes, rows)
     assert result.outcomes == [GOOD] * 3
     assert (rows == asked.rows).all()
+    assert (result.checksums == asked.proof.checksums).all()
+    pool.close()
+
+
+def test_rows_lie_where_the_caller_says_and_no_other_is_touched(tmp_path: Path, way: dict[str, str]) -> None:
+    run = random_run(6, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool", **way)
+    pool.write([2, 9, 4], run.rows, part(run, [5, 0, 3]).proof, at=[5, 0, 3])
+    rows = run.room()
+    result = pool.read([4, 2], run.namespace, part(run, [3, 5]).hashes, rows, at=[1, 4])
+    assert result.outcomes == [GOOD, GOOD]
+    assert (rows[[1, 4]] == run.rows[[3, 5]]).all()
+    assert (rows[[0, 2, 3, 5]] == 0xA5).all()
+    pool.close()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 511, 4096, 6000, 3 * 4096, (1 << 20) + 8])
+def test_any_block_size_goes_from_any_memory(tmp_path: Path, way: dict[str, str], block_bytes: int) -> None:
+    run = random_run(5, block_bytes)
+    pool = _open(tmp_path / "pool", block_bytes=block_bytes, **way)
+    for slots, rows in (([0, 1, 2, 3, 4], run.rows), ([9, 7, 8, 5, 6], _aligned(run.rows))):
+        pool.write(slots, rows, run.proof)
+        for room in (run.room(), _aligned(run.room())):
+            assert pool.read(slots, run.namespace, run.hashes, room).outcomes == [GOOD] * 5
+            assert (room == run.rows).all()
+    pool.close()
+
+
+def test_aligned_rows_go_to_the_device_without_a_copy(tmp_path: Path) -> None:
+    run = random_run(4, 4096)
+    aligned = _aligned(run.rows)
+    pool = _open(tmp_path / "pool", block_bytes=4096)
+    if not pool.direct:
+        pytest.skip("the file system takes no direct transfers")
+    pool.write(range(4), aligned, run.proof)
+    assert pool.read(range(4), run.namespace, run.hashes, aligned).outcomes == [GOOD] * 4
+    assert pool._engine.counts()["bounced"] == 0  # type: ignore[union-attr]
+    unaligned = np.zeros(4 * 4096 + 1, dtype=np.uint8)[1:].reshape(4, 4096)
+    assert pool.read(range(4), run.namespace, run.hashes, unaligned).outcomes == [GOOD] * 4
+    assert pool._engine.counts()["bounced"] == 4  # type: ignore[union-attr]
+    assert (unaligned == run.rows).all()
     pool.close()
 
 
 def test_a_pool_without_room_for_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="0 slots"):
         _open(tmp_path / "pool", slots=0)
+    with pytest.raises(LayoutError, match="no path"):
+        NvmePool((), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_reaches_into_its_memory(tmp_path: Path) -> None:
+    run = random_run(1, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool")
+    assert pool.memory is None
+    for reach_in in (lambda: pool.checksums([0]), lambda: pool.seal([0], run.proof)):
+        with pytest.raises(LayoutError, match="no memory in reach"):
+            reach_in()
+    pool.close()
+
+
+# -- how bytes are moved ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_system_without_direct_transfers_is_told_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = fcntl.fcntl
+
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return really(fd, command, flags)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    run = random_run(2, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool")
+    assert not pool.direct
+    assert "refuses direct transfers" in pool.notice
+    pool.write([0, 1], run.rows, run.proof)
+    assert pool.read([0, 1], run.namespace, run.hashes, run.room()).outcomes == [GOOD] * 2
+    pool.close()
+    with pytest.raises(PoolError, match=r"set pools\.nvme\.direct to auto"):
+        _open(tmp_path / "pool", direct="on")
+    _open(tmp_path / "pool").close()  # the lock went with it
+
+
+def test_a_kernel_without_io_uring_is_told_or_refused(tmp_path: Path) -> None:
+    class Refused:
+        refusal = "io_uring_setup: Operation not permitted"
+        io = "threads"
+
+        def __init__(self, fds: Any, slots: int, block_bytes: int, io: str, *how: Any) -> None:
+            if io == "io_uring":
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            self.close = BlockIo(fds, slots, block_bytes, "threads", *how).close
+
+    pool = _open(tmp_path / "pool", engine=Refused)  # type: ignore[arg-type]
+    assert pool.io == "threads"
+    assert "io_uring is refused (io_uring_setup: Operation not permitted)" in pool.notice
+    pool.close()
+    with pytest.raises(PoolError, match="set it to auto or threads"):
+        _open(tmp_path / "pool", engine=Refused, io="io_uring")  # type: ignore[arg-type]
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# -- a device that does not answer --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    begun: list[threading.Thread] = []
+
+    def begin(work: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        begun.append(thread)
+        return thread
+
+    yield begin
+    for thread in begun:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_a_read_that_never_returns_holds_up_nothing_else_and_a_close_gives_it_up(
+    tmp_path: Path, way: dict[str, str], threads: Callable[[Callable[[], object]], threading.Thread]
+) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool", **way)
+    pool.write(range(SLOTS), run.rows, run.proof)
+    engine: Any = pool._engine
+    engine.withhold(3)
+    ended = threading.Event()
+    outcomes: list[ReadOutcome] = []
+
+    def read() -> None:
+        outcomes.extend(pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes)
+        ended.set()
+
+    threads(read)
+    _wait_until(lambda: engine.counts()["in_flight"] == 1)  # the others have come back
+    others = [slot for slot in range(SLOTS) if slot != 3]
+    for _ in range(5):
+        asked = part(run, others)
+        assert pool.read(others, asked.namespace, asked.hashes, asked.room()).outcomes == [GOOD] * len(others)
+    assert not ended.is_set()
+    began = time.monotonic()
+    pool.close(0.2)
+    assert time.monotonic() - began < WAIT_S
+    assert "has not ended every transfer" in pool.notice
+    with pytest.raises(PoolError, match="in use by another manager"):
+        _open(pool.path)  # whoever took the slots over could meet a late write
+    assert not ended.is_set()  # the slots are the copy's, and stay it
+    engine.withhold(-1)
+    assert ended.wait(WAIT_S)
+    assert outcomes == [GOOD] * SLOTS  # late, and still right
+    for fd in pool._fds:
+        os.close(fd)
+
+
+def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(
+    tmp_path: Path, way: dict[str, str], threads: Callable[[Callable[[], object]], threading.Thread]
+) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool", depth=1, **way)
+    pool.write(range(SLOTS), run.rows, run.proof)
+    engine: Any = pool._engine
+    engine.withhold(0)
+    outcomes: list[ReadOutcome] = []
+    reading = threads(lambda: outcomes.extend(pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes))
+    _wait_until(lambda: engine.counts()["in_flight"] == 1)  # depth is 1: the others are queued
+    closing = threads(lambda: pool.close(WAIT_S))
+    time.sleep(0.05)
+    assert closing.is_alive()
+    engine.withhold(-1)
+    reading.join(WAIT_S)
+    closing.join(WAIT_S)
+    assert outcomes == [GOOD] + [FAILED] * (SLOTS - 1)
+    assert pool.notice == ""
+    _open(pool.path).close()
+
+
+def test_calls_and_a_close_at_once_all_end(
+    tmp_path: Path, way: dict[str, str], threads: Callable[[Callable[[], object]], threading.Thread]
+) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    pool = _open(tmp_path / "pool", depth=4, **way)
+    pool.write(range(SLOTS), run.rows, run.proof)
+    seen: list[ReadOutcome] = []
+    wrong: list[int] = []
+
+    def read() -> None:
+        while True:
+            rows = run.room()
+            outcomes = pool.read(range(SLOTS), run.namespace, run.hashes, rows).outcomes
+            wrong.extend(at for at in range(SLOTS) if outcomes[at] == GOOD and not (rows[at] == run.rows[at]).all())
+            seen.extend(outcomes)
+            if FAILED in outcomes:
+                return
+
+    def write() -> None:
+        try:
+            while True:
+                pool.write(range(SLOTS), run.rows, run.proof)
+        except PoolError:
+            return
+
+    begun = [threads(work) for work in (read, read, write)]
+    _wait_until(lambda: len(seen) >= 10 * SLOTS)
+    pool.close(WAIT_S)
+    for thread in begun:
+        thread.join(WAIT_S)
+    assert pool.notice == ""
+    assert wrong == []
+
+
+# -- stripes ------------------------------------------------------------------------------------------------------------
+
+
+def _stripes(folder: Path, count: int = 3) -> tuple[Path, ...]:
+    return tuple(folder / f"disk{number}" / "pool" for number in range(count))
+
+
+def _striped(paths: tuple[Path, ...], slots: int = SLOTS, instance: str = "a", **way: Any) -> NvmePool:
+    return _open(paths[0], slots=slots, instance=instance, more=paths[1:], **way)
+
+
+def test_blocks_are_spread_over_the_stripes_and_found_again(tmp_path: Path, way: dict[str, str]) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    paths = _stripes(tmp_path)
+    pool = _striped(paths, **way)
+    pool.write(range(SLOTS), run.rows, run.proof)
+    sizes = [path.stat().st_size for path in paths]
+    assert sizes == [PAGE_BYTES + count * STRIDE for count in (6, 5, 5)]
+    assert pool.file_bytes == sum(sizes)
+    pool.close()
+    for slot in range(SLOTS):
+        at = PAGE_BYTES + slot // 3 * STRIDE + PAGE_BYTES
+        assert paths[slot % 3].read_bytes()[at : at + BLOCK_BYTES] == run.rows[slot].tobytes()
+    again = _striped(paths, **way)
+    rows = run.room()
+    assert (again.opened, again.pool_id, again.notice) == ("reopened", pool.pool_id, "")
+    assert again.read(range(SLOTS), run.namespace, run.hashes, rows).outcomes == [GOOD] * SLOTS
+    assert (rows == run.rows).all()
+    again.close()
+
+
+def _filled(paths: tuple[Path, ...], instance: str = "a") -> tuple[Any, str]:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    pool = _striped(paths, instance=instance)
+    pool.write(range(SLOTS), run.rows, run.proof)
+    pool.close()
+    return run, pool.pool_id
+
+
+def test_exchanged_stripes_are_refused_by_name(tmp_path: Path) -> None:
+    paths = _stripes(tmp_path)
+    _filled(paths)
+    before = [path.read_bytes() for path in paths]
+    with pytest.raises(PoolMismatchError, match=f"{paths[2]}: it is stripe 2 of 3 and is named as stripe 1"):
+        _striped((paths[0], paths[2], paths[1]))
+    for number, path in enumerate((paths[1], paths[0])):
+        path.write_bytes(before[number])  # the files themselves
+    with pytest.raises(PoolMismatchError, match=f"{paths[0]}: it is stripe 1 of 3 and is named as stripe 0"):
+        _striped(paths)
+    assert [path.read_bytes() for path in paths] == [before[1], before[0], before[2]]
+
+
+def test_a_stripe_of_another_pool_is_refused_by_name(tmp_path: Path) -> None:
+    ours, theirs = _stripes(tmp_path / "ours"), _stripes(tmp_path / "theirs")
+    _, our_id = _filled(ours)
+    _, their_id = _filled(theirs)
+    with pytest.raises(PoolMismatchError, match=f"{theirs[1]}: it is a stripe of pool {their_id}, {ours[0]} is one of"):
+        _striped((ours[0], theirs[1], ours[2]))
+    assert our_id != their_id
+
+
+def test_another_number_of_stripes_is_refused_by_name(tmp_path: Path) -> None:
+    paths = _stripes(tmp_path)
+    _filled(paths)
+    with pytest.raises(PoolMismatchError, match="stripes 3, this manager has stripes 2"):
+        _striped(paths[:2])
+    with pytest.raises(PoolError, match="named twice"):
+        _striped((paths[0], paths[1], paths[0]))
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "header", "cut"])
+def test_a_lost_stripe_costs_its_own_blocks(tmp_path: Path, damage: str) -> None:
+    paths = _stripes(tmp_path)
+    run, pool_id = _filled(paths)
+    if damage == "gone":
+        paths[1].unlink()
+    elif damage == "header":
+        _flip_bit(paths[1], 20, 3)
+    else:
+        os.truncate(paths[1], 0 if damage == "empty" else 100)
+    pool = _striped(paths)
+    assert (pool.opened, pool.pool_id) == ("reopened", pool_id)
+    assert f"{paths[1]}: stripe 1 was made anew" in pool.notice
+    outcomes = pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes
+    assert outcomes == [CORRUPT if slot % 3 == 1 else GOOD for slot in range(SLOTS)]
+    pool.close()
+    again = _striped(paths)
+    assert again.notice == ""
+    again.close()
+
+
+def test_one_disk_without_room_leaves_nothing_on_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = _stripes(tmp_path)
+    really = os.posix_fallocate
+    calls: list[int] = []
+
+    def refuse(fd: int, at: int, count: int) -> None:
+        calls.append(fd)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        really(fd, at, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(PoolFullError, match=str(paths[2])):
+        _striped(paths)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_stripe_in_use_leaves_the_others_free(tmp_path: Path) -> None:
+    paths = _stripes(tmp_path)
+    _filled(paths)
+    fd = nvme._open_locked(paths[2], os.O_RDWR)
+    with pytest.raises(PoolError, match=f"{paths[2]}: the file is in use"):
+        _striped(paths)
+    os.close(fd)
+    _striped(paths).close()
+
+
+def test_a_file_of_the_first_version_is_refused_by_name_and_left_alone(tmp_path: Path) -> None:
+    pool = _open(tmp_path / "pool")
+    page = bytearray(pool.path.read_bytes()[:PAGE_BYTES])
+    pool.close()
+    page[8:12] = (1).to_bytes(4, "little")
+    page[-4:] = int(checksums(np.frombuffer(page[:-4], dtype=np.uint8).reshape(1, -1))[0]).to_bytes(4, "little")
+    with pool.path.open("r+b") as file:
+        file.write(page)
+    content = pool.path.read_bytes()
+    with pytest.raises(PoolError, match=r"file version 1 is of an older kvbm.*remove it"):
+        _open(pool.path)
+    assert pool.path.read_bytes() == content
+
+
+# -- block devices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[Path]:
+    """A block device of 4 MiB of zeros; only root can make one."""
+    backing = tmp_path / "backing"
+    backing.write_bytes(bytes(4 << 20))
+    try:
+        made = subprocess.run(
+            ["losetup", "--find", "--show", backing], check=False, capture_output=True, text=True, timeout=WAIT_S
+        )
+    except OSError as error:
+        pytest.skip(f"no losetup: {error}")
+    if made.returncode:
+        pytest.skip(f"no loop device: {made.stderr.strip()}")
+    path = Path(made.stdout.strip())
+    yield path
+    subprocess.run(["losetup", "--detach", path], check=False, timeout=WAIT_S)
+
+
+def test_a_blank_device_becomes_a_pool_and_stays_one(device: Path) -> None:
+    run = random_run(SLOTS, BLOCK_BYTES)
+    pool = _open(device)
+    assert pool.opened == "created"
+    pool.write(range(SLOTS), run.rows, run.proof)
+    with pytest.raises(PoolError):
+        _open(device)
+    pool.close()
+    again = _open(device)
+    assert (again.opened, again.pool_id) == ("reopened", pool.pool_id)
+    assert again.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes == [GOOD] * SLOTS
+    again.close()
+
+
+@pytest.mark.parametrize("at", [0, 510, 1080, 4096, 65600, (4 << 20) - 4096])
+def test_a_device_with_anything_on_it_is_refused_and_left_alone(device: Path, at: int) -> None:
+    with device.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\x53\xef")
+    before = device.read_bytes()
+    with pytest.raises(PoolError, match="no kvbm pool"):
+        _open(device)
+    assert device.read_bytes() == before
+
+
+def test_a_device_too_small_is_named(device: Path) -> None:
+    with pytest.raises(PoolFullError, match="4194304 bytes free"):
+        _open(device, slots=1000)

@@ -18,14 +18,13 @@ class IoRing {
     std::int32_t result;  // bytes, or minus errno
   };
 
-  // A ring with room for `entries` pushes at a time; nullptr, and why (errno), where the kernel has or gives none.
-  static std::unique_ptr<IoRing> open(std::uint32_t entries, int& error) noexcept;
+  // A ring over a file with room for `entries` pushes at a time; nullptr, and why (errno), where the kernel has or gives none.
+  // The file is not registered with it: the kernel takes a ring apart some time after it was closed, and a registered file would
+  // keep its locks until then.
+  static std::unique_ptr<IoRing> open(int file, std::uint32_t entries, int& error) noexcept;
   ~IoRing();
   IoRing(const IoRing&) = delete;
   IoRing& operator=(const IoRing&) = delete;
-
-  // Makes known the one file that `push` uses, so that the kernel need not look it up each time. It may refuse; nothing changes then.
-  void set_file(int fd) noexcept;
 
   // Reads or writes pieces at a position of the file. The pieces must stay until the completion has been taken.
   void push(bool is_write, const iovec* pieces, std::uint32_t count, std::uint64_t position, std::uint64_t tag) noexcept;
@@ -39,11 +38,10 @@ class IoRing {
 
  private:
   struct Maps;
-  explicit IoRing(std::unique_ptr<Maps> maps) noexcept;
+  IoRing(std::unique_ptr<Maps> maps, int file) noexcept;
 
   std::unique_ptr<Maps> maps_;       // memory shared with the kernel
-  int file_ = -1;                    // of `push`
-  bool is_registered_ = false;       // whether the kernel knows it as its file 0
+  int file_;                         // of `push`, not owned
   std::uint32_t unsubmitted_ = 0;    // pushed and not handed over
 };
 

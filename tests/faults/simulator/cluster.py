@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +87,17 @@ class SlowObjects:
         self._world = world
         self.refuses = 0.0
 
-    def put(self, rows: np.ndarray, proof: Proof) -> list[bool]:
+    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         nap(self._world, 0.01)
         if self.refuses and self._world.rng.random() < self.refuses:
-            return [False] * len(rows)
-        return self.inner.put(rows, proof)
+            return [False] * (len(proof.hashes) // HASH_BYTES)
+        return self.inner.put(rows, proof, at)
 
-    def get(self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def get(
+        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+    ) -> ReadResult:
         nap(self._world, 0.01)
-        return self.inner.get(namespace, hashes, rows)
+        return self.inner.get(namespace, hashes, rows, at)
 
     def close(self) -> None:
         return
@@ -184,19 +186,28 @@ class Node:
                 continue
             pool.read = self._slow_read(pool.read)  # type: ignore[method-assign]
             pool.write = self._slow_write(pool.write, tier, process)  # type: ignore[method-assign]
+            pool.seal = self._slow_seal(pool.seal)  # type: ignore[method-assign]
 
     def _slow_read(self, read: Callable[..., ReadResult]) -> Callable[..., ReadResult]:
-        def slow(slots: Any, namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+        def slow(slots: Any, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Any = None) -> ReadResult:
             nap(self.world, self.nap_s)
-            result = read(slots, namespace, hashes, rows)
+            result = read(slots, namespace, hashes, rows, at)  # late: whoever waits may have gone on
             nap(self.world, self.nap_s)
             return result
 
         return slow
 
+    def _slow_seal(self, seal: Callable[..., None]) -> Callable[..., None]:
+        def slow(slots: Any, proof: Proof) -> None:
+            nap(self.world, self.nap_s)
+            seal(slots, proof)
+
+        return slow
+
     def _slow_write(self, write: Callable[..., None], tier: Tier, process: Process) -> Callable[..., None]:
-        def slow(slots: Any, rows: np.ndarray, proof: Proof) -> None:
+        def slow(slots: Any, rows: np.ndarray, proof: Proof, at: Any = None) -> None:
             half = len(slots) // 2
+            places = list(range(len(slots)) if at is None else at)
             nap(self.world, self.nap_s)
             for begin, end in ((0, half), (half, len(slots))):
                 if begin == end:
@@ -207,7 +218,7 @@ class Node:
                     proof.namespace, proof.epoch, proof.hashes[begin * HASH_BYTES : end * HASH_BYTES],
                     np.ascontiguousarray(proof.checksums[begin:end]),
                 )  # fmt: skip
-                write(slots[begin:end], np.ascontiguousarray(rows[begin:end]), part)
+                write(slots[begin:end], rows, part, places[begin:end])
                 if tier == Tier.NVME:
                     self.cluster.checker.has_put(self, list(slots[begin:end]), part.hashes)
                 nap(self.world, self.nap_s)
@@ -406,7 +417,7 @@ class Cluster:
             pools=PoolsSettings(
                 hbm=HbmSettings(slots=rng.randint(18, 40), device="memory"),
                 host=HostSettings(slots=rng.choice((0, 8, 24))),
-                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24))),
+                nvme=NvmeSettings(slots=0 if in_memory else rng.choice((0, 12, 24, 24)), direct="off"),  # tmpfs
                 eviction=rng.choice(("lru", "s3fifo")),
             ),
             onboard=OnboardSettings(wait_s=rng.choice((0.01, 0.05, 1.0)), threads=2),

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ import kvbm.streams.journal
 import kvbm.streams.publisher
 from kvbm import assembly
 from kvbm.streams.nats import NatsStream
+from tests.faults.simulator.blocks import PlainBlockIo
 from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
@@ -45,6 +46,10 @@ class _Nats:
     """Stands for the class `NatsStream`."""
 
     connect = staticmethod(_connect)
+
+
+def _open_blocks(fds: Sequence[int], slots: int, block_bytes: int, *how: object) -> PlainBlockIo:
+    return PlainBlockIo(Os(), fds, slots, block_bytes)
 
 
 def _urandom(size: int) -> bytes:
@@ -131,6 +136,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
             continue
         put(sys.modules[name], "os", Os())
         put(sys.modules[name], "open", open_file)
+    put(assembly, "OPEN_BLOCK_IO", _open_blocks)
     put(asyncio, "run", run_coroutine)
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)

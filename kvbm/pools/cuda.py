@@ -1,0 +1,273 @@
+"""CUDA's part of HBM copies: streams and events, the ways to move a run, and what of the host's memory a GPU reaches."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvbm.core.errors import ConfigError
+from kvbm.pools.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
+from kvbm.pools.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
+
+WAYS = ("auto", "kernel", "memcpy", "torch")
+
+_STAGING_BYTES = 32 << 20  # pinned memory of one lane; a longer run goes through it in parts
+_RUN_BLOCKS = 8192  # of one launch straight to pinned rows
+_LANES = 2  # runs that copy at the same time
+_DEADLINE_S = 30.0
+_DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
+
+
+class EngineOrder:
+    """Which of the engine's work a copy waits for: what is on its device's current stream, and events the engine names."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._event: torch.cuda.Event | None = None
+
+    def after(self, event: torch.cuda.Event) -> None:
+        """Copies that begin from now on wait for this event too, until another takes its place."""
+        with self._lock:
+            self._event = event
+
+    def event(self) -> torch.cuda.Event | None:
+        """The event named last."""
+        with self._lock:
+            return self._event
+
+
+class StreamOrder:
+    """A lane's stream."""
+
+    def __init__(self, device: torch.device, engine: EngineOrder) -> None:
+        self._device = device
+        self._engine = engine
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's event."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        event = self._engine.event()
+        if event is not None:
+            self._stream.wait_event(event)
+
+    def run(self, work: Callable[[], None]) -> Mark:
+        """Launch on the stream; an event behind it."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+
+class KernelMover:
+    """One launch that reads or writes the rows in the host's memory itself."""
+
+    def __init__(self, layout: PagedLayout, device: torch.device) -> None:
+        from kvbm.pools.segment_kernel import SegmentKernel
+
+        self._kernel = SegmentKernel(layout.segments, device)
+        self._device = device
+
+    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.gather`."""
+        self._kernel.gather(self._there(slots), self._there(at), address)
+
+    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.scatter`."""
+        self._kernel.scatter(self._there(slots), self._there(at), address)
+
+    def _there(self, indexes: torch.Tensor) -> torch.Tensor:
+        return indexes.to(self._device, non_blocking=True)
+
+
+class MemcpyMover:
+    """Contiguous blocks on the device, and one asynchronous copy for each run of consecutive rows."""
+
+    def __init__(self, pack: TensorPacking | KernelPacking, device: torch.device) -> None:
+        self._pack = pack
+        self._device = device
+
+    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.gather`."""
+        packed = self._pack.gather(slots.to(self._device, non_blocking=True))
+        target = torch.from_numpy(rows)
+        for begin, end in _consecutive(at):
+            first = int(at[begin])
+            target[first : first + end - begin].copy_(packed[begin:end], non_blocking=True)
+
+    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.scatter`."""
+        packed = self._pack.room(len(slots))
+        source = _readable(rows)
+        for begin, end in _consecutive(at):
+            first = int(at[begin])
+            packed[begin:end].copy_(source[first : first + end - begin], non_blocking=True)
+        self._pack.scatter(slots.to(self._device, non_blocking=True), packed)
+
+
+class KernelPacking:
+    """Blocks ↔ contiguous rows on the device, by one launch."""
+
+    def __init__(self, layout: PagedLayout, device: torch.device) -> None:
+        from kvbm.pools.segment_kernel import SegmentKernel
+
+        self._kernel = SegmentKernel(layout.segments, device)
+        self._block_bytes = layout.block_bytes
+        self._device = device
+
+    def room(self, count: int) -> torch.Tensor:
+        """Rows on the device for so many blocks."""
+        return torch.empty((count, self._block_bytes), dtype=torch.uint8, device=self._device)
+
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """The blocks of slots, one after another."""
+        packed = self.room(len(slots))
+        self._kernel.gather(slots, torch.arange(len(slots), device=self._device), packed.data_ptr())
+        return packed
+
+    def scatter(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill slots from blocks one after another."""
+        self._kernel.scatter(slots, torch.arange(len(slots), device=self._device), packed.data_ptr())
+
+
+class TensorPacking:
+    """The same without Triton: one indexed copy a tensor. Slower by the number of layers."""
+
+    def __init__(self, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device) -> None:
+        self._block_bytes = layout.block_bytes
+        self._device = device
+        self._tensors = [_blocks_first(paged) for layer in layers for paged in layer]
+
+    def room(self, count: int) -> torch.Tensor:
+        """Rows on the device for so many blocks."""
+        return torch.empty((count, self._block_bytes), dtype=torch.uint8, device=self._device)
+
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """The blocks of slots, one after another."""
+        parts = [tensor.index_select(0, slots).contiguous() for tensor in self._tensors]
+        return torch.cat([part.view(len(slots), -1).view(torch.uint8) for part in parts], dim=1)
+
+    def scatter(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill slots from blocks one after another."""
+        begin = 0
+        for tensor in self._tensors:
+            end = begin + tensor[0].numel() * tensor.element_size()
+            part = packed[:, begin:end].clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            tensor.index_copy_(0, slots, part.view(len(slots), *tensor.shape[1:]))
+            begin = end
+
+
+def open_copies(
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    engine: EngineOrder,
+    copies: NewSegmentCopies,
+    way: str = "auto",
+) -> DeviceCopies:
+    """Copies between tensors on a GPU and rows on the host.
+
+    Args:
+        way: "kernel": a launch that reads and writes pinned rows itself; "memcpy": a launch on the device, then asynchronous copies;
+            "torch": the same without Triton, one indexed copy a tensor; "auto": "kernel" where Triton is, else "torch".
+    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
+    """
+    if way not in WAYS:
+        raise ConfigError(f"HBM pool: the way to copy is {way!r}; use one of {', '.join(WAYS)}")
+    triton = importlib.util.find_spec("triton") is not None
+    if way in ("kernel", "memcpy") and not triton:
+        raise ConfigError(
+            f'HBM pool: to copy by "{way}" needs Triton, which comes with torch\'s CUDA builds; use "torch"'
+        )
+    mover: Mover
+    if way == "torch" or not triton:
+        mover = MemcpyMover(TensorPacking(layers, layout, device), device)
+    elif way == "memcpy":
+        mover = MemcpyMover(KernelPacking(layout, device), device)
+    else:
+        mover = KernelMover(layout, device)
+    lanes = []
+    half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
+    for _ in range(_LANES):
+        first, second = (_pinned_half(half_blocks, layout.block_bytes, copies) for _ in range(2))
+        lanes.append(Lane(StreamOrder(device, engine), (first, second)))
+
+    def reached(rows: np.ndarray) -> int | None:
+        torch.cuda.current_stream(device).query()  # gives this thread the context that the driver's question needs
+        return device_address(rows)
+
+    limit = (
+        _RUN_BLOCKS if isinstance(mover, KernelMover) else half_blocks
+    )  # the others take memory of the GPU for a run
+    return DeviceCopies(mover, lanes, layout.block_bytes, copies, reached, _DEADLINE_S, limit)
+
+
+def device_address(rows: np.ndarray) -> int | None:
+    """The GPU's address of rows in the host's memory that CUDA has registered; None where it has not."""
+    if not rows.nbytes:
+        return None
+    first = _registered(rows.ctypes.data)
+    last = _registered(rows.ctypes.data + rows.nbytes - 1)
+    if first is None or last is None or last - first != rows.nbytes - 1:
+        return None
+    return first
+
+
+def _registered(address: int) -> int | None:
+    driver = _driver()
+    if driver is None:
+        return None
+    kind = ctypes.c_uint(0)
+    if (
+        driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+        or kind.value != _HOST_MEMORY
+    ):
+        return None
+    there = ctypes.c_uint64(0)
+    if driver.cuPointerGetAttribute(ctypes.byref(there), _DEVICE_POINTER, ctypes.c_uint64(address)):
+        return None
+    return there.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _pinned_half(blocks: int, block_bytes: int, copies: NewSegmentCopies) -> Half:
+    staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
+    rows = staging.numpy()
+    indexes = (torch.empty(max(blocks, _RUN_BLOCKS), dtype=torch.int64, pin_memory=True) for _ in range(2))
+    return Half(rows, row_copies(copies, rows), staging.data_ptr(), *indexes)
+
+
+def _blocks_first(paged: PagedTensor) -> torch.Tensor:
+    """A tensor as [slots, …] in the order of a block, its elements as integers of their size, for not every dtype can be indexed."""
+    tensor = paged.tensor
+    assert isinstance(tensor, torch.Tensor)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()]).permute(block_order(paged))
+
+
+def _consecutive(at: torch.Tensor) -> list[tuple[int, int]]:
+    """Half-open ranges of entries whose rows follow one another."""
+    breaks = (np.flatnonzero(np.diff(at.numpy()) != 1) + 1).tolist()
+    return list(zip([0, *breaks], [*breaks, len(at)], strict=True))
+
+
+def _readable(rows: np.ndarray) -> torch.Tensor:
+    """Rows as a tensor that is only read, also when nobody may write to them."""
+    if rows.flags.writeable:
+        return torch.from_numpy(rows)
+    pointer = ctypes.cast(rows.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=rows.shape))

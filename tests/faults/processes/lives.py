@@ -1,0 +1,438 @@
+"""Lives of one instance on one folder: each a process that opens a manager, holds what it recovered to the journal, serves, and is killed.
+
+A life is forked, so that hundreds of them take minutes. It says what it has found in lines of JSON on a pipe; who kills it reads
+them. The fold it compares with is made from the journal's files by the specification, not by what recovers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import structlog
+
+from kvbm.assembly import NATIVE, journal_folder, open_manager
+from kvbm.config import Settings, load_settings
+from kvbm.core.errors import FrameError
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.core.residency import Residencies
+from kvbm.manager.manager import Manager
+from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.streams.journal import segment_files
+
+NAMESPACE = Namespace(model="lives", block_tokens=16)
+WAIT_S = 30.0
+
+
+class Load(NamedTuple):
+    """What a life serves.
+
+    Attributes:
+        prompts, depth: how many prompts there are, and their blocks.
+        slots: of HBM, HOST and NVME.
+        engines: threads that serve.
+        device: of HBM; "memory" or "cpu".
+        nvme: further settings of the NVME pool, by name.
+    """
+
+    block_bytes: int = 20_000  # with its header no whole number of pages
+    prompts: int = 14
+    depth: int = 6
+    slots: tuple[int, int, int] = (24, 12, 40)
+    engines: int = 1
+    device: str = "memory"
+    nvme: tuple[tuple[str, Any], ...] = ()
+
+    def settings(self, folder: Path) -> Settings:
+        """Of a manager on this folder."""
+        hbm, host, nvme = self.slots
+        flags = {
+            "instance.data_dir": str(folder), "pools.hbm.slots": hbm, "pools.hbm.device": self.device,
+            "pools.host.slots": host, "pools.nvme.slots": nvme, "nats.enabled": False, "journal.segment_bytes": 1 << 16,
+        }  # fmt: skip
+        return load_settings(flags=flags | {f"pools.nvme.{name}": value for name, value in self.nvme})
+
+    def hashes(self, prompt: int, depth: int) -> bytes:
+        """Packed hashes of a prompt's first blocks. Three prompts each share their first two."""
+        names = [(prompt // 3 * 3 if at < 2 else prompt, at) for at in range(depth)]
+        return b"".join((1 + which * 1000 + at).to_bytes(HASH_BYTES, "little") for which, at in names)
+
+    def rows(self, hashes: bytes) -> np.ndarray:
+        """The bytes these blocks must have: others for each block, and in each place of one."""
+        numbers = np.frombuffer(hashes, dtype=np.uint64)[::2].astype(np.uint32)
+        mixed: np.ndarray = (numbers * np.uint32(2654435761))[:, np.newaxis] ^ _places(self.block_bytes)
+        return np.ascontiguousarray(mixed.view(np.uint8)[:, : self.block_bytes])
+
+
+_PLACES: dict[int, np.ndarray] = {}
+
+
+def _places(block_bytes: int) -> np.ndarray:
+    if block_bytes not in _PLACES:
+        _PLACES[block_bytes] = np.arange(-(-block_bytes // 4), dtype=np.uint32) * np.uint32(40503)
+    return _PLACES[block_bytes]
+
+
+class Folded(NamedTuple):
+    """What the journal says.
+
+    Attributes:
+        epoch: the last one with frames.
+        held: NVME's blocks and their slots, as the newest epoch with a whole round says.
+        digest: after that epoch's last frame.
+    """
+
+    epoch: Epoch
+    held: dict[SequenceHash, int | None]
+    digest: int
+
+
+def folded(settings: Settings) -> Folded:
+    """The strict fold of every frame that is whole. Raises AssertionError, IllegalEventError: the journal contradicts itself."""
+    epochs: dict[Epoch, Residencies] = {}
+    ends: dict[Epoch, int] = {}
+    for _, _, path in segment_files(journal_folder(settings)):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            try:
+                frame, at = NATIVE.decode_frame(data, at)
+            except FrameError:
+                break  # a torn tail
+            fold = epochs.setdefault(frame.epoch, Residencies(strict=True))
+            assert frame.first_offset == ends.get(frame.epoch, 0), f"epoch {frame.epoch} has a hole in {path.name}"
+            ends[frame.epoch] = frame.next_offset
+            for event in frame.events:
+                fold.evolve(event)
+            assert fold.digest == frame.digest, f"epoch {frame.epoch}: digest before offset {frame.next_offset}"
+    for epoch in sorted(epochs, reverse=True):
+        fold = epochs[epoch]
+        if fold.is_whole(Tier.NVME):
+            held = {block: entry.slot for block, entry in fold.held[Tier.NVME].items()}
+            return Folded(max(epochs), held, fold.digest)
+    return Folded(max(epochs, default=Epoch(0)), {}, 0)
+
+
+class Life:
+    """Inside the process."""
+
+    def __init__(self, folder: Path, load: Load, seed: int, say: int) -> None:
+        self._load, self._seed, self._say = load, seed, say
+        self._settings = load.settings(folder)
+        self._wrong = 0
+
+    def run(self) -> None:
+        """Recover, verify, serve until SIGTERM asks for a clean end or SIGKILL makes one."""
+        asked = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: asked.set())
+        before = folded(self._settings)
+        with open_manager(self._settings, [NAMESPACE], self._load.block_bytes) as manager:
+            self._verify(manager, before)
+            engines = [
+                threading.Thread(target=self._serve, args=(manager, n, asked)) for n in range(self._load.engines)
+            ]
+            for engine in engines:
+                engine.start()
+            while not asked.wait(0.1):
+                self._tell(manager)
+            for engine in engines:
+                engine.join(WAIT_S)
+            assert manager.settle(WAIT_S), "copies do not end"
+            self._tell(manager)
+            digest = 0
+            for tier in (Tier.HBM, Tier.HOST):  # what dies with the process; the digest of the rest is the journal's
+                manager.evict(tier, b"".join(manager.held(tier)))
+            assert manager.settle(WAIT_S)
+            digest = manager.digest()[1]
+        assert folded(self._settings).digest == digest, "the journal folds to another digest than the manager's"
+        self._line(ended=True, digest=f"{digest:016x}")
+
+    def _verify(self, manager: Manager, before: Folded) -> None:
+        """What was recovered is what the journal says, every block of it good, and served at once."""
+        blocks = manager.held(Tier.NVME)
+        with manager._lock:
+            entries = {block: manager._ledger.residency(Tier.NVME, block) for block in blocks}
+        slots = {block: entry[1] for block, entry in entries.items() if entry is not None}
+        assert manager.epoch > before.epoch, f"epoch {manager.epoch} after {before.epoch}"
+        assert slots == before.held, f"{len(slots)} blocks recovered, the journal has {len(before.held)}"
+        if slots:
+            hashes = b"".join(slots)
+            rows = np.empty((len(slots), self._load.block_bytes), dtype=np.uint8)
+            result = manager.pools.slots[Tier.NVME].read(list(slots.values()), NAMESPACE.id, hashes, rows)
+            bad = [outcome.name for outcome in result.outcomes if outcome != ReadOutcome.GOOD]
+            assert not bad, f"{len(bad)} of {len(slots)} recovered blocks are {bad[0]}"
+            assert np.array_equal(rows, self._load.rows(hashes)), "wrong bytes in NVME"
+        served = 0
+        for prompt in range(self._load.prompts):
+            hashes = self._load.hashes(prompt, self._load.depth)
+            wanted = 0
+            while wanted < self._load.depth and split_hashes(hashes)[wanted] in slots:
+                wanted += 1
+            prefix = manager.acquire(NAMESPACE.id, hashes, wait_s=WAIT_S)
+            self._check(manager, hashes, prefix.slots)
+            manager.unpin(prefix.slots)
+            assert prefix.depth >= wanted, f"{prefix.depth} of {wanted} recovered blocks were served"
+            served += prefix.hits.get(Tier.NVME, 0)
+        self._line(epoch=manager.epoch, recovered=len(slots), served=served)
+
+    def _serve(self, manager: Manager, number: int, asked: threading.Event) -> None:
+        """One engine: prompts drawn at full speed, every byte checked before and after."""
+        load = self._load
+        try:
+            rng = random.Random(self._seed * 31 + number)
+            while not asked.is_set():
+                prompt = min(int(rng.expovariate(3.0 / load.prompts)), load.prompts - 1)
+                hashes = load.hashes(prompt, rng.randint(1, load.depth))
+                prefix = manager.acquire(NAMESPACE.id, hashes)
+                self._check(manager, hashes, prefix.slots)
+                slots, depth = prefix.slots, len(hashes) // HASH_BYTES
+                fresh = manager.allocate(depth - prefix.depth)
+                if fresh:
+                    at = prefix.depth * HASH_BYTES
+                    rows = load.rows(hashes[at:])
+                    proof = Proof(NAMESPACE.id, manager.epoch, hashes[at:], NATIVE.checksums(rows))
+                    manager.pools.slots[Tier.HBM].write(fresh, rows, proof)
+                    parent = SequenceHash(hashes[at - HASH_BYTES : at]) if at else NO_PARENT
+                    slots = slots + manager.create(NAMESPACE.id, parent, prefix.depth, hashes[at:], fresh)
+                elif fresh is None:
+                    time.sleep(0.0005)  # every slot is in copy
+                self._check(manager, hashes, slots)
+                manager.unpin(slots)
+                dice = rng.random()
+                if dice < 0.03:
+                    manager.evict(Tier(rng.choice((Tier.HBM, Tier.HOST, Tier.NVME))), hashes)
+                elif dice < 0.035:
+                    manager.restate()
+        except BaseException:  # noqa: BLE001 - told to the parent, then gone
+            self._fail()
+
+    def _check(self, manager: Manager, hashes: bytes, slots: Sequence[int]) -> None:
+        if slots:
+            memory = manager.pools.slots[Tier.HBM].memory
+            assert memory is not None
+            wanted = self._load.rows(hashes[: len(slots) * HASH_BYTES])
+            assert np.array_equal(memory[list(slots)], wanted), "wrong bytes in HBM"
+
+    def _tell(self, manager: Manager) -> None:
+        stats = manager.stats()
+        assert not stats.corrupt_blocks, f"{stats.corrupt_blocks} blocks were corrupt"
+        assert not stats.quarantined_slots, "a pool broke its promise"
+        self._line(
+            created=stats.created_blocks, verified=stats.verified_reads, hits=sum(stats.hit_blocks.values()),
+            written=stats.offloaded_blocks[Tier.NVME], skipped=stats.skipped_offloads, late=stats.late_copies,
+            failed=stats.failed_copies, rss=_rss_bytes(),
+        )  # fmt: skip
+
+    def _line(self, **fields: Any) -> None:
+        os.write(self._say, json.dumps(fields).encode() + b"\n")
+
+    def _fail(self) -> NoReturn:
+        """Say why, and be gone without another word."""
+        os.write(self._say, json.dumps({"error": traceback.format_exc(limit=-6)}).encode() + b"\n")
+        os._exit(1)
+
+
+class Begun:
+    """A life, as seen by who began it."""
+
+    def __init__(self, folder: Path, load: Load, seed: int) -> None:
+        """Fork one."""
+        self.lines: list[dict[str, Any]] = []
+        self.began_s = time.monotonic()
+        read, write = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(read)
+            structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+            life = Life(folder, load, seed, write)
+            try:
+                life.run()
+            except BaseException:  # noqa: BLE001 - told to the parent, then gone
+                life._fail()
+            os._exit(0)
+        os.close(write)
+        self._pipe, self._rest = read, b""
+
+    def read(self, timeout_s: float) -> bool:
+        """Take what it says within a time; False when it has ended. Raises AssertionError: it found something wrong."""
+        if not select.select([self._pipe], [], [], timeout_s)[0]:
+            return True
+        data = os.read(self._pipe, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            fields = json.loads(line)
+            assert "error" not in fields, fields["error"]
+            self.lines.append(fields)
+        return bool(data)
+
+    def wait(self, until_s: float, field: str = "") -> bool:
+        """Read until a time has come, or it has said something; whether it still lives."""
+        while (left_s := until_s - time.monotonic()) > 0 and not (field and self.said(field) is not None):
+            if not self.read(left_s):
+                return False
+        return True
+
+    def said(self, field: str) -> Any:
+        """The last it said of something; None where it has not."""
+        return next((line[field] for line in reversed(self.lines) if field in line), None)
+
+    def end(self, how: signal.Signals) -> None:
+        """Kill it, or ask it to end cleanly; returns when it is gone and has been read. Raises AssertionError: see `read`."""
+        try:
+            os.kill(self.pid, how)
+            alive = self.wait(time.monotonic() + 2 * WAIT_S, "ended")
+            while alive and self.read(WAIT_S):
+                pass
+        finally:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            os.close(self._pipe)
+        assert how == signal.SIGKILL or self.said("ended"), "it did not end cleanly"
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Killed(NamedTuple):
+    """What became of an instance that was killed again and again.
+
+    Attributes:
+        points: kills.
+        opening: of them, those that hit before it had opened and verified everything.
+        recovered, served: blocks that came back, and of them those served from NVME; each byte was compared.
+        written: blocks that went to NVME.
+    """
+
+    points: int
+    opening: int
+    recovered: int
+    served: int
+    written: int
+
+    def sentence(self) -> str:
+        """In one line."""
+        return (
+            f"ok: {self.points} kills, {self.opening} of them while it opened; {self.recovered} blocks recovered, {self.served} served "
+            f"from NVME at once, {self.written} written; 0 wrong bytes, every fold as recovered"
+        )
+
+
+def kill_again_and_again(folder: Path, seed: int, points: int, load: Load = Load(), least_s: float = 0.002) -> Killed:  # noqa: B008
+    """Kill an instance at seeded instants, each time on the same files. Raises AssertionError: at which point, and what was wrong."""
+    rng = random.Random(seed)
+    opening = recovered = served = written = 0
+    for point in range(points):
+        life = Begun(folder, load, seed * 1000 + point)
+        try:
+            if rng.random() < 0.25:
+                life.wait(time.monotonic() + rng.uniform(least_s, 0.06))
+            else:
+                life.wait(time.monotonic() + WAIT_S, "recovered")
+                life.wait(time.monotonic() + rng.expovariate(1 / 0.05))
+            life.end(signal.SIGKILL)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, after kill {point}: {error}") from None
+        opening += life.said("recovered") is None
+        recovered += life.said("recovered") or 0
+        served += life.said("served") or 0
+        written += life.said("written") or 0
+    last = Begun(folder, load, seed)
+    last.wait(time.monotonic() + WAIT_S, "recovered")
+    last.end(signal.SIGTERM)
+    return Killed(points, opening, recovered + last.said("recovered"), served + last.said("served"), written)
+
+
+class Churned(NamedTuple):
+    """What became of an instance at full speed, killed and restarted.
+
+    Attributes:
+        digest: the manager's at its clean end, and the journal's fold's.
+        growth_bytes: by how much the memory of a life grew after its first third, at most.
+    """
+
+    seconds: float
+    lives: int
+    kills: int
+    created: int
+    hits: int
+    verified: int
+    written: int
+    skipped: int
+    late: int
+    failed: int
+    written_bytes_s: float
+    recovered: int
+    served: int
+    rss_bytes: int
+    growth_bytes: int
+    digest: str
+
+    def sentence(self) -> str:
+        """In one line."""
+        return (
+            f"ok: {self.seconds:.0f} s, {self.lives} lives, {self.kills} kills; {self.created} blocks created, {self.hits} hits, "
+            f"{self.verified} verified reads, {self.written} written to NVME ({self.written_bytes_s / 1e6:.0f} MB/s), {self.skipped} "
+            f"offloads skipped, {self.late} late, {self.failed} failed; {self.recovered} recovered, {self.served} of them served at once; "
+            f"0 wrong bytes, digest {self.digest} as the journal folds; memory {self.rss_bytes >> 20} MiB, grew {self.growth_bytes >> 20} MiB"
+        )
+
+
+CHURN = Load(
+    block_bytes=256 << 10, prompts=60, depth=12, slots=(128, 96, 384), engines=3,
+)  # fmt: skip
+FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still be called flat
+
+
+def churn(folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: float = 12.0) -> Churned:
+    """Full speed with kills and clean ends at seeded instants. Raises AssertionError: what was wrong."""
+    rng = random.Random(seed)
+    began_s = time.monotonic()
+    lives: list[Begun] = []
+    kills = 0
+    while (left_s := seconds - (time.monotonic() - began_s)) > 0 or not lives:
+        life = Begun(folder, load, seed * 1000 + len(lives))
+        lives.append(life)
+        life.wait(time.monotonic() + WAIT_S, "recovered")
+        span_s = max(1.0, rng.expovariate(1 / life_s))
+        is_last = span_s >= left_s
+        life.wait(time.monotonic() + min(span_s, max(left_s, 1.0)))
+        is_kill = not is_last and rng.random() < 0.75
+        kills += is_kill
+        life.end(signal.SIGKILL if is_kill else signal.SIGTERM)
+    last = Begun(folder, load, seed)
+    last.wait(time.monotonic() + WAIT_S, "recovered")
+    last.end(signal.SIGTERM)
+    lives.append(last)
+    elapsed_s = time.monotonic() - began_s
+
+    def total(field: str) -> int:
+        return sum(life.said(field) or 0 for life in lives)
+
+    growth_bytes = max((_growth_bytes(life) for life in lives), default=0)
+    assert growth_bytes <= FLAT_BYTES, f"memory grew by {growth_bytes} bytes within one life"
+    return Churned(
+        elapsed_s, len(lives), kills, total("created"), total("hits"), total("verified"), total("written"), total("skipped"),
+        total("late"), total("failed"), total("written") * load.block_bytes / elapsed_s, total("recovered"), total("served"),
+        max(life.said("rss") or 0 for life in lives), growth_bytes, last.said("digest"),
+    )  # fmt: skip
+
+
+def _growth_bytes(life: Begun) -> int:
+    """By how much a life's memory grew between its second third and its last; 0 for one too short to tell."""
+    samples = [line["rss"] for line in life.lines if "rss" in line]
+    if len(samples) < 12:
+        return 0
+    third = len(samples) // 3
+    return int(np.median(samples[-third:]) - np.median(samples[third : 2 * third]))

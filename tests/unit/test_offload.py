@@ -1,0 +1,190 @@
+"""What goes to a colder tier next, and what may not: queue, ways, budget, and memory to go through."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.core.policy import SecondUse, WriteBudget, WriteThrough
+from kvbm.manager.offload import Offloader, Skipped
+from kvbm.manager.staging import Staging
+from kvbm.manager.workers import Workers
+
+ONE, OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
+WAIT_S = 5.0
+
+
+def hashes(first: int, count: int) -> bytes:
+    return b"".join(number.to_bytes(HASH_BYTES, "little") for number in range(first, first + count))
+
+
+def everything(tier: Tier, run: bytes) -> bytes:
+    return run
+
+
+def offloader(**more: int) -> Offloader:
+    return Offloader({Tier.HOST: WriteThrough(), Tier.NVME: SecondUse()}, **more)
+
+
+# -- the queue ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_that_are_created_one_by_one_leave_in_long_runs() -> None:
+    queue = offloader(run_blocks=64)
+    for number in range(100):
+        queue.offer(ONE, Tier.HBM, hashes(number, 1), 1, everything)
+    runs = [queue.next(), queue.next()]
+    assert [wish and wish.hashes for wish in runs] == [hashes(0, 64), hashes(64, 36)]
+    assert queue.next() is None
+    assert queue.waiting_blocks == 0
+
+
+def test_a_run_carries_one_namespace_one_source_and_one_target() -> None:
+    queue = offloader()
+    for namespace, tier in ((ONE, Tier.HBM), (OTHER, Tier.HBM), (ONE, Tier.HOST), (ONE, Tier.HBM)):
+        queue.offer(namespace, tier, hashes(0, 2), 2, everything)
+    found = []
+    while (wish := queue.next()) is not None:
+        found.append((wish.namespace, wish.source, wish.target, len(wish.hashes) // HASH_BYTES))
+    assert found == [
+        (ONE, Tier.HBM, Tier.HOST, 4),
+        (ONE, Tier.HOST, Tier.NVME, 6),
+        (OTHER, Tier.HBM, Tier.HOST, 2),
+        (OTHER, Tier.HOST, Tier.NVME, 2),
+    ]
+
+
+def test_one_busy_way_does_not_hold_up_another() -> None:
+    queue = offloader(run_blocks=4)
+    queue.offer(ONE, Tier.HBM, hashes(0, 40), 1, everything)
+    queue.offer(OTHER, Tier.HBM, hashes(0, 4), 1, everything)
+    first, second = queue.next(), queue.next()
+    assert first is not None and second is not None
+    assert (first.namespace, second.namespace) == (ONE, OTHER)
+
+
+def test_a_full_queue_skips_and_says_so() -> None:
+    queue = offloader(capacity_blocks=100, run_blocks=64)
+    queue.offer(ONE, Tier.HBM, hashes(0, 200), 1, everything)
+    assert queue.waiting_blocks == 72  # whole runs that fit: 64, not another 64, 8
+    assert queue.skipped == {Skipped.QUEUE: 128}
+
+
+# -- the budget of a device's endurance ---------------------------------------------------------------------------------
+
+
+def test_a_budget_is_spent_and_earned_again() -> None:
+    budget = WriteBudget(1000, begin_s=2.0)
+    assert budget.left_bytes(50.0) == 2000
+    budget.spend(1500)
+    assert budget.left_bytes(50.0) == 500
+    assert budget.left_bytes(51.5) == 2000
+    budget.spend(5000)
+    assert budget.left_bytes(51.5) == 0
+    assert budget.left_bytes(54.5) == 0
+    assert budget.left_bytes(55.5) == 1000
+
+
+def test_a_day_is_saved_up_and_no_more() -> None:
+    budget = WriteBudget(10)
+    budget.left_bytes(0.0)
+    assert budget.left_bytes(1e9) == 864_000
+
+
+def test_a_clock_that_goes_back_earns_nothing() -> None:
+    budget = WriteBudget(1000, begin_s=1.0)
+    assert budget.left_bytes(100.0) == 1000
+    budget.spend(1000)
+    assert budget.left_bytes(90.0) == 0
+    assert budget.left_bytes(100.0) == 0
+    assert budget.left_bytes(101.0) == 1000
+
+
+# -- memory to go through -----------------------------------------------------------------------------------------------
+
+
+def test_offloads_never_have_the_lanes_that_requests_need() -> None:
+    staging = Staging(64 << 10, 4096, onboard_lanes=2, offload_lanes=2)
+    taken = [staging.take(0.0, is_offload=True) for _ in range(3)]
+    assert [lane is not None for lane in taken] == [True, True, False]
+    assert all(staging.take(0.0, is_offload=False) is not None for _ in range(2))
+    assert staging.take(0.0, is_offload=False) is None
+
+
+def test_a_request_may_have_every_lane() -> None:
+    staging = Staging(64 << 10, 4096, onboard_lanes=2, offload_lanes=2)
+    assert sum(staging.take(0.0, is_offload=False) is not None for _ in range(5)) == staging.lanes == 4
+
+
+def test_lanes_are_aligned_and_share_no_byte_and_the_arena_is_bounded() -> None:
+    staging = Staging(1 << 20, 5000)
+    lanes = [lane for lane in (staging.take(0.0, is_offload=False) for _ in range(4)) if lane is not None]
+    assert len(lanes) == 4
+    assert all(lane.ctypes.data % 4096 == 0 and lane.shape == (52, 5000) for lane in lanes)
+    for number, lane in enumerate(lanes):
+        lane[:] = number
+    assert all((lane == number).all() for number, lane in enumerate(lanes))
+    assert sum(lane.nbytes for lane in lanes) <= 1 << 20
+
+
+def test_blocks_larger_than_the_arena_get_two_lanes_all_the_same() -> None:
+    staging = Staging(4096, 10_000)
+    assert (staging.lanes, staging.lane_blocks) == (2, 1)
+    assert staging.take(0.0, is_offload=True) is not None
+    assert staging.take(0.0, is_offload=True) is None
+    assert staging.take(0.0, is_offload=False) is not None
+
+
+def test_a_lane_that_is_given_back_goes_to_who_waits() -> None:
+    staging = Staging(8192, 4096)
+    lanes = [staging.take(0.0, is_offload=False) for _ in range(2)]
+    got: list[object] = []
+    waiter = threading.Thread(target=lambda: got.append(staging.take(WAIT_S, is_offload=False)))
+    waiter.start()
+    assert lanes[0] is not None
+    staging.give(lanes[0])
+    waiter.join(WAIT_S)
+    assert got and got[0] is not None
+
+
+# -- threads of onboards --------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_a_device_keeps_are_replaced_for_as_long_as_it_does() -> None:
+    release = threading.Event()
+    workers = Workers(2, "test")
+    kept = [workers.submit(release.wait, WAIT_S) for _ in range(2)]
+    waiting = workers.submit(lambda: 42)
+    workers.lend()
+    assert waiting.result(WAIT_S) == 42
+    release.set()
+    assert all(future.result(WAIT_S) for future in kept)
+    workers.regain()
+    assert [workers.submit(lambda n=n: n).result(WAIT_S) for n in range(4)] == [0, 1, 2, 3]  # type: ignore[misc]
+    workers.shutdown()
+    deadline = time.monotonic() + WAIT_S
+    while any(thread.name == "test" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread stays"
+        time.sleep(0.01)
+
+
+def test_what_has_not_begun_can_be_taken_back() -> None:
+    release = threading.Event()
+    workers = Workers(1, "test")
+    begun = threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        release.wait(WAIT_S)
+
+    first = workers.submit(hold)
+    assert begun.wait(WAIT_S)
+    second = workers.submit(hold)
+    assert second.cancel()
+    assert not first.cancel()
+    third = workers.submit(hold)
+    workers.shutdown(cancel_futures=True)
+    assert third.cancelled()
+    release.set()
+    first.result(WAIT_S)
