@@ -38,7 +38,7 @@ from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
-from kvbm.pools.block_io import OpenEngine
+from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
@@ -76,6 +76,13 @@ def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
+
+
+def open_unverified(
+    fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
+) -> BlockEngine:
+    """As OPEN_BLOCK_IO, and nothing it reads is checked: for a measurement of what that costs, and for nothing else."""
+    return _native.BlockIo(fds, slots, block_bytes, io, direct, depth, offload_share, verified=False)
 
 
 _CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows

@@ -128,12 +128,12 @@ def _add_engine(commands: _Commands) -> None:
 
 def _add_bench(commands: _Commands) -> None:
     bench = _add_command(
-        commands, "bench", "measure the native core, and the line from instance to catalog, on this machine",
+        commands, "bench", "measure the native core, the pools, and the line from instance to catalog, on this machine",
         "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
     )  # fmt: skip
     bench.add_argument(
         "what",
-        choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "all"],
+        choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "pools", "all"],
         help="which part",
     )
     bench.add_argument(
@@ -144,8 +144,18 @@ def _add_bench(commands: _Commands) -> None:
         "--replacements", type=_small_count, default=3, metavar="N",
         help="how often the whole set is replaced to see whether memory grows; 0 leaves it out (default 3)",
     )  # fmt: skip
-    bench.add_argument("--samples", type=_sample_count, default=7, metavar="N", help="of each number (default 7)")
+    bench.add_argument(
+        "--samples", type=_sample_count, metavar="N", help="of each number; of pools, pairs (default 7; pools alone 5)"
+    )
     bench.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload (default 1)")
+    bench.add_argument(
+        "--dir", type=Path, metavar="FOLDER",
+        help="of pools: on the device to measure; the files made there go afterwards (default: tmp in the data folder)",
+    )  # fmt: skip
+    bench.add_argument(
+        "--file-mib", type=_file_mib, default=2048, metavar="N",
+        help="of pools: size of the pool's file, and of fio's (default 2048)",
+    )  # fmt: skip
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 
 
@@ -157,6 +167,10 @@ def _count_between(text: str, least: int, most: int) -> int:
 
 def _live_count(text: str) -> int:
     return _count_between(text, 100_000, 1_000_000_000)
+
+
+def _file_mib(text: str) -> int:
+    return _count_between(text, 16, 1 << 24)
 
 
 def _small_count(text: str) -> int:
@@ -231,10 +245,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "bench":
-            from kvbm.workload.bench import BenchOptions, run_bench
+            from kvbm.workload.bench import BenchOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
-            options = BenchOptions(arguments.what, live, arguments.replacements, arguments.samples, arguments.seed)
+            samples = arguments.samples or (5 if arguments.what == "pools" else 7)
+            pools = PoolsOptions(arguments.dir, arguments.file_mib << 20)
+            options = BenchOptions(arguments.what, live, arguments.replacements, samples, arguments.seed, pools)
             return run_bench(options, arguments.json)
         case "nats-permissions":
             from kvbm.streams.credentials import keep_seed

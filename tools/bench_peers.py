@@ -1,6 +1,6 @@
-"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block.
+"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block, local tiers.
 
-    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire] [--json FILE]
+    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire | --stores] [--json FILE]
 
 Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is there is
 used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets both. Medians; the
@@ -19,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ PIP_TIMEOUT_S = 900
 LONGEST_FILL_S = 60.0
 LONGEST_MEMORY_S = 300.0  # a slower side replaces the set less often, and the row says how often
 QUIET = {"DYN_LOG": "off", "HF_HUB_OFFLINE": "1", "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false",
+         "OMP_WAIT_POLICY": "PASSIVE",  # a peer's threads that spin while others want the core would slow it down
          "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
 
 
@@ -55,15 +57,35 @@ class Wire(NamedTuple):
     about: str
 
 
+class Store(NamedTuple):
+    """Where a peer keeps blocks on one machine, or books them.
+
+    Attributes:
+        options: what its driver is made with.
+        ours: the options of our side.
+        about: what a put and a get are, in a sentence.
+        books: blocks are only reserved, committed and found: no bytes.
+    """
+
+    title: str
+    driver: str
+    options: dict[str, object]
+    ours: dict[str, object]
+    about: str
+    books: bool = False
+
+
 class Peer(NamedTuple):
     """One peer: what pip installs, and the driver that calls it.
 
     Attributes:
+        driver: of what it has in the place of our index or ledger; "" when that is not measured.
         package: the requirement that is measured.
         bare: install it without its dependencies, because they are gigabytes that what we measure never calls.
         needs: what its import asks for, found by importing; a version it states for one of them is respected.
         bare_needs: the same, installed without their own dependencies.
         service: the driver of what it runs as a service, which takes events in over the wire; None when there is none.
+        stores: its local tiers.
     """
 
     title: str
@@ -74,6 +96,7 @@ class Peer(NamedTuple):
     needs: tuple[str, ...] = ("numpy",)
     bare_needs: tuple[str, ...] = ()
     service: Wire | None = None
+    stores: tuple[Store, ...] = ()
 
 
 PEERS = {
@@ -90,15 +113,53 @@ PEERS = {
     "lmcache": Peer(
         "LMCache KeyDirectory", "lmcache_directory", "lmcache==0.5.6", bare=True, torch=True,
         needs=(
-            "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httptools", "httpx", "msgspec", "numba", "numpy",
-            "opentelemetry-api", "opentelemetry-exporter-prometheus", "opentelemetry-sdk", "prometheus_client", "psutil",
-            "py-cpuinfo", "pydantic", "pyyaml", "requests", "sortedcontainers", "uvicorn",
+            "aiofile", "aiofiles", "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httptools", "httpx",
+            "msgspec", "numba", "numpy", "opentelemetry-api", "opentelemetry-exporter-prometheus", "opentelemetry-sdk",
+            "prometheus_client", "psutil", "py-cpuinfo", "pydantic", "pyyaml", "pyzmq", "requests", "sortedcontainers",
+            "transformers", "uvicorn",
         ),
         service=Wire(
             "LMCache coordinator", "lmcache_coordinator", "POST /events, 256 blocks each", 32,
             "the coordinator runs as a process of its own; the clock runs from the first request until the last answer, on one "
             "connection that is kept, each request after the answer to the one before. HTTP, JSON and its validation, the event "
             "gate and all views are in it. Nothing is stored on the way.",
+        ),
+        stores=(
+            Store(
+                "LMCache local CPU", "lmcache_store", {"backend": "cpu"}, {"side": "bytes", "tier": "host"},
+                "a put copies blocks into its memory, a get copies them out; ours a HOST pool with a ledger.",
+            ),
+            Store(
+                "LMCache local disk", "lmcache_store", {"backend": "disk"}, {"side": "bytes", "tier": "nvme"},
+                "from and to its CPU memory, past the page cache (use_odirect), a file a block, nothing checked; ours an NVME pool "
+                "from and to HOST, every block with its checksum, verified as it is read.",
+            ),
+            Store(
+                "LMCache fs", "lmcache_store", {"backend": "fs"}, {"side": "bytes", "tier": "nvme"},
+                "as local disk, over its remote backend's fs connector (fs_connector_use_odirect, save_chunk_meta off).",
+            ),
+            Store(
+                "LMCache L1 manager", "lmcache_l1", {}, {"side": "register"},
+                "reserve_write, finish_write, reserve_read, finish_read; ours allocate, create, match, unpin by the manager, its "
+                "journal in a file.",
+                books=True,
+            ),
+        ),
+    ),
+    "mooncake": Peer(
+        "Mooncake", "", "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+        stores=(
+            Store(
+                "Mooncake store", "mooncake_store", {}, {"side": "bytes", "tier": "host"},
+                "one client whose memory is the store, its master beside it: batch_put_from and batch_get_into of registered buffers, "
+                "nothing checked; ours a HOST pool with a ledger.",
+            ),
+            Store(
+                "Mooncake metadata", "mooncake_store", {}, {"side": "register"},
+                "batch_put_session_start, batch_put_session_end, batch_is_exist, asked of its master over loopback; ours allocate, "
+                "create, match, unpin by the manager in the process, its journal in a file.",
+                books=True,
+            ),
         ),
     ),
     "vllm": Peer(
@@ -118,6 +179,9 @@ OUR_WIRE = (
     "from the making of the reader until the index has applied all, in one process. Fetching, scanning, projecting, applying and "
     "the comparison of digests are in it; publishing, the server's own CPU time and SQL are not."
 )
+_STORE_BLOCKS, _STORE_BLOCK_BYTES = 512, 1 << 20
+_SMALL_BLOCKS, _SMALL_BLOCK_BYTES = 2048, 4096  # where a block's key costs more than its bytes
+_BOOKED_BLOCKS = 16_384
 _OUR_WIRE_STEPS = 1024  # as `Wire.steps`; never more than the live set
 
 
@@ -131,7 +195,7 @@ class PeerError(Exception):
 def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
     """The peer's interpreter, and the seconds it took to install; None when it was there. Raises PeerError."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([*peer._replace(service=None), TORCH, sys.version])
+    wanted = json.dumps([*peer._replace(service=None, stores=()), TORCH, sys.version])
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python, None
     shutil.rmtree(folder, ignore_errors=True)
@@ -331,6 +395,7 @@ class Bench:
         self._samples: int = arguments.samples
         self._live: list[int] = sorted(arguments.live)
         self._only_wire: bool = arguments.wire
+        self._only_stores: bool = arguments.stores
         self._replacements: int = arguments.replacements
         self.version = ""
         self.rows: list[Row] = []
@@ -338,12 +403,19 @@ class Bench:
 
     def run(self) -> None:
         """Measure. Rows found before a PeerError stay."""
-        if self._peer.service is not None:
+        if self._peer.service is not None and not self._only_stores:
             try:
                 self._wire(self._peer.service, self._live[0])
             except PeerError as error:
                 self.remarks.append(f"wire, {self._peer.service.title}: {error}")
         if self._only_wire:
+            return
+        for store in self._peer.stores:
+            try:
+                self._store(store)
+            except PeerError as error:
+                self.remarks.append(f"{store.title}: {error}")
+        if self._only_stores or not self._peer.driver:
             return
         if self._key == "vllm":
             for events in (False, True):
@@ -368,9 +440,16 @@ class Bench:
 
     @contextmanager
     def _pair(self, side: str, driver: str = "", **options: object) -> Iterator[Pair]:
-        peer = Side(self._python, driver or self._peer.driver, self._folder / f"{self._key}.log", **options)
+        with self._sides(driver or self._peer.driver, options, "ours", {"side": side}) as pair:
+            yield pair
+
+    @contextmanager
+    def _sides(
+        self, driver: str, options: dict[str, object], our_driver: str, our_options: dict[str, object]
+    ) -> Iterator[Pair]:
+        peer = Side(self._python, driver, self._folder / f"{self._key}.log", **options)
         try:
-            ours = Side(Path(sys.executable), "ours", self._folder / "ours.log", side=side)
+            ours = Side(Path(sys.executable), our_driver, self._folder / "ours.log", **our_options)
             try:
                 self.version = peer.about["version"]
                 yield Pair(peer, ours)
@@ -442,6 +521,50 @@ class Bench:
             what = f"wire, {wire.words}; ours JetStream, 256"
             self._row(sampled(wire.title, what, "M block events/s", whole, _millions_per_second, blocks))
 
+    def _store(self, store: Store) -> None:
+        """Puts and gets of large blocks and of small ones, or blocks booked."""
+        self.remarks.append(f"{store.title}: {store.about}")
+        if store.books:
+            what = "reserve, commit and find a block, runs of 32"
+            self._store_rows(store, _BOOKED_BLOCKS, 0, (("register", what, "M blocks/s", 1e6),))
+            return
+        mib = _STORE_BLOCK_BYTES >> 20
+        self._store_rows(
+            store, _STORE_BLOCKS, _STORE_BLOCK_BYTES,
+            (("put", f"put, {mib} MiB blocks, runs of 32", "MB/s", 1e6), ("get", f"get, {mib} MiB blocks, runs of 32", "MB/s", 1e6)),
+        )  # fmt: skip
+        keys = 1e3 * _SMALL_BLOCK_BYTES
+        self._store_rows(
+            store, _SMALL_BLOCKS, _SMALL_BLOCK_BYTES,
+            (("put", "put, 4 KiB blocks, runs of 32", "k keys/s", keys), ("get", "get, 4 KiB blocks, runs of 32", "k keys/s", keys)),
+        )  # fmt: skip
+
+    def _store_rows(
+        self, store: Store, blocks: int, block_bytes: int, works: tuple[tuple[str, str, str, float], ...]
+    ) -> None:
+        """A row for each command, which follow one another in every sample: command, words, unit, and what one of it is."""
+        samples: list[Samples] = [[] for _ in works]
+        with tempfile.TemporaryDirectory(prefix="stores-", dir=self._folder) as folder:
+            sizes: dict[str, object] = {"blocks": blocks, "block_bytes": block_bytes} if block_bytes else {}
+            theirs: dict[str, object] = {"folder": folder, **sizes, **store.options}
+            ours: dict[str, object] = {"folder": folder, **sizes, **store.ours}
+            if store.books and store.driver == "mooncake_store":
+                theirs |= {"blocks": 1, "block_bytes": 4096}
+            with self._sides(store.driver, theirs, "our_store", ours) as pair:
+                for at in range(self._samples + 1):
+                    for kept, (command, *_) in zip(samples, works, strict=True):
+                        sample = pair.do(
+                            command, blocks=blocks, **({"block_bytes": block_bytes} if block_bytes else {})
+                        )
+                        if at:  # the first warms up
+                            kept.append(sample)
+        for kept, (_, what, unit, scale) in zip(samples, works, strict=True):
+            self._row(
+                sampled(
+                    store.title, what, unit, kept, lambda sample, one=scale: sample["units"] / sample["wall_s"] / one
+                )
+            )
+
     def _lives(self, events: bool) -> None:
         with self._pair("pool", events=events) as pair:
             pair.do("fill")
@@ -502,6 +625,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PEERS, metavar="PEER", default=list(PEERS), help=", ".join(PEERS))
     parser.add_argument("--live", nargs="+", type=int, metavar="BLOCKS", default=[200_000, 1_000_000])
     parser.add_argument("--wire", action="store_true", help="only what running services take in over the wire")
+    parser.add_argument("--stores", action="store_true", help="only the local tiers that hold bytes, and their books")
     parser.add_argument("--samples", type=int, default=15, help="of each side and row")
     parser.add_argument("--replacements", type=int, default=10, help="how often memory's live set is replaced")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
@@ -515,7 +639,7 @@ def main() -> None:
     print(HEADER)
     for key in arguments.only:
         peer = PEERS[key]
-        if arguments.wire and peer.service is None:
+        if (arguments.wire and peer.service is None) or (arguments.stores and not peer.stores):
             continue
         bench: Bench | None = None
         try:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvbm.cli import main
+from kvbm.workload.bench.fio import FioError, find_fio
 
 KEYS = {
     "hash": {"hash_blocks_per_s"},
@@ -54,3 +61,91 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert main(["bench", "hash", "--json", str(tmp_path / "no folder" / "bench.json")]) == 2
     captured = capsys.readouterr()
     assert "no folder" in captured.err and "hash" not in captured.out
+
+
+POOL_KEYS = {
+    "nvme_read_over_fio",
+    "nvme_write_over_fio",
+    "checksum_cost",
+    "host_copy_over_memcpy",
+    "metadata_blocks_per_s",
+    "nvme_read_p99_over_p50_loaded",
+}
+FIO_KEYS = {"nvme_read_over_fio", "nvme_write_over_fio"}
+POOLS = ["bench", "pools", "--samples", "2", "--file-mib", "16"]
+needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
+
+
+def test_the_pools_are_measured_without_fio_and_a_sentence_says_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    path, folder = tmp_path / "bench.json", tmp_path / "device"
+    assert main([*POOLS, "--dir", str(folder), "--json", str(path)]) == 0
+    report = json.loads(path.read_bytes())
+    assert set(report) & POOL_KEYS == POOL_KEYS
+    assert {key for key in POOL_KEYS if report[key] is None} == FIO_KEYS
+    printed = capsys.readouterr().out
+    assert "fio is not installed" in printed and "apt-get install fio" in printed
+    assert any("fio is not installed" in note for note in report["notes"])
+    assert "goal ≤ 0.10" in printed and "goal ≥ 0.85" in printed
+    assert all(row["what"] in printed for row in report["rows"])
+    assert not folder.exists(), "what the run made must be gone"
+
+
+@needs_fio
+def test_the_pools_are_measured_beside_fio_on_the_same_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    assert main([*POOLS, "--dir", str(tmp_path), "--json", str(path)]) == 0
+    report = json.loads(path.read_bytes())
+    assert all(report[key] > 0 for key in POOL_KEYS - {"checksum_cost"})
+    whats = [row["what"] for row in report["rows"]]
+    assert {"NVME reads over fio, 1 MiB blocks", "NVME writes over fio, 4 MiB blocks"} <= set(whats)
+    assert "goal ≥ 0.90" in capsys.readouterr().out
+    assert [found.name for found in tmp_path.iterdir()] == ["bench.json"]
+
+
+@needs_fio
+def test_fio_that_cannot_write_there_is_said_in_its_own_words(tmp_path: Path) -> None:
+    fio = find_fio(tmp_path)
+    assert fio.rate("write", tmp_path / "file", 1 << 20, 1 << 20, 4) > 0
+    with pytest.raises(FioError, match="fio failed"):
+        fio.rate("read", tmp_path / "file" / "below", 1 << 20, 1 << 20, 4)
+
+
+def test_a_device_without_room_is_refused_before_a_file_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "pools", "--dir", str(tmp_path / "device"), "--file-mib", str(1 << 24)]) == 2
+    assert "bytes free; free the disk, give another --dir or a smaller --file-mib" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main([*POOLS, "--dir", str(tmp_path / "file")]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Path) -> None:
+    folder = tmp_path / "device"
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "kvbm", "bench", "pools", "--dir", str(folder), "--file-mib", "64", "--samples", "100"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PATH": str(tmp_path)},
+    )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + 60
+        while not list(folder.glob("*/nvme.pool")):
+            assert bench.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.02)
+        bench.send_signal(told)
+        _, words = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+        bench.wait()
+    assert bench.returncode == 130 and words.strip() == "kvbm: interrupted"
+    assert not folder.exists()

@@ -32,6 +32,7 @@ from peers.workload import (
 )
 
 _BATCH = 64  # items between two looks at the clock
+STORE_RUN_BLOCKS = 32  # of one call to a store
 _CHECKED_OF_FILL = 7  # one chain in so many is asked for after filling; prime to the instances, so that all of them are
 
 
@@ -93,17 +94,54 @@ class Service(Protocol):
         """End it."""
 
 
+class Store(Protocol):
+    """Something that keeps blocks' bytes. Blocks are numbers from 0 on, each of them one row of the memory the store is filled from.
+
+    What a transfer ends in differs: see the drivers. Both sides of a row have the same ends.
+    """
+
+    def keys(self, blocks: list[int], generation: int) -> Any:
+        """What names some blocks in this store, made before the clock runs; other generations have other names."""
+
+    def put(self, keys: Any, blocks: list[int]) -> object:
+        """Store blocks; they can be got once `settle` returned. Measured."""
+
+    def settle(self) -> object:
+        """Wait until everything that was put is stored. Measured."""
+
+    def get(self, keys: Any, blocks: list[int]) -> object:
+        """Bring blocks back to memory. Measured. Raises LookupError: one is not there."""
+
+    def wrong(self) -> int:
+        """How many of the blocks got since the last call are not those that were put."""
+
+    def clear(self) -> None:
+        """Forget everything that was put."""
+
+    def register(self, keys: Any) -> object:
+        """Reserve room for blocks, commit them and find them again, without a byte of theirs. Measured.
+
+        Not every store has these calls.
+        """
+
+    def cpu_s(self) -> float:
+        """CPU seconds of processes that work for it, beside this one."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def serve(name: str, version: str, make: Callable[..., Directory | Pool | Service]) -> None:
+def serve(name: str, version: str, make: Callable[..., Directory | Pool | Service | Store]) -> None:
     """Obey commands until stdin ends. What libraries print goes to stderr, so that stdout holds answers alone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side: DirectoryBench | PoolBench | WireBench | None = None
+    side: DirectoryBench | PoolBench | WireBench | StoreBench | None = None
     for line in sys.stdin:
         command = json.loads(line)
         what = command.pop("do")
@@ -115,13 +153,15 @@ def serve(name: str, version: str, make: Callable[..., Directory | Pool | Servic
             answer = getattr(side, what)(**command)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    if isinstance(side, WireBench):
+    if isinstance(side, WireBench | StoreBench):
         side.close()
 
 
-def _bench(built: Any) -> DirectoryBench | PoolBench | WireBench:
+def _bench(built: Any) -> DirectoryBench | PoolBench | WireBench | StoreBench:
     if hasattr(built, "take_in"):
         return WireBench(built)
+    if hasattr(built, "settle") and hasattr(built, "put"):
+        return StoreBench(built)
     return PoolBench(built) if hasattr(built, "live") else DirectoryBench(built)
 
 
@@ -341,3 +381,52 @@ class WireBench:
         stale = sum(self._service.depth(part, instance) > 0 for part, instance in withdrawn)
         units = (found + len(withdrawn) - stale) * CHAIN_BLOCKS
         return {"units": units, "told": len(created), "found": found, "withdrawn": len(withdrawn), "stale": stale}
+
+
+class StoreBench:
+    """Commands for a Store. A sample moves all blocks once, in runs."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._generation = 0
+        self._runs: list[tuple[Any, list[int]]] = []
+
+    def put(self, blocks: int, block_bytes: int) -> dict[str, float]:
+        """Store all blocks, where none was. Returns the sample, in bytes."""
+        self._store.clear()
+        self._runs = self._new_runs(blocks)
+        return self._timed(self._store.put, blocks * block_bytes, self._store.settle)
+
+    def get(self, blocks: int, block_bytes: int) -> dict[str, float]:
+        """Bring back what was put last, runs in random order. Raises ValueError: wrong bytes came."""
+        order = np.random.default_rng(self._generation).permutation(len(self._runs))
+        self._runs = [self._runs[at] for at in order]
+        sample = self._timed(self._store.get, blocks * block_bytes, lambda: None)
+        if wrong := self._store.wrong():
+            raise ValueError(f"{wrong} of {blocks} blocks came back with other bytes")
+        return sample
+
+    def register(self, blocks: int) -> dict[str, float]:
+        """Reserve, commit and find that many new blocks, in runs. Returns the sample, in blocks."""
+        self._store.clear()
+        self._runs = self._new_runs(blocks)
+        return self._timed(lambda keys, _: self._store.register(keys), blocks, lambda: None)
+
+    def close(self) -> None:
+        """End the store."""
+        self._store.close()
+
+    def _new_runs(self, blocks: int) -> list[tuple[Any, list[int]]]:
+        self._generation += 1
+        runs = [list(range(at, min(at + STORE_RUN_BLOCKS, blocks))) for at in range(0, blocks, STORE_RUN_BLOCKS)]
+        return [(self._store.keys(run, self._generation), run) for run in runs]
+
+    def _timed(
+        self, work: Callable[[Any, list[int]], object], units: float, settle: Callable[[], object]
+    ) -> dict[str, float]:
+        clock, others_s = _Clock(), self._store.cpu_s()
+        with _frozen(), clock:
+            for keys, run in self._runs:
+                work(keys, run)
+            settle()
+        return {"wall_s": clock.wall_s, "cpu_s": clock.cpu_s + self._store.cpu_s() - others_s, "units": units}

@@ -15,26 +15,49 @@ _START_S = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Process:
-    """A module of this environment, run with arguments, which answers HTTP on a port of 127.0.0.1.
+class Program:
+    """A process of its own. What it prints goes where this process's stdout goes. It ends with this process, however that ends."""
 
-    What it prints goes where this process's stdout goes. It ends with this process, however that ends.
-    """
-
-    def __init__(self, module: str, *arguments: str, port: int) -> None:
+    def __init__(self, command: list[str]) -> None:
         prctl = ctypes.CDLL(None).prctl
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            command,
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one call, which takes no lock
         )
+
+    def require_running(self) -> None:
+        """Raises ChildProcessError: it has ended."""
+        if self._process.poll() is not None:
+            raise ChildProcessError(f"Error: the service ended with {self._process.returncode}")
+
+    def cpu_s(self) -> float:
+        """CPU seconds it has used, all threads."""
+        with open(f"/proc/{self._process.pid}/stat") as stat:
+            user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """End it."""
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Process(Program):
+    """A module of this environment, run with arguments, which answers HTTP on a port of 127.0.0.1."""
+
+    def __init__(self, module: str, *arguments: str, port: int) -> None:
+        super().__init__([sys.executable, "-m", module, *arguments])
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
 
     def wait_until(self, path: str) -> None:
         """Wait until a path answers. Raises OSError: the process ended, or did not answer in time."""
         deadline_s = time.monotonic() + _START_S
         while True:
-            if self._process.poll() is not None:
-                raise ChildProcessError(f"Error: the service ended with {self._process.returncode}")
+            self.require_running()
             try:
                 self.ask("GET", path)
             except OSError:
@@ -62,21 +85,10 @@ class Process:
             raise OSError(f"Error: {method} {path}: {response.status} {said[:200]!r}")
         return said
 
-    def cpu_s(self) -> float:
-        """CPU seconds it has used, all threads."""
-        with open(f"/proc/{self._process.pid}/stat") as stat:
-            user, system = stat.read().rsplit(")", 1)[1].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
     def close(self) -> None:
         """End it."""
         self._connection.close()
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        super().close()
 
 
 def free_port() -> int:

@@ -54,6 +54,17 @@ def hashes(part: Part) -> np.ndarray:
     return np.stack([_mix(names * np.uint64(2)), _mix(names * np.uint64(2) + np.uint64(1))], axis=1)
 
 
+def block_rows(count: int, block_bytes: int) -> np.ndarray:
+    """The bytes of blocks, (count, block_bytes) uint8, none like another, none that compresses; begins on a page."""
+    room = np.zeros(count * block_bytes + 4096, dtype=np.uint8)
+    first = -room.ctypes.data % 4096
+    rows = room[first : first + count * block_bytes].reshape(count, block_bytes)
+    rng = np.random.default_rng(5)
+    for row in rows:
+        row[:] = np.frombuffer(rng.bytes(block_bytes), dtype=np.uint8)
+    return rows
+
+
 def _mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser."""
     values = values + np.uint64(0x9E3779B97F4A7C15)

@@ -1,5 +1,6 @@
-"""`kvbm bench`: what one core of this machine does with the native core."""
+"""`kvbm bench`: what this machine does with the native core and its pools."""
 
+from kvbm.workload.bench.pools import PoolsOptions
 from kvbm.workload.bench.report import BENCHES, BenchOptions, run_bench
 
-__all__ = ["BENCHES", "BenchOptions", "run_bench"]
+__all__ = ["BENCHES", "BenchOptions", "PoolsOptions", "run_bench"]

@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,6 +21,7 @@ class Row(msgspec.Struct, kw_only=True):
         noise: half the distance of the quartiles over the median; None for a single reading.
         cpu: CPU time over wall time while it was measured; well below 1 means the machine was busy elsewhere. None where it was not
             taken.
+        goal: what it should be, in words; "" where nothing is asked of it.
     """
 
     what: str
@@ -27,6 +29,20 @@ class Row(msgspec.Struct, kw_only=True):
     value: float
     noise: float | None = None
     cpu: float | None = None
+    goal: str = ""
+
+
+class Found(NamedTuple):
+    """What one benchmark found.
+
+    Attributes:
+        numbers: those that have a name of their own in the report; None: it could not be measured here.
+        notes: what was measured on what, in sentences.
+    """
+
+    rows: list[Row]
+    numbers: dict[str, float | None]
+    notes: tuple[str, ...] = ()
 
 
 class Sample(msgspec.Struct):

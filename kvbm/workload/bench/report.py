@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvbm.workload.bench.codec import bench_codec
 from kvbm.workload.bench.events import bench_events
 from kvbm.workload.bench.hashing import bench_hash
 from kvbm.workload.bench.index import bench_index
 from kvbm.workload.bench.ledger import bench_ledger
-from kvbm.workload.bench.measure import Row
+from kvbm.workload.bench.measure import Found, Row
+from kvbm.workload.bench.pools import PoolsOptions, bench_pools
 from kvbm.workload.bench.replay import bench_replay
 from kvbm.workload.processes import CATALOG_MODULES, require_modules
 from kvbm.workload.reports import check_report_path, write_report
@@ -31,6 +33,7 @@ class BenchOptions(NamedTuple):
         replacements: how often the whole set is replaced for the memory numbers; 0 leaves them out.
         samples: of each row, beside the warm-up.
         seed: of the workload.
+        pools: what `pools` alone needs.
     """
 
     what: str
@@ -38,15 +41,25 @@ class BenchOptions(NamedTuple):
     replacements: int = 3
     samples: int = 7
     seed: int = 1
+    pools: PoolsOptions = PoolsOptions()
+
+
+_Ratio: TypeAlias = float | UnsetType | None  # unset: not asked for; None: could not be measured here
 
 
 class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What was measured, on what. The numbers beside `rows` are those of the issue tables; absent where not measured."""
+    """What was measured, on what. The numbers beside `rows` are those of the issue tables: absent where not asked for, null where they
+    could not be measured.
+
+    Attributes:
+        notes: what was measured on what, where that needs saying.
+    """
 
     machine: str
     build: str
     load_average: float
     rows: list[Row]
+    notes: list[str] = []
     apply_events_per_s: float | None = None
     bytes_per_residency: float | None = None
     query_us_p50: float | None = None
@@ -66,51 +79,69 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     withheld_s_quick: float | None = None
     restart_ready_s: float | None = None
     gap_repaired_s: float | None = None
+    nvme_read_over_fio: _Ratio = UNSET
+    nvme_write_over_fio: _Ratio = UNSET
+    checksum_cost: _Ratio = UNSET
+    host_copy_over_memcpy: _Ratio = UNSET
+    metadata_blocks_per_s: _Ratio = UNSET
+    nvme_read_p99_over_p50_loaded: _Ratio = UNSET
 
 
-Bench = Callable[[BenchOptions], tuple[list[Row], dict[str, float]]]
+Bench = Callable[[BenchOptions], Found]
 
 
-def _ingest(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
+def _found(measured: tuple[list[Row], Mapping[str, float]]) -> Found:
+    return Found(measured[0], dict(measured[1]))
+
+
+def _ingest(options: BenchOptions) -> Found:
     require_modules("kvbm bench ingest", CATALOG_MODULES, "catalog")
     from kvbm.workload.bench.ingest import bench_ingest
 
-    return bench_ingest(options.samples, options.seed)
+    return _found(bench_ingest(options.samples, options.seed))
 
 
-def _stream(options: BenchOptions) -> tuple[list[Row], dict[str, float]]:
+def _stream(options: BenchOptions) -> Found:
     require_modules("kvbm bench stream", CATALOG_MODULES, "catalog")
     from kvbm.workload.bench.stream import bench_stream
 
-    return bench_stream(max(options.live), options.samples, options.seed)
+    return _found(bench_stream(max(options.live), options.samples, options.seed))
 
 
 BENCHES: dict[str, Bench] = {
-    "hash": lambda options: bench_hash(options.samples, options.seed),
-    "codec": lambda options: bench_codec(options.samples, options.seed),
-    "ledger": lambda options: bench_ledger(options.samples, options.seed),
-    "index": lambda options: bench_index(options.live, options.replacements, options.samples, options.seed),
-    "events": lambda options: bench_events(options.samples, options.seed),
-    "replay": lambda options: bench_replay(options.samples, options.seed),
+    "hash": lambda options: _found(bench_hash(options.samples, options.seed)),
+    "codec": lambda options: _found(bench_codec(options.samples, options.seed)),
+    "ledger": lambda options: _found(bench_ledger(options.samples, options.seed)),
+    "index": lambda options: _found(bench_index(options.live, options.replacements, options.samples, options.seed)),
+    "events": lambda options: _found(bench_events(options.samples, options.seed)),
+    "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
     "stream": _stream,
+    "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),
 }
 
 
 def run_bench(options: BenchOptions, json_path: Path | None) -> int:
     """Measure, print, write. Raises ConfigError: the report cannot be written."""
     check_report_path(json_path)
-    print(f"{_machine()}\n{_build()}; one core, load average {os.getloadavg()[0]:.1f} at the start")
+    cores = "" if options.what == "pools" else "one core, "
+    print(f"{_machine()}\n{_build()}; {cores}load average {os.getloadavg()[0]:.1f} at the start")
     rows: list[Row] = []
-    numbers: dict[str, float] = {}
+    numbers: dict[str, float | None] = {}
+    notes: list[str] = []
     for name in BENCHES if options.what == "all" else [options.what]:
         print(f"\n{name}")
-        found, named = BENCHES[name](options)
-        rows += found
-        numbers |= named
-        for row in found:
+        found = BENCHES[name](options)
+        rows += found.rows
+        numbers |= found.numbers
+        notes += found.notes
+        for row in found.rows:
             print(_line(row), flush=True)
-    report = BenchReport(machine=_machine(), build=_build(), load_average=os.getloadavg()[0], rows=rows, **numbers)
+        for note in found.notes:
+            print(f"  {note}", flush=True)
+    report = BenchReport(
+        machine=_machine(), build=_build(), load_average=os.getloadavg()[0], rows=rows, notes=notes, **numbers
+    )
     write_report(json_path, report)
     return 0
 
@@ -119,7 +150,8 @@ def _line(row: Row) -> str:
     noise = f"± {row.noise:.0%}" if row.noise is not None else ""
     cpu = f"CPU {row.cpu:.0%}" if row.cpu is not None else ""
     number = f"{row.value:,.0f}" if row.value >= 1000 else f"{row.value:.2f}"
-    return f"  {row.what:68} {number:>12} {row.unit:14} {noise:6} {cpu}"
+    goal = f"goal {row.goal}" if row.goal else ""
+    return f"  {row.what:68} {number:>12} {row.unit:14} {noise:6} {cpu:9} {goal}".rstrip()
 
 
 def _machine() -> str:

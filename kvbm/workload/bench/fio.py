@@ -1,0 +1,120 @@
+"""The device's limit as fio finds it: the same file system, block size and depth, past the page cache."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from kvbm.core.errors import KvbmError
+
+_ENGINES = ("io_uring", "libaio", "psync")  # the first the kernel lets us use
+_VERSION_S = 10.0
+_LEAST_BYTES_S = 20 << 20  # a device that is slower is not waited for
+
+
+class FioError(KvbmError):
+    """fio is not there or did not measure; the message says why and what to do."""
+
+
+class Fio(NamedTuple):
+    """An fio that works in a folder.
+
+    Attributes:
+        engine: its I/O engine.
+        direct: whether it goes past the page cache.
+    """
+
+    path: str
+    version: str
+    engine: str
+    direct: bool
+
+    def words(self) -> str:
+        """How it is called, for a report."""
+        return f"{self.version}, --ioengine={self.engine} --direct={int(self.direct)}"
+
+    def rate(
+        self,
+        kind: Literal["read", "write"],
+        file: Path,
+        file_bytes: int,
+        block_bytes: int,
+        depth: int,
+        random: bool = True,
+    ) -> float:
+        """Bytes a second of one pass over a file, each block once. Raises FioError."""
+        command = [
+            self.path, "--name=limit", f"--filename={file}", f"--rw={'rand' if random else ''}{kind}", f"--bs={block_bytes}",
+            f"--size={file_bytes}", f"--iodepth={depth}", f"--ioengine={self.engine}", f"--direct={int(self.direct)}",
+            "--randrepeat=0", "--fallocate=none", "--overwrite=0", "--output-format=json",
+        ]  # fmt: skip
+        job = _run(command, 30.0 + file_bytes / _LEAST_BYTES_S)
+        side = job.read if kind == "read" else job.write
+        if side.total_ios * block_bytes != file_bytes or not side.bw_bytes:
+            raise FioError(f"fio did {side.total_ios} of {file_bytes // block_bytes} {kind}s on {file}")
+        return float(side.bw_bytes)
+
+
+class _Side(msgspec.Struct):
+    bw_bytes: int
+    total_ios: int
+
+
+class _Job(msgspec.Struct):
+    read: _Side
+    write: _Side
+    error: int = 0
+
+
+class _Said(msgspec.Struct):
+    jobs: list[_Job]
+
+
+def find_fio(folder: Path) -> Fio:
+    """The fio of this machine, with the best engine and O_DIRECT where this folder's file system has it. Raises FioError."""
+    path = shutil.which("fio")
+    if path is None:
+        raise FioError("fio is not installed, so nothing says what the device can do: `apt-get install fio`")
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise FioError(f"fio at {path} does not run ({error}): `apt-get install --reinstall fio`") from None
+    probe, why = folder / "fio-probe", ""
+    try:
+        for direct in (True, False):
+            for engine in _ENGINES:
+                fio = Fio(path, said.stdout.strip(), engine, direct)
+                try:
+                    fio.rate("write", probe, 1 << 20, 1 << 20, 1)
+                except FioError as error:
+                    why = why or str(error)
+                else:
+                    return fio
+    finally:
+        probe.unlink(missing_ok=True)
+    raise FioError(why)
+
+
+def _run(command: list[str], timeout_s: float) -> _Job:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise FioError(f"fio was not done after {timeout_s:.0f} s: the device is too slow, or busy") from None
+    except OSError as error:
+        raise FioError(f"fio does not run ({error.strerror})") from None
+    try:
+        job = msgspec.json.decode(done.stdout[done.stdout.index("{") :], type=_Said).jobs[0]
+    except (ValueError, IndexError):
+        raise FioError(f"fio failed: {_last_words(done.stderr or done.stdout)}") from None
+    if done.returncode or job.error:
+        raise FioError(f"fio failed with {job.error or done.returncode}: {_last_words(done.stderr)}")
+    return job
+
+
+def _last_words(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"

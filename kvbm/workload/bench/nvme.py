@@ -1,0 +1,286 @@
+"""The NVME part of `kvbm bench pools`: verified reads and writes of runs beside fio's, on files of one size in one folder, in turn.
+
+Blocks come in random order on both sides. Rows lie in a HOST pool, as those of offloads and onboarding do. What a write's checksums
+cost is in its time, though a block that comes from HOST brings them along.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbm.assembly import NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, open_unverified
+from kvbm.core.errors import PoolError
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace
+from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.pools.block_io import BlockEngine
+from kvbm.pools.host import HostPool
+from kvbm.pools.nvme import NvmePool
+from kvbm.workload.bench.fio import Fio
+
+CALLERS = 2  # threads that read or write runs, as offload.threads and onboard.threads have it
+NAMESPACE = Namespace(model="bench", block_tokens=16)
+_EPOCH = Epoch(1)
+_ROWS_BYTES = 256 << 20  # memory that runs lie in
+_STOP_S = 10.0
+
+
+class Rates(NamedTuple):
+    """Bytes a second, pair by pair.
+
+    Attributes:
+        unverified: reads that check nothing.
+        fio_reads, fio_writes: empty without fio.
+    """
+
+    reads: list[float]
+    unverified: list[float]
+    fio_reads: list[float]
+    writes: list[float]
+    fio_writes: list[float]
+
+
+class Latencies(NamedTuple):
+    """Seconds of each read of one block: with nothing else to do, and while runs are being written.
+
+    Attributes:
+        written_bytes_s: what was written meanwhile.
+    """
+
+    alone: list[float]
+    loaded: list[float]
+    written_bytes_s: float
+
+
+class _Switch:
+    """Two engines over the same files, of which one checks what it reads and one does not: only a benchmark has such a pool."""
+
+    def __init__(
+        self, fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
+    ) -> None:
+        self._checking = OPEN_BLOCK_IO(fds, slots, block_bytes, io, direct, depth, offload_share)
+        self._trusting = open_unverified(fds, slots, block_bytes, io, direct, depth, offload_share)
+        self.verified = True
+
+    @property
+    def io(self) -> str:
+        return self._checking.io
+
+    @property
+    def refusal(self) -> str:
+        return self._checking.refusal
+
+    def read(
+        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
+    ) -> tuple[np.ndarray, np.ndarray]:
+        engine: BlockEngine = self._checking if self.verified else self._trusting
+        return engine.read(slots, rows, at, namespace, hashes)
+
+    def write(
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        epoch: int,
+        checksums: np.ndarray,
+    ) -> np.ndarray:
+        return self._checking.write(slots, rows, at, namespace, hashes, epoch, checksums)
+
+    def close(self, timeout_s: float) -> bool:
+        closed = self._trusting.close(timeout_s)
+        return self._checking.close(timeout_s) and closed
+
+
+class Slots:
+    """A pool file whose slots all hold blocks, and memory that runs are read to and written from. `close` ends it.
+
+    Attributes:
+        run_blocks: blocks of a run: the pool's depth where the file has so many.
+    """
+
+    def __init__(self, path: Path, file_bytes: int, block_bytes: int, depth: int) -> None:
+        """Make the file and write every slot once, because a slot that never was may be written at another speed."""
+        self.count = file_bytes // block_bytes
+        self.block_bytes = block_bytes
+        self.run_blocks = max(1, min(depth, self.count // CALLERS))
+        self._rng = np.random.default_rng(1)
+        self._hashes = self._rng.integers(0, 256, (self.count, HASH_BYTES), dtype=np.uint8)
+        rows = max(CALLERS * self.run_blocks, min(self.count, _ROWS_BYTES // block_bytes))
+        self._host = HostPool(rows, block_bytes, NATIVE_ARENA, RowCopier())
+        self._engines: list[_Switch] = []
+
+        def open_both(
+            fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
+        ) -> BlockEngine:
+            self._engines.append(_Switch(fds, slots, block_bytes, io, direct, depth, offload_share))
+            return self._engines[-1]
+
+        try:
+            self._pool = NvmePool(
+                [path],
+                self.count,
+                block_bytes,
+                NAMESPACE,
+                InstanceId("bench"),
+                NATIVE.checksums,
+                open_both,
+                depth=depth,
+            )
+        except BaseException:
+            self._host.close()
+            raise
+        for row in self._rows():
+            row[:] = np.frombuffer(self._rng.bytes(block_bytes), dtype=np.uint8)
+        self.write_all()
+
+    def words(self) -> str:
+        """How the pool moves bytes, for a report."""
+        return f"{self._pool.io}, {'O_DIRECT' if self._pool.direct else 'through the page cache'}"
+
+    def close(self) -> None:
+        """Give back memory and file. Idempotent."""
+        self._pool.close()
+        self._host.close()
+
+    def read_all(self, verified: bool = True) -> float:
+        """Bytes a second of reading every slot once. Raises PoolError: a block is not what was written."""
+        for engine in self._engines:
+            engine.verified = verified
+        try:
+            return self._pass(self._read)
+        finally:
+            for engine in self._engines:
+                engine.verified = True
+
+    def write_all(self) -> float:
+        """Bytes a second of writing every slot once."""
+        return self._pass(self._write)
+
+    def latencies(self, count: int) -> Latencies:
+        """One block read after another, alone and then while another thread writes runs. Slots that are written are never read."""
+        order = self._rng.permutation(self.count)
+        read, written = order[: self.count // 2], order[self.count // 2 :]
+        alone = [self._read_one(int(read[at % len(read)])) for at in range(count)]
+        over, done = threading.Event(), [0]
+
+        def write() -> None:
+            while not over.is_set():
+                for at in range(0, len(written), self.run_blocks):
+                    run = written[at : at + self.run_blocks]
+                    self._write(1, run)
+                    done[0] += len(run)
+                    if over.is_set():
+                        return
+
+        writer = threading.Thread(target=write, name="bench-offload", daemon=True)
+        began = time.perf_counter()
+        writer.start()
+        try:
+            loaded = [self._read_one(int(read[at % len(read)])) for at in range(count)]
+            took = time.perf_counter() - began
+            blocks = done[0]
+        finally:
+            over.set()
+            writer.join(_STOP_S)
+        return Latencies(alone, loaded, blocks * self.block_bytes / took)
+
+    def _rows(self) -> np.ndarray:
+        memory = self._host.memory
+        assert memory is not None
+        return memory
+
+    def _read_one(self, slot: int) -> float:
+        namespace, hashes = NAMESPACE.id, self._hashes[slot].tobytes()
+        began = time.perf_counter()
+        result = self._pool.read([slot], namespace, hashes, self._rows(), [0])
+        took = time.perf_counter() - began
+        _require_good(result.outcomes)
+        return took
+
+    def _read(self, caller: int, run: np.ndarray) -> None:
+        first = caller * self.run_blocks
+        at = range(first, first + len(run))
+        result = self._pool.read(run.tolist(), NAMESPACE.id, self._hashes[run].tobytes(), self._rows(), list(at))
+        _require_good(result.outcomes)
+
+    def _write(self, caller: int, run: np.ndarray) -> None:
+        """Write a run from some stretch of the memory; two callers share rows at times, and only read them."""
+        first = int(run[0]) % (len(self._rows()) - len(run) + 1)
+        rows = self._rows()[first : first + len(run)]
+        proof = Proof(NAMESPACE.id, _EPOCH, self._hashes[run].tobytes(), NATIVE.checksums(rows))
+        self._pool.write(run.tolist(), rows, proof)
+
+    def _pass(self, work: Callable[[int, np.ndarray], None]) -> float:
+        """Bytes a second of work on all slots in random order, in runs, shared among the callers."""
+        order = self._rng.permutation(self.count)
+        waiting = [order[at : at + self.run_blocks] for at in range(0, self.count, self.run_blocks)]
+        guard = threading.Lock()
+        troubles: list[Exception] = []
+
+        def call(caller: int) -> None:
+            while not troubles:
+                with guard:
+                    if not waiting:
+                        return
+                    run = waiting.pop()
+                try:
+                    work(caller, run)
+                except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                    troubles.append(error)
+
+        threads = [threading.Thread(target=call, args=(caller,), daemon=True) for caller in range(CALLERS)]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            with guard:
+                waiting.clear()  # interrupted: the runs under way end, no other begins
+            for thread in threads:
+                thread.join(_STOP_S)
+        took = time.perf_counter() - began
+        if troubles:
+            raise troubles[0]
+        return self.count * self.block_bytes / took
+
+
+def rates_beside_fio(
+    slots: Slots, fio: Fio | None, fio_file: Path, depth: int, pairs: int, step: Callable[[], object]
+) -> Rates:
+    """Pairs in turn, each begun by the other side than the one before. Raises FioError, PoolError."""
+    rates = Rates([], [], [], [], [])
+    file_bytes = slots.count * slots.block_bytes
+    if fio is not None:
+        fio.rate("write", fio_file, file_bytes, slots.block_bytes, depth)  # so that the file is there, as ours is
+    reads: list[tuple[list[float], Callable[[], float]]] = [
+        (rates.reads, slots.read_all),
+        (rates.unverified, lambda: slots.read_all(verified=False)),
+    ]
+    writes: list[tuple[list[float], Callable[[], float]]] = [(rates.writes, slots.write_all)]
+    if fio is not None:
+        reads.append((rates.fio_reads, lambda: fio.rate("read", fio_file, file_bytes, slots.block_bytes, depth)))
+        writes.append((rates.fio_writes, lambda: fio.rate("write", fio_file, file_bytes, slots.block_bytes, depth)))
+    for pair in range(pairs):
+        for side in (reads, writes):
+            first = pair % len(side)
+            for kept, measure in side[first:] + side[:first]:
+                kept.append(measure())
+                step()
+    return rates
+
+
+def _require_good(outcomes: list[ReadOutcome]) -> None:
+    bad = [outcome.name for outcome in outcomes if outcome != ReadOutcome.GOOD]
+    if bad:
+        raise PoolError(
+            f"NVME pool: {len(bad)} of {len(outcomes)} blocks read as {bad[0]}; the device or the pool fails"
+        )
