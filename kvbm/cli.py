@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_simulate(commands)
     _add_engine(commands)
     _add_bench(commands)
+    _add_doctor(commands)
     commands.add_parser("catalog", help="kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
@@ -149,6 +150,29 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 
 
+def _add_doctor(commands: _Commands) -> None:
+    doctor = _add_command(
+        commands, "doctor", "check this machine against a configuration and say what to fix",
+        "kvbm doctor --config kvbm.toml --block-bytes 2097152",
+    )  # fmt: skip
+    doctor.description = (
+        "Check this machine against a configuration and say what to fix: CPU, memory, CUDA, io_uring, disks, clock, and that NATS, "
+        "SQL, object store and catalog can be reached and used. What is not configured is not used, and no problem. It returns 1 "
+        "when there is a problem. Nothing is left behind; no check takes longer than 5 seconds."
+    )
+    doctor.add_argument(
+        "--block-bytes", type=_block_bytes, default=0, metavar="N",
+        help="bytes of one block, so that slots can be held against memory and disks",
+    )  # fmt: skip
+    doctor.add_argument("--quick", action="store_true", help="measure neither speeds nor syncs of disks")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    _add_settings(doctor)
+
+
+def _block_bytes(text: str) -> int:
+    return _count_between(text, 1, 1 << 40)
+
+
 def _count_between(text: str, least: int, most: int) -> int:
     if not text.isdecimal() or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r} will not do; give {least} to {most}")
@@ -183,7 +207,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
-    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench") else logging.INFO)
+    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor") else logging.INFO)
     try:
         return work(arguments)
     except KvbmError as error:
@@ -236,6 +260,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             live = tuple(arguments.live or (1_000_000,))
             options = BenchOptions(arguments.what, live, arguments.replacements, arguments.samples, arguments.seed)
             return run_bench(options, arguments.json)
+        case "doctor":
+            settings = _settings(arguments)
+            from kvbm.workload import doctor
+
+            wanted = doctor.DoctorOptions(arguments.block_bytes, arguments.quick, arguments.json)
+            return doctor.main(settings, wanted)
         case "nats-permissions":
             from kvbm.streams.credentials import keep_seed
             from kvbm.streams.permissions import ServerUser, server_config
