@@ -30,7 +30,10 @@ def look_at_cuda() -> dict[str, Any]:
 
 def look_at_torch() -> Torch | None:
     """What is installed; None for nothing."""
-    spec = importlib.util.find_spec("torch")
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
     if spec is None or spec.origin is None:
         return None
     try:
