@@ -28,6 +28,43 @@ def random_lines_ns(bytes: int, lines: int, rounds: int, seed: int) -> list[floa
 def residency_mix(tier: int, block_hash: bytes) -> int: ...
 def scan_frames(data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
 
+class BlockIo:
+    """`kvbm.pools.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
+
+    def __init__(
+        self,
+        fds: Sequence[int],
+        slots: int,
+        block_bytes: int,
+        io: str = "auto",
+        direct: bool = False,
+        depth: int = 32,
+        offload_share: float = 0.25,
+        verified: bool = True,
+    ) -> None: ...  # verified: false for a measurement of what checking costs; such reads prove nothing
+    @property
+    def io(self) -> str: ...
+    @property
+    def refusal(self) -> str: ...
+    def read(
+        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def write(
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        epoch: int,
+        checksums: np.ndarray,
+    ) -> np.ndarray: ...
+    def close(self, timeout_s: float) -> bool: ...
+    def withhold(
+        self, slot: int
+    ) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
+    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced
+
 class Residencies:
     strict: bool
 

@@ -37,6 +37,7 @@ from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
 from kvbm.pools.base import ObjectPool, SlotPool
+from kvbm.pools.block_io import OpenEngine
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
@@ -59,6 +60,7 @@ NATIVE = Kernels(
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
+OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
@@ -82,6 +84,12 @@ def kvbm_version() -> str:
 def instance_folder(settings: Settings) -> Path:
     """Where an instance keeps its journal and its NVME pool."""
     return Path(settings.instance.data_dir) / "instances" / settings.instance.id
+
+
+def nvme_paths(settings: Settings) -> list[Path]:
+    """The stripes of an instance's NVME pool, in their order."""
+    named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
+    return named or [instance_folder(settings) / "nvme.pool"]
 
 
 def journal_folder(settings: Settings) -> Path:
@@ -364,10 +372,12 @@ def _open_pools(
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
         keep(MemoryPool(Tier.HOST, count, block_bytes, checksums) if in_memory else HostPool(count, block_bytes))
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
-        path = Path(wanted.nvme.path) if wanted.nvme.path else instance_folder(settings) / "nvme.pool"
-        nvme = NvmePool(path, count, block_bytes, shape, instance, checksums)
+        nvme = NvmePool(
+            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
+            direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
+        )  # fmt: skip
         if nvme.notice:
-            log.info("pool.opened", tier="NVME", path=str(path), notice=nvme.notice)
+            log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
         keep(nvme)
     objects = object_pool
     if objects is None and wanted.object.url:

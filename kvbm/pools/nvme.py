@@ -1,15 +1,13 @@
-"""NVME: slots in one preallocated file that outlives the process.
+"""NVME: slots in preallocated files or block devices that outlive the process, striped over them.
 
-All integers are little-endian.
+All integers are little-endian. Slot s lies in stripe s % n of n; `block_io.py` draws how slots follow each other there.
 
-    file    0  4096 bytes of header; then the slots
+    stripe  0  4096 bytes of header; then the slots
     header  0  8 bytes  magic "KVBMPOOL"
             8  4        version
            12  4        json_bytes
-           16  …        JSON: what the file was made for, then zeros
+           16  …        JSON: what the stripe was made for, then zeros
          4092  4        CRC-32C of the 4,092 bytes above
-    slot    0  64       block header, as in header.py, magic "KVBS"
-           64  …        the block's bytes, then zeros up to a multiple of 4,096
 
 A block is proved by its own header, so a slot that was torn, swapped or never written reads as CORRUPT, whoever reads
 it.
@@ -19,42 +17,50 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
+import stat
 import struct
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import structlog
 
-from kvbm.core.errors import PoolError, PoolFullError, PoolMismatchError
+from kvbm.core.errors import LayoutError, PoolError, PoolFullError, PoolMismatchError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.header import HEADER_BYTES, SLOT_MAGIC, empty_headers, encode_headers, verify
-from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots, judged
+from kvbm.pools.block_io import PAGE_BYTES, BlockEngine, OpenEngine, stride_of
+from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
+log = structlog.get_logger()
 
 MAGIC = b"KVBMPOOL"
-VERSION = 1
-PAGE_BYTES = 4096
+VERSION = 2
+CLOSE_S = 5.0  # a device that takes longer to end what it has is given up
 
 _PREFIX = struct.Struct("<8sII")
 _CRC = struct.Struct("<I")
 _PROVED_BYTES = PAGE_BYTES - _CRC.size
-_CALL_SLOTS = 256  # Linux takes 1,024 pieces a call; a slot has up to 3
-_CALL_BYTES = 64 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_BLANK_BYTES = (
+    1 << 20
+)  # of a block device that must be zeros at its beginning and end: file systems, RAID and LVM mark one of them
 
 
 class FileShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool file was made for. A file with another shape is not ours to read or to overwrite."""
+    """What a pool was made for. A file with another shape is not ours to read or to overwrite.
+
+    Attributes:
+        slots: of the whole pool.
+        stripes: files and devices it is made of.
+    """
 
     slots: int
     block_bytes: int
@@ -66,65 +72,93 @@ class FileShape(msgspec.Struct, frozen=True, kw_only=True):
     kv_group: int
     ranks: str
     instance: str
+    stripes: int = 1
 
 
 class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of a pool file: its shape, and the name it got when it was made."""
+    """The JSON of a stripe: its shape, the name the pool got when it was made, and which of its stripes this is, from 0."""
 
     shape: FileShape
     pool_id: str
+    stripe: int = 0
 
 
 class _Damaged(NamedTuple):
-    """A pool file of ours whose header is not whole; its blocks cannot be trusted."""
+    """A stripe of ours whose header is not whole."""
 
     why: str
 
 
-class NvmePool:
-    """Slots of one file, each block beside its proof, verified at each read.
-
-    Bytes go through the page cache and survive the process, not the power; what power loss takes is found by the
-    block's checksum.
+class _Stripe(NamedTuple):
+    """A stripe that is there and locked.
 
     Attributes:
-        opened: "created": the file is new and empty, whatever a journal says. "reopened": blocks of earlier epochs are
-            there.
-        pool_id: name the file got when it was made.
-        notice: one sentence for the operator when the file was not as it was left, else "".
+        pool_id: "" where it holds nothing yet and has no header.
     """
+
+    path: Path
+    fd: int
+    pool_id: str
+
+
+class NvmePool:
+    """Slots of files or devices, each block beside its proof, verified at each read.
+
+    Bytes go past the page cache where the file system can; they survive the process, and what power loss takes is found by the
+    block's checksum. The engine reads before it writes: a request waits for reads only.
+
+    Attributes:
+        opened: "created": every stripe is new and empty, whatever a journal says. "reopened": blocks of earlier epochs are
+            there.
+        pool_id: name the pool got when it was made.
+        notice: for the operator when something was not as it was left or as it was wanted, else "".
+        io: "io_uring" or "threads".
+        direct: whether bytes go past the page cache.
+    """
+
+    memory: np.ndarray | None = None
 
     def __init__(
         self,
-        path: Path,
+        paths: Sequence[Path],
         slots: int,
         block_bytes: int,
         shape: Namespace,
         instance: InstanceId,
         checksums: ChecksumRows,
+        open_engine: OpenEngine,
         reach: Reach = Reach.INSTANCE,
+        io: str = "auto",
+        direct: str = "auto",
+        depth: int = 32,
+        offload_share: float = 0.25,
     ) -> None:
-        """Open the file, or make it with all its bytes reserved. It stays locked until `close`.
+        """Open the stripes, or make them with all their bytes reserved. They stay locked until `close`.
 
         Args:
+            paths: a file or block device each, in the order they were made in.
             shape: any namespace of the pool; LoRA, tenant and hash scheme may differ between blocks of one file.
-        Raises: LayoutError: below 1 slot or byte. PoolMismatchError: the file was made for something else; it is left
-            as it is. PoolFullError: the disk lacks the room; nothing is left behind. PoolError: the file is in use,
-            foreign, or cannot be opened.
+            open_engine: what moves the blocks.
+            io, direct, depth, offload_share: as `NvmeSettings` has them.
+        Raises: LayoutError: below 1 slot or byte, or no path. PoolMismatchError: a file was made for something else; it is left
+            as it is. PoolFullError: a disk lacks the room; nothing is left behind. PoolError: a file is in use,
+            foreign, of another place among the stripes, or cannot be opened; or `io` or `direct` asks for what the machine has not.
         """
         check_size("NVME", slots, block_bytes)
+        if not paths:
+            raise LayoutError("NVME pool: no path; it takes at least one file or block device")
         self.tier = Tier.NVME
         self.slots = slots
         self.block_bytes = block_bytes
         self.reach = reach
-        self.path = path
+        self.paths = tuple(paths)
         self.opened: Literal["created", "reopened"] = "reopened"
-        self.notice = ""
+        self._notices: list[str] = []
         self._checksum_rows = checksums
-        self._stride = -(-(HEADER_BYTES + block_bytes) // PAGE_BYTES) * PAGE_BYTES
-        self._padding_bytes = self._stride - HEADER_BYTES - block_bytes
+        self._stride = stride_of(block_bytes)
         self._calls = 0
         self._idle = threading.Condition()
+        self._engine: BlockEngine | None = None
         self._wanted = FileShape(
             slots=slots,
             block_bytes=block_bytes,
@@ -136,143 +170,271 @@ class NvmePool:
             kv_group=shape.kv_group,
             ranks=shape.ranks,
             instance=instance,
+            stripes=len(paths),
         )
-        try:
-            self._fd, self.pool_id = self._open()
-        except OSError as error:
-            raise PoolError(
-                f"NVME pool {path}: it cannot be opened ({error.strerror}); check pools.nvme.path"
-            ) from error
+        with ExitStack() as undo:
+            stripes = self._open_stripes()
+            for stripe in stripes:
+                undo.callback(os.close, stripe.fd)
+            self._fds = tuple(stripe.fd for stripe in stripes)
+            self.pool_id = stripes[0].pool_id
+            self.direct = self._set_direct(direct)
+            self._engine = self._started(open_engine, io, depth, offload_share)
+            undo.pop_all()
+
+    @property
+    def path(self) -> Path:
+        """The first stripe."""
+        return self.paths[0]
+
+    @property
+    def notice(self) -> str:
+        """Sentences for the operator, "" for none."""
+        return "; ".join(self._notices)
+
+    @property
+    def io(self) -> str:
+        """What moves the bytes: "io_uring" or "threads"."""
+        return self._engine.io if self._engine is not None else ""
 
     @property
     def file_bytes(self) -> int:
-        """Bytes the file takes: its header and every slot."""
-        return PAGE_BYTES + self.slots * self._stride
+        """Bytes all stripes take: their headers and every slot."""
+        return sum(self._bytes_of(stripe) for stripe in range(len(self.paths)))
 
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof) -> None:
+    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put blocks into slots. Raises PoolError: closed, or the device refused; the slots then prove nothing."""
-        count = check_proof("NVME", rows, proof, self.block_bytes)
+        count = check_proof("NVME", rows, proof, self.block_bytes, at)
         indexes = check_slots("NVME", slots, count, self.slots)
-        headers = encode_headers(SLOT_MAGIC, proof, self.block_bytes, self._checksum_rows)
-        padding = bytes(self._padding_bytes)
-        with self._using() as fd:
-            if fd is None:
-                raise PoolError(f"NVME pool {self.path}: it is closed; {count} blocks were not written")
-            for group in self._groups(indexes):
-                pieces: list[Buffer] = []
-                for index in group.tolist():
-                    pieces += (headers[index], rows[index], padding)
-                try:
-                    written = os.pwritev(fd, pieces, self._position(indexes[group[0]]))
-                except OSError as error:
-                    raise PoolError(
-                        f"NVME pool {self.path}: the device refused {len(group)} blocks: {error}"
-                    ) from error
-                if written != len(group) * self._stride:
-                    raise PoolError(
-                        f"NVME pool {self.path}: the device took {written} of {len(group) * self._stride} bytes;"
-                        " check its room and health"
-                    )
+        if count == 0:
+            return
+        with self._using() as engine:
+            if engine is None:
+                raise PoolError(f"{self}: it is closed; {count} blocks were not written")
+            sums = np.ascontiguousarray(proof.checksums, dtype=np.uint32)
+            errors = engine.write(
+                indexes, rows, _row_numbers(at, count), proof.namespace, proof.hashes, proof.epoch, sums
+            )
+        refused = errors[errors != 0]
+        if len(refused):
+            why = errno.errorcode.get(int(refused[0]), "")
+            raise PoolError(
+                f"{self}: the device refused {len(refused)} blocks of {count}: {os.strerror(int(refused[0]))} ({why});"
+                " check its room and health"
+            )
 
-    def read(self, slots: Sequence[int], namespace: NamespaceId, hashes: bytes, rows: np.ndarray) -> ReadResult:
+    def read(
+        self,
+        slots: Sequence[int],
+        namespace: NamespaceId,
+        hashes: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+    ) -> ReadResult:
         """Fill rows from slots and hold each to its header, its hash and its checksum."""
-        count = check_rows("NVME", rows, hashes, self.block_bytes)
+        count = check_rows("NVME", rows, hashes, self.block_bytes, at)
         indexes = check_slots("NVME", slots, count, self.slots)
-        headers = empty_headers(count)
-        failed: list[int] = []
-        with self._using() as fd:
-            if fd is None:
+        with self._using() as engine:
+            if engine is None or count == 0:
                 return all_failed(count)
-            for group in self._groups(indexes):
-                if self._read_group(fd, indexes, group, headers, rows):
-                    continue
-                failed += [int(index) for index in group if not self._read_group(fd, indexes, [index], headers, rows)]
-        result = judged(*verify(SLOT_MAGIC, headers, rows, namespace, hashes, self._checksum_rows))
-        for index in failed:
-            result.outcomes[index] = ReadOutcome.FAILED
-        return result
+            outcomes, sums = engine.read(indexes, rows, _row_numbers(at, count), namespace, hashes)
+        return ReadResult([_OUTCOMES[outcome] for outcome in outcomes.tolist()], sums)
 
-    def close(self) -> None:
-        """Close and unlock the file once calls under way are over. Idempotent."""
+    def checksums(self, slots: Sequence[int]) -> np.ndarray:
+        """Raises LayoutError: there is no `memory` to compute them over."""
+        raise LayoutError(f"{self}: it has no memory in reach of the CPU; only `read` gets at its {len(slots)} blocks")
+
+    def seal(self, slots: Sequence[int], proof: Proof) -> None:
+        """Raises LayoutError: nobody can have put bytes into it but `write`, which keeps proofs itself."""
+        raise LayoutError(
+            f"{self}: it has no memory in reach of the CPU; `write` puts {len(slots)} blocks and their proofs into it"
+        )
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Refuse new calls, and close and unlock the files once calls under way are over. Idempotent.
+
+        What the device has not ended by then keeps its memory and its files, and these their locks, until the process is gone: a late
+        write must not meet a slot that somebody else uses.
+        """
         with self._idle:
-            fd, self._fd = self._fd, -1
-            self._idle.wait_for(lambda: self._calls == 0)
-        if fd >= 0:
-            os.close(fd)
+            engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        is_over = engine.close(timeout_s)
+        with self._idle:
+            is_over = self._idle.wait_for(lambda: self._calls == 0, timeout_s) and is_over
+        if is_over:
+            for fd in self._fds:
+                os.close(fd)
+            return
+        self._notices.append(
+            f"{self}: the device has not ended every transfer within {timeout_s:g} s; its files stay open and locked until this"
+            " process ends: check the device's health"
+        )
+        log.warning("pool.left_open", tier="NVME", paths=[str(path) for path in self.paths], waited_s=timeout_s)
+
+    def __str__(self) -> str:
+        return f"NVME pool {':'.join(map(str, self.paths))}"
 
     @contextmanager
-    def _using(self) -> Iterator[int | None]:
-        """The open file, kept open while used; None once closed. A number used later could be another file's."""
+    def _using(self) -> Iterator[BlockEngine | None]:
+        """The engine, its files kept open while used; None once closed. A number used later could be another file's."""
         with self._idle:
-            fd = self._fd
+            engine = self._engine
             self._calls += 1
         try:
-            yield fd if fd >= 0 else None
+            yield engine
         finally:
             with self._idle:
                 self._calls -= 1
                 self._idle.notify_all()
 
-    def _position(self, slot: int) -> int:
-        return PAGE_BYTES + int(slot) * self._stride
+    # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def _groups(self, indexes: np.ndarray) -> Iterator[np.ndarray]:
-        """A run's blocks in the order of their slots, cut into groups of neighbours: one system call each."""
-        order = np.argsort(indexes, kind="stable")
-        longest = max(1, min(_CALL_SLOTS, _CALL_BYTES // self._stride))
-        for neighbours in np.split(order, np.flatnonzero(np.diff(indexes[order]) != 1) + 1):
-            for begin in range(0, len(neighbours), longest):
-                yield neighbours[begin : begin + longest]
-
-    def _read_group(
-        self, fd: int, indexes: np.ndarray, group: Sequence[int] | np.ndarray, headers: np.ndarray, rows: np.ndarray
-    ) -> bool:
-        """Read neighbours; False when the device refused. What a short read leaves out proves nothing."""
-        padding = bytearray(self._padding_bytes)
-        pieces: list[Buffer] = []
-        for index in group:
-            pieces += (headers[index], rows[index], padding)
-        try:
-            os.preadv(fd, pieces, self._position(indexes[group[0]]))
-        except OSError:
+    def _set_direct(self, wanted: str) -> bool:
+        """Let bytes go past the page cache where that is wanted and can be. Raises PoolError: "on", and it cannot."""
+        if wanted == "off":
             return False
+        for path, fd in zip(self.paths, self._fds, strict=True):
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    os.preadv(fd, [page], 0)
+            except OSError as error:
+                if wanted == "on":
+                    raise PoolError(
+                        f"NVME pool {path}: its file system refuses direct transfers of {PAGE_BYTES} bytes ({error.strerror});"
+                        " set pools.nvme.direct to auto, or put the pool on a local device"
+                    ) from error
+                for other in self._fds:
+                    fcntl.fcntl(other, fcntl.F_SETFL, fcntl.fcntl(other, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self._notices.append(
+                    f"NVME pool {path}: its file system refuses direct transfers ({error.strerror}); bytes go through the page cache"
+                )
+                return False
         return True
 
-    def _open(self) -> tuple[int, str]:
-        """The locked file and its pool id.
+    def _started(self, open_engine: OpenEngine, io: str, depth: int, offload_share: float) -> BlockEngine:
+        try:
+            engine = open_engine(self._fds, self.slots, self.block_bytes, io, self.direct, depth, offload_share)
+        except OSError as error:
+            raise PoolError(
+                f"{self}: pools.nvme.io is {io}, and the kernel refuses ({error.strerror}); set it to auto or threads, or allow"
+                " io_uring (sysctl kernel.io_uring_disabled, the container's seccomp profile)"
+            ) from error
+        if engine.refusal:
+            self._notices.append(f"{self}: io_uring is refused ({engine.refusal}); threads move its bytes")
+        return engine
 
-        A file is made under another name and renamed when it is whole, so under its own name it is never half made.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+    # -- the stripes --------------------------------------------------------------------------------------------------
+
+    def _open_stripes(self) -> list[_Stripe]:
+        """Every stripe, locked, all of one pool."""
+        resolved = [os.path.realpath(path) for path in self.paths]
+        if len(set(resolved)) != len(resolved):
+            raise PoolError(f"{self}: a path is named twice; each stripe takes one of its own in pools.nvme.path")
         while True:
-            if self.path.exists() and not self.path.is_file():
-                raise PoolError(
-                    f"NVME pool {self.path}: it is no plain file; set pools.nvme.path to one in a folder of the device"
+            with ExitStack() as undo:
+                stripes = self._try_stripes(undo)
+                if stripes is not None:
+                    undo.pop_all()
+                    return stripes
+
+    def _try_stripes(self, undo: ExitStack) -> list[_Stripe] | None:
+        """The same; None when another manager has made a stripe meanwhile. New ones are made once all others have proved to fit.
+
+        A stripe that is missing or damaged is made anew; its blocks then read as corrupt, those of the others are kept.
+        """
+        held: list[_Stripe | None] = []
+        for number, path in enumerate(self.paths):
+            with _opening(path):
+                stripe = self._reopen(number, path)
+            if stripe is not None:
+                undo.callback(os.close, stripe.fd)
+            held.append(stripe)
+        named = [stripe for stripe in held if stripe is not None and stripe.pool_id]
+        for stripe in named[1:]:
+            if stripe.pool_id != named[0].pool_id:
+                raise PoolMismatchError(
+                    f"NVME pool {stripe.path}: it is a stripe of pool {stripe.pool_id}, {named[0].path} is one of"
+                    f" {named[0].pool_id}; both are left as they are: name the stripes of one pool in pools.nvme.path"
                 )
-            there = self.path.exists() and self.path.stat().st_size > 0
-            held = self._reopen() if there else self._create()
-            if held is not None:
-                return held
-
-    def _reopen(self) -> tuple[int, str] | None:
-        """The file that is there; None once a damaged one has been emptied, so that its room serves the new one."""
-        with ExitStack() as undo:
-            fd = _open_locked(self.path, os.O_RDWR)
-            undo.callback(os.close, fd)
-            header = self._adopt(fd)
-            if isinstance(header, _Damaged):
-                self.notice = f"NVME pool {self.path}: {header.why}; its blocks are given up and the pool starts empty"
-                os.ftruncate(fd, 0)
+        pool_id = named[0].pool_id if named else str(uuid.uuid4())
+        stripes: list[_Stripe] = []
+        for number, (path, there) in enumerate(zip(self.paths, held, strict=True)):
+            if there is not None and there.pool_id:
+                stripes.append(there)
+                continue
+            header = FileHeader(shape=self._wanted, pool_id=pool_id, stripe=number)
+            with _opening(path):
+                made = self._format(there, header) if there is not None else self._create(path, header)
+            if made is None:
                 return None
-            undo.pop_all()
-            return fd, header.pool_id
+            if there is None:
+                undo.callback(os.close, made.fd)
+                undo.callback(path.unlink, missing_ok=True)
+            if named:
+                self._notices.append(
+                    f"NVME pool {path}: stripe {number} was made anew; the blocks it held read as corrupt"
+                )
+            stripes.append(made)
+        self.opened = "reopened" if named else "created"
+        return stripes
 
-    def _adopt(self, fd: int) -> FileHeader | _Damaged:
-        """The header of an existing file, once it proves to be ours and of our shape."""
+    def _bytes_of(self, stripe: int) -> int:
+        return PAGE_BYTES + self._slots_of(stripe) * self._stride
+
+    def _slots_of(self, stripe: int) -> int:
+        return -(-max(0, self.slots - stripe) // len(self.paths))
+
+    def _reopen(self, number: int, path: Path) -> _Stripe | None:
+        """The stripe that is there, without a name if it is a blank device. None: there is no file, or it was damaged and has been
+        emptied, so that its room serves the new one.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return None
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
+            raise PoolError(
+                f"NVME pool {path}: it is no plain file and no block device; set pools.nvme.path to a device, or to a file in a"
+                " folder of it"
+            )
+        if stat.S_ISREG(mode) and path.stat().st_size == 0:
+            return None
+        is_device = stat.S_ISBLK(mode)
+        with ExitStack() as undo:
+            fd = _open_locked(path, os.O_RDWR | (os.O_EXCL if is_device else 0))  # refused: mounted, or another's
+            undo.callback(os.close, fd)
+            if is_device:
+                self._require_room(number, path, fd)
+                if _is_blank(fd):
+                    undo.pop_all()
+                    return _Stripe(path, fd, "")
+            header = self._adopt(number, path, fd)
+            if isinstance(header, _Damaged):
+                self._notices.append(
+                    f"NVME pool {path}: {header.why}; its blocks are given up and the stripe starts empty"
+                )
+                if not is_device:
+                    os.ftruncate(fd, 0)
+                    return None
+                undo.pop_all()
+                return _Stripe(path, fd, "")
+            undo.pop_all()
+            return _Stripe(path, fd, header.pool_id)
+
+    def _require_room(self, number: int, path: Path, fd: int) -> None:
+        device_bytes = os.lseek(fd, 0, os.SEEK_END)
+        if device_bytes < self._bytes_of(number):
+            raise self._full(number, path, device_bytes)
+
+    def _adopt(self, number: int, path: Path, fd: int) -> FileHeader | _Damaged:
+        """The header of an existing stripe, once it proves to be ours, of our shape, and in its place."""
         page = os.pread(fd, PAGE_BYTES, 0)
         if page[: len(MAGIC)] != MAGIC:
             raise PoolError(
-                f"NVME pool {self.path}: the file is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
+                f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
                 " is: move it away or set another pools.nvme.path"
             )
         if len(page) < PAGE_BYTES:
@@ -280,83 +442,97 @@ class NvmePool:
         if _CRC.pack(self._crc(page[:_PROVED_BYTES])) != page[_PROVED_BYTES:]:
             return _Damaged("the checksum of the file's header does not match")
         _, version, json_bytes = _PREFIX.unpack_from(page)
-        if version > VERSION:
+        if version != VERSION:
             raise PoolError(
-                f"NVME pool {self.path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
+                f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
                 " upgrade kvbm or set another pools.nvme.path"
+                if version > VERSION
+                else f"NVME pool {path}: file version {version} is of an older kvbm, which laid slots out otherwise; it is left as"
+                " it is: remove it (its blocks will be computed again) or set another pools.nvme.path"
             )
         try:
             header = msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)
         except msgspec.DecodeError as error:
             raise PoolError(
-                f"NVME pool {self.path}: the file's header is whole and makes no sense ({error}); it is left as it"
+                f"NVME pool {path}: the file's header is whole and makes no sense ({error}); it is left as it"
                 " is: move it away or set another pools.nvme.path"
             ) from error
-        self._require_shape(header.shape)
-        held_bytes = os.fstat(fd).st_size
-        if held_bytes < self.file_bytes:
-            self._reserve(fd)
-            self.notice = (
-                f"NVME pool {self.path}: the file had {held_bytes} of {self.file_bytes} bytes; the blocks that were"
+        self._require_shape(path, header.shape)
+        if header.stripe != number:
+            raise PoolMismatchError(
+                f"NVME pool {path}: it is stripe {header.stripe} of {len(self.paths)} and is named as stripe {number}; it is left"
+                " as it is: put the paths of pools.nvme.path into the order they were made in"
+            )
+        held_bytes = os.lseek(fd, 0, os.SEEK_END)
+        if held_bytes < self._bytes_of(number):
+            self._reserve(number, path, fd)
+            self._notices.append(
+                f"NVME pool {path}: the file had {held_bytes} of {self._bytes_of(number)} bytes; the blocks that were"
                 " cut off read as corrupt"
             )
         return header
 
-    def _require_shape(self, held: FileShape) -> None:
+    def _require_shape(self, path: Path, held: FileShape) -> None:
         for name in FileShape.__struct_fields__:
             ours, theirs = getattr(self._wanted, name), getattr(held, name)
             if ours != theirs:
                 raise PoolMismatchError(
-                    f"NVME pool {self.path}: the file was made for {name} {theirs!r}, this manager has {name} {ours!r};"
+                    f"NVME pool {path}: the file was made for {name} {theirs!r}, this manager has {name} {ours!r};"
                     " it is left as it is: move it away or set another pools.nvme.path"
                 )
 
-    def _create(self) -> tuple[int, str] | None:
-        """A new file, locked; None when another manager has made one meanwhile."""
-        building = self.path.with_name(self.path.name + ".creating")
+    def _create(self, path: Path, header: FileHeader) -> _Stripe | None:
+        """A new file, locked; None when another manager has made one meanwhile.
+
+        It is made under another name and renamed when it is whole, so under its own name it is never half made.
+        """
+        building = path.with_name(path.name + ".creating")
         with ExitStack() as undo:
             fd = _open_locked(building, os.O_RDWR | os.O_CREAT)
             undo.callback(os.close, fd)
             undo.callback(building.unlink, missing_ok=True)
-            if self.path.exists() and self.path.stat().st_size > 0:
+            if path.exists() and path.stat().st_size > 0:
                 return None
             os.ftruncate(fd, 0)  # what a crash left of an earlier attempt
-            self._reserve(fd)
-            header = FileHeader(shape=self._wanted, pool_id=str(uuid.uuid4()))
-            self._write_header(fd, header)
-            building.rename(self.path)
-            _sync_folder(self.path.parent)
+            self._reserve(header.stripe, path, fd)
+            self._write_header(path, fd, header)
+            building.rename(path)
+            _sync_folder(path.parent)
             undo.pop_all()
-        self.opened = "created"
-        return fd, header.pool_id
+        return _Stripe(path, fd, header.pool_id)
 
-    def _reserve(self, fd: int) -> None:
+    def _format(self, blank: _Stripe, header: FileHeader) -> _Stripe:
+        """A device with nothing on it becomes a stripe."""
+        self._write_header(blank.path, blank.fd, header)
+        return blank._replace(pool_id=header.pool_id)
+
+    def _reserve(self, number: int, path: Path, fd: int) -> None:
         """Reserve every byte, so that no later write can lack room. Raises PoolFullError."""
         room = os.fstatvfs(fd)
-        missing_bytes = self.file_bytes - os.fstat(fd).st_blocks * 512
+        missing_bytes = self._bytes_of(number) - os.fstat(fd).st_blocks * 512
         if missing_bytes > room.f_bavail * room.f_frsize:
-            raise self._full(room.f_bavail * room.f_frsize)
+            raise self._full(number, path, room.f_bavail * room.f_frsize)
         try:
-            os.posix_fallocate(fd, 0, self.file_bytes)
+            os.posix_fallocate(fd, 0, self._bytes_of(number))
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise self._full(room.f_bavail * room.f_frsize) from error
+            raise self._full(number, path, room.f_bavail * room.f_frsize) from error
 
-    def _full(self, free_bytes: int) -> PoolFullError:
+    def _full(self, number: int, path: Path, free_bytes: int) -> PoolFullError:
         return PoolFullError(
-            f"NVME pool {self.path}: {self.file_bytes} bytes wanted for {self.slots} slots of {self._stride} bytes,"
+            f"NVME pool {path}: {self._bytes_of(number)} bytes wanted for {self._slots_of(number)} slots of {self._stride} bytes,"
             f" {free_bytes} bytes free; lower pools.nvme.slots or capacity_bytes, free the disk, or set another"
             " pools.nvme.path",
-            self.file_bytes,
+            self._bytes_of(number),
             free_bytes,
         )
 
-    def _write_header(self, fd: int, header: FileHeader) -> None:
+    def _write_header(self, path: Path, fd: int, header: FileHeader) -> None:
         text = msgspec.json.encode(header)
         if _PREFIX.size + len(text) > _PROVED_BYTES:
             raise PoolError(
-                f"NVME pool {self.path}: the names of model, layout and instance take {len(text)} bytes as JSON, the"
+                f"NVME pool {path}: the names of model, layout and instance take {len(text)} bytes as JSON, the"
                 f" file's header has {_PROVED_BYTES - _PREFIX.size}; shorten them"
             )
         proved = (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(_PROVED_BYTES, b"\0")
@@ -365,6 +541,30 @@ class NvmePool:
 
     def _crc(self, data: bytes) -> int:
         return int(self._checksum_rows(np.frombuffer(data, dtype=np.uint8).reshape(1, -1))[0])
+
+
+_OUTCOMES = {int(outcome): outcome for outcome in ReadOutcome}
+
+
+def _row_numbers(at: Sequence[int] | None, count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int64) if at is None else np.asarray(at, dtype=np.int64)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """What the system refuses is a PoolError."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"NVME pool {path}: it cannot be opened ({error.strerror}); check pools.nvme.path") from error
+
+
+def _is_blank(fd: int) -> bool:
+    """Whether a device bears nobody's mark: zeros where file systems, partitions, RAID and LVM have theirs."""
+    device_bytes = os.lseek(fd, 0, os.SEEK_END)
+    begin = os.pread(fd, _BLANK_BYTES, 0)
+    end = os.pread(fd, _BLANK_BYTES, max(0, device_bytes - _BLANK_BYTES))
+    return not any(begin) and not any(end)
 
 
 def _open_locked(path: Path, flags: int) -> int:

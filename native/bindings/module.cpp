@@ -62,4 +62,5 @@ NB_MODULE(_native, module) {
   bind_cluster_index(module, errors);
   bind_columns(module, errors);
   bind_ledger(module, errors);
+  bind_block_io(module, errors);
 }

@@ -202,5 +202,6 @@ void bind_residencies(nb::module_& module, const SharedErrors& errors);
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
 void bind_ledger(nb::module_& module, const SharedErrors& errors);
+void bind_block_io(nb::module_& module, const SharedErrors& errors);
 
 }  // namespace kvbm::bindings

@@ -1,0 +1,88 @@
+"""What the NVME pool asks of the engine that moves its blocks: runs in, one outcome for each block out.
+
+A slot is found in file `slot % len(fds)`, as its slot `slot // len(fds)`:
+
+    file    0  4096 bytes that are the pool's own; then slots, each `stride` apart
+    slot    0  4096      the block's header as in header.py (magic "KVBS"), then zeros
+         4096  …         the block's bytes, then nothing up to a multiple of 4,096
+
+The engine holds every header and every byte to what was asked for, in native threads and without the GIL, while the device goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+PAGE_BYTES = 4096
+
+
+def stride_of(block_bytes: int) -> int:
+    """Bytes from one slot to the next: the header's page and the block, in whole pages."""
+    return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class Transferred(NamedTuple):
+    """How the reads of a run ended.
+
+    Attributes:
+        outcomes: n `ReadOutcome`, uint8: GOOD, CORRUPT or FAILED.
+        checksums: n CRC-32C of the rows, u32; those of rows that are not GOOD mean nothing.
+    """
+
+    outcomes: np.ndarray
+    checksums: np.ndarray
+
+
+class BlockEngine(Protocol):
+    """Moves blocks between rows and files. Any number of calls at a time; each blocks until its whole run has ended.
+
+    Reads are urgent and go first; writes are background, and while there are urgent transfers, or were in the last milliseconds,
+    they use only `offload_share` of the depth. A transfer that the device never ends keeps its call.
+
+    Attributes:
+        io: "io_uring" or "threads": what moves the bytes.
+        refusal: why io_uring was wanted and is not used, "" when it is.
+    """
+
+    @property
+    def io(self) -> str: ...
+    @property
+    def refusal(self) -> str: ...
+
+    def read(
+        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fill row `at[i]` from slot `slots[i]`, both i64, as `Transferred`. Once closed everything has FAILED."""
+
+    def write(
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        epoch: int,
+        checksums: np.ndarray,
+    ) -> np.ndarray:
+        """Put row `at[i]` and its header into slot `slots[i]`. Returns n numbers as in `errno`, i32; 0: it is there."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse what has not begun, wait for what the device has. False: it still has something, and rows and files must stay.
+
+        Idempotent.
+        """
+
+
+class OpenEngine(Protocol):
+    """Makes an engine over open files, which stay the caller's.
+
+    `io` is "auto", "io_uring" or "threads"; `direct`: the files are open past the page cache, so positions, lengths and memory
+    must be aligned. Raises OSError: io_uring was asked for by name and is refused.
+    """
+
+    def __call__(
+        self, fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
+    ) -> BlockEngine: ...

@@ -1,0 +1,27 @@
+// The 64 bytes that prove a block in a slot of NVME. Twin of kvbm/pools/header.py, which draws them. Pure functions; any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace kvbm {
+
+inline constexpr std::size_t kBlockHeaderBytes = 64;
+
+// What a header says of its block.
+struct BlockProof {
+  std::span<const std::uint8_t, 16> namespace_id;  // whose block
+  std::span<const std::uint8_t, 16> hash;          // which block
+  std::uint64_t epoch;                             // of its writer
+  std::uint32_t block_bytes;                       // bytes that follow
+  std::uint32_t checksum;                          // their CRC-32C
+};
+
+void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlockHeaderBytes> out) noexcept;
+
+// Whether a header is whole and speaks of this block, with any epoch; then `checksum` is what its bytes must have.
+bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::span<const std::uint8_t, 16> namespace_id,
+                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, std::uint32_t& checksum) noexcept;
+
+}  // namespace kvbm

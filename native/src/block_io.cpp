@@ -1,0 +1,168 @@
+#include "kvbm/block_io.hpp"
+
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <utility>
+
+#include "kvbm/block_header.hpp"
+#include "kvbm/block_lane.hpp"
+#include "kvbm/checksum.hpp"
+
+namespace kvbm {
+namespace {
+
+std::size_t whole_pages(std::size_t bytes) noexcept { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
+
+std::span<const std::uint8_t, 16> hash_at(const BlockRun& run, std::size_t index) noexcept {
+  return std::span<const std::uint8_t, 16>(run.hashes + 16 * index, 16);
+}
+
+// Queues a run's blocks and gives each to `settle` in the calling thread as it comes back, until all have.
+template <class Prepare, class Settle>
+void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const BlockIoShared& shared,
+                const std::vector<std::shared_ptr<Lane>>& lanes, Prepare&& prepare, Settle&& settle) {
+  const std::size_t count = run.slots.size();
+  std::vector<Transfer> transfers(count);
+  std::vector<TransferQueue> queues(lanes.size());
+  Call call;
+  call.is_write = is_write;
+  for (std::size_t index = 0; index < count; ++index) {
+    Transfer& transfer = transfers[index];
+    const auto slot = static_cast<std::uint64_t>(run.slots[index]);
+    transfer.call = &call;
+    transfer.index = index;
+    transfer.slot = run.slots[index];
+    transfer.position = kPageBytes + slot / lanes.size() * shared.stride;
+    transfer.row = rows + static_cast<std::size_t>(run.at[index]) * shared.options.block_bytes;
+    prepare(transfer);
+    queues[slot % lanes.size()].push(&transfer);
+  }
+  for (std::size_t lane = 0; lane < lanes.size(); ++lane) {
+    lanes[lane]->enqueue(queues[lane], !is_write);
+  }
+  for (std::size_t left = count; left > 0;) {
+    Transfer* ended = nullptr;
+    {
+      std::unique_lock lock(call.mutex);
+      call.more.wait(lock, [&call] { return call.ended != nullptr; });
+      ended = std::exchange(call.ended, nullptr);
+    }
+    for (; ended != nullptr; --left) {
+      Transfer& transfer = *ended;
+      ended = ended->next;
+      settle(transfer, *lanes[static_cast<std::uint64_t>(transfer.slot) % lanes.size()]);
+    }
+  }
+}
+
+}  // namespace
+
+BlockIo::BlockIo(BlockIoOptions options) : shared_(std::make_shared<BlockIoShared>()) {
+  shared_->stride = kPageBytes + whole_pages(options.block_bytes);
+  shared_->options = std::move(options);
+  const BlockIoOptions& given = shared_->options;
+  try {
+    for (const int file : given.files) {
+      std::unique_ptr<IoRing> ring;
+      if (given.kind != IoKind::kThreads && refusal_ == 0) {
+        ring = IoRing::open(given.depth + 1, refusal_);  // one more: what wakes it
+        if (!ring && given.kind == IoKind::kIoUring) {
+          throw std::system_error(refusal_, std::generic_category(), "io_uring_setup");
+        }
+      }
+      uses_io_uring_ = uses_io_uring_ || ring != nullptr;
+      lanes_.push_back(std::make_shared<Lane>(shared_, file, std::move(ring)));
+    }
+    for (const std::shared_ptr<Lane>& lane : lanes_) {
+      threads_ += lane->start();
+    }
+  } catch (...) {
+    close(std::chrono::seconds(10));  // nothing is in flight: threads that have begun leave at once
+    throw;
+  }
+}
+
+BlockIo::~BlockIo() { close(std::chrono::seconds(1)); }
+
+void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutcome> outcomes,
+                   std::span<std::uint32_t> checksums) {
+  const std::size_t block_bytes = shared_->options.block_bytes;
+  const bool is_verified = shared_->options.is_verified;
+  std::uint64_t corrupt = 0;
+  std::uint64_t failed = 0;
+  run_blocks(
+      run, rows, false, *shared_, lanes_, [](Transfer&) {},
+      [&](Transfer& transfer, Lane& lane) {
+        const std::size_t index = transfer.index;
+        BlockOutcome outcome = BlockOutcome::kGood;
+        checksums[index] = 0;
+        if (transfer.error == 0) {
+          if (transfer.flight != nullptr) {
+            std::memcpy(transfer.row, transfer.flight->room + kPageBytes, block_bytes);
+            lane.give_back(transfer.flight);
+          }
+          std::uint32_t wanted = 0;
+          const bool is_ours = is_header_of(transfer.header, run.namespace_id, hash_at(run, index),
+                                            static_cast<std::uint32_t>(block_bytes), wanted);
+          checksums[index] = is_verified ? crc32c({transfer.row, block_bytes}) : wanted;
+          outcome = is_ours && checksums[index] == wanted ? BlockOutcome::kGood : BlockOutcome::kCorrupt;
+        } else {
+          outcome = transfer.error == ENODATA ? BlockOutcome::kCorrupt : BlockOutcome::kFailed;
+        }
+        outcomes[index] = outcome;
+        corrupt += outcome == BlockOutcome::kCorrupt ? 1 : 0;
+        failed += outcome == BlockOutcome::kFailed ? 1 : 0;
+      });
+  read_.fetch_add(run.slots.size(), std::memory_order_relaxed);
+  corrupt_.fetch_add(corrupt, std::memory_order_relaxed);
+  failed_.fetch_add(failed, std::memory_order_relaxed);
+}
+
+void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t epoch,
+                    std::span<const std::uint32_t> checksums, std::span<std::int32_t> errors) {
+  const auto block_bytes = static_cast<std::uint32_t>(shared_->options.block_bytes);
+  std::uint64_t refused = 0;
+  run_blocks(
+      run, const_cast<std::uint8_t*>(rows), true, *shared_, lanes_,  // a write only reads its rows
+      [&](Transfer& transfer) {
+        encode_block_header({run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index]},
+                            transfer.header);
+      },
+      [&](Transfer& transfer, Lane&) {
+        errors[transfer.index] = transfer.error;
+        refused += transfer.error != 0 ? 1 : 0;
+      });
+  written_.fetch_add(run.slots.size() - refused, std::memory_order_relaxed);
+  refused_.fetch_add(refused, std::memory_order_relaxed);
+}
+
+bool BlockIo::close(std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  for (const std::shared_ptr<Lane>& lane : lanes_) {
+    lane->begin_stop();
+  }
+  bool is_over = true;
+  for (const std::shared_ptr<Lane>& lane : lanes_) {
+    is_over = lane->end_stop(deadline) && is_over;
+  }
+  return is_over;
+}
+
+BlockIoCounts BlockIo::counts() const noexcept {
+  return {read_.load(std::memory_order_relaxed),    corrupt_.load(std::memory_order_relaxed),
+          failed_.load(std::memory_order_relaxed),  written_.load(std::memory_order_relaxed),
+          refused_.load(std::memory_order_relaxed), shared_->bounced.load(std::memory_order_relaxed)};
+}
+
+void BlockIo::withhold(std::int64_t slot) {
+  shared_->withheld_slot.store(slot, std::memory_order_relaxed);
+  if (slot < 0) {
+    for (const std::shared_ptr<Lane>& lane : lanes_) {
+      lane->release_withheld();
+    }
+  }
+}
+
+}  // namespace kvbm
