@@ -40,8 +40,10 @@ def _judge_pools(plan: Plan) -> Finding:
         return problem(check, f"{', '.join(named)} without HBM; an instance does not start without it", fix)
     found = ", ".join(["HBM", *named])
     if plan.nvme and plan.settings.journal.in_memory:
-        fix = "set journal.in_memory=false, or pools.nvme.slots and capacity_bytes to 0"
-        return problem(check, f"{found}; an NVME pool needs a journal that outlives the process", fix)
+        fix = "set journal.in_memory=false"
+        return warning(
+            check, f"{found}; without a journal that outlives the process NVME begins empty at each start", fix
+        )
     idle = [(name, key) for name, wanted, policy, key in colder if wanted and policy == "never"]
     if pools.object.url and offload.object == "never" and not plan.settings.catalog.url:
         return warning(check, f"{found}; OBJECT is neither written nor found", "set catalog.url, or offload.object")

@@ -21,6 +21,8 @@ _OTHERS = ("avx2", "avx512f")
 _CHECKED_BYTES = 1 << 20
 _FEW_FILES, _TOO_FEW_FILES = 1024, 256
 _CAP_IPC_LOCK = 1 << 14
+_FREE_RINGS = (5, 12)  # the first Linux that counts them as the container's memory instead
+_RING_BYTES, _RING_ENTRY_BYTES = 16 << 10, 128  # whole pages of a ring, and what an entry takes in its three parts
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
@@ -115,6 +117,7 @@ class MemoryFacts(NamedTuple):
 
     Attributes:
         limit, used: of the container; limit 0 for none.
+        kernel: its version.
         locked: RLIMIT_MEMLOCK, -1 for no limit; `may_lock`: this process may pass it (CAP_IPC_LOCK).
         huge_free, huge_count: free huge pages and all of them; huge_page: size of one, 0 where there are none.
         anonymous_huge, shared_huge: modes of transparent huge pages, "" where the kernel has none.
@@ -125,6 +128,7 @@ class MemoryFacts(NamedTuple):
     available: int
     limit: int
     used: int
+    kernel: tuple[int, int]
     locked: int
     may_lock: bool
     huge_page: int
@@ -141,11 +145,13 @@ def look_at_memory() -> MemoryFacts:
     limit, used = _container_memory()
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", _text("/proc/self/status"), re.MULTILINE)
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
     return MemoryFacts(
         known.get("MemTotal", 0),
         known.get("MemAvailable", 0),
         limit,
         used,
+        (int(release[1]), int(release[2])) if release else _FREE_RINGS,
         _limit(soft),
         capabilities is not None and bool(int(capabilities[1], 16) & _CAP_IPC_LOCK),
         known.get("Hugepagesize", 0),
@@ -202,21 +208,22 @@ def _judge_room(facts: MemoryFacts, plan: Plan) -> Finding:
 
 
 def _judge_locked(facts: MemoryFacts, plan: Plan) -> Finding:
-    """The kernel counts what io_uring has registered against the limit, and what RDMA has; CUDA's driver pins beside it."""
-    may = "no limit" if facts.locked < 0 else f"{size(facts.locked)} may be locked"
+    """Old kernels count io_uring's rings against the limit. What CUDA pins is its driver's matter and counts nowhere."""
+    check = "locked memory"
+    found = "no limit" if facts.locked < 0 else f"{size(facts.locked)} may be locked"
     if facts.locked >= 0 and facts.may_lock:
-        return ok("locked memory", f"{may}, which binds no process with CAP_IPC_LOCK, as this one")
-    if not plan.nvme or plan.settings.pools.nvme.io == "threads":
-        return ok("locked memory", f"{may}; nothing configured locks memory (CUDA's pinning is not counted)")
-    wanted = (plan.host.bytes or 0) + plan.settings.offload.staging_bytes
-    found = f"{may}; up to {size(wanted)} are registered with io_uring (HOST and staging)"
-    if facts.locked < 0 or wanted <= facts.locked:
-        return ok("locked memory", found)
-    return warning(
-        "locked memory", found,
-        "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, or docker run --ulimit memlock=-1; "
-        "without it NVME copies are not registered and cost more CPU",
-    )  # fmt: skip
+        return ok(check, f"{found}, which binds no process with CAP_IPC_LOCK, as this one")
+    nvme = plan.settings.pools.nvme
+    if not plan.nvme or nvme.io == "threads" or facts.kernel >= _FREE_RINGS:
+        return ok(check, f"{found}; nothing configured counts against it (CUDA's pinned memory does not)")
+    wanted = len(plan.nvme_paths) * (_RING_BYTES + nvme.depth * _RING_ENTRY_BYTES)
+    found += f"; Linux {facts.kernel[0]}.{facts.kernel[1]} counts io_uring's rings, {size(wanted)}"
+    if 0 <= facts.locked < wanted:
+        fix = (
+            "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, or docker run --ulimit memlock=-1"
+        )
+        return warning(check, found, fix)
+    return ok(check, found)
 
 
 def _judge_huge_pages(facts: MemoryFacts, plan: Plan) -> Finding:

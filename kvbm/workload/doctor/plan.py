@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvbm.assembly import instance_folder, journal_folder
+from kvbm.assembly import journal_folder, nvme_paths
 from kvbm.config import Settings
-from kvbm.pools.header import HEADER_BYTES
-from kvbm.pools.nvme import PAGE_BYTES
+from kvbm.pools.block_io import PAGE_BYTES, stride_of
 
 
 class _Sized(Protocol):
@@ -59,8 +58,7 @@ def plan_of(settings: Settings, block_bytes: int = 0) -> Plan:
     nvme = _wanted(pools.nvme, block_bytes)
     paths: tuple[str, ...] = ()
     if nvme:
-        own = str(instance_folder(settings) / "nvme.pool")
-        paths = tuple(path for path in pools.nvme.path.split(":") if path) or (own,)
+        paths = tuple(map(str, nvme_paths(settings)))
     return Plan(
         settings,
         _wanted(pools.hbm, block_bytes),
@@ -83,5 +81,4 @@ def _file_bytes(pool: _Sized, block_bytes: int, files: int) -> Wanted:
     if not plain or not block_bytes:
         return plain
     slots = pool.slots or pool.capacity_bytes // block_bytes
-    stride = -(-(HEADER_BYTES + block_bytes) // PAGE_BYTES) * PAGE_BYTES
-    return Wanted(slots * stride + files * PAGE_BYTES)
+    return Wanted(slots * stride_of(block_bytes) + files * PAGE_BYTES)

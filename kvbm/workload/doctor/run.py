@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from kvbm.workload.doctor.clock import judge_clock, look_at_clock
 from kvbm.workload.doctor.deadline import PROBE_S, Asked, Late
 from kvbm.workload.doctor.finding import Finding, Result, problem, refused, unused, warning
 from kvbm.workload.doctor.plan import Plan, Wanted, plan_of
+from kvbm.workload.reports import check_report_path, write_report
 
 _STYLES = {Result.OK: "green", Result.WARNING: "yellow", Result.PROBLEM: "bold red", Result.UNUSED: "dim"}
 _TABLE_WIDTH = 110
@@ -34,12 +36,12 @@ class DoctorOptions(NamedTuple):
     Attributes:
         block_bytes: of one block, so that slots can be weighed; 0 where it is not known.
         quick: measure no speeds.
-        json: print the findings as JSON.
+        json: file for the findings as JSON; "-": standard output, instead of words; "": nowhere.
     """
 
     block_bytes: int = 0
     quick: bool = False
-    json: bool = False
+    json: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +71,12 @@ class _Check(NamedTuple):
 
 
 def main(settings: Settings, options: DoctorOptions) -> int:
-    """Check, and print the table or JSON. Returns 1 when there is a problem, else 0."""
+    """Check, and print the table or JSON. Returns 1 when there is a problem, else 0. Raises ConfigError: no such JSON file can be."""
+    path = Path(options.json) if options.json not in ("", "-") else None
+    check_report_path(path)
     report = examine(settings, options)
-    if options.json:
+    write_report(path, report)
+    if options.json == "-":
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
     else:
         _print(report)
