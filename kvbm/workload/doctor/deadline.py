@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,12 +28,13 @@ class Asked(Generic[T]):
         self._work = work
         self._done: list[T] = []
         self._failed: list[BaseException] = []
+        self._begun_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"kvbm-doctor-{name}", daemon=True)
         self._thread.start()
 
     def result(self, timeout_s: float) -> T:
-        """What the work returned or raised. Raises Late: it is not over."""
-        self._thread.join(timeout_s)
+        """What the work returned or raised. Raises Late: it is not over so long after it has begun."""
+        self._thread.join(max(0.0, self._begun_s + timeout_s - time.monotonic()))
         if self._failed:
             raise self._failed[0]
         if not self._done:

@@ -25,7 +25,7 @@ class Disk(NamedTuple):
     Attributes:
         kind: file, folder, device, other or absent; `folder`: the nearest that is there.
         system: of files; `mount`: where it is mounted; `number`: of its device.
-        held_bytes: what the file has already.
+        held_bytes: what the file, or the folder's files, take already.
         write, direct: "" or the name of an error.
         write_bytes_s, read_bytes_s: 0 where not measured.
         sync_s: times of one small write brought to the device, ascending.

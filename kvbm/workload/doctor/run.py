@@ -118,29 +118,37 @@ def _checks(plan: Plan) -> list[_Check]:
         _Check("io_uring", lambda: [disks.judge_io_uring(disks.look_at_io_uring(), plan)], "see dmesg; or set pools.nvme.io=threads"),
         _Check("clock", lambda: [judge_clock(look_at_clock())], "see dmesg"),
     ]  # fmt: skip
-    if settings.nats.enabled:
-        look = lambda: services.judge_nats(services.look_at_nats(settings), settings)  # noqa: E731 - one line as the others
-        checks.append(_Check("NATS", look, "start a nats-server there, or correct nats.url"))
-    else:
-        checks.append(_Check("NATS", lambda: [unused("NATS", "nats.enabled is false: events stay local")], ""))
-    checks.append(
-        _Check(
-            "SQL", lambda: [services.judge_database(services.look_at_database(settings), settings)],
-            "start the database, or correct catalog.database",
-            lambda error: services.refused_database(error, settings),
-        )
-    )  # fmt: skip
-    if settings.pools.object.url:
-        look_at = lambda: [services.judge_objects(services.look_at_objects(settings), settings)]  # noqa: E731
-        checks.append(_Check("object store", look_at, "check pools.object.endpoint, the network and the credentials"))
-    else:
-        checks.append(_Check("object store", lambda: [unused("object store", "pools.object.url is not set")], ""))
-    if settings.catalog.url:
-        ask = lambda: [services.judge_catalog(services.look_at_catalog(settings), settings)]  # noqa: E731
-        checks.append(_Check("catalog", ask, "start it with kvbm-catalog serve, or correct catalog.url"))
-    else:
-        checks.append(_Check("catalog", lambda: [unused("catalog", "catalog.url is not set: managers ask nobody")], ""))
-    return checks
+    return [*checks, *_service_checks(settings)]
+
+
+def _service_checks(settings: Settings) -> list[_Check]:
+    def nats() -> list[Finding]:
+        if not settings.nats.enabled:
+            return [unused("NATS", "nats.enabled is false: events stay local")]
+        return services.judge_nats(services.look_at_nats(settings), settings)
+
+    def database() -> list[Finding]:
+        return [services.judge_database(services.look_at_database(settings), settings)]
+
+    def objects() -> list[Finding]:
+        if not settings.pools.object.url:
+            return [unused("object store", "pools.object.url is not set")]
+        return [services.judge_objects(services.look_at_objects(settings), settings)]
+
+    def catalog() -> list[Finding]:
+        if not settings.catalog.url:
+            return [unused("catalog", "catalog.url is not set: managers ask nobody")]
+        return [services.judge_catalog(services.look_at_catalog(settings), settings)]
+
+    def without_database(error: KvbmError) -> Finding:
+        return services.refused_database(error, settings)
+
+    return [
+        _Check("NATS", nats, "start a nats-server there, or correct nats.url"),
+        _Check("SQL", database, "start the database, or correct catalog.database", without_database),
+        _Check("object store", objects, "check pools.object.endpoint, the network and the credentials"),
+        _Check("catalog", catalog, "start it with kvbm-catalog serve, or correct catalog.url"),
+    ]
 
 
 def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:

@@ -127,9 +127,10 @@ def _judge_stream(view: ServerView) -> Finding:
         if stored and stored >= 0.98:
             return problem(check, f"KVBM cannot be made{account}", fix)
         return ok(check, f"KVBM is not there yet; the first catalog or instance makes it{account}")
+    copies = f"{stream.replicas} replica{'s' if stream.replicas != 1 else ''}"
     limits = [size(stream.max_bytes) if stream.max_bytes > 0 else "no limit of bytes"]
     limits.append(f"{stream.max_age_s / 3600:g} h" if stream.max_age_s else "no limit of age")
-    found = f"KVBM holds {size(stream.bytes)}, keeps {', '.join(limits)}; {stream.storage}, {stream.replicas} replicas{account}"
+    found = f"KVBM holds {size(stream.bytes)}, keeps {', '.join(limits)}; {stream.storage}, {copies}{account}"
     if stream.missing:
         fix = f"let kvbm connect once as a user who may change it, or add {', '.join(stream.missing)} to its subjects"
         return warning(check, f"KVBM lacks the subjects {', '.join(stream.missing)}", fix)

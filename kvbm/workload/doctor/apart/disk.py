@@ -28,7 +28,7 @@ def probe(path: str, is_file: bool, speed: bool, syncs: bool) -> dict[str, Any]:
     """What was found; keys that could not be found out are absent.
 
     `kind` file, folder, device or absent; `folder` the nearest that is there; `mount` and `system` of the file system; `number` of the
-    device (major:minor), `rotational`; `free_bytes`, `total_bytes`, `held_bytes` the file's own; `write`, `direct` "" or the name of an
+    device (major:minor), `rotational`; `free_bytes`, `total_bytes`, `held_bytes` of it what the file, or the folder's files, take; `write`, `direct` "" or the name of an
     error; `write_bytes_s`, `read_bytes_s`; `sync_s` sorted.
 
     Args:
@@ -49,7 +49,7 @@ def probe(path: str, is_file: bool, speed: bool, syncs: bool) -> dict[str, Any]:
         found["number"] = _number(status.st_rdev)
         found["rotational"] = _rotational(status.st_rdev)
         return found | _device(path, speed)
-    found["held_bytes"] = status.st_blocks * 512 if status is not None and found["kind"] == "file" else 0
+    found["held_bytes"] = _held_bytes(target, is_file)
     folder = target if not is_file else target.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -64,6 +64,15 @@ def probe(path: str, is_file: bool, speed: bool, syncs: bool) -> dict[str, Any]:
     if found["kind"] == "file" and not os.access(path, os.R_OK | os.W_OK):
         return found | {"write": "EACCES"}
     return found | _folder(str(folder), found["free_bytes"], speed, syncs)
+
+
+def _held_bytes(target: Path, is_file: bool) -> int:
+    """What a file, or the files of a folder, take of the disk."""
+    try:
+        files = [target] if is_file else list(target.iterdir())
+        return sum(file.stat().st_blocks * 512 for file in files if file.is_file())
+    except OSError:
+        return 0
 
 
 def _folder(folder: str, free_bytes: int, speed: bool, syncs: bool) -> dict[str, Any]:
