@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvbm",
         description="An event-sourced lifecycle manager for the KV-cache blocks of LLM inference.",
-        epilog="`kvbm COMMAND --help` says more. It returns 0 when all is well, 1 when a check failed, 2 when it cannot start.",
+        epilog="`kvbm COMMAND --help` says more. A command returns 0 when all is well, 1 when a check failed, 2 when it cannot "
+        "start, 130 when interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"kvbm {kvbm_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -38,17 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_simulate(commands)
     _add_engine(commands)
     _add_bench(commands)
-    commands.add_parser("catalog", help="kvbm-catalog: the cluster-wide view of which block lies where")
-    commands.add_parser("replay", help="kvbm-replay: what a stream of events says, and whether it is true")
+    _add_doctor(commands)
+    commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
+    commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
-    _add_command(commands, "settings", "print every setting with its default")
+    _add_command(commands, "settings", "print every setting with its default, as TOML")
     return _run(_dispatch, parser.parse_args(arguments), "kvbm")
 
 
 def catalog_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-catalog` command."""
     parser = argparse.ArgumentParser(
-        prog="kvbm-catalog", description="The cluster-wide view of which block lies where."
+        prog="kvbm-catalog",
+        description="The cluster-wide view of which block lies where.",
+        epilog="`kvbm-catalog COMMAND --help` says more. It returns 0 after a clean stop, 2 when it cannot start.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serve = _add_command(
@@ -57,7 +61,9 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "follow the stream and answer over HTTP until stopped",
         "kvbm-catalog serve --set nats.url=nats://127.0.0.1:4222 --set catalog.listen=127.0.0.1:7700",
     )
-    serve.add_argument("--archive", metavar="DIR", help="keep all frames as files there, for kvbm-replay")
+    serve.add_argument(
+        "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
+    )
     _add_settings(serve)
     return _run(_serve_catalog, parser.parse_args(argv), "kvbm-catalog")
 
@@ -82,7 +88,8 @@ def _add_command(commands: _Commands, name: str, words: str, example: str = "") 
 
 def _add_demo(commands: _Commands) -> None:
     demo = _add_command(
-        commands, "demo", "the whole line once, on embedded defaults; fails when any check fails",
+        commands, "demo",
+        "run engines, tiers, stream, catalog and replay once on embedded servers; 1 when any check of the outcome fails",
         "kvbm demo --json demo.json --keep demo-files",
     )  # fmt: skip
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
@@ -94,17 +101,21 @@ def _add_demo(commands: _Commands) -> None:
 def _add_simulate(commands: _Commands) -> None:
     simulate = _add_command(
         commands, "simulate",
-        "drive N managers with a trace: synthetic bytes, real events, a real catalog that routes",
+        "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes",
         "kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
     )  # fmt: skip
     simulate.add_argument(
         "--trace", type=Path, metavar="FILE", help="Mooncake's JSONL; without it, a generated workload"
     )
     simulate.add_argument(
-        "--requests", type=int, default=2000, metavar="N", help="of the generated workload (default 2000)"
+        "--requests", type=int, default=2000, metavar="N", help="requests of the generated workload (default 2000)"
     )
     simulate.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of the generated workload and of random routing (default 1)"
+        "--seed",
+        type=int,
+        default=1,
+        metavar="N",
+        help="seed of the generated workload and of random routing (default 1)",
     )
     simulate.add_argument("--instances", type=int, default=4, metavar="N", help="how many managers (default 4)")
     simulate.add_argument(
@@ -116,12 +127,15 @@ def _add_simulate(commands: _Commands) -> None:
 
 def _add_engine(commands: _Commands) -> None:
     engine = _add_command(
-        commands, "engine", "the reference engine as a process: JSON lines in and out",
+        commands, "engine", "run the reference engine as a process: requests in and answers out as JSON lines",
         "kvbm engine --set pools.hbm.slots=256 --set pools.nvme.slots=1024 --set instance.id=engine-a",
     )  # fmt: skip
     engine.add_argument("--threads", type=_thread_count, default=1, metavar="N", help="torch threads (default 1)")
     engine.add_argument(
-        "--weights", default="", metavar="FILE", help="weights to load; without it, random ones from a seed"
+        "--weights",
+        default="",
+        metavar="FILE",
+        help="weights to load (made by Weights.save); without it, random ones from a fixed seed",
     )
     _add_settings(engine)
 
@@ -159,6 +173,32 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 
 
+def _add_doctor(commands: _Commands) -> None:
+    doctor = _add_command(
+        commands, "doctor", "check this machine against a configuration and say what to fix",
+        "kvbm doctor --config kvbm.toml --block-bytes 2097152",
+    )  # fmt: skip
+    doctor.description = (
+        "Check this machine against a configuration and say what to fix: CPU, memory, CUDA, io_uring, disks, clock, and that NATS, "
+        "SQL, object store and catalog can be reached and used. What is not configured is not used, and no problem. It returns 1 "
+        "when there is a problem. Nothing is left behind; no check takes longer than 5 seconds."
+    )
+    doctor.add_argument(
+        "--block-bytes", type=_block_bytes, default=0, metavar="N",
+        help="bytes of one block, so that slots can be held against memory and disks",
+    )  # fmt: skip
+    doctor.add_argument("--quick", action="store_true", help="measure neither speeds nor syncs of disks")
+    doctor.add_argument(
+        "--json", nargs="?", const="-", default="", metavar="FILE",
+        help="JSON to a file, or to standard output instead of words",
+    )  # fmt: skip
+    _add_settings(doctor)
+
+
+def _block_bytes(text: str) -> int:
+    return _count_between(text, 1, 1 << 40)
+
+
 def _count_between(text: str, least: int, most: int) -> int:
     if not text.isdecimal() or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(f"{text!r} will not do; give {least} to {most}")
@@ -192,12 +232,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
-        help="one setting, such as pools.host.slots=1024; `kvbm settings` lists them; KVBM_POOLS__HOST__SLOTS works too",
+        help="one setting, such as pools.host.slots=1024; may be given several times. `kvbm settings` lists them. It wins over the "
+        "environment (KVBM_POOLS__HOST__SLOTS=1024), and that over the file",
     )  # fmt: skip
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
-    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench") else logging.INFO)
+    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor") else logging.INFO)
     try:
         return work(arguments)
     except KvbmError as error:
@@ -211,16 +252,22 @@ def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
 def _add_permissions(commands: _Commands) -> None:
     permissions = _add_command(
         commands, "nats-permissions",
-        "print nats-server's accounts for the catalog and each instance; keys are made where there are none",
+        "print the accounts of the catalog and each instance for nats-server's configuration; makes keys where there are none",
         "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 > accounts.conf",
     )  # fmt: skip
-    permissions.add_argument("--cluster", default="local", metavar="NAME", help="as instance.cluster (default local)")
+    permissions.add_argument(
+        "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
+    )
     permissions.add_argument(
         "--keys", type=Path, required=True, metavar="FOLDER",
-        help="of the seeds: instance-NAME.nk and catalog.nk, each the nats.nkey_seed of its owner",
+        help="folder of the seeds: instance-NAME.nk and catalog.nk, each the nats.nkey_seed of its owner",
     )  # fmt: skip
     permissions.add_argument(
-        "--instance", action="append", default=[], metavar="NAME", help="as instance.id; may be given several times"
+        "--instance",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an instance's name, as instance.id; may be given several times",
     )
 
 
@@ -252,6 +299,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             pools = PoolsOptions(arguments.dir, arguments.file_mib << 20)
             options = BenchOptions(arguments.what, live, arguments.replacements, samples, arguments.seed, pools)
             return run_bench(options, arguments.json)
+        case "doctor":
+            settings = _settings(arguments)
+            from kvbm.workload import doctor
+
+            wanted = doctor.DoctorOptions(arguments.block_bytes, arguments.quick, arguments.json)
+            return doctor.main(settings, wanted)
         case "nats-permissions":
             from kvbm.streams.credentials import keep_seed
             from kvbm.streams.permissions import ServerUser, server_config

@@ -7,13 +7,14 @@ Every wait is bounded, so a database that does not answer becomes one sentence.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbm.core.errors import CatalogError, MissingExtraError
 
@@ -23,14 +24,14 @@ try:
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
     from alembic.util import CommandError
-    from sqlalchemy import URL, Connection, event, make_url
+    from sqlalchemy import URL, Connection, event, insert, make_url
     from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError, SQLAlchemyError
-    from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
     from sqlalchemy.pool import NullPool
 except ImportError:
     raise MissingExtraError("the catalog's database library (sqlalchemy[asyncio], alembic)", "catalog") from None
 
-from kvbm.catalog.tables import VERSION_TABLE
+from kvbm.catalog.tables import VERSION_TABLE, positions
 
 STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long is a dead server or a stuck lock
 MIGRATION_TIMEOUT_S = 600.0
@@ -140,7 +141,88 @@ async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
     return engine
 
 
-def _engine(url: URL, connect_timeout_s: float, statement_timeout_s: float, **options: Any) -> AsyncEngine:
+class DatabaseView(NamedTuple):
+    """A database as it is.
+
+    Attributes:
+        shown: its URL, without password.
+        server: kind and version.
+        is_there: false for an SQLite file that a catalog would make, in `folder`.
+        schema: its revision, "" for an empty database. `head`: the newest this kvbm knows. `is_newer`: it does not know the schema.
+        unwritable: "" when a row could be written (it was taken back), else why not.
+        round_trip_s: of the smallest question.
+    """
+
+    shown: str
+    server: str
+    is_there: bool
+    folder: str
+    schema: str
+    head: str
+    is_newer: bool
+    unwritable: str
+    round_trip_s: float
+
+
+async def look(url: str, timeout_s: float) -> DatabaseView:
+    """What a database is, without migrating or making it. Raises CatalogError, MissingExtraError: as `open_database`."""
+    parsed = parse_url(url)
+    scripts = _scripts()
+    head = scripts.get_current_head() or ""
+    file = Path(parsed.database or "") if is_sqlite(parsed) else None
+    if file is not None and not file.exists():
+        return DatabaseView(shown(parsed), "SQLite", False, str(file.parent), "", head, False, "", 0.0)
+    engine = _engine(parsed, timeout_s, timeout_s, poolclass=NullPool, lock_timeout_s=timeout_s / 2)
+    known = {script.revision for script in scripts.walk_revisions()}
+    try:
+        with database_errors(f"{shown(parsed)} cannot be opened", "; start the database, or correct catalog.database"):
+            async with asyncio.timeout(timeout_s), engine.connect() as connection:
+                begin_s = time.perf_counter()
+                await connection.exec_driver_sql("SELECT 1")
+                round_trip_s = time.perf_counter() - begin_s
+                asked = "SELECT 'SQLite ' || sqlite_version()" if file is not None else "SHOW server_version"
+                version = str((await connection.exec_driver_sql(asked)).scalar())
+                schema = await connection.run_sync(_schema) or ""
+                await connection.rollback()
+                unwritable = await _try_row(connection, file is not None, schema == head)
+    except TypeError as error:  # asyncpg's, for an option it does not know
+        raise CatalogError(f"{shown(parsed)} has an option that cannot be used: {error}") from None
+    finally:
+        await engine.dispose()
+    server = version if file is not None else f"PostgreSQL {version.split(maxsplit=1)[0]}"
+    is_newer = bool(schema) and schema not in known
+    folder = str(file.parent) if file is not None else ""
+    return DatabaseView(shown(parsed), server, True, folder, schema, head, is_newer, unwritable, round_trip_s)
+
+
+def _schema(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
+
+
+async def _try_row(connection: AsyncConnection, sqlite: bool, at_head: bool) -> str:
+    """Write a row of a name nobody else has, or a table where there is none yet, and take it back."""
+    name = f"kvbm_doctor_{secrets.token_hex(8)}"
+    try:
+        if sqlite:
+            await connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver begins none before a CREATE TABLE
+        if at_head:
+            await connection.execute(insert(positions).values(stream=name, stream_sequence=0))
+        else:
+            await connection.exec_driver_sql(f"CREATE TABLE {name} (at integer)")
+    except DBAPIError as error:
+        return _first_line(error.orig or error)
+    finally:
+        await connection.rollback()
+    return ""
+
+
+def _engine(
+    url: URL,
+    connect_timeout_s: float,
+    statement_timeout_s: float,
+    lock_timeout_s: float = LOCK_TIMEOUT_S,
+    **options: Any,
+) -> AsyncEngine:
     arguments: dict[str, Any]
     if is_sqlite(url):
         path = Path(url.database or "")
@@ -150,14 +232,14 @@ def _engine(url: URL, connect_timeout_s: float, statement_timeout_s: float, **op
             raise CatalogError(
                 f"the folder {path.parent} cannot be made ({error.strerror}); correct catalog.database"
             ) from None
-        arguments = {"timeout": LOCK_TIMEOUT_S}
+        arguments = {"timeout": lock_timeout_s}
     else:
         arguments = {
             "timeout": connect_timeout_s,
             "command_timeout": statement_timeout_s,
             "server_settings": {
                 "application_name": "kvbm-catalog",
-                "lock_timeout": f"{LOCK_TIMEOUT_S * 1000:.0f}",
+                "lock_timeout": f"{lock_timeout_s * 1000:.0f}",
                 # A replica that dies behind a silent network must not keep the position's row for good.
                 "idle_in_transaction_session_timeout": f"{statement_timeout_s * 1000:.0f}",
             },
@@ -216,18 +298,27 @@ def _upgrade(connection: Connection, url: URL) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")  # the driver begins none before a CREATE TABLE
     else:
         connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})")
-    config = Config()
-    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
-    config.set_main_option("path_separator", "os")
-    scripts = ScriptDirectory.from_config(config)
+    scripts = _scripts()
     known = {script.revision for script in scripts.walk_revisions()}
     head = scripts.get_current_head()
-    current = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
+    current = _schema(connection)
     if current is not None and current not in known:
         raise CatalogError(
             f"{shown(url)} has schema {current}, which is newer than {head}, the newest this kvbm knows; upgrade kvbm"
         )
     if current != head:
+        config = _configuration()
         config.attributes["connection"] = connection
         with _ALEMBIC:  # after the database's own lock, always in this order
             command.upgrade(config, "head")
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_configuration())
+
+
+def _configuration() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config

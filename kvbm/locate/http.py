@@ -214,6 +214,8 @@ class CatalogClient:
             except urllib3.exceptions.ProtocolError as error:
                 if is_last:  # the first may be a kept connection that the other side has closed meanwhile
                     raise self._away(_words(error)) from None
+            except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among the timeouts
+                raise self._away(_words(error)) from None
             except urllib3.exceptions.TimeoutError:
                 raise self._away(f"no answer to {path} within {timeout_s:g} s") from None
             except urllib3.exceptions.HTTPError as error:

@@ -109,11 +109,7 @@ class S3Pool:
         except ModuleNotFoundError as error:
             raise MissingExtraError("boto3", "s3") from error
         check_size("OBJECT", 1, block_bytes)
-        match = _URL.fullmatch(url)
-        if match is None:
-            raise ConfigError(f"pools.object.url {url!r} is no s3://bucket/prefix; correct it")
-        self._bucket: str = match["bucket"]
-        self._prefix = (match["prefix"] or "").strip("/")
+        self._bucket, self._prefix = bucket_of(url)
         self.tier = Tier.OBJECT
         self.block_bytes = block_bytes
         self.reach = Reach.CLUSTER
@@ -128,7 +124,7 @@ class S3Pool:
         self._workers = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="kvbm-s3")
 
         def connect() -> S3Client:
-            client = _client(
+            client = s3_client(
                 endpoint_url,
                 region,
                 access_key_id,
@@ -366,6 +362,14 @@ class S3Pool:
                 )
 
 
+def bucket_of(url: str) -> tuple[str, str]:
+    """Bucket and prefix of s3://bucket/prefix. Raises ConfigError: the URL is none."""
+    match = _URL.fullmatch(url)
+    if match is None:
+        raise ConfigError(f"pools.object.url {url!r} is no s3://bucket/prefix; correct it")
+    return match["bucket"], (match["prefix"] or "").strip("/")
+
+
 def store_name(bucket: str, prefix: str, endpoint: str) -> str:
     """s3://bucket/prefix, and the endpoint's host unless it is Amazon's, where bucket names are unique."""
     name = f"s3://{bucket}/{prefix}".rstrip("/")
@@ -377,7 +381,7 @@ def store_name(bucket: str, prefix: str, endpoint: str) -> str:
     return f"{name}?endpoint={host}" if port in (80, 443) else f"{name}?endpoint={host}:{port}"
 
 
-def _client(
+def s3_client(
     endpoint: str,
     region: str,
     access_key_id: str,
@@ -386,6 +390,7 @@ def _client(
     read_timeout_s: float,
     connections: int,
 ) -> S3Client:
+    """A client as the pool uses it: few attempts, short waits, no checksums that other stores refuse."""
     import boto3
     from botocore.config import Config
 

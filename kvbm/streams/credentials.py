@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nats.aio.client import Client
@@ -99,11 +101,14 @@ class CheckedClient(Client):
 
     Attributes:
         wants_tls: set before `connect`.
+        told: what the server said of itself last.
     """
 
     wants_tls = False
+    told: Mapping[str, Any] = MappingProxyType({})
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        self.told = info
         if self.wants_tls and not info.get("tls_required"):
             raise NoTlsError
         await super()._process_info(info, initial_connection)

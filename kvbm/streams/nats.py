@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import random
 import re
 import ssl
@@ -90,6 +91,7 @@ _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence
 _NOT_ENABLED = 10039  # JetStream, for this account
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
+_LOOKED_PINGS = 5
 _QUOTED = re.compile(r'"([^"]+)"')
 T = TypeVar("T")
 Told = TypeVar("Told", LivenessFact, AccessSample)
@@ -107,6 +109,8 @@ class _StreamConfig(msgspec.Struct):
     max_bytes: int = -1
     max_age: int = 0
     allow_direct: bool = False
+    storage: str = ""
+    num_replicas: int = 1
 
 
 class _StreamState(msgspec.Struct):
@@ -136,6 +140,16 @@ class _StoredMessage(msgspec.Struct):
 
 class _MessageReply(msgspec.Struct):
     message: _StoredMessage | None = None
+    error: _ApiError | None = None
+
+
+class _AccountLimits(msgspec.Struct):
+    max_storage: int = -1
+
+
+class _AccountInfo(msgspec.Struct):
+    storage: int = 0
+    limits: _AccountLimits = msgspec.field(default_factory=_AccountLimits)
     error: _ApiError | None = None
 
 
@@ -1036,6 +1050,107 @@ class NatsReader:
         self._wake.set()
         if self._pull is not None:
             await self._pull.end()
+
+
+# -- looking, without making anything ----------------------------------------------------------------------------------
+
+
+class StreamView(NamedTuple):
+    """The stream of events as it is.
+
+    Attributes:
+        missing: subjects it lacks.
+        max_bytes, max_age_s: limits; -1 and 0 for none.
+    """
+
+    missing: tuple[str, ...]
+    bytes: int
+    max_bytes: int
+    max_age_s: float
+    storage: str
+    replicas: int
+
+
+class ServerView(NamedTuple):
+    """What a server says of itself.
+
+    Attributes:
+        url: where, without users and passwords.
+        round_trip_s: the middle one of a few.
+        has_jetstream: "" when it has, for this user; else why not.
+        stream: None when it is not there yet, or the user may not see it: then `unseen` says why.
+        stored_bytes, may_store_bytes: of the user's account; -1 where there is no limit, or the user may not ask.
+    """
+
+    url: str
+    version: str
+    max_payload: int
+    is_tls: bool
+    round_trip_s: float
+    has_jetstream: str
+    stream: StreamView | None
+    unseen: str
+    stored_bytes: int
+    may_store_bytes: int
+
+
+async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerView:
+    """A server and its stream, which is not made if it is not there. Raises StreamError: no connection, or no answers allowed."""
+    link = await _Link.open(url, timeout_s, credentials)
+    try:
+        async with asyncio.timeout(timeout_s):
+            times = []
+            for _ in range(_LOOKED_PINGS):
+                begin_s = time.perf_counter()
+                await link.client.flush(math.ceil(timeout_s))
+                times.append(time.perf_counter() - begin_s)
+            link.check("")
+            has_jetstream, stream, unseen = await _look_at_stream(link, timeout_s)
+            stored, most = (-1, -1) if has_jetstream or link.is_lent else await _look_at_account(link, timeout_s)
+            told = link.client.told
+            return ServerView(
+                link.shown, str(told.get("version", "")), link.client.max_payload, bool(told.get("tls_required")),
+                sorted(times)[len(times) // 2], has_jetstream, stream, unseen, stored, most,
+            )  # fmt: skip
+    except TimeoutError:
+        raise StreamError(f"NATS at {link.shown} did not answer within {timeout_s:g} s; {_REMEDY}") from None
+    except NatsError as error:
+        raise StreamError(f"NATS at {link.shown} is lost ({_words(error)}); {_REMEDY}") from None
+    finally:
+        await link.close()
+
+
+async def _look_at_stream(link: _Link, timeout_s: float) -> tuple[str, StreamView | None, str]:
+    """Why there is no JetStream, the stream, and why it is not seen."""
+    asked = f"{JS_API}.STREAM.INFO.{STREAM}"
+    try:
+        info = await _request(link, asked, {}, _StreamInfo, timeout_s)
+        if info.error is not None and info.error.err_code == _NOT_ENABLED:
+            link.is_lent = True
+            try:
+                info = await _request(link, asked, {}, _StreamInfo, timeout_s)
+            except (_NobodyError, _RefusedError):
+                return "JetStream is not enabled for the user's account", None, ""
+    except _NobodyError:
+        return "the server runs without JetStream", None, ""
+    except _RefusedError as error:
+        return "", None, str(error)
+    if info.error is not None:
+        return "", None, "" if info.error.code == 404 else info.error.description
+    config = info.config
+    missing = tuple(subject for subject in _STREAMS[STREAM]["subjects"] if subject not in config.subjects)
+    view = StreamView(
+        missing, info.state.bytes, config.max_bytes, config.max_age / _NS, config.storage, config.num_replicas
+    )
+    return "", view, ""
+
+
+async def _look_at_account(link: _Link, timeout_s: float) -> tuple[int, int]:
+    try:
+        account = await _request(link, f"{JS_API}.INFO", {}, _AccountInfo, timeout_s)
+    except _RefusedError:
+        return -1, -1
+    return (-1, -1) if account.error is not None else (account.storage, account.limits.max_storage)
 
 
 # -- requests of the JetStream API --------------------------------------------------------------------------------------

@@ -227,7 +227,7 @@ def test_settings_lists_every_key_with_its_default(tmp_path: Path) -> None:
 
 def test_every_command_has_help(tmp_path: Path) -> None:
     commands = ([], ["demo"], ["simulate"], ["engine"], ["settings"], ["catalog"], ["catalog", "serve"], ["replay"],
-                ["replay", "cat"], ["replay", "stat"], ["replay", "state"], ["replay", "verify"])  # fmt: skip
+                ["doctor"], ["replay", "cat"], ["replay", "stat"], ["replay", "state"], ["replay", "verify"])  # fmt: skip
     script = """
 import contextlib, io, json, sys
 from kvbm.cli import main
@@ -549,3 +549,16 @@ print(sorted(set({EXTRAS!r}) & set(sys.modules)))
     assert said == ["2", "torch is not installed; install it with: pip install 'kvbm[engine]'", "[]"]
     told = run(["replay", "verify", str(tmp_path / "data")], tmp_path, environment)
     assert told.returncode == 0, told.stderr
+
+
+def test_the_doctor_runs_on_the_core_install(tmp_path: Path) -> None:
+    environment = environment_of(blocked(tmp_path, *EXTRAS))
+    flags = ["--set", f"instance.data_dir={tmp_path / 'data'}", "--set", "pools.hbm.slots=8"]
+    told = run(["doctor", "--quick", "--json", *flags, "--set", "pools.hbm.device=memory"], tmp_path, environment)
+    found = {one["check"]: one for one in json.loads(told.stdout)["findings"]}
+    assert told.returncode == 0, told.stdout
+    assert [found[check]["result"] for check in ("torch", "SQL", "object store")] == ["not used"] * 3
+    told = run(["doctor", "--quick", *flags, "--set", "pools.object.url=s3://bucket/x"], tmp_path, environment)
+    assert told.returncode == 1
+    for extra in ("engine", "s3"):
+        assert f"pip install 'kvbm[{extra}]'" in told.stdout.partition("2 problems")[2]
