@@ -176,9 +176,9 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     release = threading.Event()
     read = kvbm.pools.nvme.NvmePool.read
 
-    def hang(*run: Any) -> ReadResult:
+    def hang(*run: Any, **where: Any) -> ReadResult:
         release.wait(WAIT_S)
-        return read(*run)
+        return read(*run, **where)
 
     monkeypatch.setattr(kvbm.pools.nvme.NvmePool, "read", hang)
     assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0

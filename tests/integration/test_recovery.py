@@ -309,7 +309,7 @@ def test_bytes_that_changed_on_the_device_are_found_at_their_first_read(tmp_path
     held = fill(tmp_path)
     with open(pool_path(tmp_path), "r+b") as file:
         for slot in list(held.values())[:5]:
-            file.seek(PAGE_BYTES + (slot or 0) * stride_of(BLOCK_BYTES) + PAGE_BYTES + 6)
+            file.seek(2 * PAGE_BYTES + (slot or 0) * stride_of(BLOCK_BYTES) + 6)
             file.write(b"\xff\xfe")
     with open_at(tmp_path) as manager:
         outcomes = read_all(manager)
