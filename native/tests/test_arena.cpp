@@ -1,0 +1,111 @@
+#include "kvbm/arena.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+#include <vector>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.hpp"
+
+using namespace kvbm;
+
+namespace {
+
+constexpr std::size_t kMegabyte = 1 << 20;
+
+// The errno of the refusal that was due.
+int refusal(const Arena::Wishes& wishes) {
+  try {
+    const Arena arena(wishes);
+  } catch (const std::system_error& error) {
+    return error.code().value();
+  }
+  CHECK(!"a refusal was due");
+  return 0;
+}
+
+std::size_t descriptors() {
+  std::size_t open = 0;
+  for (int fd = 0; fd < 256; ++fd) {
+    open += fcntl(fd, F_GETFD) >= 0 ? 1 : 0;
+  }
+  return open;
+}
+
+void every_page_is_there() {
+  const Arena arena({.name = "test", .bytes = 66 * kMegabyte + 5, .threads = 3});
+  const std::size_t page = arena.page_bytes();
+  CHECK(arena.bytes() >= 66 * kMegabyte + 5 && arena.bytes() % page == 0 && arena.bytes() < 67 * kMegabyte);
+  CHECK(reinterpret_cast<std::uintptr_t>(arena.data()) % (2 * kMegabyte) == 0);
+  std::vector<unsigned char> there(arena.bytes() / page);
+  CHECK(mincore(arena.data(), arena.bytes(), there.data()) == 0);
+  CHECK(std::all_of(there.begin(), there.end(), [](unsigned char bits) { return (bits & 1) != 0; }));
+  struct stat about {};
+  CHECK(fstat(arena.fd(), &about) == 0);
+  CHECK(static_cast<std::size_t>(about.st_blocks) * 512 >= arena.bytes());
+  CHECK(std::all_of(arena.data(), arena.data() + arena.bytes(), [](std::uint8_t byte) { return byte == 0; }));
+}
+
+void another_process_sees_the_bytes() {
+  const Arena arena({.name = "test", .bytes = 3 * 4096});
+  std::memcpy(arena.data() + 5000, "bytes", 5);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    void* const theirs = mmap(nullptr, arena.bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, arena.fd(), 0);
+    const bool sees = theirs != MAP_FAILED && std::memcmp(static_cast<char*>(theirs) + 5000, "bytes", 5) == 0;
+    if (sees) {
+      std::memcpy(static_cast<char*>(theirs) + 9000, "answer", 6);
+    }
+    _exit(sees ? 0 : 1);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(std::memcmp(arena.data() + 9000, "answer", 6) == 0);
+}
+
+void nobody_changes_its_size() {
+  const Arena arena({.name = "test", .bytes = 2 * 4096});
+  CHECK(ftruncate(arena.fd(), 4096) != 0 && errno == EPERM);
+  CHECK(ftruncate(arena.fd(), 8 * 4096) != 0 && errno == EPERM);
+  CHECK((fcntl(arena.fd(), F_GETFD) & FD_CLOEXEC) != 0);
+}
+
+void refusals_leave_nothing() {
+  const std::size_t before = descriptors();
+  CHECK(refusal({.name = "test", .bytes = std::size_t{1} << 60}) == ENOMEM);
+  CHECK(refusal({.name = "test", .bytes = SIZE_MAX}) == ENOMEM);
+  CHECK(refusal({.name = "test", .bytes = 0}) == EINVAL);
+  CHECK(refusal({.name = "test", .bytes = 4096, .numa_node = 1000}) != 0);
+  CHECK(refusal({.name = "test", .bytes = 4096, .numa_node = 5000}) == EINVAL);
+  // No machine has set so many aside; where they cannot be had at all, that is a refusal as well.
+  CHECK(refusal({.name = "test", .bytes = std::size_t{1} << 46, .huge_pages = true}) != 0);
+  CHECK(descriptors() == before);
+}
+
+void it_is_given_back() {
+  const std::size_t before = descriptors();
+  for (int round = 0; round < 50; ++round) {
+    const Arena arena({.name = "test", .bytes = 4 * kMegabyte, .advise = round % 2 == 0, .threads = 2});
+    arena.data()[arena.bytes() - 1] = 1;
+  }
+  CHECK(descriptors() == before);
+}
+
+}  // namespace
+
+int main() {
+  return tests::run({{"every page of an arena is there", every_page_is_there},
+                     {"another process that maps it sees the bytes", another_process_sees_the_bytes},
+                     {"nobody changes its size", nobody_changes_its_size},
+                     {"a refused arena leaves nothing behind", refusals_leave_nothing},
+                     {"an arena is given back", it_is_given_back}});
+}
