@@ -117,6 +117,7 @@ class PythonBlockIo {
     told["written"] = counts.written;
     told["refused"] = counts.refused;
     told["bounced"] = counts.bounced;
+    told["in_flight"] = counts.in_flight;
     return told;
   }
 

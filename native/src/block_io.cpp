@@ -150,10 +150,18 @@ bool BlockIo::close(std::chrono::milliseconds timeout) {
   return is_over;
 }
 
-BlockIoCounts BlockIo::counts() const noexcept {
-  return {read_.load(std::memory_order_relaxed),    corrupt_.load(std::memory_order_relaxed),
-          failed_.load(std::memory_order_relaxed),  written_.load(std::memory_order_relaxed),
-          refused_.load(std::memory_order_relaxed), shared_->bounced.load(std::memory_order_relaxed)};
+BlockIoCounts BlockIo::counts() const {
+  BlockIoCounts counts;
+  counts.read = read_.load(std::memory_order_relaxed);
+  counts.corrupt = corrupt_.load(std::memory_order_relaxed);
+  counts.failed = failed_.load(std::memory_order_relaxed);
+  counts.written = written_.load(std::memory_order_relaxed);
+  counts.refused = refused_.load(std::memory_order_relaxed);
+  counts.bounced = shared_->bounced.load(std::memory_order_relaxed);
+  for (const std::shared_ptr<Lane>& lane : lanes_) {
+    counts.in_flight += lane->in_flight();
+  }
+  return counts;
 }
 
 void BlockIo::withhold(std::int64_t slot) {

@@ -19,7 +19,6 @@ namespace {
 constexpr std::uint64_t kWakeTag = 0;              // no flight has this address
 constexpr std::uint32_t kMostTries = 16;           // a transfer that is refused for a passing reason, or cut short, begins again
 constexpr std::uint32_t kMostThreads = 32;         // for a file, without io_uring
-constexpr auto kQuiet = std::chrono::milliseconds(5);  // after a read ended, another is likely
 
 bool is_all_zero(const std::uint8_t* at, std::size_t bytes) noexcept {
   return at[0] == 0 && std::memcmp(at, at + 1, bytes - 1) == 0;
@@ -59,7 +58,11 @@ Transfer* TransferQueue::pop() noexcept {
 }
 
 Lane::Lane(std::shared_ptr<BlockIoShared> shared, int file, std::unique_ptr<IoRing> ring)
-    : shared_(std::move(shared)), file_(file), ring_(std::move(ring)) {
+    : shared_(std::move(shared)),
+      file_(file),
+      ring_(std::move(ring)),
+      shares_(ring_ ? shared_->options.depth : std::min(shared_->options.depth, kMostThreads),
+              shared_->options.offload_share) {
   const std::uint32_t depth = ring_ ? shared_->options.depth : std::min(shared_->options.depth, kMostThreads);
   flights_.resize(depth);
   begun_.resize(depth);
@@ -213,21 +216,20 @@ void Lane::release_withheld() {
   wake();
 }
 
-// Reads first, as many as there are flights. Writes leave a quarter of the flights free for a read that comes; while reads wait or are in
-// flight, and shortly after, they have `offload_share` of them. At least one always may, so that offloads go on.
+// Reads first, as many as there are flights; then writes, as many as their share.
 Transfer* Lane::take() noexcept {
   if (free_.empty()) {
     return nullptr;
   }
   Transfer* transfer = urgent_.pop();
   if (transfer != nullptr) {
-    ++urgent_in_flight_;
+    shares_.begin_read();
   } else {
-    if (background_.first == nullptr || background_in_flight_ >= background_limit()) {
+    if (background_.first == nullptr || !shares_.may_write(std::chrono::steady_clock::now())) {
       return nullptr;
     }
     transfer = background_.pop();
-    ++background_in_flight_;
+    shares_.begin_write();
   }
   transfer->flight = free_.back();
   transfer->flight->transfer = transfer;
@@ -235,12 +237,9 @@ Transfer* Lane::take() noexcept {
   return transfer;
 }
 
-std::uint32_t Lane::background_limit() const noexcept {
-  const auto depth = static_cast<std::uint32_t>(flights_.size());
-  const bool has_reads = urgent_in_flight_ > 0 || std::chrono::steady_clock::now() - last_urgent_ < kQuiet;
-  const auto limit =
-      has_reads ? static_cast<std::uint32_t>(shared_->options.offload_share * depth) : depth - depth / 4;
-  return std::max<std::uint32_t>(limit, 1);
+std::uint32_t Lane::in_flight() {
+  const std::lock_guard lock(mutex_);
+  return shares_.in_flight();
 }
 
 void Lane::prepare(Transfer& transfer) noexcept {
@@ -304,10 +303,9 @@ void Lane::end(Transfer& transfer, std::int64_t result) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (is_write) {
-      --background_in_flight_;
+      shares_.end_write();
     } else {
-      --urgent_in_flight_;
-      last_urgent_ = std::chrono::steady_clock::now();
+      shares_.end_read(std::chrono::steady_clock::now());
     }
     if (!keeps_flight) {
       transfer.flight = nullptr;
@@ -355,7 +353,7 @@ void Lane::run_ring() noexcept {
       while (Transfer* const transfer = take()) {
         begun_[count++] = transfer;
       }
-      if (is_stopping_ && urgent_in_flight_ + background_in_flight_ == 0) {
+      if (is_stopping_ && shares_.in_flight() == 0) {
         return;
       }
       is_sleeping_ = true;  // from here on whoever brings something wakes us
@@ -398,7 +396,7 @@ void Lane::run_calls() noexcept {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] {
         transfer = take();
-        return transfer != nullptr || (is_stopping_ && urgent_in_flight_ + background_in_flight_ == 0);
+        return transfer != nullptr || (is_stopping_ && shares_.in_flight() == 0);
       });
       is_last = free_.empty() || (urgent_.first == nullptr && background_.first == nullptr);
     }

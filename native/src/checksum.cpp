@@ -1,5 +1,6 @@
 #include "kvbm/checksum.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -77,6 +78,7 @@ constexpr std::uint32_t power_of_x(std::size_t n) {
 // lanes of kShort for what is left. A lane's CRC is carried over the bytes behind it by one carry-less product.
 constexpr std::size_t kLong = 4096;
 constexpr std::size_t kShort = 256;
+constexpr std::size_t kLine = 64;  // of the cache
 
 // Factor that carries a CRC over `bytes` zero bytes: crc32(0, register * factor) == the register after them.
 constexpr std::uint32_t carry_factor(std::size_t bytes) { return power_of_x(bytes * 8 - 33); }
@@ -98,10 +100,15 @@ __attribute__((target("sse4.2,pclmul"))) inline std::uint32_t three_lanes(const 
   std::uint64_t first = crc;
   std::uint64_t second = 0;
   std::uint64_t third = 0;
-  for (const std::uint8_t* const end = at + kLane; at != end; at += 8) {
-    first = _mm_crc32_u64(first, load_u64(at));
-    second = _mm_crc32_u64(second, load_u64(at + kLane));
-    third = _mm_crc32_u64(third, load_u64(at + 2 * kLane));
+  for (const std::uint8_t* const end = at + kLane; at != end; at += kLine) {
+    for (std::size_t lane = 3; kLane == kLong && lane < 6; ++lane) {  // the lanes after these, which memory has ready by then
+      _mm_prefetch(reinterpret_cast<const char*>(at + lane * kLane), _MM_HINT_T0);
+    }
+    for (std::size_t word = 0; word < kLine; word += 8) {
+      first = _mm_crc32_u64(first, load_u64(at + word));
+      second = _mm_crc32_u64(second, load_u64(at + word + kLane));
+      third = _mm_crc32_u64(third, load_u64(at + word + 2 * kLane));
+    }
   }
   const std::uint64_t carried = carry(static_cast<std::uint32_t>(first), kTwice) ^ carry(static_cast<std::uint32_t>(second), kOnce);
   return static_cast<std::uint32_t>(_mm_crc32_u64(0, carried) ^ third);
@@ -129,9 +136,110 @@ __attribute__((target("sse4.2,pclmul"))) std::uint32_t crc32c_hardware(std::span
   return ~crc;
 }
 
+namespace {
+
+// Writes a line past the caches.
+inline void stream_line(std::uint8_t* target, const std::uint8_t* source) noexcept {
+  const auto* const from = reinterpret_cast<const __m128i*>(source);
+  auto* const to = reinterpret_cast<__m128i*>(target);
+  const __m128i first = _mm_loadu_si128(from);
+  const __m128i second = _mm_loadu_si128(from + 1);
+  const __m128i third = _mm_loadu_si128(from + 2);
+  const __m128i fourth = _mm_loadu_si128(from + 3);
+  _mm_stream_si128(to, first);
+  _mm_stream_si128(to + 1, second);
+  _mm_stream_si128(to + 2, third);
+  _mm_stream_si128(to + 3, fourth);
+}
+
+// As three_lanes over lanes of kLong, each line of which is written as well; the next lanes are asked for ahead.
+__attribute__((target("sse4.2,pclmul"))) std::uint32_t three_streamed_lanes(std::uint8_t* target, const std::uint8_t* source,
+                                                                            std::uint32_t crc) noexcept {
+  std::uint64_t first = crc;
+  std::uint64_t second = 0;
+  std::uint64_t third = 0;
+  for (std::size_t at = 0; at < kLong; at += kLine) {
+    for (std::size_t lane = 0; lane < 3; ++lane) {
+      _mm_prefetch(reinterpret_cast<const char*>(source + at + (3 + lane) * kLong), _MM_HINT_T0);
+    }
+    for (std::size_t word = at; word < at + kLine; word += 8) {
+      first = _mm_crc32_u64(first, load_u64(source + word));
+      second = _mm_crc32_u64(second, load_u64(source + word + kLong));
+      third = _mm_crc32_u64(third, load_u64(source + word + 2 * kLong));
+    }
+    for (std::size_t lane = 0; lane < 3; ++lane) {
+      stream_line(target + at + lane * kLong, source + at + lane * kLong);
+    }
+  }
+  const std::uint64_t carried =
+      carry(static_cast<std::uint32_t>(first), kCarryLongTwice) ^ carry(static_cast<std::uint32_t>(second), kCarryLong);
+  return static_cast<std::uint32_t>(_mm_crc32_u64(0, carried) ^ third);
+}
+
+// Bytes before the first whole line of a target.
+std::size_t head_bytes(const std::uint8_t* target, std::size_t bytes) noexcept {
+  return std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(target) % kLine) % kLine);
+}
+
+}  // namespace
+
+void stream_copy(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
+  // Four pages at once: memory answers sooner when it is asked in several places.
+  constexpr std::size_t kPage = 4096;
+  constexpr std::size_t kStep = 2 * kLine;
+  std::size_t at = head_bytes(target, bytes);
+  std::memcpy(target, source, at);
+  for (; at + 4 * kPage <= bytes; at += 4 * kPage) {
+    for (std::size_t step = at; step < at + kPage; step += kStep) {
+      for (std::size_t place = step; place < step + 4 * kPage; place += kPage) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + place + 4 * kPage), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(source + place + 4 * kPage + kLine), _MM_HINT_T0);
+      }
+      for (std::size_t place = step; place < step + 4 * kPage; place += kPage) {
+        stream_line(target + place, source + place);
+        stream_line(target + place + kLine, source + place + kLine);
+      }
+    }
+  }
+  for (; at + kLine <= bytes; at += kLine) {
+    stream_line(target + at, source + at);
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+}
+
+std::uint32_t stream_copy_crc32c(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
+  const std::size_t head = head_bytes(target, bytes);
+  std::memcpy(target, source, head);
+  std::uint32_t crc = crc32c({source, head}, 0);
+  std::size_t at = head;
+  if (crc32c_has_hardware()) {
+    crc = ~crc;
+    for (; at + 3 * kLong <= bytes; at += 3 * kLong) {
+      crc = three_streamed_lanes(target + at, source + at, crc);
+    }
+    crc = ~crc;
+  }
+  crc = crc32c({source + at, bytes - at}, crc);
+  stream_copy(target + at, source + at, bytes - at);
+  return crc;
+}
+
+void streamed_is_seen() noexcept { _mm_sfence(); }
+
 bool crc32c_has_hardware() noexcept { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul"); }
 
 #else
+
+void stream_copy(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
+  std::memcpy(target, source, bytes);
+}
+
+std::uint32_t stream_copy_crc32c(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
+  std::memcpy(target, source, bytes);
+  return crc32c({source, bytes}, 0);
+}
+
+void streamed_is_seen() noexcept {}
 
 std::uint32_t crc32c_hardware(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept {
   return crc32c_portable(data, initial);

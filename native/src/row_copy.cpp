@@ -15,9 +15,6 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 #include "kvbm/checksum.hpp"
 
@@ -46,56 +43,24 @@ unsigned cores() noexcept {
   return std::thread::hardware_concurrency();
 }
 
-#if defined(__x86_64__)
-
-// memcpy whose stores do not bring the target into the cache first. Only after stores_are_seen() may others read it.
-void stream_bytes(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
-  constexpr std::size_t kLine = 64;
-  const std::size_t head = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(target) % kLine) % kLine);
-  std::memcpy(target, source, head);
-  std::size_t at = head;
-  for (; at + kLine <= bytes; at += kLine) {
-    const auto* const from = reinterpret_cast<const __m128i*>(source + at);
-    auto* const to = reinterpret_cast<__m128i*>(target + at);
-    const __m128i first = _mm_loadu_si128(from);
-    const __m128i second = _mm_loadu_si128(from + 1);
-    const __m128i third = _mm_loadu_si128(from + 2);
-    const __m128i fourth = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, first);
-    _mm_stream_si128(to + 1, second);
-    _mm_stream_si128(to + 2, third);
-    _mm_stream_si128(to + 3, fourth);
-  }
-  std::memcpy(target + at, source + at, bytes - at);
-}
-
-void stores_are_seen() noexcept { _mm_sfence(); }
-
-#else
-
-void stream_bytes(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept {
-  std::memcpy(target, source, bytes);
-}
-
-void stores_are_seen() noexcept {}
-
-#endif
-
 void copy_bytes(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes, bool streamed) noexcept {
   if (streamed) {
-    stream_bytes(target, source, bytes);
+    stream_copy(target, source, bytes);
   } else {
     std::memcpy(target, source, bytes);
   }
 }
 
-// Copies and checksums in turns, while the bytes are near. Returns their CRC-32C.
+// Returns the CRC-32C of what was copied.
 std::uint32_t copy_and_checksum(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes, bool streamed) noexcept {
+  if (streamed) {
+    return stream_copy_crc32c(target, source, bytes);
+  }
   std::uint32_t crc = 0;
   for (std::size_t done = 0; done < bytes;) {
     const std::size_t step = std::min(kFusedBytes, bytes - done);
     crc = crc32c({source + done, step}, crc);
-    copy_bytes(target + done, source + done, step, streamed);
+    std::memcpy(target + done, source + done, step);
     done += step;
   }
   return crc;
@@ -144,7 +109,7 @@ struct RowCopier::Run {
         }
       }
     }
-    stores_are_seen();
+    streamed_is_seen();
   }
 
  private:

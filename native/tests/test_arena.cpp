@@ -40,9 +40,9 @@ std::size_t descriptors() {
 }
 
 void every_page_is_there() {
-  const Arena arena({.name = "test", .bytes = 130 * kMegabyte + 5, .threads = 3});
+  const Arena arena({.name = "test", .bytes = 66 * kMegabyte + 5, .threads = 3});
   const std::size_t page = arena.page_bytes();
-  CHECK(arena.bytes() >= 130 * kMegabyte + 5 && arena.bytes() % page == 0 && arena.bytes() < 131 * kMegabyte);
+  CHECK(arena.bytes() >= 66 * kMegabyte + 5 && arena.bytes() % page == 0 && arena.bytes() < 67 * kMegabyte);
   CHECK(reinterpret_cast<std::uintptr_t>(arena.data()) % (2 * kMegabyte) == 0);
   std::vector<unsigned char> there(arena.bytes() / page);
   CHECK(mincore(arena.data(), arena.bytes(), there.data()) == 0);

@@ -63,6 +63,25 @@ void parts_add_up() {
   CHECK(crc32c_carried(0x12345678, 0) == 0x12345678);
 }
 
+void streamed_copies_are_whole() {
+  Random random(6);
+  const auto data = random.bytes(60'000);
+  for (int round = 0; round < 600; ++round) {
+    const std::size_t begin = random.below(70);
+    const std::size_t to = random.below(70);
+    const std::size_t size = random.below(round % 3 == 0 ? data.size() - 70 : 300);
+    std::vector<std::uint8_t> expected(data.size() + 70, 0x5A);
+    std::copy_n(data.begin() + static_cast<std::ptrdiff_t>(begin), size, expected.begin() + static_cast<std::ptrdiff_t>(to));
+    std::vector<std::uint8_t> target(expected.size(), 0x5A);
+    std::vector<std::uint8_t> checked(target);
+    stream_copy(target.data() + to, data.data() + begin, size);
+    const std::uint32_t crc = stream_copy_crc32c(checked.data() + to, data.data() + begin, size);
+    streamed_is_seen();
+    CHECK(target == expected && checked == expected);
+    CHECK(crc == crc32c_portable({data.data() + begin, size}, 0));
+  }
+}
+
 void rows_are_apart() {
   Random random(3);
   const auto data = random.bytes(8 * 1'000);
@@ -96,6 +115,7 @@ int main() {
                      {"the hardware's checksum is the portable one", variants_agree},
                      {"a checksum continues over a cut", continues},
                      {"checksums of parts add up to that of the whole", parts_add_up},
+                     {"copies past the caches are whole, with their checksum", streamed_copies_are_whole},
                      {"each row has its own checksum", rows_are_apart},
                      {"threads may compute at once", threads_share_it}});
 }

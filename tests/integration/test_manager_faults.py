@@ -174,13 +174,13 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     assert manager.settle(WAIT_S)
     manager.evict(Tier.HBM, hashes_of(1, 4))
     release = threading.Event()
-    groups = kvbm.pools.nvme.NvmePool._read_group
+    read = kvbm.pools.nvme.NvmePool.read
 
-    def hang(*arguments: object) -> bool:
+    def hang(*run: Any, **where: Any) -> ReadResult:
         release.wait(WAIT_S)
-        return groups(*arguments)  # type: ignore[arg-type]
+        return read(*run, **where)
 
-    monkeypatch.setattr(kvbm.pools.nvme.NvmePool, "_read_group", hang)
+    monkeypatch.setattr(kvbm.pools.nvme.NvmePool, "read", hang)
     assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
     began = time.monotonic()
     manager.close(timeout_s=0.3)

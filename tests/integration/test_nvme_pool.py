@@ -496,6 +496,13 @@ def test_a_kernel_without_io_uring_is_told_or_refused(tmp_path: Path) -> None:
         _open(tmp_path / "pool", engine=Refused, io="io_uring")  # type: ignore[arg-type]
 
 
+def _wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 # -- a device that does not answer --------------------------------------------------------------------------------------
 
 
@@ -531,6 +538,7 @@ def test_a_read_that_never_returns_holds_up_nothing_else_and_a_close_gives_it_up
         ended.set()
 
     threads(read)
+    _wait_until(lambda: engine.counts()["in_flight"] == 1)  # the others have come back
     others = [slot for slot in range(SLOTS) if slot != 3]
     for _ in range(5):
         asked = part(run, others)
@@ -560,12 +568,7 @@ def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(
     engine.withhold(0)
     outcomes: list[ReadOutcome] = []
     reading = threads(lambda: outcomes.extend(pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes))
-    deadline = time.monotonic() + WAIT_S
-    while engine.counts()["read"] == 0 and reading.is_alive() and time.monotonic() < deadline:
-        if pool._calls == 1:
-            break
-        time.sleep(0.001)
-    time.sleep(0.05)
+    _wait_until(lambda: engine.counts()["in_flight"] == 1)  # depth is 1: the others are queued
     closing = threads(lambda: pool.close(WAIT_S))
     time.sleep(0.05)
     assert closing.is_alive()
@@ -603,8 +606,7 @@ def test_calls_and_a_close_at_once_all_end(
             return
 
     begun = [threads(work) for work in (read, read, write)]
-    while len(seen) < 10 * SLOTS:
-        time.sleep(0.001)
+    _wait_until(lambda: len(seen) >= 10 * SLOTS)
     pool.close(WAIT_S)
     for thread in begun:
         thread.join(WAIT_S)

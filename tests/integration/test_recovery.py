@@ -24,6 +24,7 @@ from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier, split_hashes
 from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ReadOutcome
+from kvbm.pools.block_io import PAGE_BYTES, stride_of
 from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal, segment_files
 from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
@@ -308,7 +309,7 @@ def test_bytes_that_changed_on_the_device_are_found_at_their_first_read(tmp_path
     held = fill(tmp_path)
     with open(pool_path(tmp_path), "r+b") as file:
         for slot in list(held.values())[:5]:
-            file.seek(4096 + (slot or 0) * 4096 + 70)
+            file.seek(2 * PAGE_BYTES + (slot or 0) * stride_of(BLOCK_BYTES) + 6)
             file.write(b"\xff\xfe")
     with open_at(tmp_path) as manager:
         outcomes = read_all(manager)

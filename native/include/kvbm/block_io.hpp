@@ -6,7 +6,7 @@
 // the device works on the others; it returns when all have ended. Lanes outlive this object where the device still has a transfer
 // when `close` gives up: neither their memory nor the rows of the call, which stays, may then go.
 //
-// Reads are urgent, writes are background: see Lane::take for who goes first.
+// Reads are urgent, writes are background: see FlightShares for who goes first.
 //
 // A file is laid out as kvbm/pools/block_io.py says. With `is_direct`, rows at aligned addresses with whole pages go to and from the
 // device as they are, others through the flight's own aligned room.
@@ -66,6 +66,7 @@ struct BlockIoCounts {
   std::uint64_t written = 0;  // blocks that arrived
   std::uint64_t refused = 0;  // blocks whose write did not
   std::uint64_t bounced = 0;  // transfers that were copied on their way
+  std::uint32_t in_flight = 0;  // transfers the device has now
 };
 
 class BlockIo {
@@ -91,7 +92,7 @@ class BlockIo {
   // errno of why io_uring was wanted and is not used; 0 when it is, or was not wanted.
   int refusal() const noexcept { return refusal_; }
   std::uint32_t threads() const noexcept { return threads_; }
-  BlockIoCounts counts() const noexcept;
+  BlockIoCounts counts() const;
 
   // For tests: transfers of this slot that end from now on are taken for not ended; -1 lets them go.
   void withhold(std::int64_t slot);

@@ -16,6 +16,7 @@
 
 #include "kvbm/block_header.hpp"
 #include "kvbm/block_io.hpp"
+#include "kvbm/flight_shares.hpp"
 #include "kvbm/io_ring.hpp"
 
 namespace kvbm {
@@ -84,12 +85,14 @@ class Lane : public std::enable_shared_from_this<Lane> {
   // Waits for them until a time, once. False: some are left to themselves.
   bool end_stop(std::chrono::steady_clock::time_point deadline);
 
+  // Any thread: transfers the device has.
+  std::uint32_t in_flight();
+
   // Any thread: ends what was withheld.
   void release_withheld();
 
  private:
-  Transfer* take() noexcept;           // mutex held: the next that may begin, with a flight; nullptr: none
-  std::uint32_t background_limit() const noexcept;  // mutex held
+  Transfer* take() noexcept;  // mutex held: the next that may begin, with a flight; nullptr: none
   void prepare(Transfer& transfer) noexcept;
   bool must_begin_again(Transfer& transfer, std::int64_t result) noexcept;
   void end(Transfer& transfer, std::int64_t result) noexcept;
@@ -113,9 +116,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   TransferQueue urgent_;                // reads that wait
   TransferQueue background_;            // writes that wait
   std::vector<Flight*> free_;           // flights nobody uses
-  std::uint32_t urgent_in_flight_ = 0;      // reads the device has
-  std::uint32_t background_in_flight_ = 0;  // writes it has
-  std::chrono::steady_clock::time_point last_urgent_{};  // when a read last ended
+  FlightShares shares_;                 // what the device has, and may have
   Transfer* withheld_ = nullptr;        // ended, and taken for not ended
   bool is_sleeping_ = false;            // the ring's thread may be waiting, and must be woken
   bool is_stopping_ = false;            // nothing new begins

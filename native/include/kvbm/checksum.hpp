@@ -17,6 +17,12 @@ void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std:
 // What a checksum becomes over so many bytes more: crc32c(a and b) == crc32c_carried(crc32c(a), size of b) ^ crc32c(b).
 std::uint32_t crc32c_carried(std::uint32_t crc, std::size_t bytes) noexcept;
 
+// memcpy past the caches, for much memory that nobody reads again soon; and the same with the CRC-32C of what was copied, in one
+// pass. Other threads may see the bytes once streamed_is_seen() has been called by this one.
+void stream_copy(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept;
+std::uint32_t stream_copy_crc32c(std::uint8_t* target, const std::uint8_t* source, std::size_t bytes) noexcept;
+void streamed_is_seen() noexcept;
+
 // The variants themselves, so that tests can hold each to the others.
 std::uint32_t crc32c_portable(std::span<const std::uint8_t> data, std::uint32_t initial) noexcept;
 bool crc32c_has_hardware() noexcept;

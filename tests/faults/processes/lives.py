@@ -234,11 +234,14 @@ class Life:
         )  # fmt: skip
 
     def _line(self, **fields: Any) -> None:
-        os.write(self._say, json.dumps(fields).encode() + b"\n")
+        try:
+            os.write(self._say, json.dumps(fields).encode() + b"\n")
+        except BrokenPipeError:  # who began it is gone
+            os._exit(1)
 
     def _fail(self) -> NoReturn:
         """Say why, and be gone without another word."""
-        os.write(self._say, json.dumps({"error": traceback.format_exc(limit=-6)}).encode() + b"\n")
+        self._line(error=traceback.format_exc(limit=-6))
         os._exit(1)
 
 

@@ -1,0 +1,338 @@
+// BlockIo over real files, with io_uring where the kernel has it and with threads, past the page cache and through it.
+#include "kvbm/block_io.hpp"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <numeric>
+#include <system_error>
+#include <thread>
+
+#include "check.hpp"
+#include "kvbm/block_header.hpp"
+#include "kvbm/checksum.hpp"
+#include "kvbm/flight_shares.hpp"
+
+namespace {
+
+using namespace kvbm;
+using namespace kvbm::tests;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr seconds kWait(20);
+
+// A file that is gone when its descriptor is.
+class File {
+ public:
+  explicit File(bool is_direct) {
+    char name[] = "./test_block_io.XXXXXX";
+    fd_ = mkstemp(name);
+    CHECK(fd_ >= 0);
+    unlink(name);
+    if (is_direct) {
+      CHECK(fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) | O_DIRECT) == 0);
+    }
+  }
+  ~File() { close(fd_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;  // of the file
+};
+
+// A run of random blocks in memory that is aligned, or off by a little.
+struct Blocks {
+  Blocks(std::size_t count, std::size_t block_bytes, std::uint64_t seed, std::size_t off = 0) : bytes(block_bytes) {
+    Random random(seed);
+    memory = static_cast<std::uint8_t*>(std::aligned_alloc(kPageBytes, (count * block_bytes + off + 2 * kPageBytes - 1) / kPageBytes * kPageBytes));
+    rows = memory + off;
+    const std::vector<std::uint8_t> data = random.bytes(count * block_bytes);
+    std::memcpy(rows, data.data(), data.size());
+    hashes = random.bytes(16 * count);
+    sums.resize(count);
+    crc32c_rows(rows, block_bytes, sums);
+    slots.resize(count);
+    std::iota(slots.begin(), slots.end(), 0);
+    at = slots;
+  }
+  ~Blocks() { std::free(memory); }
+  Blocks(const Blocks&) = delete;
+  Blocks& operator=(const Blocks&) = delete;
+
+  BlockRun run() const { return {slots, at, std::span<const std::uint8_t, 16>(name), hashes.data()}; }
+  bool write(BlockIo& io) const {
+    std::vector<std::int32_t> errors(slots.size(), -1);
+    io.write(run(), rows, 7, sums, errors);
+    return std::ranges::all_of(errors, [](std::int32_t error) { return error == 0; });
+  }
+  // Outcomes of reading it into other memory; blocks that are GOOD must be its own.
+  std::vector<BlockOutcome> read(BlockIo& io, std::size_t off = 0) const {
+    const Blocks room(slots.size(), bytes, 99, off);
+    std::vector<BlockOutcome> outcomes(slots.size());
+    std::vector<std::uint32_t> read_sums(slots.size());
+    io.read(run(), room.rows, outcomes, read_sums);
+    for (std::size_t index = 0; index < slots.size(); ++index) {
+      if (outcomes[index] == BlockOutcome::kGood) {
+        CHECK(std::memcmp(room.rows + index * bytes, rows + index * bytes, bytes) == 0);
+        CHECK(read_sums[index] == sums[index]);
+      }
+    }
+    return outcomes;
+  }
+  std::size_t good(BlockIo& io, std::size_t off = 0) const {
+    const std::vector<BlockOutcome> outcomes = read(io, off);
+    return static_cast<std::size_t>(std::ranges::count(outcomes, BlockOutcome::kGood));
+  }
+
+  std::size_t bytes;                          // of a block
+  std::uint8_t* memory;                       // that is freed
+  std::uint8_t* rows;                         // in it
+  std::array<std::uint8_t, 16> name{1, 2, 3};  // namespace
+  std::vector<std::uint8_t> hashes;           // 16 bytes each
+  std::vector<std::uint32_t> sums;            // CRC-32C
+  std::vector<std::int64_t> slots;            // where they go
+  std::vector<std::int64_t> at;               // their rows
+};
+
+bool has_io_uring() {
+  static const bool has = [] {
+    const File file(false);
+    try {
+      const BlockIo io({{file.fd()}, 4096, IoKind::kIoUring, false, 4});
+      return true;
+    } catch (const std::system_error&) {
+      return false;
+    }
+  }();
+  return has;
+}
+
+// Calls a test with each engine, and with files open in each way.
+template <class Body>
+void in_each_way(Body&& body) {
+  for (const IoKind kind : {IoKind::kIoUring, IoKind::kThreads}) {
+    if (kind == IoKind::kIoUring && !has_io_uring()) {
+      continue;
+    }
+    for (const bool is_direct : {false, true}) {
+      body(kind, is_direct);
+    }
+  }
+}
+
+void test_blocks_come_back() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    for (const std::size_t block_bytes : {std::size_t{1}, std::size_t{6000}, std::size_t{4096}, std::size_t{64 * 1024}}) {
+      const File first(is_direct);
+      const File second(is_direct);
+      BlockIo io({{first.fd(), second.fd()}, block_bytes, kind, is_direct, 4});
+      CHECK(io.uses_io_uring() == (kind == IoKind::kIoUring));
+      for (const std::size_t off : {std::size_t{0}, std::size_t{8}}) {
+        const Blocks blocks(37, block_bytes, off, off);
+        CHECK(blocks.write(io));
+        CHECK(blocks.good(io) == 37);
+        CHECK(blocks.good(io, 16) == 37);
+      }
+      const BlockIoCounts counts = io.counts();
+      CHECK(counts.written == 74 && counts.read == 148 && counts.corrupt == 0 && counts.failed == 0 && counts.in_flight == 0);
+      CHECK((counts.bounced == 0) == !is_direct);
+      CHECK(io.close(kWait));
+    }
+  });
+}
+
+void test_other_bytes_are_corrupt() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
+    Blocks blocks(8, 4096, 1);
+    CHECK(blocks.write(io));
+    blocks.hashes[16 * 2] ^= 1;
+    std::vector<BlockOutcome> outcomes = blocks.read(io);
+    CHECK(outcomes[2] == BlockOutcome::kCorrupt);
+    CHECK(std::ranges::count(outcomes, BlockOutcome::kGood) == 7);
+    blocks.name[0] ^= 1;
+    CHECK(blocks.good(io) == 0);
+    blocks.name[0] ^= 1;
+    blocks.hashes[16 * 2] ^= 1;
+    std::swap(blocks.slots[0], blocks.slots[1]);
+    CHECK(blocks.good(io) == 6);
+    std::swap(blocks.slots[0], blocks.slots[1]);
+    blocks.sums[3] ^= 1;  // a checksum that never fitted
+    CHECK(blocks.write(io));
+    blocks.sums[3] ^= 1;
+    CHECK(blocks.good(io) == 7);
+    for (std::int64_t& slot : blocks.slots) {
+      slot += 1000;  // beyond the end of the file
+    }
+    outcomes = blocks.read(io);
+    CHECK(std::ranges::count(outcomes, BlockOutcome::kCorrupt) == 8);
+    CHECK(io.counts().failed == 0);
+    CHECK(io.close(kWait));
+  });
+}
+
+void test_refusals_are_told() {
+  in_each_way([](IoKind kind, bool) {
+    const int fd = open("/dev/null", O_RDONLY);
+    BlockIo io({{fd}, 4096, kind, false, 4});
+    const Blocks blocks(5, 4096, 1);
+    std::vector<std::int32_t> errors(5);
+    io.write(blocks.run(), blocks.rows, 1, blocks.sums, errors);
+    CHECK(std::ranges::count(errors, EBADF) == 5);
+    CHECK(io.counts().refused == 5);
+    CHECK(io.close(kWait));
+    CHECK(io.close(kWait));
+    CHECK(std::ranges::count(blocks.read(io), BlockOutcome::kFailed) == 5);
+    io.write(blocks.run(), blocks.rows, 1, blocks.sums, errors);
+    CHECK(std::ranges::count(errors, ECANCELED) == 5);
+    close(fd);
+  });
+}
+
+void test_many_callers() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 6});
+    std::vector<std::thread> callers;
+    for (std::int64_t caller = 0; caller < 6; ++caller) {
+      callers.emplace_back([&io, caller] {
+        for (std::uint64_t turn = 0; turn < 15; ++turn) {
+          Blocks blocks(10, 4096, 100 * static_cast<std::uint64_t>(caller) + turn, caller % 2 == 0 ? 0 : 64);
+          for (std::int64_t& slot : blocks.slots) {
+            slot += 10 * caller;
+          }
+          CHECK(blocks.write(io));
+          CHECK(blocks.good(io, turn % 2 == 0 ? 0 : 24) == 10);
+        }
+      });
+    }
+    for (std::thread& caller : callers) {
+      caller.join();
+    }
+    CHECK(io.close(kWait));
+  });
+}
+
+void test_close_amid_calls() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(16, 4096, 1);
+    CHECK(blocks.write(io));
+    std::atomic<int> turns{0};
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; ++caller) {
+      callers.emplace_back([&] {
+        while (blocks.good(io) == 16) {
+          ++turns;
+        }
+      });
+    }
+    while (turns < 20) {
+      std::this_thread::yield();
+    }
+    CHECK(io.close(kWait));
+    for (std::thread& caller : callers) {
+      caller.join();
+    }
+  });
+}
+
+void test_a_device_that_never_answers() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    auto io = std::make_unique<BlockIo>(BlockIoOptions{{file.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(8, 4096, 1);
+    CHECK(blocks.write(*io));
+    io->withhold(5);
+    std::atomic<bool> has_ended{false};
+    std::size_t good = 0;
+    std::thread caller([&] {
+      good = blocks.good(*io);
+      has_ended = true;
+    });
+    while (io->counts().in_flight != 1) {
+      std::this_thread::yield();
+    }
+    CHECK(!io->close(milliseconds(20)));
+    CHECK(!io->close(milliseconds(20)));
+    CHECK(!has_ended);
+    io->withhold(-1);
+    caller.join();
+    CHECK(good == 8);
+    io.reset();  // its lanes go with their last thread
+  });
+}
+
+void test_header_is_held_to_every_bit() {
+  Random random(3);
+  const std::vector<std::uint8_t> name = random.bytes(16);
+  const std::vector<std::uint8_t> hash = random.bytes(16);
+  const std::span<const std::uint8_t, 16> named(name.data(), 16);
+  const std::span<const std::uint8_t, 16> hashed(hash.data(), 16);
+  std::array<std::uint8_t, kBlockHeaderBytes> header;
+  encode_block_header({named, hashed, 12, 4096, 77}, header);
+  std::uint32_t sum = 0;
+  CHECK(is_header_of(header, named, hashed, 4096, sum) && sum == 77);
+  CHECK(!is_header_of(header, named, hashed, 4095, sum));
+  CHECK(!is_header_of(header, hashed, hashed, 4096, sum));
+  CHECK(!is_header_of(header, named, named, 4096, sum));
+  for (std::size_t bit = 0; bit < 8 * kBlockHeaderBytes; ++bit) {
+    header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+    CHECK(!is_header_of(header, named, hashed, 4096, sum));
+    header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
+  }
+}
+
+std::uint32_t begun_writes(FlightShares& shares, FlightShares::Time now) {
+  std::uint32_t count = 0;
+  while (shares.may_write(now)) {
+    shares.begin_write();
+    ++count;
+  }
+  return count;
+}
+
+void test_writes_make_way_for_reads() {
+  const FlightShares::Time now{seconds(1000)};
+  FlightShares alone(32, 0.25);
+  CHECK(begun_writes(alone, now) == 24);  // a read that comes finds room
+  FlightShares busy(32, 0.25);
+  busy.begin_read();
+  CHECK(begun_writes(busy, now) == 8);
+  busy.end_read(now);
+  CHECK(begun_writes(busy, now + FlightShares::kQuiet / 2) == 0);
+  CHECK(begun_writes(busy, now + 2 * FlightShares::kQuiet) == 16);
+  CHECK(busy.in_flight() == 24);
+  busy.end_write();
+  CHECK(busy.in_flight() == 23);
+  FlightShares least(1, 0.01);
+  least.begin_read();
+  CHECK(begun_writes(least, now) == 1);
+  FlightShares all(8, 1.0);
+  all.begin_read();
+  CHECK(begun_writes(all, now) == 6);  // no more than without reads
+}
+
+}  // namespace
+
+int main() {
+  return run({
+      {"blocks come back from any memory to any memory, by every engine", test_blocks_come_back},
+      {"other bytes, another hash, another namespace and no bytes are corrupt", test_other_bytes_are_corrupt},
+      {"what the device or a closed engine refuses is told for each block", test_refusals_are_told},
+      {"callers do not disturb each other", test_many_callers},
+      {"a close amid calls ends them all", test_close_amid_calls},
+      {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
+      {"a header is held to every bit", test_header_is_held_to_every_bit},
+      {"writes make way for reads and still go on", test_writes_make_way_for_reads},
+  });
+}
