@@ -110,7 +110,9 @@ class BlockIo:
     def withhold(
         self, slot: int
     ) -> None: ...  # for tests: the device never ends this slot's transfers, until -1 is given
-    def counts(self) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced, in_flight
+    def counts(
+        self,
+    ) -> dict[str, int]: ...  # blocks read, corrupt, failed, written, refused; transfers bounced, in_flight
 
 class Residencies:
     strict: bool
