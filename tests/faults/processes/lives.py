@@ -404,7 +404,7 @@ class Churned(NamedTuple):
 
 
 CHURN = Load(
-    block_bytes=256 << 10, prompts=60, depth=12, slots=(128, 96, 384), engines=3,
+    block_bytes=256 << 10, prompts=120, depth=12, slots=(128, 96, 384), engines=3,
 )  # fmt: skip
 FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still be called flat
 
