@@ -31,7 +31,9 @@ def main() -> int:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvbm-kills-") as temporary:
         try:
-            killed = kill_again_and_again(arguments.folder or Path(temporary), arguments.seed, arguments.points)
+            killed = kill_again_and_again(
+                arguments.folder or Path(temporary), arguments.seed, arguments.points, say=_tell
+            )
         except AssertionError as error:
             print(f"FAILED: {error}")
             return 1
@@ -40,6 +42,11 @@ def main() -> int:
     else:
         print(f"{killed.sentence()} (seed {arguments.seed}, {time.monotonic() - began_s:.0f} s)")
     return 0
+
+
+def _tell(point: int) -> None:
+    if point % 50 == 49:
+        print(f"{point + 1} kills", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

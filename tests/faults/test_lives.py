@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.core.ids import HASH_BYTES
-from tests.faults.processes.lives import CHURN, WAIT_S, Begun, Load, churn, folded, kill_again_and_again
-
-SMALL = Load()
+from tests.faults.processes.lives import CHURN, SMALL, WAIT_S, Begun, churn, folded, kill_again_and_again
 
 
 def live_and_end(folder: Path, seed: int, how: signal.Signals) -> Begun:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -82,6 +82,9 @@ def _places(block_bytes: int) -> np.ndarray:
     if block_bytes not in _PLACES:
         _PLACES[block_bytes] = np.arange(-(-block_bytes // 4), dtype=np.uint32) * np.uint32(40503)
     return _PLACES[block_bytes]
+
+
+SMALL = Load()
 
 
 class Folded(NamedTuple):
@@ -332,21 +335,29 @@ class Killed(NamedTuple):
         )
 
 
-def kill_again_and_again(folder: Path, seed: int, points: int, load: Load = Load(), least_s: float = 0.002) -> Killed:  # noqa: B008
-    """Kill an instance at seeded instants, each time on the same files. Raises AssertionError: at which point, and what was wrong."""
+def kill_again_and_again(
+    folder: Path, seed: int, points: int, load: Load = SMALL, say: Callable[[int], None] = lambda point: None
+) -> Killed:
+    """Kill an instance at seeded instants, each time on the same files.
+
+    Args:
+        say: told of each kill.
+    Raises: AssertionError: at which point, and what was wrong.
+    """
     rng = random.Random(seed)
     opening = recovered = served = written = 0
     for point in range(points):
         life = Begun(folder, load, seed * 1000 + point)
         try:
             if rng.random() < 0.25:
-                life.wait(time.monotonic() + rng.uniform(least_s, 0.06))
+                life.wait(time.monotonic() + rng.uniform(0.002, 0.06))
             else:
                 life.wait(time.monotonic() + WAIT_S, "recovered")
                 life.wait(time.monotonic() + rng.expovariate(1 / 0.05))
             life.end(signal.SIGKILL)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, after kill {point}: {error}") from None
+        say(point)
         opening += life.said("recovered") is None
         recovered += life.said("recovered") or 0
         served += life.said("served") or 0
@@ -393,7 +404,7 @@ class Churned(NamedTuple):
 
 
 CHURN = Load(
-    block_bytes=256 << 10, prompts=60, depth=12, slots=(128, 96, 384), engines=3,
+    block_bytes=256 << 10, prompts=120, depth=12, slots=(128, 96, 384), engines=3,
 )  # fmt: skip
 FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still be called flat
 
