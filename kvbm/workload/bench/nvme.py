@@ -113,7 +113,9 @@ class Slots:
         self._rng = np.random.default_rng(1)
         self._hashes = self._rng.integers(0, 256, (self.count, HASH_BYTES), dtype=np.uint8)
         rows = max(CALLERS * self.run_blocks, min(self.count, _ROWS_BYTES // block_bytes))
-        self._host = HostPool(rows + 1, block_bytes, NATIVE_ARENA, RowCopier())  # the last one is for reads of one block
+        self._host = HostPool(
+            rows + 1, block_bytes, NATIVE_ARENA, RowCopier()
+        )  # the last one is for reads of one block
         self._engines: list[_Switch] = []
 
         def open_both(
