@@ -60,7 +60,7 @@ fuzz-short: fuzz
 bench: setup  ## what one core of this machine does: `kvbm bench all`
 	$(BIN)/kvbm bench all $(BENCH_ARGS)
 
-bench-peers: setup  ## kvbm against Dynamo, LMCache and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
+bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
 check: lint type contract native-test fuzz-short test  ## what CI runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import pytest
 class Sides(NamedTuple):
     bench_peers: ModuleType
     measure: ModuleType
+    our_store: ModuleType
     ours: ModuleType
     process: ModuleType
     workload: ModuleType
@@ -56,9 +58,9 @@ class Lossy:
 def sides(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Sides:
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "tools"))
     import bench_peers
-    from peers import measure, ours, process, workload
+    from peers import measure, our_store, ours, process, workload
 
-    return Sides(bench_peers, measure, ours, process, workload)
+    return Sides(bench_peers, measure, our_store, ours, process, workload)
 
 
 @pytest.mark.parametrize("form", ["runs", "cut", "singles", "alone"])
@@ -135,3 +137,55 @@ def test_a_peers_service_that_does_not_start_is_said_to_have_ended(sides: Sides)
             process.wait_until("/")
     finally:
         process.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_blocks_that_were_put_come_back_as_they_were(sides: Sides, tier: str, tmp_path: Path) -> None:
+    store = sides.our_store.OurStore(tier, str(tmp_path), blocks=40, block_bytes=4096)
+    bench = sides.measure.StoreBench(store)
+    try:
+        for _ in range(2):  # the second time other keys, which evict the first
+            assert bench.put(blocks=40, block_bytes=4096)["units"] == 40 * 4096
+            assert bench.get(blocks=40, block_bytes=4096)["wall_s"] > 0
+        store._rows[7] ^= 1
+        with pytest.raises(ValueError, match="1 of 40 blocks came back with other bytes"):
+            bench.get(blocks=40, block_bytes=4096)
+    finally:
+        bench.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_get_that_brings_nothing_is_not_measured(sides: Sides, tmp_path: Path) -> None:
+    store = sides.our_store.OurStore("host", str(tmp_path), blocks=40, block_bytes=4096)
+    bench = sides.measure.StoreBench(store)
+    try:
+        bench.put(blocks=40, block_bytes=4096)
+        store.get = lambda keys, blocks: None
+        with pytest.raises(ValueError, match="40 of 40 blocks came back with other bytes"):
+            bench.get(blocks=40, block_bytes=4096)
+    finally:
+        bench.close()
+
+
+def test_booked_blocks_are_found_and_the_oldest_make_room(sides: Sides, tmp_path: Path) -> None:
+    side = sides.our_store.main("register", folder=str(tmp_path))
+    bench = sides.measure.StoreBench(side)
+    try:
+        for _ in range(5):  # more than the pool has slots
+            assert bench.register(blocks=16_384)["units"] == 16_384
+    finally:
+        bench.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_store_of_a_peer_has_a_driver_and_a_side_of_ours(sides: Sides) -> None:
+    tools = Path(sides.bench_peers.__file__).parent
+    stores = [store for peer in sides.bench_peers.PEERS.values() for store in peer.stores]
+    assert {store.title for store in stores} >= {
+        "LMCache local CPU",
+        "LMCache local disk",
+        "LMCache fs",
+        "Mooncake store",
+    }
+    assert all((tools / "peers" / f"{store.driver}.py").exists() for store in stores)
+    assert all(store.ours["side"] == ("register" if store.books else "bytes") for store in stores)

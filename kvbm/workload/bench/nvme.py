@@ -113,7 +113,9 @@ class Slots:
         self._rng = np.random.default_rng(1)
         self._hashes = self._rng.integers(0, 256, (self.count, HASH_BYTES), dtype=np.uint8)
         rows = max(CALLERS * self.run_blocks, min(self.count, _ROWS_BYTES // block_bytes))
-        self._host = HostPool(rows, block_bytes, NATIVE_ARENA, RowCopier())
+        self._host = HostPool(
+            rows + 1, block_bytes, NATIVE_ARENA, RowCopier()
+        )  # the last one is for reads of one block
         self._engines: list[_Switch] = []
 
         def open_both(
@@ -199,7 +201,7 @@ class Slots:
     def _read_one(self, slot: int) -> float:
         namespace, hashes = NAMESPACE.id, self._hashes[slot].tobytes()
         began = time.perf_counter()
-        result = self._pool.read([slot], namespace, hashes, self._rows(), [0])
+        result = self._pool.read([slot], namespace, hashes, self._rows(), [self._host.slots - 1])
         took = time.perf_counter() - began
         _require_good(result.outcomes)
         return took
@@ -212,7 +214,7 @@ class Slots:
 
     def _write(self, caller: int, run: np.ndarray) -> None:
         """Write a run from some stretch of the memory; two callers share rows at times, and only read them."""
-        first = int(run[0]) % (len(self._rows()) - len(run) + 1)
+        first = int(run[0]) % (self._host.slots - len(run))
         rows = self._rows()[first : first + len(run)]
         proof = Proof(NAMESPACE.id, _EPOCH, self._hashes[run].tobytes(), NATIVE.checksums(rows))
         self._pool.write(run.tolist(), rows, proof)

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvbm.config import load_settings
-from kvbm.core.errors import ConfigError
+from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.workload.bench.fio import Fio, FioError, find_fio
+from kvbm.workload.bench.hbm import HbmOptions, bench_hbm
 from kvbm.workload.bench.host import Memory
 from kvbm.workload.bench.measure import Found, Row, percentile, row_of
 from kvbm.workload.bench.metadata import bench_metadata
@@ -36,6 +37,7 @@ _GOALS = {
     "nvme_write_over_fio": "≥ 0.90",
     "checksum_cost": "≤ 0.10",
     "host_copy_over_memcpy": "≥ 0.85",
+    "hbm_over_memcpy": "≥ 0.90",
     "metadata_blocks_per_s": "≥ 1 M",
     "nvme_read_p99_over_p50_loaded": "≤ 3",
 }
@@ -61,6 +63,7 @@ def bench_pools(options: PoolsOptions, pairs: int, seed: int) -> Found:
         run = _Run(options, pairs, seed, folder, part)
         run.nvme()
         run.host()
+        run.hbm()
         run.metadata()
         return Found(run.rows, run.numbers, tuple(run.notes))
 
@@ -142,7 +145,7 @@ class _Run:
         return read, write, cost
 
     def _latencies(self, slots: Slots) -> None:
-        reads = min(_READS, 25 * slots.count)
+        reads = min(_READS, 10 * slots.count)
         self._part("NVME, reads of one block", 1)
         times: Latencies = slots.latencies(reads)
         for name, values in (("alone", times.alone), ("beside offloads", times.loaded)):
@@ -179,6 +182,23 @@ class _Run:
         sealed = [ours / limit for ours, limit in zip(copies.sealed, copies.memcpy_in, strict=True)]
         self.rows.append(row_of("HOST writes that compute checksums, over memcpy", "", sealed))
         self.numbers[name] = min(into + out)
+
+    def hbm(self) -> None:
+        """Between an engine's tensors and a HOST pool: on CUDA where it is, else CPU tensors."""
+        self._part("HBM", 1)
+        options = HbmOptions()
+        if self._options.file_bytes < _HOST_BYTES:  # a small run has small tensors
+            options = options._replace(layers=4, slots=32)
+        try:
+            rows, numbers = bench_hbm(self._pairs, self._seed, options)
+        except MissingExtraError as error:
+            self.notes.append(f"HBM was left out: {error}")
+            return
+        for row in rows:
+            if row.what.endswith(" over memcpy"):
+                row.goal = _GOALS["hbm_over_memcpy"]
+        self.rows += rows
+        self.numbers |= numbers
 
     def metadata(self) -> None:
         """Blocks a second through the manager."""
