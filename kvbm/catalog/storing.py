@@ -290,7 +290,7 @@ def _lacking(hashes: bytes, known: np.ndarray | None) -> bytes:
         return hashes
     column = _hash_column(hashes)
     at = np.minimum(np.searchsorted(known, column), len(known) - 1)
-    return column[known[at] != column].tobytes()
+    return bytes(column[known[at] != column].tobytes())
 
 
 def slices(messages: Sequence[StreamMessage]) -> list[Sequence[StreamMessage]]:
