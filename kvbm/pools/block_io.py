@@ -39,7 +39,7 @@ class Transferred(NamedTuple):
 class BlockEngine(Protocol):
     """Moves blocks between rows and files. Any number of calls at a time; each blocks until its whole run has ended.
 
-    Reads are urgent and go first; writes are background, and while there are urgent transfers, or were in the last milliseconds,
+    Reads are urgent and go first; writes are background, and while there are urgent transfers, or were a moment ago,
     they use only `offload_share` of the depth. A transfer that the device never ends keeps its call.
 
     Attributes:

@@ -12,8 +12,9 @@ class FlightShares {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
-  // After a read has ended another is likely for so long.
-  static constexpr auto kQuiet = std::chrono::milliseconds(5);
+  // After a read has ended another is likely for so long: a prompt is read in several runs, and a burst of writes would meet the next.
+  // Offloads lose little by it, for a quarter of the usual depth nearly fills a device.
+  static constexpr auto kQuiet = std::chrono::milliseconds(50);
 
   FlightShares(std::uint32_t depth, double offload_share) noexcept
       : idle_limit_(std::max<std::uint32_t>(depth - depth / 4, 1)),
