@@ -14,6 +14,7 @@ from kvbm.core.ids import NO_PARENT, Namespace, Tier
 from kvbm.core.layout import KvShape
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager, ManagerStats, Prefix
+from kvbm.pools.paged import PagedTensor, paged_layout
 
 __all__ = [
     "NO_PARENT",
@@ -23,9 +24,11 @@ __all__ = [
     "Manager",
     "ManagerStats",
     "Namespace",
+    "PagedTensor",
     "Prefix",
     "Settings",
     "Tier",
     "load_settings",
     "open_manager",
+    "paged_layout",
 ]

@@ -44,7 +44,7 @@ from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
-from kvbm.pools.paged import NewSegmentCopies
+from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.rows import NewArena
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
@@ -116,6 +116,7 @@ def open_manager(
     engine: str = "",
     object_pool: ObjectPool | None = None,
     wall_clock_ns: Callable[[], int] = time.time_ns,
+    layers: Sequence[Sequence[PagedTensor]] = (),
 ) -> Manager:
     """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
 
@@ -125,7 +126,9 @@ def open_manager(
         engine: who embeds the manager, for the stream.
         object_pool: an object pool to use instead of the one `pools.object` names.
         wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
-    Raises: ConfigError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
+        layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each namespace has
+            the layout that `paged_layout` gives them.
+    Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
     """
     if not namespaces:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
@@ -142,7 +145,7 @@ def open_manager(
                 settings.journal.capacity_bytes, settings.journal.sync_interval_s, run=run,
             )  # fmt: skip
             opened.callback(journal.close)
-        pools = _open_pools(settings, namespaces[0], block_bytes, instance, object_pool, opened_pools)
+        pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
         ledger = new_ledger(_stated(pools), settings.pools.eviction, settings.journal.waiting_bytes)
         locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
@@ -363,13 +366,15 @@ def _make_data_dir(settings: Settings) -> None:
 
 def _open_pools(
     settings: Settings,
-    shape: Namespace,
+    namespaces: Sequence[Namespace],
     block_bytes: int,
     instance: InstanceId,
     object_pool: ObjectPool | None,
+    layers: Sequence[Sequence[PagedTensor]],
     opened: ExitStack,
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
+    shape = namespaces[0]
     wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
@@ -379,12 +384,16 @@ def _open_pools(
         opened.callback(pool.close)
 
     count = _slots(wanted.hbm.slots, wanted.hbm.capacity_bytes, block_bytes, "pools.hbm")
-    if not count:
+    if not count and not layers:
         raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
-    if wanted.hbm.device == "memory":
+    native = segment_copies(copier) if _kernels(settings) is NATIVE else None
+    if layers:
+        hbm = HbmPool.of_layers(layers, checksums, native)
+        keep(hbm)
+        _check_layers(hbm, count, block_bytes, namespaces)
+    elif in_memory:
         keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
     else:
-        native = segment_copies(copier) if _kernels(settings) is NATIVE else None
         keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device, native))
     if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
         if in_memory:
@@ -414,6 +423,24 @@ def _open_pools(
         )  # fmt: skip
         opened.callback(objects.close)
     return Pools(slots, objects)
+
+
+def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
+    """Hold what was said of an engine's tensors to what they are. Raises ConfigError: a namespace would share other blocks' bytes."""
+    if slots not in (0, hbm.slots):
+        raise ConfigError(
+            f"pools.hbm has {slots} slots, the engine's tensors {hbm.slots}; leave slots and capacity_bytes out"
+        )
+    if block_bytes != hbm.block_bytes:
+        raise ConfigError(
+            f"blocks of {block_bytes} bytes are wanted, those of the engine's tensors have {hbm.block_bytes}"
+        )
+    for namespace in namespaces:
+        if namespace.layout != hbm.layout:
+            raise ConfigError(
+                f"namespace of model {namespace.model!r} has the layout {namespace.layout!r}, the engine's tensors have"
+                f" {hbm.layout!r}; give it paged_layout(layers).layout"
+            )
 
 
 def _slots(slots: int, capacity_bytes: int, block_bytes: int, key: str) -> int:

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import structlog
 import torch
 
 from kvbm.core.errors import ConfigError
-from kvbm.pools.device import DeviceCopies, Half, Lane, Mark, Mover, row_copies
+from kvbm.pools.device import DeviceCopies, Half, Lane, Mark, row_copies
 from kvbm.pools.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
+
+log = structlog.get_logger()
 
 WAYS = ("auto", "kernel", "memcpy", "torch")
 
@@ -73,6 +76,7 @@ class KernelMover:
         from kvbm.pools.segment_kernel import SegmentKernel
 
         self._kernel = SegmentKernel(layout.segments, device)
+        self._block_bytes = layout.block_bytes
         self._device = device
 
     def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
@@ -82,6 +86,13 @@ class KernelMover:
     def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
         """As `Mover.scatter`."""
         self._kernel.scatter(self._there(slots), self._there(at), address)
+
+    def try_out(self) -> None:
+        """Compile, and copy a block beside the others. Raises anything: Triton cannot be used here."""
+        block = torch.empty(self._block_bytes, dtype=torch.uint8, device=self._device)
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._kernel.gather(first, first, block.data_ptr())
+        block[:1].cpu()  # waits for it
 
     def _there(self, indexes: torch.Tensor) -> torch.Tensor:
         return indexes.to(self._device, non_blocking=True)
@@ -175,6 +186,32 @@ def open_copies(
     """Copies between tensors on a GPU and rows on the host.
 
     Args:
+        way: as `mover_of` has it.
+    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
+    """
+    mover = mover_of(way, layers, layout, device)
+    half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
+    run_blocks = (
+        _RUN_BLOCKS if isinstance(mover, KernelMover) else half_blocks
+    )  # the others take the GPU's memory for a run
+    lanes = []
+    for _ in range(_LANES):
+        first, second = (_pinned_half(half_blocks, layout.block_bytes, run_blocks, copies) for _ in range(2))
+        lanes.append(Lane(StreamOrder(device, engine), (first, second)))
+
+    def reached(rows: np.ndarray) -> int | None:
+        torch.cuda.current_stream(device).query()  # gives this thread the context that the driver's question needs
+        return device_address(rows)
+
+    return DeviceCopies(mover, lanes, copies, reached, _DEADLINE_S, run_blocks)
+
+
+def mover_of(
+    way: str, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device
+) -> KernelMover | MemcpyMover:
+    """The way bytes leave a GPU and come back.
+
+    Args:
         way: "kernel": a launch that reads and writes pinned rows itself; "memcpy": a launch on the device, then asynchronous copies;
             "torch": the same without Triton, one indexed copy a tensor; "auto": "kernel" where Triton is, else "torch".
     Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
@@ -186,27 +223,19 @@ def open_copies(
         raise ConfigError(
             f'HBM pool: to copy by "{way}" needs Triton, which comes with torch\'s CUDA builds; use "torch"'
         )
-    mover: Mover
-    if way == "torch" or not triton:
-        mover = MemcpyMover(TensorPacking(layers, layout, device), device)
-    elif way == "memcpy":
-        mover = MemcpyMover(KernelPacking(layout, device), device)
-    else:
-        mover = KernelMover(layout, device)
-    lanes = []
-    half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
-    for _ in range(_LANES):
-        first, second = (_pinned_half(half_blocks, layout.block_bytes, copies) for _ in range(2))
-        lanes.append(Lane(StreamOrder(device, engine), (first, second)))
-
-    def reached(rows: np.ndarray) -> int | None:
-        torch.cuda.current_stream(device).query()  # gives this thread the context that the driver's question needs
-        return device_address(rows)
-
-    limit = (
-        _RUN_BLOCKS if isinstance(mover, KernelMover) else half_blocks
-    )  # the others take memory of the GPU for a run
-    return DeviceCopies(mover, lanes, layout.block_bytes, copies, reached, _DEADLINE_S, limit)
+    if way == "memcpy":
+        return MemcpyMover(KernelPacking(layout, device), device)
+    if way == "kernel":
+        return KernelMover(layout, device)
+    if way == "auto" and triton:
+        try:
+            mover = KernelMover(layout, device)
+            mover.try_out()
+        except Exception as error:  # noqa: BLE001  Triton compiles here, with what compiler and folders there are, and raises anything
+            log.warning("hbm.kernel_refused", why=str(error), instead="one torch copy a tensor, slower")
+        else:
+            return mover
+    return MemcpyMover(TensorPacking(layers, layout, device), device)
 
 
 def device_address(rows: np.ndarray) -> int | None:
@@ -244,10 +273,10 @@ def _driver() -> ctypes.CDLL | None:
         return None
 
 
-def _pinned_half(blocks: int, block_bytes: int, copies: NewSegmentCopies) -> Half:
+def _pinned_half(blocks: int, block_bytes: int, run_blocks: int, copies: NewSegmentCopies) -> Half:
     staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
     rows = staging.numpy()
-    indexes = (torch.empty(max(blocks, _RUN_BLOCKS), dtype=torch.int64, pin_memory=True) for _ in range(2))
+    indexes = (torch.empty(max(blocks, run_blocks), dtype=torch.int64, pin_memory=True) for _ in range(2))
     return Half(rows, row_copies(copies, rows), staging.data_ptr(), *indexes)
 
 

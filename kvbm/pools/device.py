@@ -98,7 +98,6 @@ class DeviceCopies:
         self,
         mover: Mover,
         lanes: list[Lane],
-        block_bytes: int,
         copies: NewSegmentCopies,
         device_address: Callable[[np.ndarray], int | None],
         deadline_s: float,
@@ -113,7 +112,6 @@ class DeviceCopies:
             run_blocks: blocks of one launch at most, where no staging says less; the halves have room for their indexes.
         """
         self._mover = mover
-        self._block_bytes = block_bytes
         self._copies = copies
         self._device_address = device_address
         self._deadline_s = deadline_s

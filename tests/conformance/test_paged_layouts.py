@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvbm._native import RowCopier, SegmentTable, checksums
 from kvbm.core.errors import ConfigError, LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.pools.device import DeviceCopies, Half, Lane, row_copies
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor, SegmentCopies, block_order, paged_layout
 from tests.pool_runs import SHAPE
@@ -29,15 +31,6 @@ torch = pytest.importorskip("torch")
 ROOT = Path(__file__).parents[2]
 SLOTS = 11
 Layers = list[list[PagedTensor]]
-
-
-class Sizes(NamedTuple):
-    """Of the small models these tests are about."""
-
-    layers: int = 3
-    tokens: int = 4
-    heads: int = 2
-    dim: int = 8
 
 
 def _tensor(shape: tuple[int, ...], dtype: object = None, device: str = "cpu") -> object:
@@ -309,6 +302,18 @@ def test_a_pool_of_layers_has_no_tensor_or_memory_of_its_own() -> None:
         pool.write([0], rows, proof_of(rows))
 
 
+def test_the_tensors_live_as_long_as_their_pool_is_open() -> None:
+    layers = _kv_inside("cpu")
+    tensor = weakref.ref(layers[0][0].tensor)
+    pool = HbmPool.of_layers(layers, checksums, native)
+    del layers
+    gc.collect()
+    assert tensor() is not None
+    pool.close()
+    gc.collect()
+    assert tensor() is None
+
+
 def test_segments_that_follow_one_another_are_one() -> None:
     assert len(paged_layout(_views_of_one_tensor("cpu")).segments.sizes) == 1
     assert len(paged_layout(_kv_inside("cpu")).segments.sizes) == 3
@@ -475,11 +480,16 @@ def test_a_call_that_names_what_is_not_there_moves_nothing() -> None:
     assert all((now == then).all() for now, then in zip(memory_of(layers), before, strict=True))
 
 
-@pytest.mark.gpu
-def test_a_way_that_is_unknown_is_refused() -> None:
-    layers = _kv_inside(_cuda())
+def test_a_way_that_is_unknown_or_cannot_be_had_is_refused() -> None:
+    from kvbm.pools.cuda import mover_of
+
+    layers = _kv_inside("cpu")
+    layout, device = paged_layout(layers), torch.device("cpu")
     with pytest.raises(ConfigError, match="auto, kernel, memcpy, torch"):
-        HbmPool.of_layers(layers, checksums, native, "telepathy")
+        mover_of("telepathy", layers, layout, device)
+    if importlib.util.find_spec("triton") is None:
+        with pytest.raises(ConfigError, match="needs Triton"):
+            mover_of("kernel", layers, layout, device)
 
 
 # -- what runs on the device, without one -----------------------------------------------------------------------------
@@ -500,6 +510,81 @@ def test_the_copies_without_triton_move_the_same_bytes() -> None:
             packing.scatter(torch.tensor(slots), room)
             assert (blocks_of(layers, slots) == wanted ^ 0xFF).all()
 
+
+class AtOnce:
+    """A queue whose work is over when it was queued."""
+
+    def begin(self) -> None:
+        """Nothing to wait for."""
+
+    def run(self, work: Callable[[], None]) -> AtOnce:
+        work()
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
+    """What runs on a GPU by that way, on a CPU."""
+    from kvbm.pools.cuda import mover_of
+
+    layout = paged_layout(layers)
+
+    def half() -> Half:
+        rows = np.zeros((3, layout.block_bytes), dtype=np.uint8)
+        indexes = (torch.zeros(8, dtype=torch.int64) for _ in range(2))
+        return Half(rows, row_copies(native, rows), rows.ctypes.data, *indexes)
+
+    mover = mover_of(way, layers, layout, torch.device("cpu"))
+    lanes = [Lane(AtOnce(), (half(), half()))]
+    return DeviceCopies(mover, lanes, native, lambda rows: rows.ctypes.data if reaches else None, 30, 8)
+
+
+def check_way(way: str, names: list[str]) -> None:
+    """Hold a way to the plain copies, with rows that the device reaches and with others, in runs longer than a launch."""
+    for name in names:
+        make = LAYOUTS[name]
+        for reaches in (True, False):
+            layers = make("cpu")
+            moving = device_copies(way, layers, reaches)
+            slots, at = np.array([7, 0, 10, 3, 4, 5, 1, 2, 9]), np.array([3, 4, 5, 9, 0, 1, 8, 6, 2])
+            rows = np.full((12, paged_layout(layers).block_bytes), 0xA5, dtype=np.uint8)
+            wanted = blocks_of(layers, slots.tolist())
+            sums = moving.gather(slots, rows, at)
+            assert (rows[at] == wanted).all(), name
+            assert (sums == checksums(wanted)).all(), name
+            assert (np.delete(rows, at, axis=0) == 0xA5).all(), name
+            before, others = memory_of(layers), blocks_of(layers, [6, 8])
+            rows[at] ^= 0xFF
+            rows.flags.writeable = False
+            moving.scatter(slots, rows, at)
+            assert (blocks_of(layers, slots.tolist()) == wanted ^ 0xFF).all(), name
+            assert (blocks_of(layers, [6, 8]) == others).all(), name
+            moving.scatter(slots, wanted, None)
+            assert all((now == then).all() for now, then in zip(memory_of(layers), before, strict=True)), name
+
+
+def test_the_way_without_triton_moves_the_same_bytes() -> None:
+    check_way("torch", list(LAYOUTS))
+
+
+_WAYS = """
+from tests.conformance.test_paged_layouts import check_way
+for way in ("kernel", "memcpy"):
+    check_way(way, ["kv outside", "scales beside", "bytes"])
+print("same")
+"""
+
+_REFUSED = """
+import torch
+from kvbm.pools.cuda import MemcpyMover, mover_of
+from kvbm.pools.paged import paged_layout
+from tests.conformance.test_paged_layouts import LAYOUTS
+layers = LAYOUTS["kv inside"]("cpu")
+assert isinstance(mover_of("auto", layers, paged_layout(layers), torch.device("cpu")), MemcpyMover)
+print("slower")
+"""
 
 _INTERPRETED = """
 import numpy as np, torch
@@ -559,6 +644,16 @@ def _in_triton(program: str, folder: Path, **environment: str) -> str:
 
 def test_the_kernel_moves_the_same_bytes_in_tritons_interpreter(tmp_path: Path) -> None:
     assert _in_triton(_INTERPRETED, tmp_path, TRITON_INTERPRET="1") == "same"
+
+
+def test_the_ways_with_triton_move_the_same_bytes(tmp_path: Path) -> None:
+    assert _in_triton(_WAYS, tmp_path, TRITON_INTERPRET="1") == "same"
+
+
+def test_where_triton_cannot_compile_or_launch_bytes_take_the_slower_way(tmp_path: Path) -> None:
+    told = _in_triton(_REFUSED, tmp_path, TRITON_INTERPRET="0")
+    assert told.endswith("slower")
+    assert "hbm.kernel_refused" in told
 
 
 def test_the_kernel_is_compiled_to_loads_and_stores_of_sixteen_bytes(tmp_path: Path) -> None:
