@@ -38,8 +38,8 @@ _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
 SOURCE is one of
-  a journal folder        ~/.kvbm/instances/engine-1/journal   (while its manager writes it, too)
-  a folder of journals    ~/.kvbm/instances
+  a journal folder        kvbm-data/instances/engine-1/journal   (while its manager writes it, too)
+  a folder of journals    kvbm-data/instances
   an archive folder       what kvbm-catalog --archive DIR writes, while it writes it, too
   a capture file          whole frames one after another, of any instances
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
@@ -62,7 +62,7 @@ _COMMANDS = {
     ),
     "stat": _Command(
         "epochs, frames, events, blocks and bytes of each instance",
-        "kvbm-replay stat ~/.kvbm/instances\n  kvbm-replay stat nats://127.0.0.1:4222 --json stat.json",
+        "kvbm-replay stat kvbm-data/instances\n  kvbm-replay stat nats://127.0.0.1:4222 --json stat.json",
     ),
     "state": _Command(
         "what each instance held in each tier, at the end or at a time or offset",
@@ -74,7 +74,7 @@ _COMMANDS = {
     ),
     "diff": _Command(
         "compare the events of two sources and name the first one in which they differ, for each instance",
-        "kvbm-replay diff ~/.kvbm/instances/engine-1/journal /archive --instance engine-1\n  kvbm-replay diff before.kvbm after.kvbm",
+        "kvbm-replay diff kvbm-data/instances/engine-1/journal /archive --instance engine-1\n  kvbm-replay diff before.kvbm after.kvbm",
         "\nIt returns 0 when they tell the same, 1 when they differ, 2 when they cannot be compared.\n",
     ),
     "rebuild": _Command(
