@@ -27,6 +27,12 @@ SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
 OTHER_NAMESPACE = Namespace(model="tiny", block_tokens=16, tenant="somebody else")
 VERIFYING = {"memory", "memory-host", "nvme"}
+IN_PLACE = [
+    "memory-hbm",
+    "memory-host",
+    "hbm-cpu",
+    "host",
+]  # pools with `memory`: others may fill and empty their slots
 KEEPING = {"memory-host", "host"}  # pools with `memory` whose checksums are those that were kept, not computed
 
 
@@ -64,14 +70,6 @@ def verifying_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S
     made.close()
 
 
-@pytest.fixture
-def memory(pool: SlotPool) -> np.ndarray:
-    """The slots of a pool that others may fill and empty in place."""
-    if pool.memory is None:
-        pytest.skip("its bytes are reached by read and write only")
-    return pool.memory
-
-
 @pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
     with s3_server() as endpoint:
@@ -98,6 +96,15 @@ def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
     )
     yield made
     made.close()
+
+
+in_place = pytest.mark.parametrize("pool", IN_PLACE, indirect=True)
+
+
+def memory_of(pool: SlotPool) -> np.ndarray:
+    memory = pool.memory
+    assert memory is not None
+    return memory
 
 
 def _scattered() -> list[int]:
@@ -259,7 +266,9 @@ def test_an_outcome_is_that_of_its_block_wherever_its_row_lies(verifying_pool: S
     assert (result.checksums[[0, 2]] == run.proof.checksums[[0, 2]]).all()
 
 
-def test_memory_is_the_slots_themselves(pool: SlotPool, memory: np.ndarray) -> None:
+@in_place
+def test_memory_is_the_slots_themselves(pool: SlotPool) -> None:
+    memory = memory_of(pool)
     assert memory.dtype == np.uint8
     assert memory.shape == (SLOTS, BLOCK_BYTES)
     assert memory.flags.c_contiguous
@@ -269,7 +278,9 @@ def test_memory_is_the_slots_themselves(pool: SlotPool, memory: np.ndarray) -> N
     assert (pool.checksums(slots) == run.proof.checksums).all()
 
 
-def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool, memory: np.ndarray) -> None:
+@in_place
+def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool) -> None:
+    memory = memory_of(pool)
     run, slots = random_run(5, BLOCK_BYTES), [9, 0, 63, 2, 31]
     memory[slots] = run.rows
     pool.seal(slots, run.proof)
@@ -281,9 +292,9 @@ def test_blocks_that_were_put_into_memory_can_be_read_once_sealed(pool: SlotPool
     assert (rows == run.rows).all()
 
 
-def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(
-    pool: SlotPool, memory: np.ndarray
-) -> None:
+@in_place
+def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(pool: SlotPool) -> None:
+    memory = memory_of(pool)
     run, slots = random_run(6, BLOCK_BYTES), [3, 60, 5, 22, 41, 0]
     with closing(MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums)) as elsewhere:
         elsewhere.write(range(6), run.rows, run.proof)
@@ -296,7 +307,8 @@ def test_one_pool_reads_into_the_memory_of_another_and_that_one_writes_from_it(
         assert (rows == run.rows).all()
 
 
-def test_checksums_and_seals_outside_the_pool_are_refused(pool: SlotPool, memory: np.ndarray) -> None:
+@in_place
+def test_checksums_and_seals_outside_the_pool_are_refused(pool: SlotPool) -> None:
     run = random_run(2, BLOCK_BYTES)
     with pytest.raises(LayoutError, match=f"0 to {SLOTS - 1}"):
         pool.checksums([0, SLOTS])
@@ -316,7 +328,8 @@ def test_a_checksum_is_as_it_was_when_the_block_left_hbm(name: str, tmp_path: Pa
         assert (pool.checksums([4, 8]) == run.proof.checksums).all()
 
 
-def test_a_closed_pool_has_no_memory_and_seals_nothing(pool: SlotPool, memory: np.ndarray) -> None:
+@in_place
+def test_a_closed_pool_has_no_memory_and_seals_nothing(pool: SlotPool) -> None:
     run = random_run(2, BLOCK_BYTES)
     pool.close()
     assert pool.memory is None
