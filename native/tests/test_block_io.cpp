@@ -250,9 +250,9 @@ void test_a_device_that_never_answers() {
   in_each_way([](IoKind kind, bool is_direct) {
     const File file(is_direct);
     auto io = std::make_unique<BlockIo>(BlockIoOptions{{file.fd()}, 4096, kind, is_direct, 4});
-    const Blocks blocks(8, 4096, 1);
+    const Blocks blocks(1, 4096, 1);
     CHECK(blocks.write(*io));
-    io->withhold(5);
+    io->withhold(0);
     std::atomic<bool> has_ended{false};
     std::size_t good = 0;
     std::thread caller([&] {
@@ -267,7 +267,7 @@ void test_a_device_that_never_answers() {
     CHECK(!has_ended);
     io->withhold(-1);
     caller.join();
-    CHECK(good == 8);
+    CHECK(good == 1);
     io.reset();  // its lanes go with their last thread
   });
 }

@@ -26,12 +26,14 @@ class Fio(NamedTuple):
     Attributes:
         engine: its I/O engine.
         direct: whether it goes past the page cache.
+        huge_pages: whether its buffers lie in huge pages, which spare the device a list of small ones.
     """
 
     path: str
     version: str
     engine: str
     direct: bool
+    huge_pages: bool = False
 
     def words(self) -> str:
         """How it is called, for a report."""
@@ -51,6 +53,7 @@ class Fio(NamedTuple):
             self.path, "--name=limit", f"--filename={file}", f"--rw={'rand' if random else ''}{kind}", f"--bs={block_bytes}",
             f"--size={file_bytes}", f"--iodepth={depth}", f"--ioengine={self.engine}", f"--direct={int(self.direct)}",
             "--randrepeat=0", "--fallocate=none", "--overwrite=0", "--output-format=json",
+            *(["--iomem=shmhuge"] if self.huge_pages else []),
         ]  # fmt: skip
         job = _run(command, 30.0 + file_bytes / _LEAST_BYTES_S)
         side = job.read if kind == "read" else job.write

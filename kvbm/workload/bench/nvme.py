@@ -142,6 +142,11 @@ class Slots:
             row[:] = np.frombuffer(self._rng.bytes(block_bytes), dtype=np.uint8)
         self.write_all()
 
+    @property
+    def page_bytes(self) -> int:
+        """Of the memory rows lie in."""
+        return self._host.page_bytes
+
     def words(self) -> str:
         """How the pool moves bytes, for a report."""
         return f"{self._pool.io}, {'O_DIRECT' if self._pool.direct else 'through the page cache'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import signal
@@ -117,10 +118,12 @@ class _Run:
         slots = Slots(pool_file, self._options.file_bytes, block_bytes, depth)
         try:
             how = f"{mib} MiB blocks"
+            if fio is not None:
+                fio = fio._replace(huge_pages=slots.page_bytes > mmap.PAGESIZE)  # as ours has them
             rates = rates_beside_fio(slots, fio, fio_file, depth, self._pairs, step)
             self.notes.append(
                 f"NVME, {mib} MiB: {slots.words()}, depth {depth}; {slots.count:,} slots, {CALLERS} threads with runs of {slots.run_blocks} in"
-                " random order, memory of a HOST pool"
+                f" random order, memory of a HOST pool in pages of {slots.page_bytes >> 10} KiB, as fio's is"
             )
             self._rates(f"NVME, {how}: verified reads", rates.reads)
             self._rates(f"NVME, {how}: fio reads", rates.fio_reads)
