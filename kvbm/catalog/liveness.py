@@ -269,7 +269,9 @@ class Liveness:
         last = member.pulse.heartbeat if member.pulse is not None else None
         if last == heartbeat:
             return []
-        if heartbeat.epoch < member.newest:
+        # a later epoch that was announced, never came to the stream and is silent now, was given up: the stream's goes on
+        is_given_up = member.is_silent and heartbeat.epoch == member.told and not member.is_stopped
+        if heartbeat.epoch < member.newest and not is_given_up:
             self.zombies += 1
             return []
         is_double = last is not None and last.epoch == heartbeat.epoch and last.run != heartbeat.run

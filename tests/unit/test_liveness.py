@@ -143,6 +143,18 @@ def test_one_withheld_that_restarts_is_not_returned_by_its_old_self() -> None:
     assert not watch.withheld
 
 
+def test_a_later_epoch_that_was_only_announced_and_fell_silent_gives_way_to_the_one_that_goes_on() -> None:
+    watch = five()
+    watch.hear(10.0, E, epoch=2)  # another process of this name, that dies before it has said anything on the stream
+    watch.hear(10.1, E, epoch=1)
+    assert watch.withheld == {E: Why.RESTARTED} and watch.liveness.zombies == 1
+    watch.run(10.2, 15.0, [A, B, C, D])
+    watch.hear(15.1, E, epoch=1)
+    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+    watch.hear(15.2, E, epoch=2)  # unless it comes back
+    assert watch.withheld == {E: Why.RESTARTED}
+
+
 def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
     watch = Watch()
     watch.follow(0.0, A, B)
