@@ -148,10 +148,10 @@ def test_a_later_epoch_that_was_only_announced_and_fell_silent_gives_way_to_the_
     watch.hear(10.0, E, epoch=2)  # another process of this name, that dies before it has said anything on the stream
     watch.hear(10.1, E, epoch=1)
     assert watch.withheld == {E: Why.RESTARTED} and watch.liveness.zombies == 1
-    watch.run(10.2, 15.0, [A, B, C, D])
-    watch.hear(15.1, E, epoch=1)
+    watch.run(10.2, 17.0, [A, B, C, D])
+    watch.hear(17.1, E, epoch=1)
     assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
-    watch.hear(15.2, E, epoch=2)  # unless it comes back
+    watch.hear(17.2, E, epoch=2)  # unless it comes back
     assert watch.withheld == {E: Why.RESTARTED}
 
 
