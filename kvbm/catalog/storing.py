@@ -33,6 +33,7 @@ RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
 CLAIMS_EVERY_S = 3600.0  # how often claims are counted
+CLAIMS_LEAST_S = 10.0  # between two readings of all claims: many instances may have gaps one after the other
 _HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
 _MOST_TIMES = 4  # the limit, while a transaction is under way
 _PART = "SQL"
@@ -101,6 +102,7 @@ class Storing:
         self._new_index, self._scan_frames = new_index, scan_frames
         self._every_s, self._waiting_bytes, self._claims_every_s = every_s, waiting_bytes, claims_every_s
         self._count_claims_s = time.monotonic() + claims_every_s
+        self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
         self._is_behind = False  # rows were let go
         self._lost = ""  # the name until the stream's store was replaced
@@ -156,8 +158,9 @@ class Storing:
                 self._count_claims_s = time.monotonic() + self._claims_every_s
                 counted = sum(self._projector.index.claim_counts().values())
                 self._projector.may_lack_claims |= counted != await self._store.claim_count()
-            if self._projector.may_lack_claims:
+            if self._projector.may_lack_claims and time.monotonic() >= self._take_claims_s:
                 await self._take_claims()
+                self._take_claims_s = time.monotonic() + CLAIMS_LEAST_S
 
     async def _take_claims(self) -> None:
         """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
@@ -178,7 +181,7 @@ class Storing:
             if sum(index.claim_counts().values()) != sum(
                 len(run) // HASH_BYTES for runs in stored.values() for run in runs
             ):
-                known = {key: np.sort(_hash_column(b"".join(runs))) for key, runs in stored.items()}
+                known = await asyncio.to_thread(_sorted_columns, stored)  # ten million take seconds
                 first: int | None = 0
                 while first is not None:
                     first, runs = index.claims(first)
@@ -282,6 +285,11 @@ class Storing:
 def _hash_column(hashes: bytes) -> np.ndarray:
     """Packed hashes as a column that can be sorted, (n,) of 16 bytes."""
     return np.frombuffer(hashes, dtype=f"S{HASH_BYTES}")
+
+
+def _sorted_columns(runs: dict[tuple[str, NamespaceId], list[bytes]]) -> dict[tuple[str, NamespaceId], np.ndarray]:
+    """The hashes of each pool and namespace as a sorted column."""
+    return {key: np.sort(_hash_column(b"".join(parts))) for key, parts in runs.items()}
 
 
 def _lacking(hashes: bytes, known: np.ndarray | None) -> bytes:
