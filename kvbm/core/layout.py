@@ -17,6 +17,8 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 
+_OBJECT_BYTES, _OBJECT_TOKENS = 4 << 20, 128  # of one object, at most
+
 
 class KvShape(NamedTuple):
     """One block of KV cache: [layers, 2 (keys, values), block_tokens, kv_heads, head_dim] of `dtype`, contiguous."""
@@ -54,3 +56,13 @@ def slots_in(capacity_bytes: int, block_bytes: int, pool: str) -> int:
             f"{pool} pool: {capacity_bytes} bytes hold no block of {block_bytes} bytes; raise its capacity"
         )
     return slots
+
+
+def blocks_of_object(block_bytes: int, block_tokens: int) -> int:
+    """k: how many consecutive blocks an object holds, for blocks of one shape, where nobody has said otherwise.
+
+    Large enough for a store's throughput (4 MiB), and few enough tokens (128) that the tail of a prompt, which no object holds, is
+    short. A power of two.
+    """
+    most = max(1, min(_OBJECT_BYTES // block_bytes, _OBJECT_TOKENS // block_tokens))
+    return 1 << (most.bit_length() - 1)

@@ -97,21 +97,43 @@ class SlotPool(Protocol):
 class ObjectPool(Protocol):
     """A pool of cluster reach: no slots, no owner, blocks are found by namespace and hash.
 
-    `put` is conditional and content-named: putting a block that is there already is a success once it proves to be the same.
+    An object holds `blocks` consecutive blocks of a chain, from a position that is a multiple of `blocks`, and is named by namespace
+    and the hash of its last one. `put` is conditional and content-named: putting what is there already is a success once it proves
+    to be the same blocks.
+
+    Attributes:
+        blocks: k, blocks of an object, at least 1.
+        name: the store, the same for every instance that uses it with the same k; claims are kept under it.
     """
 
     tier: Tier
     block_bytes: int
     reach: Reach
     name: str
+    blocks: int
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
-        """For each row whether the store now holds it. Trouble is False, never an exception."""
+        """For each block whether the store now holds it. Trouble is False, never an exception.
+
+        The run is whole objects: every k blocks from its first one are consecutive in their chain and begin at a multiple of k. They
+        need not belong to one chain. Raises LayoutError: the run is no multiple of k.
+        """
 
     def get(
-        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+        self,
+        namespace: NamespaceId,
+        chain: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+        first: int = 0,
     ) -> ReadResult:
-        """Fill rows with these blocks, verified. Trouble is an outcome, never an exception."""
+        """Fill rows with n blocks of a chain, verified. Trouble is an outcome, never an exception.
+
+        Args:
+            chain: packed hashes of whole objects, of which the blocks from `first` to before `first` + n are wanted.
+            at: as everywhere; n is its length, or the number of rows.
+        Raises: LayoutError: the chain is no multiple of k, or has fewer than `first` + n blocks.
+        """
 
     def close(self) -> None:
         """Give back connections. Idempotent."""

@@ -1,0 +1,1 @@
+"""Where objects lie: bytes under names, for pools of cluster reach."""

@@ -1,0 +1,116 @@
+"""What a store of objects promises: bytes under names, put once and never changed.
+
+A store knows nothing of blocks. It has no owner and many writers; what lies there proves itself. A call takes a whole run of requests,
+keeps some of them in flight at a time, tries those again that a retry can help, waits with jitter between, and returns when all have
+ended or its deadline has passed, whichever is first. What went wrong is a `Refusal` in its place, never an exception. Calls may come from any thread and never
+touch what they were given after they have returned, except bodies of puts, which the caller must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+Body = bytes | bytearray | memoryview
+
+
+class Trouble(Enum):
+    """Why a store did not do what it was asked, as far as the caller's next step depends on it."""
+
+    ABSENT = "absent"  # nothing has this name
+    TAKEN = "taken"  # something has this name already
+    DENIED = "denied"  # credentials or policy; a retry does not help
+    REFUSED = "refused"  # anything else the store said; a retry has been tried where it could help
+    SILENT = "silent"  # no answer, or not in time
+
+
+class Refusal(NamedTuple):
+    """What a store answered instead of what was asked.
+
+    Attributes:
+        words: for people: status, code and cause in a line, such as "503 SlowDown after 3 attempts".
+    """
+
+    trouble: Trouble
+    words: str
+
+
+class Put(NamedTuple):
+    """An object to be put, if nothing has its name."""
+
+    name: str
+    body: Body
+
+
+class Get(NamedTuple):
+    """An object, or a part of it, to be read.
+
+    Attributes:
+        first, count: bytes from `first` on, `count` of them or as many as there are; None: to the end.
+        expected_bytes: how large the part probably is, 0 for unknown: a store may read large parts in parallel ranges.
+    """
+
+    name: str
+    first: int = 0
+    count: int | None = None
+    expected_bytes: int = 0
+
+
+class Got(NamedTuple):
+    """What was read.
+
+    Attributes:
+        body: the bytes; any object that gives a C-contiguous buffer.
+        size_bytes: of the whole object.
+    """
+
+    body: Body
+    size_bytes: int
+
+
+class Listed(NamedTuple):
+    """An object as a listing tells of it.
+
+    Attributes:
+        modified_ns: when it was put, by the store's clock, since 1970.
+    """
+
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+class Store(Protocol):
+    """A store of objects. Names are relative to its prefix: ASCII letters, digits, "-", "_", "." and "/", at most 512 bytes.
+
+    Attributes:
+        name: the same for every instance that uses this store and this prefix; claims are kept under it.
+        lists: whether `listed` works; a cache that forgets by itself has nothing to list.
+    """
+
+    name: str
+    lists: bool
+
+    def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
+        """Put objects where nothing has their names; None for each that was put by this call, TAKEN where something was there."""
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        """Read objects or parts of them."""
+
+    def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
+        """Delete objects; None where nothing has the name any more."""
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        """Objects whose names begin with `prefix` and sort behind `after`, in the order of names.
+
+        Args:
+            deadline_s: of each request of the listing.
+        Raises: PoolError: the store refused or did not answer; what was given out before holds.
+        """
+
+    def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
+        """Change a small object only if its bytes are `expected`, None for none there: for a lease, not for blocks. TAKEN: they are not."""
+
+    def close(self) -> None:
+        """Give back connections; requests under way end by their timeouts. Idempotent."""
