@@ -10,7 +10,8 @@ from kvbm.core.columns import FrameColumns
 from kvbm.core.errors import FrameError
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Allocation, Copy, Match, Recovered, TierCounts
+from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
+from kvbm.core.policy import Share
 from kvbm.core.residency import FoldedFrame, TierBlocks
 
 def sequence_hashes(
@@ -181,7 +182,13 @@ class ClusterIndex:
 class Ledger:
     """Twin of `kvbm.core.ledger.Ledger`, which says what each of these does."""
 
-    def __init__(self, pools: Sequence[PoolStated], eviction: str = "lru", event_bytes: int = ...) -> None: ...
+    def __init__(
+        self,
+        pools: Sequence[PoolStated],
+        eviction: str = "lru",
+        event_bytes: int = ...,
+        shares: Sequence[Share] = (),
+    ) -> None: ...
     @property
     def pools(self) -> tuple[PoolStated, ...]: ...
     @property
@@ -231,4 +238,6 @@ class Ledger:
     def copies_in_flight(self) -> int: ...
     def begin_round(self) -> bool: ...
     def step_round(self, limit: int = ...) -> bool: ...
+    def assign(self, namespace: NamespaceId, tenant: str) -> None: ...
+    def share_counts(self, tier: Tier) -> list[ShareCounts]: ...
     def counts(self, tier: Tier) -> TierCounts: ...

@@ -13,7 +13,8 @@ from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Allocation, Copy, Match, Recovered, TierCounts
+from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
+from kvbm.core.policy import Share
 from kvbm.core.residency import FoldedFrame, TierBlocks
 
 
@@ -161,9 +162,13 @@ class LedgerTwin(Protocol):
     def begin_round(self) -> bool: ...
     def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool: ...
     def counts(self, tier: Tier) -> TierCounts: ...
+    def assign(self, namespace: NamespaceId, tenant: str) -> None: ...
+    def share_counts(self, tier: Tier) -> list[ShareCounts]: ...
 
 
 REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames)
 
 
-NewLedger = Callable[[Sequence[PoolStated], str, int], LedgerTwin]  # pools, eviction, event_bytes
+NewLedger = Callable[
+    [Sequence[PoolStated], str, int, Sequence[Share]], LedgerTwin
+]  # pools, eviction, event_bytes, shares

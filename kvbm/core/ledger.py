@@ -47,6 +47,7 @@ from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
     NO_PARENT,
+    SLOT_BYTES,
     Epoch,
     InstanceId,
     Namespace,
@@ -58,7 +59,7 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.policy import EVICTION_POLICIES
+from kvbm.core.policy import EVICTION_POLICIES, OTHERS, FairShares, Share
 from kvbm.core.residency import Delta, Residencies
 
 LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
@@ -129,6 +130,22 @@ class TierCounts(NamedTuple):
     allocated: int
 
 
+class ShareCounts(NamedTuple):
+    """How one share of a pool is used right now.
+
+    Attributes:
+        held: blocks.
+        evictable: of those, what may be evicted.
+        quota_slots: blocks it may hold at most, None where there is no such limit.
+    """
+
+    tenant: str
+    weight: int
+    held: int
+    evictable: int
+    quota_slots: int | None
+
+
 class _Kept(NamedTuple):
     """What `keep` has said of a block. The block with the least of these is given up first."""
 
@@ -152,9 +169,10 @@ class _RoundLeft(NamedTuple):
 class _TierState:
     """The slots of one pool."""
 
-    def __init__(self, pool: PoolStated, eviction: str) -> None:
+    def __init__(self, pool: PoolStated, eviction: str, fair: FairShares | None) -> None:
         self.pool = pool
-        self.policy = EVICTION_POLICIES[eviction](pool.slots)
+        self.fair = fair
+        self.policy = EVICTION_POLICIES[eviction](pool.slots) if fair is None else fair
         self.unused = 0  # slots from here on were never used
         self.free: deque[int] = deque()
         self.free_after: dict[int, Offset] = {}  # slots → offset after the event that last withdrew a block from them
@@ -206,10 +224,17 @@ class Ledger:
         pools: the instance's pools; a pool without slots (OBJECT) is only ever the target or source of a copy.
         eviction: name of the eviction policy, one of `policy.EVICTION_POLICIES`.
         event_bytes: room for events that wait, as large as frames would make them; what `start` records comes on top.
-    Raises: LedgerError: no such policy, or too little room.
+        shares: of tenants; without any, all blocks are alike.
+    Raises: LedgerError: no such policy, too little room, or shares that make no sense.
     """
 
-    def __init__(self, pools: Sequence[PoolStated], eviction: str = "lru", event_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self,
+        pools: Sequence[PoolStated],
+        eviction: str = "lru",
+        event_bytes: int = 64 << 20,
+        shares: Sequence[Share] = (),
+    ) -> None:
         if eviction not in EVICTION_POLICIES:
             raise LedgerError(f"there is no eviction policy {eviction!r}; use one of {', '.join(EVICTION_POLICIES)}")
         if event_bytes < LEAST_EVENT_BYTES:
@@ -218,7 +243,11 @@ class Ledger:
         self.residencies = Residencies(strict=True)
         self.applied = Offset(0)  # offset the next event gets
         self.overflowed = False  # the stream has ended for want of room
-        self._tiers = {pool.tier: _TierState(pool, eviction) for pool in pools if pool.slots}
+        self._shares = _shares(shares)
+        self._share_of: dict[NamespaceId, int] = {}  # those that were assigned; the last share is everybody else's
+        self._tiers = {
+            pool.tier: _TierState(pool, eviction, self._fair(pool, eviction)) for pool in pools if pool.slots
+        }
         self._event_bytes = event_bytes
         self._waiting: list[Event] = []
         self._digests: list[int] = []  # after each waiting event
@@ -228,6 +257,24 @@ class Ledger:
         self._round = 0
         self._round_left: deque[_RoundLeft] = deque()
         self._started: InstanceStarted | None = None
+
+    def assign(self, namespace: NamespaceId, tenant: str) -> None:
+        """Say whose a namespace is, before any block of it is held. A tenant without a share of its own is among the others.
+
+        Raises: LedgerError: blocks of it are counted for another share already.
+        """
+        if not self._shares:
+            return
+        names = [share.tenant for share in self._shares]
+        share = names.index(tenant) if tenant in names else len(names) - 1
+        if self._share(namespace) != share and any(
+            entry.namespace == namespace for held in self.residencies.held.values() for entry in held.values()
+        ):
+            raise LedgerError(
+                f"namespace {namespace.hex()[:8]} holds blocks already, so it cannot be assigned to tenant {tenant!r};"
+                " assign it before its first block"
+            )
+        self._share_of[namespace] = share
 
     # -- the life of the stream ---------------------------------------------------------------------------------------
 
@@ -586,11 +633,12 @@ class Ledger:
         target_slots = b""
         if state is not None:
             blocks = [b for b in blocks if b not in self.residencies.held[target] and b not in state.arriving]
-            blocks = blocks[: state.room()]
+            blocks = blocks[: min(state.room(), self._quota_room(target, state, namespace))]
         if not blocks:
             return None
         source_slots = self._pin_source(source, blocks)
         if state is not None:
+            self._evict_beyond_quota(target, state, namespace, len(blocks))
             allocation = self.allocate(target, len(blocks))
             if allocation is None:  # the room was counted; making it was an overflow
                 if isinstance(source, Tier) and source_slots:
@@ -769,7 +817,55 @@ class Ledger:
             len(state.allocated),
         )
 
+    def share_counts(self, tier: Tier) -> list[ShareCounts]:
+        """How a pool's shares are used right now, OTHERS last; none where there are no shares."""
+        fair = self._state(tier).fair
+        if fair is None:
+            return []
+        return [
+            ShareCounts(share.tenant, share.weight, fair.held[at], fair.evictable(at), share.quota_slots.get(tier))
+            for at, share in enumerate(self._shares)
+        ]
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _share(self, namespace: NamespaceId) -> int:
+        return self._share_of.get(namespace, len(self._shares) - 1)
+
+    def _fair(self, pool: PoolStated, eviction: str) -> FairShares | None:
+        if not self._shares:
+            return None
+
+        def share_of(block: SequenceHash) -> int:
+            return self._share(self.residencies.held[pool.tier][block].namespace)
+
+        return FairShares(pool.slots, eviction, [share.weight for share in self._shares], share_of)
+
+    def _quota_room(self, tier: Tier, state: _TierState, namespace: NamespaceId) -> int:
+        """Blocks a copy may still bring to a tier for a namespace's tenant, if its own give way."""
+        if state.fair is None:
+            return state.pool.slots
+        return max(0, self._quota_left(tier, state.fair, namespace) + state.fair.evictable(self._share(namespace)))
+
+    def _quota_left(self, tier: Tier, fair: FairShares, namespace: NamespaceId) -> int:
+        """What is left of a quota, below 0 beyond it; the pool's size where there is none. What is on its way counts."""
+        share = self._share(namespace)
+        quota = self._shares[share].quota_slots.get(tier)
+        if quota is None:
+            return self._tiers[tier].pool.slots
+        arriving = sum(
+            len(copy.target_slots) // SLOT_BYTES
+            for copy in self._copies.values()
+            if copy.target == tier and self._share(copy.namespace) == share
+        )
+        return quota - fair.held[share] - arriving
+
+    def _evict_beyond_quota(self, tier: Tier, state: _TierState, namespace: NamespaceId, count: int) -> None:
+        """Have a tenant's own blocks give way to `count` more of its blocks, as far as its quota wants it."""
+        if state.fair is not None:
+            beyond = count - self._quota_left(tier, state.fair, namespace)
+            if beyond > 0:
+                self._evict(tier, state.fair.victims_of(self._share(namespace), beyond), EvictReason.QUOTA)
 
     def _state(self, tier: Tier) -> _TierState:
         state = self._tiers.get(tier)
@@ -853,6 +949,20 @@ class Ledger:
             state = self._tiers[change.tier]
             if change.slot is not None:
                 state.allocated.discard(change.slot)
+
+
+def _shares(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """Shares with that of all others last. Raises LedgerError: a tenant named twice, or a weight that is none."""
+    if not shares:
+        return ()
+    for share in shares:
+        if share.weight < 1:
+            raise LedgerError(f"the share of tenant {share.tenant!r} has weight {share.weight}; a weight is at least 1")
+    named = {share.tenant: share for share in shares}
+    if len(named) < len(shares):
+        raise LedgerError(f"{len(shares)} shares name {len(named)} tenants; a tenant has one share")
+    others = named.pop(OTHERS, Share(OTHERS))
+    return (*named.values(), others)
 
 
 def _require_own(state: _TierState, slot: int, consequence: str) -> None:

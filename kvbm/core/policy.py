@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
-from kvbm.core.ids import SequenceHash
+from kvbm.core.ids import SequenceHash, Tier
 
 MAX_USES = 3  # what S3-FIFO counts up to
+OTHERS = "*"  # the tenant that stands for all who have no share of their own
+
+
+class Share(NamedTuple):
+    """What one tenant may have of an instance's pools.
+
+    Attributes:
+        tenant: whose; OTHERS for all that are not named.
+        weight: its part of every pool that is full is weight over the sum of weights, at least 1.
+        quota_slots: slots it may fill at most in a tier that others' copies fill too; a tier that is not named has no quota.
+    """
+
+    tenant: str
+    weight: int = 1
+    quota_slots: Mapping[Tier, int] = {}
 
 
 class EvictionPolicy(Protocol):
@@ -149,6 +164,78 @@ class S3Fifo:
         self._ghost[block] = None
         if len(self._ghost) > self._ghosts:
             self._ghost.popitem(last=False)
+
+
+class FairShares:
+    """A policy for each share of a pool. Who is farthest above its share gives up first: the one with the most blocks for its weight
+    that has any to give, so that a tenant that wants much takes from itself before it takes from others, and room nobody else wants is
+    anybody's.
+
+    Args:
+        slots: of the tier's pool.
+        eviction: name of the policy within a share, which is told a pool as large as the share.
+        weights: of the shares.
+        share_of: the share a block of the tier belongs to, asked when it enters.
+    """
+
+    def __init__(
+        self, slots: int, eviction: str, weights: Sequence[int], share_of: Callable[[SequenceHash], int]
+    ) -> None:
+        self._parts = [EVICTION_POLICIES[eviction](max(1, slots * weight // sum(weights))) for weight in weights]
+        self._weights, self._share_of = list(weights), share_of
+        self._shares: dict[SequenceHash, int] = {}  # of every block the tier holds
+        self.held = [0] * len(
+            weights
+        )  # blocks of each share, those that `victims` gave up among them until they are lost
+
+    def gain(self, block: SequenceHash, pinned: bool) -> None:
+        share = self._shares[block] = self._share_of(block)
+        self.held[share] += 1
+        self._parts[share].gain(block, pinned)
+
+    def hold(self, block: SequenceHash) -> None:
+        self._parts[self._shares[block]].hold(block)
+
+    def free(self, block: SequenceHash) -> None:
+        self._parts[self._shares[block]].free(block)
+
+    def lose(self, block: SequenceHash) -> None:
+        share = self._shares.pop(block, None)
+        if share is not None:
+            self.held[share] -= 1
+            self._parts[share].lose(block)
+
+    def victims(self, count: int) -> list[SequenceHash]:
+        if count > len(self):
+            return []
+        held = list(self.held)
+        given_up = []
+        for _ in range(count):
+            share = self._farthest_above(held)
+            held[share] -= 1
+            given_up += self._parts[share].victims(1)
+        return given_up
+
+    def victims_of(self, share: int, count: int) -> list[SequenceHash]:
+        """As `victims`, of one share alone."""
+        return self._parts[share].victims(count)
+
+    def evictable(self, share: int) -> int:
+        """How many blocks of one share may be evicted now."""
+        return len(self._parts[share])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def _farthest_above(self, held: list[int]) -> int:
+        """The share with the most blocks for its weight, of those that can give one up; of two alike the first."""
+        farthest = -1
+        for share, weight in enumerate(self._weights):
+            if len(self._parts[share]) and (
+                farthest < 0 or held[share] * self._weights[farthest] > held[farthest] * weight
+            ):
+                farthest = share
+        return farthest
 
 
 class OffloadPolicy(Protocol):

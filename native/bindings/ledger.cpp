@@ -45,6 +45,7 @@ struct LedgerClasses {
   TupleClass allocation{ledger, "Allocation"};
   TupleClass copy{ledger, "Copy"};
   TupleClass tier_counts{ledger, "TierCounts"};
+  TupleClass share_counts{ledger, "ShareCounts"};
   TupleClass frame_bytes{codec, "FrameBytes"};
   EnumClass tier{ids, "Tier"};
   nb::object started = events.attr("InstanceStarted");
@@ -111,6 +112,20 @@ std::vector<Pool> pools_of(const nb::tuple& pools, const LedgerClasses& classes)
   return stated;
 }
 
+std::vector<Share> shares_of(nb::handle shares) {
+  std::vector<Share> stated;
+  for (nb::handle share : shares) {
+    Share one{.tenant = std::string(utf8(share.attr("tenant"), "a tenant's name")),
+              .weight = number<std::uint32_t>(share.attr("weight"))};
+    one.quota.fill(kNoQuota);
+    for (nb::handle item : share.attr("quota_slots").attr("items")()) {
+      one.quota[static_cast<std::size_t>(tier_of(item[0]))] = number<std::uint32_t>(item[1]);
+    }
+    stated.push_back(std::move(one));
+  }
+  return stated;
+}
+
 std::vector<Recovered> recovered_of(nb::handle entries) {
   std::vector<Recovered> recovered;
   for (nb::handle entry : entries) {
@@ -144,19 +159,21 @@ class PythonLedger {
   }
 
  public:
-  PythonLedger(nb::handle pools, std::string_view eviction, std::size_t event_bytes, SharedErrors errors,
+  PythonLedger(nb::handle pools, std::string_view eviction, std::size_t event_bytes, nb::handle shares, SharedErrors errors,
                SharedLedgerClasses classes)
       : errors_(std::move(errors)),
         classes_(std::move(classes)),
         pools_(nb::borrow(pools)),
-        ledger_(bindings::translated(errors_, [&] { return Ledger(pools_of(pools_, *classes_), eviction, event_bytes); })) {}
+        ledger_(bindings::translated(errors_, [&] {
+          return std::make_unique<Ledger>(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares));
+        })) {}
 
   const nb::tuple& pools() const { return pools_; }
-  std::uint64_t epoch() const { return ledger_.epoch(); }
-  std::uint64_t applied() const { return ledger_.applied(); }
-  std::uint64_t digest() const { return ledger_.digest(); }
-  bool stopped() const { return ledger_.is_stopped(); }
-  bool overflowed() const { return ledger_.has_overflowed(); }
+  std::uint64_t epoch() const { return ledger_->epoch(); }
+  std::uint64_t applied() const { return ledger_->applied(); }
+  std::uint64_t digest() const { return ledger_->digest(); }
+  bool stopped() const { return ledger_->is_stopped(); }
+  bool overflowed() const { return ledger_->has_overflowed(); }
 
   void start(std::uint64_t epoch, nb::handle namespaces, nb::handle topology, nb::handle engine, nb::handle version,
              nb::handle recovered) {
@@ -170,22 +187,22 @@ class PythonLedger {
           by_tier[static_cast<std::size_t>(tier_of(item[0]))] = recovered_of(item[1]);
         }
       }
-      if (ledger_.epoch() == 0) {
+      if (ledger_->epoch() == 0) {
         started_with_ = with;
       }
-      ledger_.start(epoch, run_of(blob), with.namespaces.size(), by_tier);
+      ledger_->start(epoch, run_of(blob), with.namespaces.size(), by_tier);
     });
   }
 
   std::uint64_t restart(std::uint64_t epoch) {
     return translated([&] {
       const nb::object blob = started_blob(epoch, started_with_);
-      return ledger_.restart(epoch, run_of(blob), started_with_.namespaces.size());
+      return ledger_->restart(epoch, run_of(blob), started_with_.namespaces.size());
     });
   }
 
   void stop(nb::handle reason) {
-    translated([&] { ledger_.stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
+    translated([&] { ledger_->stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
   }
 
   nb::list take_frames(nb::handle instance, std::uint64_t wall_time_ns) {
@@ -193,48 +210,48 @@ class PythonLedger {
       nb::list frames;
       FrameHeader header;
       header.instance = utf8(instance, "the instance's name");
-      header.epoch = ledger_.epoch();
+      header.epoch = ledger_->epoch();
       header.wall_time_ns = wall_time_ns;
-      for (const FrameBody& body : ledger_.waiting_frames()) {
-        frames.append(classes_->frame_bytes(nb::int_(ledger_.epoch()), nb::int_(body.first_offset),
+      for (const FrameBody& body : ledger_->waiting_frames()) {
+        frames.append(classes_->frame_bytes(nb::int_(ledger_->epoch()), nb::int_(body.first_offset),
                                             nb::int_(body.first_offset + body.event_count), framed(body, header)));
       }
-      ledger_.clear_waiting();
+      ledger_->clear_waiting();
       return frames;
     });
   }
 
   nb::object match(nb::handle hashes, bool pinned) {
     return translated([&] {
-      const Match found = ledger_.match(run_of(hashes), pinned);
+      const Match found = ledger_->match(run_of(hashes), pinned);
       return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
     });
   }
 
-  bool holds(nb::handle tier, nb::handle block) const { return ledger_.holds(tier_of(tier), run_of(block)); }
+  bool holds(nb::handle tier, nb::handle block) const { return ledger_->holds(tier_of(tier), run_of(block)); }
 
   nb::bytes lacking(nb::handle tier, nb::handle hashes) {
-    return translated([&] { return copy_bytes(ledger_.lacking(tier_of(tier), run_of(hashes))); });
+    return translated([&] { return copy_bytes(ledger_->lacking(tier_of(tier), run_of(hashes))); });
   }
 
   nb::object residency(nb::handle tier, nb::handle block) const {
-    const auto found = ledger_.residency(tier_of(tier), run_of(block));
+    const auto found = ledger_->residency(tier_of(tier), run_of(block));
     return found ? nb::object(nb::make_tuple(copy_bytes(found->first), found->second)) : nb::none();
   }
 
-  nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_.held(tier_of(tier))); }
+  nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_->held(tier_of(tier))); }
 
   void pin(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_.pin(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_->pin(tier_of(tier), run_of(slots)); });
   }
 
   void unpin(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_.unpin(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_->unpin(tier_of(tier), run_of(slots)); });
   }
 
   nb::object allocate(nb::handle tier, std::size_t count) {
     return translated([&]() -> nb::object {
-      const auto allocation = ledger_.allocate(tier_of(tier), count);
+      const auto allocation = ledger_->allocate(tier_of(tier), count);
       if (!allocation) {
         return nb::none();
       }
@@ -243,36 +260,36 @@ class PythonLedger {
   }
 
   void release(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_.release(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_->release(tier_of(tier), run_of(slots)); });
   }
 
   nb::bytes create(nb::handle namespace_id, nb::handle tier, nb::handle parent, nb::handle start, nb::handle hashes,
                    nb::handle slots) {
     return translated([&] {
-      return copy_bytes(ledger_.create(namespace_of(namespace_id), tier_of(tier), sixteen_of(parent, "a parent hash"),
+      return copy_bytes(ledger_->create(namespace_of(namespace_id), tier_of(tier), sixteen_of(parent, "a parent hash"),
                                        number<std::uint64_t>(start), run_of(hashes), run_of(slots)));
     });
   }
 
   std::size_t evict(nb::handle tier, nb::handle hashes, nb::handle reason) {
-    return translated([&] { return ledger_.evict(tier_of(tier), run_of(hashes), reason_of(reason)); });
+    return translated([&] { return ledger_->evict(tier_of(tier), run_of(hashes), reason_of(reason)); });
   }
 
   void forget(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle reason) {
     translated([&] {
-      ledger_.forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
+      ledger_->forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
     });
   }
 
   std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority) {
-    return translated([&] { return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority); });
+    return translated([&] { return ledger_->keep(tier_of(tier), run_of(hashes), until_s, priority); });
   }
 
-  std::size_t expire(double now_s) { return ledger_.expire(now_s); }
+  std::size_t expire(double now_s) { return ledger_->expire(now_s); }
 
   nb::object begin_copy(nb::handle namespace_id, nb::handle source, nb::handle target, nb::handle hashes) {
     return translated([&]() -> nb::object {
-      const auto begun = ledger_.begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
+      const auto begun = ledger_->begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
       if (!begun) {
         return nb::none();
       }
@@ -292,34 +309,54 @@ class PythonLedger {
       for (nb::handle flag : arrived) {
         flags.push_back(is_true(flag) ? 1 : 0);
       }
-      if (const std::size_t count = ledger_.copy_blocks(id); flags.size() != count) {
+      if (const std::size_t count = ledger_->copy_blocks(id); flags.size() != count) {
         throw nb::value_error(
             (std::to_string(flags.size()) + " arrivals for a copy of " + std::to_string(count) + " blocks").c_str());
       }
       const auto why = member_of<MigrateCause>(cause, kMigrateCauseCount, "MigrateCause");
       nb::list holders;
-      for (const std::uint32_t slot : ledger_.end_copy(id, flags, why, kept, pinned)) {
+      for (const std::uint32_t slot : ledger_->end_copy(id, flags, why, kept, pinned)) {
         holders.append(slot != kNoSlot ? nb::object(nb::int_(slot)) : nb::none());
       }
       return holders;
     });
   }
 
-  std::size_t copies_in_flight() const { return ledger_.copies_in_flight(); }
+  std::size_t copies_in_flight() const { return ledger_->copies_in_flight(); }
 
   bool begin_round() {
-    return translated([&] { return ledger_.begin_round(); });
+    return translated([&] { return ledger_->begin_round(); });
   }
 
   bool step_round(std::size_t limit) {
-    return translated([&] { return ledger_.step_round(limit); });
+    return translated([&] { return ledger_->step_round(limit); });
   }
 
   nb::object counts(nb::handle tier) const {
     return translated([&] {
-      const TierCounts counts = ledger_.counts(tier_of(tier));
+      const TierCounts counts = ledger_->counts(tier_of(tier));
       return classes_->tier_counts(nb::int_(counts.slots), nb::int_(counts.free), nb::int_(counts.held),
                                    nb::int_(counts.evictable), nb::int_(counts.allocated));
+    });
+  }
+
+  void assign(nb::handle namespace_id, nb::handle tenant) {
+    translated([&] { ledger_->assign(namespace_of(namespace_id), utf8(tenant, "a tenant's name")); });
+  }
+
+  nb::list share_counts(nb::handle tier) const {
+    return translated([&] {
+      const Tier wanted = tier_of(tier);
+      nb::list counted;
+      std::uint32_t at = 0;
+      for (const Share& share : ledger_->shares()) {
+        const ShareCounts counts = ledger_->share_counts(wanted, at++);
+        const std::uint32_t quota = share.quota[static_cast<std::size_t>(wanted)];
+        counted.append(classes_->share_counts(nb::str(share.tenant.data(), share.tenant.size()), nb::int_(share.weight),
+                                              nb::int_(counts.held), nb::int_(counts.evictable),
+                                              quota == kNoQuota ? nb::object(nb::none()) : nb::object(nb::int_(quota))));
+      }
+      return counted;
     });
   }
 
@@ -342,7 +379,7 @@ class PythonLedger {
   SharedLedgerClasses classes_;  // what results are made of
   nb::tuple pools_;              // as they were given
   StartedWith started_with_;     // set by `start`
-  Ledger ledger_;                // the ledger
+  std::unique_ptr<Ledger> ledger_;  // the ledger
 };
 
 }  // namespace
@@ -353,10 +390,12 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
   nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.core.ledger.Ledger specifies it.")
       .def(
           "__init__",
-          [errors, classes](PythonLedger* self, nb::handle pools, std::string_view eviction, std::size_t event_bytes) {
-            new (self) PythonLedger(pools, eviction, event_bytes, errors, classes);
+          [errors, classes](PythonLedger* self, nb::handle pools, std::string_view eviction, std::size_t event_bytes,
+                            nb::handle shares) {
+            new (self) PythonLedger(pools, eviction, event_bytes, shares, errors, classes);
           },
-          nb::arg("pools"), nb::arg("eviction") = "lru", nb::arg("event_bytes") = kDefaultEventBytes)
+          nb::arg("pools"), nb::arg("eviction") = "lru", nb::arg("event_bytes") = kDefaultEventBytes,
+          nb::arg("shares") = none)
       .def_prop_ro("pools", &PythonLedger::pools)
       .def_prop_ro("epoch", &PythonLedger::epoch)
       .def_prop_ro("applied", &PythonLedger::applied)
@@ -390,7 +429,9 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("copies_in_flight", &PythonLedger::copies_in_flight)
       .def("begin_round", &PythonLedger::begin_round)
       .def("step_round", &PythonLedger::step_round, nb::arg("limit") = kMaxRunBlocks)
-      .def("counts", &PythonLedger::counts, nb::arg("tier"));
+      .def("counts", &PythonLedger::counts, nb::arg("tier"))
+      .def("assign", &PythonLedger::assign, nb::arg("namespace"), nb::arg("tenant"))
+      .def("share_counts", &PythonLedger::share_counts, nb::arg("tier"));
 }
 
 }  // namespace kvbm::bindings

@@ -78,8 +78,8 @@ void Ghosts::unlink(std::uint32_t entry) noexcept {
   spare_.append(entries_, entry);
 }
 
-S3Fifo::S3Fifo(std::span<Slot> slots, std::uint64_t seed)
-    : slots_(slots), small_slots_(std::max<std::size_t>(1, slots.size() / 10)), ghosts_(slots.size() - small_slots_, seed) {}
+S3Fifo::S3Fifo(std::span<Slot> slots, std::uint64_t seed, std::size_t capacity)
+    : slots_(slots), small_slots_(std::max<std::size_t>(1, capacity / 10)), ghosts_(capacity - small_slots_, seed) {}
 
 void S3Fifo::gain(std::uint32_t slot, bool pinned) noexcept {
   Slot& block = slots_[slot];
@@ -176,12 +176,83 @@ void S3Fifo::hold_back(Slot& slot, bool is_held_back) noexcept {
   }
 }
 
-std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::span<Slot> slots, std::uint64_t seed) {
+// -- shares of tenants -------------------------------------------------------------------------------------------------
+
+FairShares::FairShares(std::string_view eviction, std::span<Slot> slots, std::uint64_t seed, std::span<const Share> shares,
+                       const std::vector<std::uint32_t>& share_of)
+    : slots_(slots), share_of_(share_of) {
+  std::uint64_t weights = 0;
+  for (const Share& share : shares) {
+    weights += share.weight;
+  }
+  for (const Share& share : shares) {
+    const std::size_t capacity = std::max<std::size_t>(1, slots.size() * share.weight / weights);
+    parts_.push_back({.policy = make_eviction_policy(eviction, slots, seed, capacity), .weight = share.weight});
+  }
+}
+
+void FairShares::gain(std::uint32_t slot, bool pinned) noexcept {
+  Part& part = part_of(slot);
+  ++part.held;
+  part.policy->gain(slot, pinned);
+}
+
+void FairShares::hold(std::uint32_t slot) noexcept { part_of(slot).policy->hold(slot); }
+
+void FairShares::free(std::uint32_t slot) noexcept { part_of(slot).policy->free(slot); }
+
+void FairShares::lose(std::uint32_t slot) noexcept {
+  Part& part = part_of(slot);
+  --part.held;
+  part.policy->lose(slot);
+}
+
+bool FairShares::victims(std::span<std::uint32_t> out) noexcept {
+  if (out.size() > size()) {
+    return false;
+  }
+  for (Part& part : parts_) {
+    part.left = part.held;
+  }
+  for (std::uint32_t& slot : out) {
+    Part& part = farthest_above();
+    --part.left;
+    part.policy->victims(std::span(&slot, 1));
+  }
+  return true;
+}
+
+std::size_t FairShares::size() const noexcept {
+  std::size_t size = 0;
+  for (const Part& part : parts_) {
+    size += part.policy->size();
+  }
+  return size;
+}
+
+FairShares::Part& FairShares::part_of(std::uint32_t slot) noexcept {
+  const std::uint32_t namespace_index = slots_[slot].namespace_index;
+  return namespace_index < share_of_.size() ? parts_[share_of_[namespace_index]] : parts_.back();
+}
+
+// Of the shares that can give a block up, of which there is one, the one with the most blocks for its weight; of two alike the first.
+FairShares::Part& FairShares::farthest_above() noexcept {
+  Part* farthest = nullptr;
+  for (Part& part : parts_) {
+    if (part.policy->size() > 0 && (farthest == nullptr || part.left * farthest->weight > farthest->left * part.weight)) {
+      farthest = &part;
+    }
+  }
+  return *farthest;
+}
+
+std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::span<Slot> slots, std::uint64_t seed,
+                                                     std::size_t capacity) {
   if (name == "lru") {
     return std::make_unique<LeastRecentlyUsed>(slots);
   }
   if (name == "s3fifo") {
-    return std::make_unique<S3Fifo>(slots, seed);
+    return std::make_unique<S3Fifo>(slots, seed, capacity);
   }
   return nullptr;
 }

@@ -91,14 +91,42 @@ void require_own(const TierSlots& tier, std::uint32_t slot, const char* conseque
   }
 }
 
+// Shares with that of all others last. Throws Error: kLedger, when a tenant is named twice or a weight is none.
+std::vector<Share> with_others(std::vector<Share> shares) {
+  if (shares.empty()) {
+    return shares;
+  }
+  std::set<std::string_view> tenants;
+  for (const Share& share : shares) {
+    if (share.weight < 1) {
+      throw ledger_error("the share of tenant '" + share.tenant + "' has weight 0; a weight is at least 1");
+    }
+    tenants.insert(share.tenant);
+  }
+  if (tenants.size() < shares.size()) {
+    throw ledger_error(std::to_string(shares.size()) + " shares name " + std::to_string(tenants.size()) +
+                       " tenants; a tenant has one share");
+  }
+  const auto others = std::ranges::find(shares, kOthers, &Share::tenant);
+  if (others != shares.end()) {
+    std::rotate(others, others + 1, shares.end());
+  } else {
+    shares.push_back({.tenant = kOthers});
+    shares.back().quota.fill(kNoQuota);
+  }
+  return shares;
+}
+
 Error repeated_in_run(Tier tier, const char* what) {
   return Error::illegal_event("repeated-in-run", "a run in " + name(tier) + " names a " + what + " twice");
 }
 
 }  // namespace
 
-Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes)
-    : event_bytes_(event_bytes), seed_((std::uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()) {
+Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes, std::vector<Share> shares)
+    : shares_(with_others(std::move(shares))),
+      event_bytes_(event_bytes),
+      seed_((std::uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()) {
   if (eviction != "lru" && eviction != "s3fifo") {
     throw ledger_error("there is no eviction policy '" + std::string(eviction) + "'; use one of lru, s3fifo");
   }
@@ -118,7 +146,7 @@ Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size
     }
     is_cluster_[static_cast<std::size_t>(pool.tier)] = pool.is_cluster;
     if (pool.slots > 0) {
-      tier = std::make_unique<TierSlots>(pool.tier, pool.slots, eviction, seed_);
+      tier = std::make_unique<TierSlots>(pool.tier, pool.slots, eviction, seed_, shares_, &share_of_);
       in_order_.push_back(tier.get());
     }
   }
@@ -691,7 +719,15 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Ledger::begin_copy(const Na
   if (into == nullptr && !is_cluster(target)) {
     throw ledger_error("this instance has no " + name(target) + " pool with slots");
   }
-  const std::size_t room = into != nullptr ? into->room() : std::numeric_limits<std::size_t>::max();
+  std::size_t room = into != nullptr ? into->room() : std::numeric_limits<std::size_t>::max();
+  std::uint32_t share = 0;
+  std::int64_t within_quota = 0;  // blocks that may come before the tenant's own give way
+  if (into != nullptr && !shares_.empty()) {
+    share = share_of(namespace_id);
+    within_quota = quota_left(target, share);
+    const std::int64_t most = within_quota + static_cast<std::int64_t>(into->counts_of(share).evictable);
+    room = std::min(room, static_cast<std::size_t>(std::max<std::int64_t>(0, most)));
+  }
   const Bytes blocks = distinct(hashes);
   for (std::size_t at = 0; at < blocks.size() / kHashBytes && copy.hashes.size() / kHashBytes < room; ++at) {
     const std::uint8_t* const hash = hash_at(blocks, at);
@@ -715,6 +751,12 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Ledger::begin_copy(const Na
   }
   if (into != nullptr) {
     const std::size_t count = copy.hashes.size() / kHashBytes;
+    if (const std::int64_t beyond = static_cast<std::int64_t>(count) - within_quota; !shares_.empty() && beyond > 0) {
+      require_open("BlocksEvicted");  // before the policy has given up anything
+      victims_.resize(static_cast<std::size_t>(beyond));
+      into->victims_of(share, victims_);
+      withdraw(*into, victims_, EvictReason::kQuota);
+    }
     const auto allocation = allocate(target, count);
     if (!allocation.has_value()) {  // the room was counted; making it was an overflow
       if (from != nullptr) {
@@ -965,6 +1007,50 @@ void Ledger::state_run(const TierSlots& tier, bool counted, std::uint64_t digest
 // -- inside ------------------------------------------------------------------------------------------------------------
 
 TierCounts Ledger::counts(Tier tier) const { return tier_slots(tier).counts(); }
+
+// -- tenants -----------------------------------------------------------------------------------------------------------
+
+void Ledger::assign(const NamespaceId& namespace_id, std::string_view tenant) {
+  if (shares_.empty()) {
+    return;
+  }
+  const auto others = static_cast<std::uint32_t>(shares_.size() - 1);
+  const auto named = static_cast<std::uint32_t>(std::ranges::find(shares_, tenant, &Share::tenant) - shares_.begin());
+  const std::uint32_t share = std::min(named, others);
+  const std::uint32_t index = namespaces_.intern(namespace_id);
+  if (share_of(namespace_id) != share) {
+    for (const TierSlots* const tier : in_order_) {
+      for (std::uint32_t slot = tier->next_held(0); slot != kNoSlot; slot = tier->next_held(slot + 1)) {
+        if (tier->slot(slot).namespace_index == index) {
+          throw ledger_error("namespace " + shortened(namespace_id.data()) +
+                             " holds blocks already, so it cannot be assigned to tenant '" + std::string(tenant) +
+                             "'; assign it before its first block");
+        }
+      }
+    }
+  }
+  share_of_.resize(std::max<std::size_t>(share_of_.size(), index + std::size_t{1}), others);
+  share_of_[index] = share;
+}
+
+std::uint32_t Ledger::share_of(const NamespaceId& namespace_id) {
+  const std::uint32_t index = namespaces_.intern(namespace_id);
+  return index < share_of_.size() ? share_of_[index] : static_cast<std::uint32_t>(shares_.size() - 1);
+}
+
+// What is left of a quota, below 0 beyond it; the pool's size where there is none. What is on its way counts.
+std::int64_t Ledger::quota_left(Tier tier, std::uint32_t share) {
+  const TierSlots& slots = tier_slots(tier);
+  const std::uint32_t quota = shares_[share].quota[static_cast<std::size_t>(tier)];
+  if (quota == kNoQuota) {
+    return slots.size();
+  }
+  std::size_t used = slots.counts_of(share).held;
+  for (const auto& [id, copy] : copies_) {
+    used += copy.target == tier && share_of(copy.namespace_id) == share ? copy.target_slots.size() : 0;
+  }
+  return static_cast<std::int64_t>(quota) - static_cast<std::int64_t>(used);
+}
 
 TierSlots& Ledger::tier_slots(Tier tier) const {
   TierSlots* const slots = find_tier(tier);

@@ -5,14 +5,22 @@
 
 namespace kvbm {
 
-TierSlots::TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed)
+TierSlots::TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed,
+                     std::span<const Share> shares, const std::vector<std::uint32_t>* share_of)
     : tier_(tier),
       slots_(slots),
       index_(slots, seed),
       arriving_(slots, seed),
-      policy_(make_eviction_policy(eviction, slots_, seed)),
       free_(slots),
-      held_bits_((slots + std::size_t{63}) / 64) {}
+      held_bits_((slots + std::size_t{63}) / 64) {
+  if (shares.empty()) {
+    policy_ = make_eviction_policy(eviction, slots_, seed, slots_.size());
+  } else {
+    auto fair = std::make_unique<FairShares>(eviction, slots_, seed, shares, *share_of);
+    fair_ = fair.get();
+    policy_ = std::move(fair);
+  }
+}
 
 TierCounts TierSlots::counts() const noexcept {
   return {size(), free_count(), held_, policy_->size(), allocated_};

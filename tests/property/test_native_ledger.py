@@ -31,7 +31,7 @@ from kvbm.core.ids import (
 )
 from kvbm.core.kernels import LedgerTwin
 from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
-from kvbm.core.policy import EVICTION_POLICIES
+from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from kvbm.core.residency import Residencies
 
 POOLS = (
@@ -66,10 +66,16 @@ def run_of(first: int, count: int, stride: int = 1) -> bytes:
 class Twins:
     """Both ledgers side by side: what is asked of one is asked of the other, and must come out the same."""
 
-    def __init__(self, eviction: str, event_bytes: int = 64 << 20, pools: Sequence[PoolStated] = POOLS) -> None:
-        self.reference: LedgerTwin = Ledger(pools, eviction, event_bytes)
-        self.native: LedgerTwin = _native.Ledger(pools, eviction, event_bytes)
-        self.eviction, self.event_bytes, self.pools = eviction, event_bytes, tuple(pools)
+    def __init__(
+        self,
+        eviction: str,
+        event_bytes: int = 64 << 20,
+        pools: Sequence[PoolStated] = POOLS,
+        shares: Sequence[Share] = (),
+    ) -> None:
+        self.reference: LedgerTwin = Ledger(pools, eviction, event_bytes, shares)
+        self.native: LedgerTwin = _native.Ledger(pools, eviction, event_bytes, shares)
+        self.eviction, self.event_bytes, self.pools, self.shares = eviction, event_bytes, tuple(pools), shares
         self.frames: list[FrameBytes] = []
         self.allocated: list[tuple[Tier, bytes]] = []
         self.pinned: list[tuple[Tier, bytes]] = []
@@ -99,6 +105,7 @@ class Twins:
         for pool in self.pools:
             if pool.slots:
                 assert self.reference.counts(pool.tier) == self.native.counts(pool.tier)
+                assert self.reference.share_counts(pool.tier) == self.native.share_counts(pool.tier)
 
     def cut(self) -> None:
         frames = self.take_frames(INSTANCE, 7)
@@ -113,8 +120,9 @@ class Twins:
             entries.append(Recovered(held, namespace, slot))
         epoch = Epoch(self.reference.epoch + 1)
         frames = self.frames
-        self.__init__(self.eviction, self.event_bytes, self.pools)  # type: ignore[misc]
+        self.__init__(self.eviction, self.event_bytes, self.pools, self.shares)  # type: ignore[misc]
         self.frames = frames
+        self.assign(NAMESPACES[0].id, "a")
         self.start(epoch, NAMESPACES, ("zone-a", "rack-3"), "engine", "0", {Tier.NVME: entries})
 
     def begin_another(self, newer_by: int) -> None:
@@ -302,6 +310,27 @@ def test_any_script_comes_out_the_same(eviction: str, script: list[Step]):
     twins.verify()
 
 
+# The second namespace is nobody's with a share of its own.
+SHARES = (
+    (Share("a", 3), Share("absent", 2)),
+    (Share(OTHERS, 2, {Tier.NVME: 3, Tier.HOST: 0}), Share("a", 1, {Tier.NVME: 4, Tier.HOST: 5})),
+)
+
+
+@pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
+@pytest.mark.parametrize("shares", SHARES)
+@settings(parent=thorough, max_examples=150)
+@given(script=st.lists(steps, min_size=20, max_size=150))
+def test_tenants_with_shares_come_out_the_same(eviction: str, shares: Sequence[Share], script: list[Step]):
+    twins = Twins(eviction, shares=shares)
+    twins.assign(NAMESPACES[0].id, "a")
+    twins.start(Epoch(1), NAMESPACES)
+    for step in script:
+        twins.step(step)
+    twins.assign(NAMESPACES[0].id, "nobody")  # refused where it holds blocks
+    twins.verify()
+
+
 @pytest.mark.parametrize("eviction", list(EVICTION_POLICIES))
 @settings(parent=thorough, max_examples=8)
 @given(room=st.integers(0, 900), script=st.lists(steps, min_size=10, max_size=60))
@@ -399,11 +428,16 @@ def test_neither_does_anything_before_its_start():
 def test_both_refuse_to_be_made_or_started_in_the_same_words():
     words = []
     for kind in (Ledger, _native.Ledger):
-        for arguments in ((POOLS, "mru"), (POOLS, "lru", LEAST_EVENT_BYTES - 1)):
+        for arguments in (
+            (POOLS, "mru"),
+            (POOLS, "lru", LEAST_EVENT_BYTES - 1),
+            (POOLS, "lru", LEAST_EVENT_BYTES, (Share("a"), Share("a", 2))),
+            (POOLS, "lru", LEAST_EVENT_BYTES, (Share("a", 0),)),
+        ):
             with pytest.raises(LedgerError) as refused:
                 kind(*arguments)
             words.append(str(refused.value))
-    assert words[:2] == words[2:]
+    assert words[:4] == words[4:]
     a, b = NAMESPACES[0].id, NAMESPACES[1].id
     for entries in (
         [Recovered(BLOCKS[0], a, 12)],

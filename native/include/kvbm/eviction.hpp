@@ -3,16 +3,36 @@
 // neither allocate nor throw.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
+#include <vector>
 
+#include "kvbm/event.hpp"
 #include "kvbm/hash_index.hpp"
 #include "kvbm/slots.hpp"
 
 namespace kvbm {
+
+inline constexpr const char* kOthers = "*";                  // the tenant that stands for all who have no share of their own
+inline constexpr std::uint32_t kNoQuota = 0xFFFF'FFFF;         // a tier without one
+
+// What one tenant may have of an instance's pools.
+struct Share {
+  std::string tenant;                             // whose
+  std::uint32_t weight = 1;                       // its part of what is full, at least 1
+  std::array<std::uint32_t, kTierCount> quota{};  // slots it may fill at most, by tier, or kNoQuota
+};
+
+// How one share of a pool is used right now.
+struct ShareCounts {
+  std::size_t held;       // blocks
+  std::size_t evictable;  // of those, what may be evicted
+};
 
 class EvictionPolicy {
  public:
@@ -76,7 +96,8 @@ class Ghosts {
 // Evicts what was used once before what was used again: S3-FIFO (Yang et al., SOSP 2023).
 class S3Fifo final : public EvictionPolicy {
  public:
-  S3Fifo(std::span<Slot> slots, std::uint64_t seed);
+  // capacity: slots it is to share among its two queues; all of them, or what is one tenant's.
+  S3Fifo(std::span<Slot> slots, std::uint64_t seed, std::size_t capacity);
 
   void prefetch(const std::uint8_t* hash) const noexcept override { ghosts_.prefetch(hash); }
   void gain(std::uint32_t slot, bool pinned) noexcept override;
@@ -101,7 +122,46 @@ class S3Fifo final : public EvictionPolicy {
   std::size_t main_free_ = 0;    // blocks of main_ that may
 };
 
+// A policy for each share of a pool: who is farthest above its share gives up first.
+class FairShares final : public EvictionPolicy {
+ public:
+  // shares: there is at least one. share_of: by namespace index; what lies beyond it belongs to the last share. Both outlive this.
+  FairShares(std::string_view eviction, std::span<Slot> slots, std::uint64_t seed, std::span<const Share> shares,
+             const std::vector<std::uint32_t>& share_of);
+
+  void gain(std::uint32_t slot, bool pinned) noexcept override;
+  void hold(std::uint32_t slot) noexcept override;
+  void free(std::uint32_t slot) noexcept override;
+  void lose(std::uint32_t slot) noexcept override;
+  bool victims(std::span<std::uint32_t> out) noexcept override;
+  std::size_t size() const noexcept override;
+
+  // As `victims`, of one share alone.
+  bool victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept { return parts_[share].policy->victims(out); }
+  ShareCounts counts(std::uint32_t share) const noexcept {
+    return {parts_[share].held, parts_[share].policy->size()};
+  }
+
+ private:
+  // One share.
+  struct Part {
+    std::unique_ptr<EvictionPolicy> policy;  // within it
+    std::uint32_t weight;                    // of it
+    std::size_t held = 0;                    // its blocks
+    std::size_t left = 0;                    // scratch: of those, what `victims` has not given up
+  };
+
+  Part& part_of(std::uint32_t slot) noexcept;
+  Part& farthest_above() noexcept;
+
+  std::span<Slot> slots_;                       // of the pool
+  const std::vector<std::uint32_t>& share_of_;  // by namespace index
+  std::vector<Part> parts_;                     // by share
+};
+
 // The policy of a name, or nullptr when there is none of that name.
-std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::span<Slot> slots, std::uint64_t seed);
+// capacity: how many of the slots its blocks fill, as far as it depends on it.
+std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::span<Slot> slots, std::uint64_t seed,
+                                                     std::size_t capacity);
 
 }  // namespace kvbm

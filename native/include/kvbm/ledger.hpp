@@ -76,8 +76,13 @@ struct Copy {
 
 class Ledger {
  public:
-  // Throws Error: kLedger, when there is no such policy, too little room for events, or a pool of cluster reach with slots.
-  Ledger(std::span<const Pool> pools, std::string_view eviction = "lru", std::size_t event_bytes = kDefaultEventBytes);
+  // shares: of tenants; without any, all blocks are alike.
+  // Throws Error: kLedger, when there is no such policy, too little room for events, a pool of cluster reach with slots, or shares
+  // that make no sense.
+  Ledger(std::span<const Pool> pools, std::string_view eviction = "lru", std::size_t event_bytes = kDefaultEventBytes,
+         std::vector<Share> shares = {});
+  Ledger(const Ledger&) = delete;  // pools point to what shares are
+  Ledger& operator=(const Ledger&) = delete;
 
   std::uint64_t epoch() const noexcept { return epoch_; }
   // Offset the next event gets.
@@ -133,6 +138,13 @@ class Ledger {
 
   TierCounts counts(Tier tier) const;
 
+  // -- tenants
+  // Says whose a namespace is. Throws Error: kLedger, when blocks of it are counted for another share already.
+  void assign(const NamespaceId& namespace_id, std::string_view tenant);
+  // Those there are, that of all others last; empty when there are none.
+  std::span<const Share> shares() const noexcept { return shares_; }
+  ShareCounts share_counts(Tier tier, std::uint32_t share) const { return tier_slots(tier).counts_of(share); }
+
  private:
   // What is left to state of one tier's round.
   struct RoundLeft {
@@ -143,6 +155,8 @@ class Ledger {
     std::uint32_t count = 0;          // blocks stated so far
   };
 
+  std::uint32_t share_of(const NamespaceId& namespace_id);
+  std::int64_t quota_left(Tier tier, std::uint32_t share);
   TierSlots* find_tier(Tier tier) const noexcept { return tiers_[static_cast<std::size_t>(tier)].get(); }
   TierSlots& tier_slots(Tier tier) const;
   bool is_cluster(Tier tier) const noexcept { return is_cluster_[static_cast<std::size_t>(tier)]; }
@@ -166,6 +180,8 @@ class Ledger {
   void unpin_run(TierSlots& tier, std::span<const std::uint32_t> slots);
   Bytes distinct(Bytes hashes);
 
+  std::vector<Share> shares_;                                 // of tenants, that of all others last
+  std::vector<std::uint32_t> share_of_;                       // by namespace index; what lies beyond it is the others'
   std::array<std::unique_ptr<TierSlots>, kTierCount> tiers_;  // by tier; those with slots
   std::vector<TierSlots*> in_order_;                          // the same, in the order the pools were given
   std::vector<TierSlots*> hottest_first_;                     // the same, by tier

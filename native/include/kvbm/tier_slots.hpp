@@ -37,7 +37,9 @@ struct TierCounts {
 class TierSlots {
  public:
   // eviction: name of a policy that exists. seed: for the positions in hash tables; nothing it changes can be seen.
-  TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed);
+  // shares, share_of: of tenants, as `FairShares` takes them; all blocks are alike where there are none. Both outlive this.
+  TierSlots(Tier tier, std::uint32_t slots, std::string_view eviction, std::uint64_t seed,
+            std::span<const Share> shares = {}, const std::vector<std::uint32_t>* share_of = nullptr);
 
   TierSlots(const TierSlots&) = delete;
   TierSlots& operator=(const TierSlots&) = delete;
@@ -118,6 +120,10 @@ class TierSlots {
   std::size_t room() const noexcept { return free_count() + policy_->size() + yielding_; }
   // Gives up out.size() blocks: the policy's victims, then kept ones. False, and no change, when there are too few.
   bool victims(std::span<std::uint32_t> out) noexcept;
+  // Gives up out.size() blocks of one share, which has so many that may be evicted.
+  void victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept { fair_->victims_of(share, out); }
+  // How a share is used; there are shares.
+  ShareCounts counts_of(std::uint32_t share) const noexcept { return fair_->counts(share); }
 
  private:
   bool yields(const Slot& slot) const noexcept;
@@ -132,6 +138,7 @@ class TierSlots {
   HashIndex index_;                         // hash → slot that holds it
   HashIndex arriving_;                      // hash → slot a copy brings it to
   std::unique_ptr<EvictionPolicy> policy_;  // which block is given up first
+  FairShares* fair_ = nullptr;              // the same, where there are shares
   std::vector<std::uint32_t> free_;         // a ring of slots that were used and are free, next to be taken at free_first_
   std::size_t free_first_ = 0;              // place in free_
   std::size_t free_count_ = 0;              // how many of free_
