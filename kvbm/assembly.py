@@ -24,7 +24,7 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
 from kvbm.core.ledger import Ledger, Recovered
-from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
+from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -154,7 +154,11 @@ def open_manager(
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
-        ledger = new_ledger(_stated(pools), settings.pools.eviction, settings.journal.waiting_bytes)
+        ledger = new_ledger(
+            _stated(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
+        )
+        for namespace in namespaces:
+            ledger.assign(namespace.id, namespace.tenant)
         locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
@@ -468,6 +472,21 @@ def _offloader(settings: Settings, pools: Pools) -> Offloader:
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
     return Offloader(policies, settings.offload.queue_blocks)
+
+
+def _shares(settings: Settings, block_bytes: int) -> list[Share]:
+    """What tenants may have. Raises ConfigError: a quota that holds not one block."""
+    shares = []
+    for tenant, wanted in sorted(settings.tenants.items()):
+        quotas = {Tier.HOST: ("host_bytes", wanted.host_bytes), Tier.NVME: ("nvme_bytes", wanted.nvme_bytes)}
+        for name, quota_bytes in quotas.values():
+            if 0 < quota_bytes < block_bytes:
+                raise ConfigError(
+                    f"tenants.{tenant}.{name} is {quota_bytes}; a block has {block_bytes} bytes; raise it, or 0 for no limit"
+                )
+        quota_slots = {tier: quota_bytes // block_bytes for tier, (_, quota_bytes) in quotas.items() if quota_bytes}
+        shares.append(Share(tenant, wanted.weight, quota_slots))
+    return shares
 
 
 def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:

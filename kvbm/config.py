@@ -219,6 +219,21 @@ class RoutingSettings(_Group, frozen=True):
     tier_weights: TierWeightSettings = TierWeightSettings()
 
 
+class TenantSettings(_Group, frozen=True):
+    """What one tenant may have, where tenants share pools. The tenant "*" stands for all that are not named.
+
+    Attributes:
+        weight: its part of what is full is weight over the sum of all weights: of each pool, and of the turns of offloads.
+        host_bytes, nvme_bytes: what it may fill of this instance's pools at most; 0: no such limit.
+        object_bytes: what it may fill of the object pool; the janitor sees to it. 0: no such limit.
+    """
+
+    weight: int = 1
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    object_bytes: int = 0
+
+
 class CatalogSettings(_Group, frozen=True):
     """The catalog service and how to reach it.
 
@@ -247,7 +262,12 @@ class CatalogSettings(_Group, frozen=True):
 
 
 class Settings(_Group, frozen=True):
-    """Everything that can be set. `core`: "native", or "reference" for the readable twin of everything native, which is slow."""
+    """Everything that can be set.
+
+    Attributes:
+        core: "native", or "reference" for the readable twin of everything native, which is slow.
+        tenants: tenant → its share; none: all blocks are alike.
+    """
 
     core: str = "native"
     instance: InstanceSettings = InstanceSettings()
@@ -259,6 +279,7 @@ class Settings(_Group, frozen=True):
     rounds: RoundsSettings = RoundsSettings()
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
+    tenants: dict[str, TenantSettings] = {}
 
 
 def load_settings(
@@ -349,6 +370,7 @@ def check_settings(settings: Settings) -> None:
     ):
         if not 0 < wait_s <= _LONGEST_S:
             raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
+    _check_tenants(settings.tenants)
     routing = settings.catalog.routing
     weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
     for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
@@ -401,7 +423,10 @@ def _known(group: type[_Group] = Settings, prefix: str = "") -> Iterator[tuple[s
 _LONGEST_S = 1e6
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
+_TENANTS = "tenants"  # a table of tables whose names are the user's own
 _KNOWN = dict(_known())
+_MOST_WEIGHT = 1_000_000
+_TENANT_FIELDS = tuple(get_type_hints(TenantSettings))
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -415,9 +440,14 @@ def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set one key, its value checked here, where its source is still known."""
     kind: Any = str
     open_name = key.removeprefix(f"{_OPEN_KEY}.") if key.startswith(f"{_OPEN_KEY}.") else ""
+    tenant, _, field = (
+        key.removeprefix(f"{_TENANTS}.").rpartition(".") if key.startswith(f"{_TENANTS}.") else ("", "", "")
+    )
     if open_name:
         groups, name = _OPEN_KEY.split("."), open_name
-    elif key in _KNOWN and key != _OPEN_KEY:
+    elif tenant and field in _TENANT_FIELDS:
+        groups, name, kind = [_TENANTS, tenant], field, int
+    elif key in _KNOWN and key not in (_OPEN_KEY, _TENANTS):
         *groups, name = key.split(".")
         kind = _KNOWN[key].kind
     else:
@@ -438,6 +468,8 @@ def _unknown(key: str) -> str:
     """Why a key is refused, with the nearest one that would do."""
     if key == _OPEN_KEY:
         return f"{key} is a table; write {key}.TENANT"
+    if key == _TENANTS or key.startswith(f"{_TENANTS}."):
+        return f"{key!r} is no setting of a tenant; write tenants.TENANT. and one of {', '.join(_TENANT_FIELDS)}"
     inside = [known for known in _KNOWN if known.startswith(f"{key}.")]
     if inside:
         return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"
@@ -474,6 +506,15 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+
+
+def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:
+    for tenant, share in tenants.items():
+        for name, amount in msgspec.structs.asdict(share).items():
+            if amount < (least := 1 if name == "weight" else 0):
+                raise ConfigError(f"tenants.{tenant}.{name} is {amount}; it must be at least {least}")
+        if share.weight > _MOST_WEIGHT:
+            raise ConfigError(f"tenants.{tenant}.weight is {share.weight}; it must be at most {_MOST_WEIGHT}")
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

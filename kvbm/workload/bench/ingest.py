@@ -50,7 +50,7 @@ def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
 def churn_frames(name: str, seed: int, runs: int) -> list[FrameBytes]:
     """What one instance's ledger writes while its pool is filled and then replaced again and again: frames of 256 block events."""
     rng = np.random.default_rng(seed)
-    ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20)
+    ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20, ())
     ledger.start(Epoch(1), [_NAMESPACE])
     frames: list[FrameBytes] = []
     for number in range(runs):

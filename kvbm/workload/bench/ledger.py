@@ -22,7 +22,7 @@ class LedgerPool:
     def __init__(
         self, eviction: str, slots: int, run_blocks: int, rng: np.random.Generator, event_bytes: int = 64 << 20
     ) -> None:
-        self.ledger: LedgerTwin = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, event_bytes)
+        self.ledger: LedgerTwin = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, event_bytes, ())
         self.ledger.start(Epoch(1), [_NAMESPACE])
         self._run_blocks, self._rng = run_blocks, rng
         self._recent: list[bytes] = []
