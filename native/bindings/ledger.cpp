@@ -165,15 +165,15 @@ class PythonLedger {
         classes_(std::move(classes)),
         pools_(nb::borrow(pools)),
         ledger_(bindings::translated(errors_, [&] {
-          return std::make_unique<Ledger>(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares));
+          return Ledger(pools_of(pools_, *classes_), eviction, event_bytes, shares_of(shares));
         })) {}
 
   const nb::tuple& pools() const { return pools_; }
-  std::uint64_t epoch() const { return ledger_->epoch(); }
-  std::uint64_t applied() const { return ledger_->applied(); }
-  std::uint64_t digest() const { return ledger_->digest(); }
-  bool stopped() const { return ledger_->is_stopped(); }
-  bool overflowed() const { return ledger_->has_overflowed(); }
+  std::uint64_t epoch() const { return ledger_.epoch(); }
+  std::uint64_t applied() const { return ledger_.applied(); }
+  std::uint64_t digest() const { return ledger_.digest(); }
+  bool stopped() const { return ledger_.is_stopped(); }
+  bool overflowed() const { return ledger_.has_overflowed(); }
 
   void start(std::uint64_t epoch, nb::handle namespaces, nb::handle topology, nb::handle engine, nb::handle version,
              nb::handle recovered) {
@@ -187,22 +187,22 @@ class PythonLedger {
           by_tier[static_cast<std::size_t>(tier_of(item[0]))] = recovered_of(item[1]);
         }
       }
-      if (ledger_->epoch() == 0) {
+      if (ledger_.epoch() == 0) {
         started_with_ = with;
       }
-      ledger_->start(epoch, run_of(blob), with.namespaces.size(), by_tier);
+      ledger_.start(epoch, run_of(blob), with.namespaces.size(), by_tier);
     });
   }
 
   std::uint64_t restart(std::uint64_t epoch) {
     return translated([&] {
       const nb::object blob = started_blob(epoch, started_with_);
-      return ledger_->restart(epoch, run_of(blob), started_with_.namespaces.size());
+      return ledger_.restart(epoch, run_of(blob), started_with_.namespaces.size());
     });
   }
 
   void stop(nb::handle reason) {
-    translated([&] { ledger_->stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
+    translated([&] { ledger_.stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
   }
 
   nb::list take_frames(nb::handle instance, std::uint64_t wall_time_ns) {
@@ -210,48 +210,48 @@ class PythonLedger {
       nb::list frames;
       FrameHeader header;
       header.instance = utf8(instance, "the instance's name");
-      header.epoch = ledger_->epoch();
+      header.epoch = ledger_.epoch();
       header.wall_time_ns = wall_time_ns;
-      for (const FrameBody& body : ledger_->waiting_frames()) {
-        frames.append(classes_->frame_bytes(nb::int_(ledger_->epoch()), nb::int_(body.first_offset),
+      for (const FrameBody& body : ledger_.waiting_frames()) {
+        frames.append(classes_->frame_bytes(nb::int_(ledger_.epoch()), nb::int_(body.first_offset),
                                             nb::int_(body.first_offset + body.event_count), framed(body, header)));
       }
-      ledger_->clear_waiting();
+      ledger_.clear_waiting();
       return frames;
     });
   }
 
   nb::object match(nb::handle hashes, bool pinned) {
     return translated([&] {
-      const Match found = ledger_->match(run_of(hashes), pinned);
+      const Match found = ledger_.match(run_of(hashes), pinned);
       return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
     });
   }
 
-  bool holds(nb::handle tier, nb::handle block) const { return ledger_->holds(tier_of(tier), run_of(block)); }
+  bool holds(nb::handle tier, nb::handle block) const { return ledger_.holds(tier_of(tier), run_of(block)); }
 
   nb::bytes lacking(nb::handle tier, nb::handle hashes) {
-    return translated([&] { return copy_bytes(ledger_->lacking(tier_of(tier), run_of(hashes))); });
+    return translated([&] { return copy_bytes(ledger_.lacking(tier_of(tier), run_of(hashes))); });
   }
 
   nb::object residency(nb::handle tier, nb::handle block) const {
-    const auto found = ledger_->residency(tier_of(tier), run_of(block));
+    const auto found = ledger_.residency(tier_of(tier), run_of(block));
     return found ? nb::object(nb::make_tuple(copy_bytes(found->first), found->second)) : nb::none();
   }
 
-  nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_->held(tier_of(tier))); }
+  nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_.held(tier_of(tier))); }
 
   void pin(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_->pin(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_.pin(tier_of(tier), run_of(slots)); });
   }
 
   void unpin(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_->unpin(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_.unpin(tier_of(tier), run_of(slots)); });
   }
 
   nb::object allocate(nb::handle tier, std::size_t count) {
     return translated([&]() -> nb::object {
-      const auto allocation = ledger_->allocate(tier_of(tier), count);
+      const auto allocation = ledger_.allocate(tier_of(tier), count);
       if (!allocation) {
         return nb::none();
       }
@@ -260,36 +260,36 @@ class PythonLedger {
   }
 
   void release(nb::handle tier, nb::handle slots) {
-    translated([&] { ledger_->release(tier_of(tier), run_of(slots)); });
+    translated([&] { ledger_.release(tier_of(tier), run_of(slots)); });
   }
 
   nb::bytes create(nb::handle namespace_id, nb::handle tier, nb::handle parent, nb::handle start, nb::handle hashes,
                    nb::handle slots) {
     return translated([&] {
-      return copy_bytes(ledger_->create(namespace_of(namespace_id), tier_of(tier), sixteen_of(parent, "a parent hash"),
+      return copy_bytes(ledger_.create(namespace_of(namespace_id), tier_of(tier), sixteen_of(parent, "a parent hash"),
                                        number<std::uint64_t>(start), run_of(hashes), run_of(slots)));
     });
   }
 
   std::size_t evict(nb::handle tier, nb::handle hashes, nb::handle reason) {
-    return translated([&] { return ledger_->evict(tier_of(tier), run_of(hashes), reason_of(reason)); });
+    return translated([&] { return ledger_.evict(tier_of(tier), run_of(hashes), reason_of(reason)); });
   }
 
   void forget(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle reason) {
     translated([&] {
-      ledger_->forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
+      ledger_.forget(tier_of(tier), namespace_of(namespace_id), run_of(hashes), reason_of(reason));
     });
   }
 
   std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority) {
-    return translated([&] { return ledger_->keep(tier_of(tier), run_of(hashes), until_s, priority); });
+    return translated([&] { return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority); });
   }
 
-  std::size_t expire(double now_s) { return ledger_->expire(now_s); }
+  std::size_t expire(double now_s) { return ledger_.expire(now_s); }
 
   nb::object begin_copy(nb::handle namespace_id, nb::handle source, nb::handle target, nb::handle hashes) {
     return translated([&]() -> nb::object {
-      const auto begun = ledger_->begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
+      const auto begun = ledger_.begin_copy(namespace_of(namespace_id), source_of(source), tier_of(target), run_of(hashes));
       if (!begun) {
         return nb::none();
       }
@@ -309,39 +309,39 @@ class PythonLedger {
       for (nb::handle flag : arrived) {
         flags.push_back(is_true(flag) ? 1 : 0);
       }
-      if (const std::size_t count = ledger_->copy_blocks(id); flags.size() != count) {
+      if (const std::size_t count = ledger_.copy_blocks(id); flags.size() != count) {
         throw nb::value_error(
             (std::to_string(flags.size()) + " arrivals for a copy of " + std::to_string(count) + " blocks").c_str());
       }
       const auto why = member_of<MigrateCause>(cause, kMigrateCauseCount, "MigrateCause");
       nb::list holders;
-      for (const std::uint32_t slot : ledger_->end_copy(id, flags, why, kept, pinned)) {
+      for (const std::uint32_t slot : ledger_.end_copy(id, flags, why, kept, pinned)) {
         holders.append(slot != kNoSlot ? nb::object(nb::int_(slot)) : nb::none());
       }
       return holders;
     });
   }
 
-  std::size_t copies_in_flight() const { return ledger_->copies_in_flight(); }
+  std::size_t copies_in_flight() const { return ledger_.copies_in_flight(); }
 
   bool begin_round() {
-    return translated([&] { return ledger_->begin_round(); });
+    return translated([&] { return ledger_.begin_round(); });
   }
 
   bool step_round(std::size_t limit) {
-    return translated([&] { return ledger_->step_round(limit); });
+    return translated([&] { return ledger_.step_round(limit); });
   }
 
   nb::object counts(nb::handle tier) const {
     return translated([&] {
-      const TierCounts counts = ledger_->counts(tier_of(tier));
+      const TierCounts counts = ledger_.counts(tier_of(tier));
       return classes_->tier_counts(nb::int_(counts.slots), nb::int_(counts.free), nb::int_(counts.held),
                                    nb::int_(counts.evictable), nb::int_(counts.allocated));
     });
   }
 
   void assign(nb::handle namespace_id, nb::handle tenant) {
-    translated([&] { ledger_->assign(namespace_of(namespace_id), utf8(tenant, "a tenant's name")); });
+    translated([&] { ledger_.assign(namespace_of(namespace_id), utf8(tenant, "a tenant's name")); });
   }
 
   nb::list share_counts(nb::handle tier) const {
@@ -349,8 +349,8 @@ class PythonLedger {
       const Tier wanted = tier_of(tier);
       nb::list counted;
       std::uint32_t at = 0;
-      for (const Share& share : ledger_->shares()) {
-        const ShareCounts counts = ledger_->share_counts(wanted, at++);
+      for (const Share& share : ledger_.shares()) {
+        const ShareCounts counts = ledger_.share_counts(wanted, at++);
         const std::uint32_t quota = share.quota[static_cast<std::size_t>(wanted)];
         counted.append(classes_->share_counts(nb::str(share.tenant.data(), share.tenant.size()), nb::int_(share.weight),
                                               nb::int_(counts.held), nb::int_(counts.evictable),
@@ -379,7 +379,7 @@ class PythonLedger {
   SharedLedgerClasses classes_;  // what results are made of
   nb::tuple pools_;              // as they were given
   StartedWith started_with_;     // set by `start`
-  std::unique_ptr<Ledger> ledger_;  // the ledger
+  Ledger ledger_;                // the ledger
 };
 
 }  // namespace

@@ -125,6 +125,7 @@ Error repeated_in_run(Tier tier, const char* what) {
 
 Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes, std::vector<Share> shares)
     : shares_(with_others(std::move(shares))),
+      share_of_(std::make_unique<std::vector<std::uint32_t>>()),
       event_bytes_(event_bytes),
       seed_((std::uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()) {
   if (eviction != "lru" && eviction != "s3fifo") {
@@ -146,7 +147,7 @@ Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size
     }
     is_cluster_[static_cast<std::size_t>(pool.tier)] = pool.is_cluster;
     if (pool.slots > 0) {
-      tier = std::make_unique<TierSlots>(pool.tier, pool.slots, eviction, seed_, shares_, &share_of_);
+      tier = std::make_unique<TierSlots>(pool.tier, pool.slots, eviction, seed_, shares_, share_of_.get());
       in_order_.push_back(tier.get());
     }
   }
@@ -1029,13 +1030,13 @@ void Ledger::assign(const NamespaceId& namespace_id, std::string_view tenant) {
       }
     }
   }
-  share_of_.resize(std::max<std::size_t>(share_of_.size(), index + std::size_t{1}), others);
-  share_of_[index] = share;
+  share_of_->resize(std::max<std::size_t>(share_of_->size(), index + std::size_t{1}), others);
+  (*share_of_)[index] = share;
 }
 
 std::uint32_t Ledger::share_of(const NamespaceId& namespace_id) {
   const std::uint32_t index = namespaces_.intern(namespace_id);
-  return index < share_of_.size() ? share_of_[index] : static_cast<std::uint32_t>(shares_.size() - 1);
+  return index < share_of_->size() ? (*share_of_)[index] : static_cast<std::uint32_t>(shares_.size() - 1);
 }
 
 // What is left of a quota, below 0 beyond it; the pool's size where there is none. What is on its way counts.

@@ -45,7 +45,7 @@ void lru_order() {
 void s3fifo_scan_resistance() {
   constexpr std::uint32_t kSlots = 20;  // two of them are the small queue's
   auto slots = slots_of(kSlots);
-  S3Fifo policy(slots, 1);
+  S3Fifo policy(slots, 1, slots.size());
   for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
     policy.gain(slot, true);
     policy.free(slot);
@@ -62,7 +62,7 @@ void s3fifo_scan_resistance() {
 
 void s3fifo_passes_over_what_is_held_back() {
   auto slots = slots_of(4);
-  S3Fifo policy(slots, 1);
+  S3Fifo policy(slots, 1, slots.size());
   for (std::uint32_t slot = 0; slot < 4; ++slot) {
     policy.gain(slot, slot < 3);
   }
@@ -121,12 +121,12 @@ void both_keep_count() {
   for (const std::size_t count : {1, 2, 11, 40}) {
     for (const char* const name : {"lru", "s3fifo"}) {
       auto slots = slots_of(count);
-      const auto policy = make_eviction_policy(name, slots, 3);
+      const auto policy = make_eviction_policy(name, slots, 3, slots.size());
       policies_keep_count(*policy, slots);
     }
   }
   auto slots = slots_of(1);
-  CHECK(make_eviction_policy("mru", slots, 3) == nullptr);
+  CHECK(make_eviction_policy("mru", slots, 3, slots.size()) == nullptr);
 }
 
 void ghosts_are_bounded() {

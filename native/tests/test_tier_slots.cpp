@@ -121,6 +121,35 @@ void held_slots_are_found_in_order() {
   CHECK(tier.slot(63).withdrawn_before == 9 && tier.slot(5).withdrawn_before == 9 && tier.slot(64).withdrawn_before == 0);
 }
 
+// Slots of namespaces 0 and 1 in turn; what is beyond the table belongs to the last share.
+void who_is_farthest_above_its_share_gives_up_first() {
+  const std::vector<Share> shares = {{.tenant = "a", .weight = 3}, {.tenant = "*"}};
+  const std::vector<std::uint32_t> share_of = {0};
+  for (const char* const eviction : {"lru", "s3fifo"}) {
+    TierSlots tier(Tier::kNvme, 8, eviction, 7, shares, &share_of);
+    for (const std::uint32_t slot : taken(tier, 8)) {
+      tier.index(slot, block(static_cast<std::uint8_t>(slot + 1)).data());
+      tier.gain(slot, slot % 2);
+      tier.enter(slot, false);
+    }
+    CHECK(tier.counts_of(0).held == 4 && tier.counts_of(1).evictable == 4);
+    std::vector<std::uint32_t> slots(4);
+    CHECK(tier.victims(slots));
+    CHECK((slots == std::vector<std::uint32_t>{1, 3, 5, 0}));  // 4, 3, 2 for a weight of 1, then 4 for one of 3
+    for (const std::uint32_t slot : slots) {
+      tier.lose(slot, 1);
+    }
+    CHECK(tier.counts_of(0).held == 3 && tier.counts_of(1).held == 1);
+    const auto one = std::span(slots).first(1);
+    tier.victims_of(1, one);
+    CHECK(one[0] == 7);
+    tier.lose(7, 2);
+    tier.pin(2);
+    CHECK(tier.counts_of(0).evictable == 2 && tier.counts().evictable == 2);
+    CHECK(!tier.victims(std::span(slots).first(3)));
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -130,5 +159,6 @@ int main() {
                      {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
                      {"a block on its way is not held", arriving_blocks_are_not_held},
                      {"held slots are found in order", held_slots_are_found_in_order},
+                     {"who is farthest above its share gives up first", who_is_farthest_above_its_share_gives_up_first},
                      {"what a start finds in use is not given out", recovered_slots_are_reserved}});
 }

@@ -81,8 +81,6 @@ class Ledger {
   // that make no sense.
   Ledger(std::span<const Pool> pools, std::string_view eviction = "lru", std::size_t event_bytes = kDefaultEventBytes,
          std::vector<Share> shares = {});
-  Ledger(const Ledger&) = delete;  // pools point to what shares are
-  Ledger& operator=(const Ledger&) = delete;
 
   std::uint64_t epoch() const noexcept { return epoch_; }
   // Offset the next event gets.
@@ -181,7 +179,7 @@ class Ledger {
   Bytes distinct(Bytes hashes);
 
   std::vector<Share> shares_;                                 // of tenants, that of all others last
-  std::vector<std::uint32_t> share_of_;                       // by namespace index; what lies beyond it is the others'
+  std::unique_ptr<std::vector<std::uint32_t>> share_of_;      // by namespace index; what lies beyond it is the others'
   std::array<std::unique_ptr<TierSlots>, kTierCount> tiers_;  // by tier; those with slots
   std::vector<TierSlots*> in_order_;                          // the same, in the order the pools were given
   std::vector<TierSlots*> hottest_first_;                     // the same, by tier
