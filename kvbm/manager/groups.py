@@ -49,40 +49,36 @@ class Groups:
         self._waiting: OrderedDict[bytes, list[Group]] = OrderedDict()  # a block that is missing → who watches it
         self._waiting_groups = 0
 
-    def prompt(self, hashes: bytes) -> bytes:
-        """A chain is in use from its first block on. Returns its whole groups."""
-        whole_bytes = len(hashes) - len(hashes) % self._group_bytes
-        if whole_bytes < len(hashes):
-            self._remember(hashes[whole_bytes:])
-        return hashes[:whole_bytes]
-
-    def follow(self, parent: bytes, start: int, hashes: bytes) -> tuple[bytes, int]:
+    def follow(self, parent: bytes, start: int, hashes: bytes) -> tuple[bytes, bytes]:
         """A chain goes on behind `parent` at position `start`.
 
-        Returns: the groups it finishes, and how many of its blocks belong to a group whose beginning nobody remembers.
+        Returns: the groups it finishes, and those of its blocks that belong to a group whose beginning nobody remembers.
         """
-        unknown = 0
+        lost = b""
         if begun := start % self.blocks:
             head = self._unfinished.get(parent, b"")
             if len(head) == begun * HASH_BYTES:
                 hashes = head + hashes
             else:
-                unknown = min(self.blocks - begun, len(hashes) // HASH_BYTES)
-                hashes = hashes[unknown * HASH_BYTES :]
-        return self.prompt(hashes), unknown
+                lost = hashes[: (self.blocks - begun) * HASH_BYTES]
+                hashes = hashes[len(lost) :]
+        whole_bytes = len(hashes) - len(hashes) % self._group_bytes
+        if whole_bytes < len(hashes):
+            self._remember(hashes[whole_bytes:])
+        return hashes[:whole_bytes], lost
 
-    def watch(self, group: Group, missing: bytes) -> int:
-        """Let a group wait for the last of the blocks its tier lacks. Returns how many groups were forgotten for it."""
+    def watch(self, group: Group, missing: bytes) -> list[Group]:
+        """Let a group wait for the last of the blocks its tier lacks. Returns the groups that are forgotten for it."""
         watchers = self._waiting.setdefault(missing[-HASH_BYTES:], [])
         if group in watchers:
-            return 0
+            return []
         watchers.append(group)
         self._waiting_groups += 1
-        forgotten = 0
+        forgotten: list[Group] = []
         while self._waiting_groups > self._waiting_most:
-            watchers = self._waiting.popitem(last=False)[1]
-            self._waiting_groups -= len(watchers)
-            forgotten += len(watchers)
+            oldest = self._waiting.popitem(last=False)[1]
+            self._waiting_groups -= len(oldest)
+            forgotten += oldest
         return forgotten
 
     def arrived(self, block: bytes) -> list[Group]:

@@ -36,6 +36,7 @@ from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
+    NO_PARENT,
     SLOT_BYTES,
     Epoch,
     InstanceId,
@@ -54,7 +55,7 @@ from kvbm.locate.base import Locator
 from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.groups import groups_of
-from kvbm.manager.offload import FIRST, Offloader, Place, Skipped, Wish
+from kvbm.manager.offload import Offloader, Skipped, Wish
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Sampled, SampleSink
@@ -383,7 +384,7 @@ class Manager:
             self._namespaces.setdefault(namespace)
             holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, given)
             self._created += len(slots)
-            self._offer(namespace, Tier.HBM, hashes, 1, Place(parent, start))
+            self._offer(namespace, Tier.HBM, hashes, 1, parent, start)
         self._wake_writer()
         return split_slots(holders)
 
@@ -991,13 +992,19 @@ class Manager:
         for tier, count in prefix.hits.items():
             self._hits[tier] += count
         self._missed += len(hashes) // HASH_BYTES - prefix.depth
-        self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], 2, FIRST)
+        self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], 2, NO_PARENT, 0)
         return prefix
 
     def _offer(
-        self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int, place: Place | None = None
+        self,
+        namespace: NamespaceId,
+        tier: Tier,
+        hashes: bytes,
+        uses: int,
+        parent: bytes = NO_PARENT,
+        start: int | None = None,
     ) -> None:
-        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, place):
+        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, parent, start):
             self._offload_wanted.set()
 
     def _settle_trouble(self, copy: Copy, moved: Moved, elsewhere: Elsewhere | None = None) -> None:

@@ -33,16 +33,6 @@ class Wish(NamedTuple):
     hashes: bytes
 
 
-class Place(NamedTuple):
-    """Where in its chain a run begins: behind the block `parent`, at position `start`."""
-
-    parent: bytes
-    start: int
-
-
-FIRST = Place(NO_PARENT, 0)
-
-
 class _Way(NamedTuple):
     """What wishes that one copy can carry out have in common."""
 
@@ -95,47 +85,52 @@ class Offloader:
         hashes: bytes,
         uses: int,
         lacking: Lacking,
-        place: Place | None = None,
+        parent: bytes = NO_PARENT,
+        start: int | None = None,
     ) -> bool:
         """Blocks were created (uses 1), used again (uses 2), or arrived by a copy (uses 1) in `tier`.
 
         Args:
-            place: of a run that is one chain, as what was created or used again is.
+            parent, start: of a run that is one chain, as what was created or used again is: the block before it, and its position.
         Returns: whether anything waits to be offloaded.
         """
         for source, target in self._routes[tier, uses > 1]:
             if self._policies[target].wants(uses):
                 wanted = self.unclaimed(hashes) if target == Tier.OBJECT else lacking(target, hashes)
-                self._push_all(Wish(namespace, source, target, wanted))
+                self._push_all(namespace, source, target, wanted)
         if self._groups is not None:
-            self._offer_objects(self._groups, namespace, tier, hashes, uses, lacking, place)
+            if start is not None:
+                self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
+            elif tier == self._objects_from:
+                self._offer_arrived(self._groups, hashes, lacking)
         return bool(self._ways)
 
-    def _offer_objects(
+    def _offer_arrived(self, groups: Groups, hashes: bytes, lacking: Lacking) -> None:
+        """Offer the objects that waited for these blocks, and have all of theirs now."""
+        for block in split_hashes(hashes):
+            for group in groups.arrived(block):
+                self._want_object(groups, group, lacking)
+
+    def _offer_chain(
         self,
         groups: Groups,
         namespace: NamespaceId,
-        tier: Tier,
         hashes: bytes,
         uses: int,
         lacking: Lacking,
-        place: Place | None,
+        parent: bytes,
+        start: int,
     ) -> None:
-        """The same for objects of several blocks."""
-        if place is None:
-            if tier == self._objects_from:
-                for block in split_hashes(hashes):
-                    for group in groups.arrived(block):
-                        self._want_object(groups, group, lacking)
-            return
-        whole, unknown = groups.prompt(hashes) if place is FIRST else groups.follow(*place, hashes)
+        """Offer the objects that a chain makes whole, now or once their blocks are where they leave from."""
+        whole, lost = groups.follow(parent, start, hashes)
         if not self._policies[Tier.OBJECT].wants(uses):
             return
-        self.skipped[Skipped.PARTIAL] += unknown
-        unclaimed = self.unclaimed(whole)
+        self.skip(Skipped.PARTIAL, lost)
+        if not whole or not (unclaimed := self.unclaimed(whole)):
+            return
         missing = lacking(self._objects_from, unclaimed)
         if not missing:
-            self._push_all(Wish(namespace, self._objects_from, Tier.OBJECT, unclaimed))
+            self._push_all(namespace, self._objects_from, Tier.OBJECT, unclaimed)
             return
         for hashes in groups_of(unclaimed, groups.blocks):
             group = Group(namespace, hashes)
@@ -152,8 +147,9 @@ class Offloader:
 
     def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
         """Offer the group when the last block it misses has arrived; where nothing will bring it, not at all."""
-        forgotten = groups.watch(group, missing) if self._objects_from == Tier.HOST else 1
-        self.skipped[Skipped.PARTIAL] += forgotten * groups.blocks
+        given_up = groups.watch(group, missing) if self._objects_from == Tier.HOST else [group]
+        for other in given_up:
+            self.skip(Skipped.PARTIAL, other.hashes)
 
     def unclaimed(self, hashes: bytes) -> bytes:
         """Those objects of a run of whole objects that this instance has not put, as far as it remembers."""
@@ -186,11 +182,11 @@ class Offloader:
             return [(Tier.HBM, target) for target in below]
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
-    def _push_all(self, wish: Wish) -> None:
+    def _push_all(self, namespace: NamespaceId, source: Tier, target: Tier, hashes: bytes) -> None:
         """As many wishes as it takes copies."""
-        run_bytes = self._run_bytes[wish.target]
-        for at in range(0, len(wish.hashes), run_bytes):
-            self._push(wish._replace(hashes=wish.hashes[at : at + run_bytes]))
+        run_bytes = self._run_bytes[target]
+        for at in range(0, len(hashes), run_bytes):
+            self._push(Wish(namespace, source, target, hashes[at : at + run_bytes]))
 
     def _push(self, wish: Wish) -> None:
         count = len(wish.hashes) // HASH_BYTES
@@ -206,7 +202,8 @@ class Offloader:
 
     def skip(self, why: Skipped, hashes: bytes) -> None:
         """These blocks will not be offloaded now."""
-        self.skipped[why] += len(hashes) // HASH_BYTES
+        if hashes:
+            self.skipped[why] += len(hashes) // HASH_BYTES
 
     def next(self) -> Wish | None:
         """What has waited longest on the way whose turn it is, as long a run as a copy may carry; None when nothing waits."""
