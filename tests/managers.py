@@ -23,8 +23,9 @@ from kvbm.manager.offload import Offloader
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import SampleSink
-from kvbm.pools.base import ObjectPool, Proof, SlotPool
-from kvbm.pools.memory import MemoryPool
+from kvbm.manager.staging import Staging
+from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
+from kvbm.pools.memory import MemoryObjectPool, MemoryPool
 from kvbm.streams.memory import MemoryLog
 
 BLOCK_BYTES = 64
@@ -39,6 +40,16 @@ def hashes_of(prompt: int, depth: int, start: int = 0) -> bytes:
 def rows_of(hashes: bytes) -> np.ndarray:
     """The bytes a block must have: its hash, repeated."""
     return np.tile(np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), BLOCK_BYTES // HASH_BYTES)
+
+
+def object_pool(blocks: int = 1) -> MemoryObjectPool:
+    """An empty object pool in memory, its objects of so many blocks."""
+    return MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums, blocks=blocks)
+
+
+def stored_objects(pool: MemoryObjectPool) -> set[bytes]:
+    """The last hashes of the objects it holds."""
+    return {last for _, last in pool.objects}
 
 
 class KnowsAll(Locator):
@@ -70,18 +81,23 @@ def make_manager(
     offsets: Offsets | None = None,
     has_stream: bool = False,
     new_ledger: NewLedger = Ledger,
+    staging: Staging | None = None,
+    pod: PodPool | None = None,
+    instance: str = "test",
+    epoch: int = 1,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
-    pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects)
+    pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
     stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
         stated.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
     ledger = new_ledger(stated, "lru", event_bytes)
-    ledger.start(Epoch(1), [NAMESPACE])
+    ledger.start(Epoch(epoch), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
-        InstanceId("test"), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
-        Offloader({tier: WriteThrough() for tier in there}), locator or Nowhere(), wait_s=wait_s, clock=clock,
+        InstanceId(instance), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
+        Offloader({tier: WriteThrough() for tier in there}, object_blocks=pools.object_blocks), locator or Nowhere(),
+        wait_s=wait_s, clock=clock, staging=staging,
         keeping=keeping, rounds=rounds, samples=samples, executor=executor, offsets=offsets, run="a-run", has_stream=has_stream,
     )  # fmt: skip
     if not by_hand:
