@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy
 from kvbm.manager.groups import Group, Groups, groups_of
+from kvbm.manager.turns import Turns
 
 Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of this instance does not hold now
 
@@ -46,7 +47,8 @@ class Offloader:
 
     HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. A full queue skips wishes and counts them: the
     engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
-    that a device sees long runs also where an engine creates blocks one by one; ways take turns.
+    that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the ways of
+    each; in a full queue, who has most for its weight makes room for who has less.
 
     What goes to OBJECT is whole objects: see `manager/groups.py`. Each leaves once the tier it leaves from holds all of it.
 
@@ -55,6 +57,7 @@ class Offloader:
         capacity_blocks: blocks that may wait.
         run_blocks: blocks one copy carries at most, or one object where that is more.
         object_blocks: k, blocks of an object.
+        turns: of tenants; None: all blocks are alike.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Offloader:
         run_blocks: int = 64,
         remembered_claims: int = 1 << 20,
         object_blocks: int = 1,
+        turns: Turns | None = None,
     ) -> None:
         self._policies = policies
         self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
@@ -72,7 +76,10 @@ class Offloader:
         self._run_bytes[Tier.OBJECT] = max(object_blocks, run_blocks // object_blocks * object_blocks) * HASH_BYTES
         self._groups = Groups(object_blocks) if Tier.OBJECT in policies and object_blocks > 1 else None
         self._objects_from = Tier.HOST if Tier.HOST in policies else Tier.HBM
-        self._ways: OrderedDict[_Way, deque[bytes]] = OrderedDict()  # what waits for each, the next way first
+        self._turns = turns or Turns()
+        # tenant → what waits for each of its ways, the next way first
+        self._ways: dict[str, OrderedDict[_Way, deque[bytes]]] = {}
+        self._waiting: Counter[str] = Counter()  # blocks of each tenant
         self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
         self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
         self.waiting_blocks = 0
@@ -189,12 +196,34 @@ class Offloader:
             self._push(Wish(namespace, source, target, hashes[at : at + run_bytes]))
 
     def _push(self, wish: Wish) -> None:
-        count = len(wish.hashes) // HASH_BYTES
-        if self.waiting_blocks + count > self._capacity_blocks:
-            self.skip(Skipped.QUEUE, wish.hashes)
-            return
-        self._ways.setdefault(_Way(wish.namespace, wish.source, wish.target), deque()).append(wish.hashes)
-        self.waiting_blocks += count
+        count, tenant = len(wish.hashes) // HASH_BYTES, self._turns.tenant_of(wish.namespace)
+        while self.waiting_blocks + count > self._capacity_blocks:
+            above = self._turns.above(self._waiting, tenant, count) if self._waiting else None
+            if above is None:
+                self.skip(Skipped.QUEUE, wish.hashes)
+                return
+            self._drop_last(above)
+        if tenant not in self._ways:
+            self._turns.begin(tenant)
+        ways = self._ways.setdefault(tenant, OrderedDict())
+        ways.setdefault(_Way(wish.namespace, wish.source, wish.target), deque()).append(wish.hashes)
+        self._count(tenant, count)
+
+    def _drop_last(self, tenant: str) -> None:
+        """Skip what a tenant wished last, on the way whose turn is last."""
+        ways = self._ways[tenant]
+        way = next(reversed(ways))
+        hashes = ways[way].pop()
+        if not ways[way]:
+            del ways[way]
+        self.skip(Skipped.QUEUE, hashes)
+        self._count(tenant, -(len(hashes) // HASH_BYTES))
+
+    def _count(self, tenant: str, more: int) -> None:
+        self.waiting_blocks += more
+        self._waiting[tenant] += more
+        if not self._waiting[tenant]:
+            del self._waiting[tenant], self._ways[tenant]
 
     def put_back(self, wish: Wish) -> None:
         """What one copy could not carry, for the next one."""
@@ -209,14 +238,17 @@ class Offloader:
         """What has waited longest on the way whose turn it is, as long a run as a copy may carry; None when nothing waits."""
         if not self._ways:
             return None
-        way, runs = self._ways.popitem(last=False)
+        tenant = self._turns.next(self._ways)
+        ways = self._ways[tenant]
+        way, runs = ways.popitem(last=False)
         room_bytes = self._run_bytes[way.target]
         taken: list[bytes] = []
         while runs and len(runs[0]) <= room_bytes:
             room_bytes -= len(runs[0])
             taken.append(runs.popleft())
         if runs:
-            self._ways[way] = runs
+            ways[way] = runs
         hashes = b"".join(taken)
-        self.waiting_blocks -= len(hashes) // HASH_BYTES
+        self._count(tenant, -(len(hashes) // HASH_BYTES))
+        self._turns.spend(tenant, len(hashes) // HASH_BYTES)
         return Wish(way.namespace, way.source, way.target, hashes)
