@@ -37,6 +37,7 @@ from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
 from kvbm.manager.staging import Staging
+from kvbm.manager.turns import Turns
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.hbm import HbmPool
@@ -179,7 +180,7 @@ def open_manager(
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = Manager(
             instance, settings.instance.cluster, ledger, pools, sink, kernels,
-            _offloader(settings, pools), locator, settings.onboard.wait_s, settings.onboard.locate_s,
+            _offloader(settings, pools, namespaces), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
             samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
@@ -465,13 +466,16 @@ def _stated(pools: Pools) -> list[PoolStated]:
     return stated
 
 
-def _offloader(settings: Settings, pools: Pools) -> Offloader:
+def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]) -> Offloader:
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
     policies: dict[Tier, OffloadPolicy] = {
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
-    return Offloader(policies, settings.offload.queue_blocks)
+    turns = Turns(
+        {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
+    )
+    return Offloader(policies, settings.offload.queue_blocks, turns=turns)
 
 
 def _shares(settings: Settings, block_bytes: int) -> list[Share]:

@@ -474,23 +474,25 @@ class Ledger:
                 state.orphaned.discard(slot)
                 state.free.append(slot)
 
-    def allocate(self, tier: Tier, count: int) -> Allocation | None:
+    def allocate(self, tier: Tier, count: int, namespace: NamespaceId | None = None) -> Allocation | None:
         """Slots to write, evicting what the policy gives up and, where that is too little, what yields of what is kept.
 
+        Args:
+            namespace: whose blocks will be written, as far as it is known: where tenants have shares, so many more count as theirs.
         Returns: None when pins and kept blocks leave too few, or after an overflow in a durable tier.
         """
         state = self._state(tier)
         if self._is_closed(tier):
             return None
         short_by = count - state.free_count()
-        if short_by > 0 and not self._make_room(tier, state, short_by):
+        if short_by > 0 and not self._make_room(tier, state, short_by, namespace, count):
             return None
         if self._is_closed(tier):  # by that very eviction: a slot whose withdrawal nobody hears of must not be written
             return None
         slots, after = state.take(count)
         return Allocation(pack_slots(slots), after if tier in DURABLE_TIERS else Offset(0))
 
-    def _make_room(self, tier: Tier, state: _TierState, count: int) -> bool:
+    def _make_room(self, tier: Tier, state: _TierState, count: int, namespace: NamespaceId | None, coming: int) -> bool:
         """Evict so many blocks: the policy's victims, then kept blocks. False and no change when there are too few."""
         from_kept = max(0, count - len(state.policy))
         yielding = state.yielding() if from_kept else []
@@ -498,7 +500,11 @@ class Ledger:
             return False
         owners = [self.residencies.slot_owner(tier, slot) for slot in yielding[:from_kept]]
         given_up = [block for block in owners if block is not None]
-        self._evict(tier, state.policy.victims(count - from_kept) + given_up, EvictReason.CAPACITY)
+        if state.fair is None or namespace is None:
+            victims = state.policy.victims(count - from_kept)
+        else:
+            victims = state.fair.victims(count - from_kept, self._share(namespace), coming)
+        self._evict(tier, victims + given_up, EvictReason.CAPACITY)
         return True
 
     def release(self, tier: Tier, slots: bytes) -> None:
@@ -639,7 +645,7 @@ class Ledger:
         source_slots = self._pin_source(source, blocks)
         if state is not None:
             self._evict_beyond_quota(target, state, namespace, len(blocks))
-            allocation = self.allocate(target, len(blocks))
+            allocation = self.allocate(target, len(blocks), namespace)
             if allocation is None:  # the room was counted; making it was an overflow
                 if isinstance(source, Tier) and source_slots:
                     self.unpin(source, source_slots)

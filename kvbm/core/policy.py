@@ -205,10 +205,17 @@ class FairShares:
             self.held[share] -= 1
             self._parts[share].lose(block)
 
-    def victims(self, count: int) -> list[SequenceHash]:
+    def victims(self, count: int, comes: int = -1, coming: int = 0) -> list[SequenceHash]:
+        """As `EvictionPolicy.victims`.
+
+        Args:
+            comes, coming: the share the room is for, and how many blocks of it come; -1 where nobody knows.
+        """
         if count > len(self):
             return []
         held = list(self.held)
+        if comes >= 0:
+            held[comes] += coming
         given_up = []
         for _ in range(count):
             share = self._farthest_above(held)

@@ -49,7 +49,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.kernels import Kernels, LedgerTwin
-from kvbm.core.ledger import Copy, Match, TierCounts
+from kvbm.core.ledger import Copy, Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
 from kvbm.manager.copies import Elsewhere, Moved, Pools, move
@@ -103,6 +103,7 @@ class ManagerStats(NamedTuple):
         trouble: what the manager cannot do now, in words; "" when all is well.
         late_slots: slots, at both ends, held by onboards that run on after their request.
         quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
+        shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for new ones.
     """
 
     created_blocks: int
@@ -120,6 +121,7 @@ class ManagerStats(NamedTuple):
     skipped: dict[Skipped, int]
     late_slots: int
     quarantined_slots: int
+    shares: dict[Tier, list[ShareCounts]]
 
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
@@ -355,15 +357,17 @@ class Manager:
             self._sample(namespace, hashes, prefix.depth)
         return prefix
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, namespace: NamespaceId | None = None) -> list[int] | None:
         """HBM slots to write, evicting unpinned blocks if need be; None when there are too few.
 
+        Args:
+            namespace: whose blocks will be written; it matters where tenants have shares.
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
             self._require_open()
             self._expire()
-            allocation = self._ledger.allocate(Tier.HBM, count)
+            allocation = self._ledger.allocate(Tier.HBM, count, namespace)
         self._wake_writer()
         return None if allocation is None else split_slots(allocation.slots)
 
@@ -550,6 +554,7 @@ class Manager:
                 self._failed, self._late, self._offloader.skipped.total(), self._ledger.copies_in_flight(),
                 {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(), dict(self._offloader.skipped),
                 _slots_held(self._late_running), _slots_held(self._quarantined),
+                {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -738,9 +743,7 @@ class Manager:
         for first in range(begin, end, copy_blocks):
             last = min(first + copy_blocks, end)
             wanted = hashes[max(first, depth) * HASH_BYTES : last * HASH_BYTES]
-            stretches.append(
-                _Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted)
-            )
+            stretches.append(_Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
         return stretches
 
     def _submit(self, copies: list[_Planned], arrivals: _Arrivals) -> list[_Onboard]:
@@ -918,7 +921,12 @@ class Manager:
                 self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
                 hashes = hashes[: may_blocks * HASH_BYTES]
             copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
-            if copy is not None and wish.target == Tier.OBJECT and self.pools.object_blocks > 1 and copy.hashes != hashes:
+            if (
+                copy is not None
+                and wish.target == Tier.OBJECT
+                and self.pools.object_blocks > 1
+                and copy.hashes != hashes
+            ):
                 self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.OFFLOAD)
                 self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
                 copy = None

@@ -249,9 +249,10 @@ class PythonLedger {
     translated([&] { ledger_.unpin(tier_of(tier), run_of(slots)); });
   }
 
-  nb::object allocate(nb::handle tier, std::size_t count) {
+  nb::object allocate(nb::handle tier, std::size_t count, nb::handle namespace_id) {
     return translated([&]() -> nb::object {
-      const auto allocation = ledger_.allocate(tier_of(tier), count);
+      const NamespaceId owner = namespace_id.is_none() ? NamespaceId{} : namespace_of(namespace_id);
+      const auto allocation = ledger_.allocate(tier_of(tier), count, namespace_id.is_none() ? nullptr : &owner);
       if (!allocation) {
         return nb::none();
       }
@@ -414,7 +415,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("held", &PythonLedger::held, nb::arg("tier"))
       .def("pin", &PythonLedger::pin, nb::arg("tier"), nb::arg("slots"))
       .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"))
-      .def("allocate", &PythonLedger::allocate, nb::arg("tier"), nb::arg("count"))
+      .def("allocate", &PythonLedger::allocate, nb::arg("tier"), nb::arg("count"), nb::arg("namespace") = nb::none())
       .def("release", &PythonLedger::release, nb::arg("tier"), nb::arg("slots"))
       .def("create", &PythonLedger::create, nb::arg("namespace"), nb::arg("tier"), nb::arg("parent"), nb::arg("start"),
            nb::arg("hashes"), nb::arg("slots"))

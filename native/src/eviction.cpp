@@ -212,7 +212,8 @@ bool FairShares::victims(std::span<std::uint32_t> out) noexcept {
     return false;
   }
   for (Part& part : parts_) {
-    part.left = part.held;
+    part.left = part.held + part.coming;
+    part.coming = 0;
   }
   for (std::uint32_t& slot : out) {
     Part& part = farthest_above();

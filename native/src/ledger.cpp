@@ -471,7 +471,7 @@ void Ledger::unpin(Tier tier, Bytes slots) {
   }
 }
 
-std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count) {
+std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count, const NamespaceId* namespace_id) {
   TierSlots& state = tier_slots(tier);
   if (is_closed(tier) || count > state.room()) {
     return std::nullopt;
@@ -479,6 +479,9 @@ std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count) {
   if (const std::size_t free = state.free_count(); count > free) {
     require_open("BlocksEvicted");  // before the policy has given up anything
     victims_.resize(count - free);
+    if (!shares_.empty() && namespace_id != nullptr) {
+      state.expect(share_of(*namespace_id), count);
+    }
     state.victims(victims_);
     withdraw(state, victims_, EvictReason::kCapacity);
     if (is_closed(tier)) {  // by that very eviction: a slot whose withdrawal nobody hears of must not be written
@@ -758,7 +761,7 @@ std::optional<std::pair<std::uint64_t, const Copy*>> Ledger::begin_copy(const Na
       into->victims_of(share, victims_);
       withdraw(*into, victims_, EvictReason::kQuota);
     }
-    const auto allocation = allocate(target, count);
+    const auto allocation = allocate(target, count, &namespace_id);
     if (!allocation.has_value()) {  // the room was counted; making it was an overflow
       if (from != nullptr) {
         unpin_run(*from, copy.source_slots);

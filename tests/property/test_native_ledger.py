@@ -196,7 +196,7 @@ class Twins:
 
     def write(self, kind: int, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
         if kind == 7:
-            allocation = self.allocate(tier, b % 5)
+            allocation = self.allocate(tier, b % 5, (None, NAMESPACES[0].id, NAMESPACES[1].id)[c % 3])
             if isinstance(allocation, Allocation):
                 self.allocated.append((tier, allocation.slots))
         elif self.allocated and kind == 8:
@@ -239,7 +239,7 @@ class Twins:
         slots = split_slots(found.slots)
         extra = [slot for slot, local in zip(slots[depth:], held[depth:], strict=False) if local]
         self.unpin(Tier.HBM, pack_slots(extra))
-        allocation = self.allocate(Tier.HBM, count - depth)
+        allocation = self.allocate(Tier.HBM, count - depth, namespace)
         if not isinstance(allocation, Allocation):
             self.unpin(Tier.HBM, pack_slots(slots[:depth]))
             return

@@ -136,6 +136,8 @@ class FairShares final : public EvictionPolicy {
   bool victims(std::span<std::uint32_t> out) noexcept override;
   std::size_t size() const noexcept override;
 
+  // The next `victims` are for so many blocks of a share, which count as held there.
+  void expect(std::uint32_t share, std::size_t coming) noexcept { parts_[share].coming = coming; }
   // As `victims`, of one share alone.
   bool victims_of(std::uint32_t share, std::span<std::uint32_t> out) noexcept { return parts_[share].policy->victims(out); }
   ShareCounts counts(std::uint32_t share) const noexcept {
@@ -148,7 +150,8 @@ class FairShares final : public EvictionPolicy {
     std::unique_ptr<EvictionPolicy> policy;  // within it
     std::uint32_t weight;                    // of it
     std::size_t held = 0;                    // its blocks
-    std::size_t left = 0;                    // scratch: of those, what `victims` has not given up
+    std::size_t coming = 0;                  // blocks of it the next `victims` are for
+    std::size_t left = 0;                    // scratch: of both, what `victims` has not given up
   };
 
   Part& part_of(std::uint32_t slot) noexcept;

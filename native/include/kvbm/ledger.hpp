@@ -109,7 +109,8 @@ class Ledger {
   std::vector<std::uint8_t> held(Tier tier) const;
   void pin(Tier tier, Bytes slots);
   void unpin(Tier tier, Bytes slots);
-  std::optional<Allocation> allocate(Tier tier, std::size_t count);
+  // namespace_id: whose blocks will be written, or nullptr.
+  std::optional<Allocation> allocate(Tier tier, std::size_t count, const NamespaceId* namespace_id = nullptr);
   void release(Tier tier, Bytes slots);
   // Returns the slot that holds each block, packed.
   Bytes create(const NamespaceId& namespace_id, Tier tier, const SequenceHash& parent, std::uint64_t start, Bytes hashes,

@@ -1,0 +1,76 @@
+"""Two tenants in one manager: a share is kept, a quota is a state and not an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from kvbm import load_settings, open_manager
+from kvbm.core.ids import NO_PARENT, Namespace, Tier
+from kvbm.manager.manager import Manager
+
+BLOCK_BYTES = 4096
+QUIET, LOUD = (Namespace(model="m", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))
+
+
+def prefill(manager: Manager, namespace: Namespace, prompt: int, blocks: int = 4) -> bytes:
+    """Compute a prompt that nobody has, and let it be offloaded. Returns its hashes."""
+    tokens = np.arange(4 * blocks, dtype=np.uint32) + 1000 * prompt
+    hashes = manager.hash_tokens(tokens, namespace.root(b"secret"), 4)
+    slots = manager.allocate(blocks, namespace.id)
+    assert slots is not None
+    memory = manager.pools.slots[Tier.HBM].memory
+    assert memory is not None
+    memory[slots] = prompt % 251
+    manager.unpin(manager.create(namespace.id, NO_PARENT, 0, hashes, slots))
+    assert manager.settle(20.0)
+    return hashes
+
+
+def test_a_loud_tenant_leaves_a_quiet_one_its_share_of_every_tier_and_stays_within_its_quota(tmp_path: Path) -> None:
+    settings = load_settings(
+        flags={
+            "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+            "pools.hbm.slots": 16, "pools.host.slots": 32, "pools.nvme.slots": 64,
+            "tenants.quiet.weight": 1, "tenants.loud.weight": 3, "tenants.loud.nvme_bytes": 24 * BLOCK_BYTES,
+        }
+    )  # fmt: skip
+    manager = open_manager(settings, [QUIET, LOUD], BLOCK_BYTES)
+    try:
+        quiet = [prefill(manager, QUIET, prompt) for prompt in range(2)]
+        for prompt in range(100, 140):
+            prefill(manager, LOUD, prompt)
+        shares = {tier: {share.tenant: share for share in found} for tier, found in manager.stats().shares.items()}
+        assert set(shares) == {Tier.HBM, Tier.HOST, Tier.NVME}
+        assert shares[Tier.HOST]["quiet"].held == 8  # a quarter of it, all it ever had
+        loud = shares[Tier.NVME]["loud"]
+        assert (loud.held, loud.quota_slots) == (24, 24)
+        assert manager.stats().pools[Tier.NVME].free == 64 - 24 - 8
+        assert not manager.stats().trouble
+        for hashes in quiet:
+            prefix = manager.acquire(QUIET.id, hashes)
+            assert prefix.depth == 4
+            manager.unpin(prefix.slots)
+    finally:
+        manager.close()
+
+
+def test_a_restart_counts_what_nvme_has_kept_for_whose_it_is(tmp_path: Path) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "nats.enabled": False, "pools.hbm.device": "memory",
+        "pools.hbm.slots": 16, "pools.nvme.slots": 64, "tenants.loud.nvme_bytes": 8 * BLOCK_BYTES,
+    }  # fmt: skip
+    for life in range(2):
+        manager = open_manager(load_settings(flags=flags), [QUIET, LOUD], BLOCK_BYTES)
+        try:
+            if life:
+                held = {share.tenant: share.held for share in manager.stats().shares[Tier.NVME]}
+                assert held == {"loud": 8, "*": 4}
+            for prompt in range(3):
+                prefill(manager, LOUD, 10 * life + prompt)
+            if not life:
+                prefill(manager, QUIET, 7)
+            assert {s.tenant: s.held for s in manager.stats().shares[Tier.NVME]} == {"loud": 8, "*": 4}
+        finally:
+            manager.close()
