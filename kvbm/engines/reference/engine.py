@@ -146,7 +146,7 @@ class Engine:
             if sequence.admitted_s is None:
                 sequence.hits = prefix.hits
         wanted = block_count(len(sequence.tokens), self._block_tokens)
-        allocated = self._manager.allocate(wanted - sequence.created)
+        allocated = self._manager.allocate(wanted - sequence.created, self._namespace_id)
         if allocated is None:
             return False
         sequence.slots += allocated
@@ -168,7 +168,7 @@ class Engine:
         """Compute the last token of every running request; the youngest are preempted when slots are short."""
         for sequence in list(self._running):  # oldest first
             while sequence in self._running and sequence.computed == len(sequence.slots) * self._block_tokens:
-                allocated = self._manager.allocate(1)
+                allocated = self._manager.allocate(1, self._namespace_id)
                 if allocated is not None:
                     sequence.slots += allocated
                 elif self._waiting and self._waiting[0].slots:
