@@ -11,8 +11,7 @@ from typing import NamedTuple
 from kvbm.workload.bench.fio import FioError, find_fio
 from kvbm.workload.doctor.apart.disk import probe
 
-_FILE_BYTES = 2 << 30
-_DEPTH = 32
+_DEPTH = 32  # as the pool has it
 
 
 class Speed(NamedTuple):
@@ -33,10 +32,11 @@ def speed_alone(folder: Path) -> Speed:
     return Speed(found.get("read_bytes_s", 0.0), found.get("write_bytes_s", 0.0))
 
 
-def speed_of_mix(folder: Path, block_bytes: int, read_share: float, seconds: float = 10.0) -> Speed | None:
+def speed_of_mix(folder: Path, file_bytes: int, block_bytes: int, read_share: float, seconds: float) -> Speed | None:
     """Of reads and writes at once, blocks in random order, many at a time, as fio does them; None where there is no fio.
 
     Args:
+        file_bytes: of the file they are in, all of it written before.
         read_share: of the blocks, 0 to 1.
     """
     with tempfile.TemporaryDirectory(dir=folder, prefix="fio-") as temporary:
@@ -44,13 +44,13 @@ def speed_of_mix(folder: Path, block_bytes: int, read_share: float, seconds: flo
         try:
             fio = find_fio(Path(temporary))
             fio.rate(
-                "write", file, _FILE_BYTES, 1 << 20, _DEPTH, random=False
+                "write", file, file_bytes, block_bytes, _DEPTH, random=False
             )  # a block never written reads as nothing
         except FioError:
             return None
         command = [
             fio.path, "--name=mix", f"--filename={file}", "--rw=randrw", f"--rwmixread={round(100 * read_share)}",
-            f"--bs={block_bytes}", f"--size={_FILE_BYTES}", f"--iodepth={_DEPTH}", f"--ioengine={fio.engine}",
+            f"--bs={block_bytes}", f"--size={file_bytes}", f"--iodepth={_DEPTH}", f"--ioengine={fio.engine}",
             f"--direct={int(fio.direct)}", "--time_based", f"--runtime={seconds:g}", "--randrepeat=0", "--output-format=json",
         ]  # fmt: skip
         said = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60.0, check=True).stdout

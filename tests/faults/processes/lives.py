@@ -392,7 +392,8 @@ class Churned(NamedTuple):
     Attributes:
         reached: what NVME read and wrote, all of it compared, while engines were served: not while lives opened and ended.
         alone: what the disk does of one kind, one transfer at a time; the better of before and after.
-        mix: what it does of both kinds at once, of as many reads among them, asked for by fio afterwards; None without fio.
+        mix: what it does of both kinds at once, of as many reads among them, as fio finds it on a file of NVME's size: before the
+            lives, between two of them, and after; the median of it. None without fio.
         served_share: of the seconds, how many engines were served.
         digest: the manager's at its clean end, and the journal's fold's.
         growth_bytes: by how much the memory of a life grew after its first third, at most.
@@ -452,21 +453,25 @@ FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still
 
 
 def churn(
-    folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: float = 12.0, mix_s: float = 10.0
+    folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: float = 12.0, mix_s: float = 5.0
 ) -> Churned:
     """Full speed with kills and clean ends at seeded instants.
 
     Args:
-        mix_s: for how long fio shows what the disk does; 0: not asked.
+        seconds: of lives; measuring the disk comes on top.
+        mix_s: for how long fio shows what the disk does, three times; 0: not asked.
     Raises: AssertionError: what was wrong.
     """
     rng = random.Random(seed)
     load.noise()  # once, for every life
-    before = speed_alone(folder)
-    began_s = time.monotonic()
+    disk = _Disk(folder, load, mix_s)
+    disk.measure([])
+    elapsed_s = 0.0
     lives: list[Begun] = []
     kills = 0
-    while (left_s := seconds - (time.monotonic() - began_s)) > 0 or not lives:
+    while (left_s := seconds - elapsed_s) > 0 or not lives:
+        if left_s < seconds / 2 and len(disk.mixes) == 1:
+            disk.measure(lives)
         life = Begun(folder, load, seed * 1000 + len(lives))
         lives.append(life)
         life.wait(time.monotonic() + WAIT_S, "recovered")
@@ -476,28 +481,61 @@ def churn(
         is_kill = not is_last and rng.random() < 0.75
         kills += is_kill
         life.end(signal.SIGKILL if is_kill else signal.SIGTERM)
+        elapsed_s += time.monotonic() - life.began_s
     last = Begun(folder, load, seed)
     last.wait(time.monotonic() + WAIT_S, "recovered")
     last.end(signal.SIGTERM)
     lives.append(last)
-    elapsed_s = time.monotonic() - began_s
-
-    def total(field: str) -> float:
-        return sum(life.said(field) or 0 for life in lives)
-
+    elapsed_s += time.monotonic() - last.began_s
+    disk.measure(lives)
     growth_bytes = max((_growth_bytes(life) for life in lives), default=0)
     assert growth_bytes <= FLAT_BYTES, f"memory grew by {growth_bytes} bytes within one life"
-    serving_s, reads, writes = total("serving_s"), total("serving_reads"), total("serving_writes")
-    after = speed_alone(folder)
-    reached = Speed(*(blocks * load.block_bytes / max(serving_s, 0.1) for blocks in (reads, writes)))
+    serving_s = max(_total(lives, "serving_s"), 0.1)
+    reads, writes = (_total(lives, field) * load.block_bytes for field in ("serving_reads", "serving_writes"))
+    counts = [
+        int(_total(lives, field)) for field in ("created", "hits", "verified", "written", "skipped", "late", "failed")
+    ]
     return Churned(
-        elapsed_s, len(lives), kills, int(total("created")), int(total("hits")), int(total("verified")), int(total("written")),
-        int(total("skipped")), int(total("late")), int(total("failed")), reached,
-        Speed(max(before.reads, after.reads), max(before.writes, after.writes)),
-        speed_of_mix(folder, load.block_bytes, reads / max(reads + writes, 1), mix_s) if mix_s else None,
-        serving_s / elapsed_s, int(total("recovered")), int(total("served")), max(life.said("rss") or 0 for life in lives), growth_bytes,
-        last.said("digest"),
+        elapsed_s, len(lives), kills, *counts, Speed(reads / serving_s, writes / serving_s), disk.alone, disk.mix,
+        serving_s / elapsed_s, int(_total(lives, "recovered")), int(_total(lives, "served")),
+        max(life.said("rss") or 0 for life in lives), growth_bytes, last.said("digest"),
     )  # fmt: skip
+
+
+class _Disk:
+    """What the disk did each time it was asked while no life had it.
+
+    Attributes:
+        alone: the best of each kind.
+        mixes: one a time; None without fio, or where it is not asked.
+    """
+
+    def __init__(self, folder: Path, load: Load, mix_s: float) -> None:
+        self._folder, self._load, self._mix_s = folder, load, mix_s
+        self.alone = Speed(0.0, 0.0)
+        self.mixes: list[Speed | None] = []
+
+    def measure(self, lives: list[Begun]) -> None:
+        """Ask it for as many reads among its transfers as these lives had."""
+        alone = speed_alone(self._folder)
+        self.alone = Speed(max(self.alone.reads, alone.reads), max(self.alone.writes, alone.writes))
+        reads, writes = _total(lives, "serving_reads"), _total(lives, "serving_writes")
+        share = reads / (reads + writes) if reads + writes else 0.5
+        file_bytes, block_bytes = self._load.slots[2] * self._load.block_bytes, self._load.block_bytes
+        self.mixes.append(
+            speed_of_mix(self._folder, file_bytes, block_bytes, share, self._mix_s) if self._mix_s else None
+        )
+
+    @property
+    def mix(self) -> Speed | None:
+        """The median."""
+        found = sorted((mix for mix in self.mixes if mix is not None), key=lambda mix: mix.both)
+        return found[len(found) // 2] if found else None
+
+
+def _total(lives: list[Begun], field: str) -> float:
+    """Of what each life said last."""
+    return sum(life.said(field) or 0 for life in lives)
 
 
 def _growth_bytes(life: Begun) -> int:
