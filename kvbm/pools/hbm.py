@@ -85,7 +85,8 @@ class HbmPool:
             self._tensor = torch.zeros((slots, block_bytes), dtype=torch.uint8, device="cuda")
         else:
             require_memory("HBM", slots * block_bytes, "lower pools.hbm.slots or capacity_bytes, or free memory")
-            self._tensor = torch.zeros((slots, block_bytes), dtype=torch.uint8)
+            # numpy asks for huge pages, torch does not: a disk that reads into these slots then gets far fewer pieces
+            self._tensor = torch.from_numpy(np.zeros((slots, block_bytes), dtype=np.uint8))
         layers = [[PagedTensor(self._tensor, (SLOTS, "bytes"))]]
         self._open(layers, paged_layout(layers), checksums, copies, "auto")
         self._memory = self._tensor.numpy() if self._device_copies is None else None
