@@ -303,9 +303,9 @@ std::uint32_t begun_writes(FlightShares& shares, FlightShares::Time now) {
 
 void test_writes_make_way_for_reads() {
   const FlightShares::Time now{seconds(1000)};
-  FlightShares alone(32, 0.25);
+  FlightShares alone(32, 0.25, 4096);
   CHECK(begun_writes(alone, now) == 24);  // a read that comes finds room
-  FlightShares busy(32, 0.25);
+  FlightShares busy(32, 0.25, 4096);
   busy.begin_read();
   CHECK(begun_writes(busy, now) == 8);
   busy.end_read(now);
@@ -314,12 +314,68 @@ void test_writes_make_way_for_reads() {
   CHECK(busy.in_flight() == 24);
   busy.end_write();
   CHECK(busy.in_flight() == 23);
-  FlightShares least(1, 0.01);
+  FlightShares least(1, 0.01, 4096);
   least.begin_read();
   CHECK(begun_writes(least, now) == 1);
-  FlightShares all(8, 1.0);
+  FlightShares all(8, 1.0, 4096);
   all.begin_read();
   CHECK(begun_writes(all, now) == 6);  // no more than without reads
+}
+
+void test_a_read_meets_few_bytes_of_writes() {
+  const FlightShares::Time now{seconds(1000)};
+  for (const std::size_t block_bytes : {std::size_t{64} << 10, std::size_t{512} << 10, std::size_t{1} << 20, std::size_t{4} << 20}) {
+    FlightShares alone(128, 1.0, block_bytes);
+    CHECK(begun_writes(alone, now) == std::min<std::size_t>(96, FlightShares::kIdleBytes / block_bytes));
+    FlightShares busy(128, 1.0, block_bytes);
+    busy.begin_read();
+    CHECK(begun_writes(busy, now) == std::max<std::size_t>(1, FlightShares::kBusyBytes / block_bytes));
+    busy.end_read(now);  // no read for a while: all of them may go again
+    CHECK(begun_writes(busy, now + 2 * FlightShares::kQuiet) > 0);
+    CHECK(busy.in_flight() == alone.in_flight());
+  }
+  FlightShares huge(32, 0.25, std::size_t{1} << 30);
+  CHECK(begun_writes(huge, now) == 1);
+}
+
+void test_reads_leave_writes_a_flight() {
+  FlightShares shares(4, 0.25, 4096);
+  CHECK(!shares.must_write(4) && !shares.must_write(2) && shares.must_write(1));
+  shares.begin_write();
+  CHECK(!shares.must_write(1));  // one is under way
+  shares.end_write();
+  CHECK(shares.must_write(1));
+  CHECK(!FlightShares(1, 0.25, 4096).must_write(1));
+}
+
+// Reads that always find others waiting: a write that comes amid them ends before they do.
+void test_writes_go_on_amid_reads_without_end() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 2});
+    const Blocks blocks(64, 4096, 1);
+    CHECK(blocks.write(io));
+    Blocks others(8, 4096, 2);
+    for (std::int64_t& slot : others.slots) {
+      slot += 64;
+    }
+    std::atomic<bool> is_over{false};
+    std::vector<std::thread> readers;
+    for (int reader = 0; reader < 3; ++reader) {
+      readers.emplace_back([&] {
+        while (!is_over) {
+          CHECK(blocks.good(io) == 64);
+        }
+      });
+    }
+    CHECK(others.write(io));
+    is_over = true;
+    for (std::thread& reader : readers) {
+      reader.join();
+    }
+    CHECK(others.good(io) == 8);
+    CHECK(io.close(kWait));
+  });
 }
 
 }  // namespace
@@ -334,5 +390,8 @@ int main() {
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
       {"a header is held to every bit", test_header_is_held_to_every_bit},
       {"writes make way for reads and still go on", test_writes_make_way_for_reads},
+      {"a read meets few bytes of writes, whatever the size of blocks", test_a_read_meets_few_bytes_of_writes},
+      {"reads leave a flight to a write that waits", test_reads_leave_writes_a_flight},
+      {"a write among reads without end ends before them", test_writes_go_on_amid_reads_without_end},
   });
 }
