@@ -323,6 +323,10 @@ void Lane::finish(Transfer& transfer) noexcept {
   Call& call = *transfer.call;
   const std::lock_guard lock(call.mutex);
   transfer.next = std::exchange(call.ended, &transfer);
+  if (call.silent > 0) {
+    --call.silent;
+    return;
+  }
   call.more.notify_one();  // under the lock: the call may be gone as soon as it is free
 }
 
