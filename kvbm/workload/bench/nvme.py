@@ -2,7 +2,8 @@
 
 A device's speed depends on where a file lies, on how scattered memory is, and on the second: so fio has the pool's own file and the
 pages of the HOST pool that rows lie in, and a pass of either side is cut into slices that take turns. Blocks come in random order on
-both sides. What a write's checksums cost is in its time, though a block that comes from HOST brings them along.
+both sides. A block that comes from HOST brings its checksum along, so do those written here; what computing it would add is
+measured beside.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ NAMESPACE = Namespace(model="bench", block_tokens=16)
 _EPOCH = Epoch(1)
 _ROWS_BYTES = 256 << 20  # memory that runs lie in
 _STOP_S = 10.0
+_HUGE_BYTES = 2 << 20
 _SLICES = 4  # of a pass
 _KINDS: tuple[Literal["read"], Literal["write"]] = ("read", "write")
 
@@ -40,6 +42,7 @@ class Rates(NamedTuple):
 
     Attributes:
         unverified: reads that check nothing.
+        computed: writes that compute the checksums in their time.
         fio_reads, fio_writes: empty without fio.
         fio_alone: reads and writes of a fio with memory of its own, once; empty without fio.
     """
@@ -48,6 +51,7 @@ class Rates(NamedTuple):
     unverified: list[float]
     fio_reads: list[float]
     writes: list[float]
+    computed: list[float]
     fio_writes: list[float]
     fio_alone: list[float]
 
@@ -122,8 +126,9 @@ class Slots:
         self._hashes = self._rng.integers(0, 256, (self.count, HASH_BYTES), dtype=np.uint8)
         rows = max(depth, CALLERS * self.run_blocks, min(self.count, _ROWS_BYTES // block_bytes))
         self._host = HostPool(
-            rows + 1, block_bytes, NATIVE_ARENA, RowCopier()
-        )  # the last one is for reads of one block
+            rows + max(1, _HUGE_BYTES // block_bytes), block_bytes, NATIVE_ARENA, RowCopier()
+        )  # the last one is for reads of one block, and lies in a whole huge page as well
+        self._sums = np.zeros(self._host.slots, dtype=np.uint32)
         self._engines: list[_Switch] = []
 
         def open_both(
@@ -186,9 +191,10 @@ class Slots:
             for engine in self._engines:
                 engine.verified = True
 
-    def write(self, part: np.ndarray) -> float:
-        """Seconds that writing these slots takes."""
-        return self._pass(self._write, part)
+    def write(self, part: np.ndarray, computed: bool = False) -> float:
+        """Seconds that writing these slots takes; with the time for checksums, or without."""
+        self._seal()
+        return self._pass(self._write_computed if computed else self._write, part)
 
     def write_all(self) -> None:
         """Write every slot."""
@@ -198,6 +204,7 @@ class Slots:
         """One block read after another, alone and then while another thread writes runs. Slots that are written are never read."""
         order = self._rng.permutation(self.count)
         read, written = order[: self.count // 2], order[self.count // 2 :]
+        self._seal()
         alone = [self._read_one(int(read[at % len(read)])) for at in range(count)]
         over, done = threading.Event(), [0]
 
@@ -241,12 +248,25 @@ class Slots:
         result = self._pool.read(run.tolist(), NAMESPACE.id, self._hashes[run].tobytes(), self._rows(), list(at))
         _require_good(result.outcomes)
 
+    def _seal(self) -> None:
+        """Take the checksums of what lies in memory now: reads and fio leave other bytes there."""
+        self._sums = NATIVE.checksums(self._rows())
+
     def _write(self, caller: int, run: np.ndarray) -> None:
         """Write a run from some stretch of the memory; two callers share rows at times, and only read them."""
-        first = int(run[0]) % (self._host.slots - len(run))
-        rows = self._rows()[first : first + len(run)]
-        proof = Proof(NAMESPACE.id, _EPOCH, self._hashes[run].tobytes(), NATIVE.checksums(rows))
-        self._pool.write(run.tolist(), rows, proof)
+        first = self._first(run)
+        self._write_rows(run, first, self._sums[first : first + len(run)])
+
+    def _write_computed(self, caller: int, run: np.ndarray) -> None:
+        first = self._first(run)
+        self._write_rows(run, first, NATIVE.checksums(self._rows()[first : first + len(run)]))
+
+    def _first(self, run: np.ndarray) -> int:
+        return int(run[0]) % (self._host.slots - len(run))
+
+    def _write_rows(self, run: np.ndarray, first: int, sums: np.ndarray) -> None:
+        proof = Proof(NAMESPACE.id, _EPOCH, self._hashes[run].tobytes(), sums)
+        self._pool.write(run.tolist(), self._rows()[first : first + len(run)], proof)
 
     def _pass(self, work: Callable[[int, np.ndarray], None], order: np.ndarray) -> float:
         """Seconds of work on slots in this order, in runs, shared among the callers."""
@@ -285,12 +305,15 @@ class Slots:
 
 def rates_beside_fio(slots: Slots, fio: Fio | None, depth: int, pairs: int, step: Callable[[], object]) -> Rates:
     """Pairs, the slices of each in turn and begun by another side than those before. Raises FioError, PoolError."""
-    rates = Rates([], [], [], [], [], [])
+    rates = Rates([], [], [], [], [], [], [])
     reads: list[tuple[list[float], Callable[[np.ndarray], float]]] = [
         (rates.reads, slots.read),
         (rates.unverified, lambda part: slots.read(part, verified=False)),
     ]
-    writes: list[tuple[list[float], Callable[[np.ndarray], float]]] = [(rates.writes, slots.write)]
+    writes: list[tuple[list[float], Callable[[np.ndarray], float]]] = [
+        (rates.writes, slots.write),
+        (rates.computed, lambda part: slots.write(part, computed=True)),
+    ]
     if fio is not None:
         theirs = fio._replace(memory=slots.memory)
         reads.append((rates.fio_reads, lambda part: _fio_s(theirs, "read", slots, depth, len(part))))

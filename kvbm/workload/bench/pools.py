@@ -111,7 +111,7 @@ class _Run:
     def _nvme_of(self, block_bytes: int, fio: Fio | None) -> tuple[list[float], list[float], float]:
         """The medians of one block size: reads and writes over fio, if it is there, and what verifying costs."""
         mib, depth = block_bytes // _MIB, self._options.depth
-        steps = self._pairs * (5 if fio else 3)
+        steps = self._pairs * (6 if fio else 4)
         step = self._part(f"NVME, {mib} MiB blocks", steps)
         pool_file = self._folder / "nvme.pool"
         slots = Slots(pool_file, self._options.file_bytes, block_bytes, depth)
@@ -124,13 +124,18 @@ class _Run:
             )
             self._rates(f"NVME, {how}: verified reads", rates.reads)
             self._rates(f"NVME, {how}: fio reads", rates.fio_reads)
-            self._rates(f"NVME, {how}: writes, checksums computed", rates.writes)
+            self._rates(f"NVME, {how}: writes, checksums brought along", rates.writes)
+            self._rates(f"NVME, {how}: writes that compute checksums", rates.computed)
             self._rates(f"NVME, {how}: fio writes", rates.fio_writes)
             for kind, rate in zip(("reads", "writes"), rates.fio_alone, strict=False):
                 what = f"NVME, {how}: fio {kind} with memory of its own, once"
                 self.rows.append(Row(what=what, unit="MB/s", value=rate / 1e6))
             read = self._ratios(f"NVME reads over fio, {how}", rates.reads, rates.fio_reads, "nvme_read_over_fio")
             write = self._ratios(f"NVME writes over fio, {how}", rates.writes, rates.fio_writes, "nvme_write_over_fio")
+            if rates.fio_writes:
+                pairs = zip(rates.computed, rates.fio_writes, strict=True)
+                what = f"NVME writes that compute checksums over fio, {how}"
+                self.rows.append(row_of(what, "", [one / other for one, other in pairs]))
             costs = [1 - on / off for on, off in zip(rates.reads, rates.unverified, strict=True)]
             low, cost, high = statistics.quantiles(costs, n=4)
             self.rows.append(
