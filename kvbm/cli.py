@@ -168,7 +168,7 @@ def _add_bench(commands: _Commands) -> None:
     )  # fmt: skip
     bench.add_argument(
         "--file-mib", type=_file_mib, default=2048, metavar="N",
-        help="of pools: size of the pool's file, and of fio's (default 2048)",
+        help="of pools: size of the pool's file, which fio works on too (default 2048)",
     )  # fmt: skip
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 

@@ -75,7 +75,7 @@ class NvmeSettings(_Group, frozen=True):
         io: "io_uring", "threads", or "auto": io_uring where the kernel lets us.
         direct: past the page cache (O_DIRECT): "on", "off", or "auto": where the file system can.
         depth: block transfers in flight for each path.
-        offload_share: of `depth`, what offloads may use while requests read.
+        offload_share: of `depth`, what offloads may use while requests read, and never more than 2 MiB (or one block).
         write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
             be saved up. 0: no limit.
     """

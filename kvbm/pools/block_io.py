@@ -40,7 +40,7 @@ class BlockEngine(Protocol):
     """Moves blocks between rows and files. Any number of calls at a time; each blocks until its whole run has ended.
 
     Reads are urgent and go first; writes are background, and while there are urgent transfers, or were a moment ago,
-    they use only `offload_share` of the depth. A transfer that the device never ends keeps its call.
+    they use only `offload_share` of the depth, and few bytes. A transfer that the device never ends keeps its call.
 
     Attributes:
         io: "io_uring" or "threads": what moves the bytes.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,7 +87,7 @@ class HbmPool:
             self._tensor = torch.zeros((slots, block_bytes), dtype=torch.uint8, device="cuda")
         else:
             require_memory("HBM", slots * block_bytes, "lower pools.hbm.slots or capacity_bytes, or free memory")
-            self._tensor = torch.zeros((slots, block_bytes), dtype=torch.uint8)
+            self._tensor = torch.from_numpy(_aligned_rows(slots, block_bytes))
         layers = [[PagedTensor(self._tensor, (SLOTS, "bytes"))]]
         self._open(layers, paged_layout(layers), checksums, copies, "auto")
         self._memory = self._tensor.numpy() if self._device_copies is None else None
@@ -235,6 +237,14 @@ class HbmPool:
             self._copies = new_copies(*layout.segments, layout.slots)
         else:
             raise LayoutError(f"paged KV lies on {device}; a pool can be on cuda or cpu")
+
+
+def _aligned_rows(slots: int, block_bytes: int) -> np.ndarray:
+    """Zeroed rows that begin at a page, in huge pages where they are to be had: a disk reads into them as they are, in few pieces."""
+    memory = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(slots, block_bytes)
 
 
 def _column(indexes: np.ndarray) -> np.ndarray:

@@ -51,8 +51,8 @@ class HostPool:
 
         Args:
             copies: what copies rows; as many threads touch the memory.
-            huge_pages: "auto": from the system's pool of huge pages where it has enough, else transparent ones where it makes
-                them; "on": from that pool, or not at all; "off".
+            huge_pages: "auto": from the system's pool of huge pages where it has enough, else transparent ones, made by
+                request (Linux 6.1) unless the system denies them; "on": from that pool, or not at all; "off".
             numa_node: the node every page is to be of; -1: where the machine has several, the one this thread runs on, if it has
                 the room.
         Raises: LayoutError: below 1 slot or byte. ConfigError: `huge_pages` is no such word. PoolFullError: the machine, its NUMA

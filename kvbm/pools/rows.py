@@ -79,7 +79,7 @@ class NewArena(Protocol):
             name: what tools show for it.
             bytes: at least 1; rounded up to whole pages.
             huge_pages: from the system's pool of huge pages, or not at all.
-            advise: else, ask for transparent huge pages.
+            advise: else, transparent huge pages, as far as the machine makes them by request.
             numa_node: node that every page must be of; -1: any.
             threads: that touch the pages.
         Raises: OSError: the system refuses; nothing was taken.

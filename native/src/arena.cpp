@@ -24,6 +24,8 @@ namespace {
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;    // what an address must be a multiple of for transparent huge pages
 constexpr std::size_t kTouchedBytes = std::size_t{64} << 20;  // pages are touched in slices of so many bytes
 constexpr int kPopulateWrite = 23;                          // MADV_POPULATE_WRITE of Linux 5.14, which headers may lack
+constexpr int kCollapse = 25;                               // MADV_COLLAPSE of Linux 6.1
+constexpr int kMostRefusals = 4;                            // slices; a machine whose memory is in pieces would else search for long
 
 [[noreturn]] void refuse(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
@@ -34,14 +36,33 @@ std::size_t rounded_up(std::size_t bytes, std::size_t to) {
   return (bytes + to - 1) / to * to;
 }
 
+#if defined(__linux__)
+// madvise, again when it was disturbed. False: it is refused, errno says why.
+bool advised(std::uint8_t* data, std::size_t bytes, int advice) noexcept {
+  int result = 0;
+  do {
+    result = madvise(data, bytes, advice);
+  } while (result != 0 && (errno == EAGAIN || errno == EINTR));
+  return result == 0;
+}
+
+// Makes huge pages of all whole ones in [data, data + bytes), which begins with one. The kernel does so by request also where it
+// does not by itself, unless it is denied altogether; but it takes no piece in which no page is there yet. False: not all of them.
+bool collapse_slice(std::uint8_t* data, std::size_t bytes, std::size_t page_bytes) noexcept {
+  const std::size_t whole = bytes / kHugeBytes * kHugeBytes;
+  for (std::size_t at = 0; at < whole; at += kHugeBytes) {
+    if (!advised(data + at, page_bytes, kPopulateWrite)) {
+      return false;
+    }
+  }
+  return whole == 0 || madvise(data, whole, kCollapse) == 0;
+}
+#endif
+
 // Makes pages of [data, data + bytes) be there; 0, or the errno of a refusal.
 int touch_slice(std::uint8_t* data, std::size_t bytes, std::size_t page_bytes) noexcept {
 #if defined(__linux__)
-  int result = 0;
-  do {
-    result = madvise(data, bytes, kPopulateWrite);
-  } while (result != 0 && (errno == EAGAIN || errno == EINTR));
-  if (result == 0) {
+  if (advised(data, bytes, kPopulateWrite)) {
     return 0;
   }
   if (errno != EINVAL) {
@@ -62,7 +83,7 @@ Arena::Arena(const Wishes& wishes) {
     if (wishes.numa_node >= 0) {
       bind(wishes.numa_node);
     }
-    touch(wishes.threads);
+    touch(wishes.threads, wishes.advise && !wishes.huge_pages);
   } catch (...) {
     give_back();
     throw;
@@ -155,16 +176,23 @@ void Arena::bind(int) { refuse(ENOTSUP, "mbind"); }
 
 #endif
 
-void Arena::touch(unsigned threads) {
+void Arena::touch(unsigned threads, [[maybe_unused]] bool advise) {
   const std::size_t slice = rounded_up(kTouchedBytes, page_bytes_);
   std::atomic<std::size_t> next{0};
   std::atomic<int> refusal{0};
+  [[maybe_unused]] std::atomic<int> scattered{advise && bytes_ >= kHugeBytes ? 0 : kMostRefusals};
   const auto work = [&]() noexcept {
     while (refusal.load(std::memory_order_relaxed) == 0) {
       const std::size_t at = next.fetch_add(slice, std::memory_order_relaxed);
       if (at >= bytes_) {
         return;
       }
+#if defined(__linux__)
+      if (scattered.load(std::memory_order_relaxed) < kMostRefusals &&
+          !collapse_slice(data_ + at, std::min(slice, bytes_ - at), page_bytes_)) {
+        scattered.fetch_add(1, std::memory_order_relaxed);
+      }
+#endif
       if (const int error = touch_slice(data_ + at, std::min(slice, bytes_ - at), page_bytes_); error != 0) {
         refusal.store(error, std::memory_order_relaxed);
       }

@@ -19,7 +19,8 @@ std::span<const std::uint8_t, 16> hash_at(const BlockRun& run, std::size_t index
   return std::span<const std::uint8_t, 16>(run.hashes + 16 * index, 16);
 }
 
-// Queues a run's blocks and gives each to `settle` in the calling thread as it comes back, until all have.
+// Queues a run's blocks and gives each to `settle` in the calling thread until all have come back: those of reads, which are to be
+// checked, as they come; those of writes together, since waking this thread for each takes time from who drives the device.
 template <class Prepare, class Settle>
 void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const BlockIoShared& shared,
                 const std::vector<std::shared_ptr<Lane>>& lanes, Prepare&& prepare, Settle&& settle) {
@@ -28,6 +29,7 @@ void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const Bl
   std::vector<TransferQueue> queues(lanes.size());
   Call call;
   call.is_write = is_write;
+  call.silent = is_write && count > 0 ? count - 1 : 0;
   for (std::size_t index = 0; index < count; ++index) {
     Transfer& transfer = transfers[index];
     const auto slot = static_cast<std::uint64_t>(run.slots[index]);
@@ -46,7 +48,7 @@ void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const Bl
     Transfer* ended = nullptr;
     {
       std::unique_lock lock(call.mutex);
-      call.more.wait(lock, [&call] { return call.ended != nullptr; });
+      call.more.wait(lock, [&call] { return call.ended != nullptr && call.silent == 0; });
       ended = std::exchange(call.ended, nullptr);
     }
     for (; ended != nullptr; --left) {

@@ -62,7 +62,7 @@ Lane::Lane(std::shared_ptr<BlockIoShared> shared, int file, std::unique_ptr<IoRi
       file_(file),
       ring_(std::move(ring)),
       shares_(ring_ ? shared_->options.depth : std::min(shared_->options.depth, kMostThreads),
-              shared_->options.offload_share) {
+              shared_->options.offload_share, shared_->options.block_bytes) {
   const std::uint32_t depth = ring_ ? shared_->options.depth : std::min(shared_->options.depth, kMostThreads);
   flights_.resize(depth);
   begun_.resize(depth);
@@ -216,12 +216,12 @@ void Lane::release_withheld() {
   wake();
 }
 
-// Reads first, as many as there are flights; then writes, as many as their share.
+// Reads first, as many as there are flights but for one that a write may need; then writes, as many as their share.
 Transfer* Lane::take() noexcept {
   if (free_.empty()) {
     return nullptr;
   }
-  Transfer* transfer = urgent_.pop();
+  Transfer* transfer = background_.first != nullptr && shares_.must_write(free_.size()) ? nullptr : urgent_.pop();
   if (transfer != nullptr) {
     shares_.begin_read();
   } else {
@@ -323,6 +323,10 @@ void Lane::finish(Transfer& transfer) noexcept {
   Call& call = *transfer.call;
   const std::lock_guard lock(call.mutex);
   transfer.next = std::exchange(call.ended, &transfer);
+  if (call.silent > 0) {
+    --call.silent;
+    return;
+  }
   call.more.notify_one();  // under the lock: the call may be gone as soon as it is free
 }
 

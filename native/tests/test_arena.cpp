@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <string>
 #include <system_error>
 #include <vector>
 
@@ -51,6 +54,41 @@ void every_page_is_there() {
   CHECK(fstat(arena.fd(), &about) == 0);
   CHECK(static_cast<std::size_t>(about.st_blocks) * 512 >= arena.bytes());
   CHECK(std::all_of(arena.data(), arena.data() + arena.bytes(), [](std::uint8_t byte) { return byte == 0; }));
+}
+
+// Bytes of an arena in huge pages, as the kernel tells; 0 where it does not.
+std::size_t joined_bytes(const Arena& arena) {
+  std::ifstream maps("/proc/self/smaps");
+  char begins[32];
+  std::snprintf(begins, sizeof begins, "%lx-", reinterpret_cast<unsigned long>(arena.data()));
+  std::string line;
+  bool is_ours = false;
+  while (std::getline(maps, line)) {
+    is_ours = is_ours || line.starts_with(begins);
+    if (is_ours && line.starts_with("ShmemPmdMapped:")) {
+      return std::stoul(line.substr(15)) << 10;
+    }
+  }
+  return 0;
+}
+
+// Whether the kernel joins pages of shared memory when it is asked to: not before Linux 6.1, nor where the system forbids it.
+bool joins_by_request() {
+  const std::size_t bytes = 4 * kMegabyte;
+  void* const room = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(room != MAP_FAILED);
+  const std::uintptr_t begin = (reinterpret_cast<std::uintptr_t>(room) + 2 * kMegabyte - 1) / (2 * kMegabyte) * (2 * kMegabyte);
+  auto* const whole = reinterpret_cast<std::uint8_t*>(begin);
+  *whole = 1;
+  const bool joins = madvise(whole, 2 * kMegabyte, 25) == 0;
+  munmap(room, bytes);
+  return joins;
+}
+
+void its_pages_are_joined_by_request() {
+  const Arena joined({.name = "test", .bytes = 20 * kMegabyte + 5, .threads = 2});
+  CHECK(joined_bytes(joined) == (joins_by_request() ? 20 * kMegabyte : 0));
+  CHECK(std::all_of(joined.data(), joined.data() + joined.bytes(), [](std::uint8_t byte) { return byte == 0; }));
 }
 
 void another_process_sees_the_bytes() {
@@ -104,6 +142,7 @@ void it_is_given_back() {
 
 int main() {
   return tests::run({{"every page of an arena is there", every_page_is_there},
+                     {"its pages are joined to huge ones where the kernel does so by request", its_pages_are_joined_by_request},
                      {"another process that maps it sees the bytes", another_process_sees_the_bytes},
                      {"nobody changes its size", nobody_changes_its_size},
                      {"a refused arena leaves nothing behind", refusals_leave_nothing},

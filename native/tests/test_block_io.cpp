@@ -11,9 +11,11 @@
 #include <numeric>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "check.hpp"
 #include "kvbm/block_header.hpp"
+#include "kvbm/block_lane.hpp"
 #include "kvbm/checksum.hpp"
 #include "kvbm/flight_shares.hpp"
 
@@ -303,9 +305,9 @@ std::uint32_t begun_writes(FlightShares& shares, FlightShares::Time now) {
 
 void test_writes_make_way_for_reads() {
   const FlightShares::Time now{seconds(1000)};
-  FlightShares alone(32, 0.25);
+  FlightShares alone(32, 0.25, 4096);
   CHECK(begun_writes(alone, now) == 24);  // a read that comes finds room
-  FlightShares busy(32, 0.25);
+  FlightShares busy(32, 0.25, 4096);
   busy.begin_read();
   CHECK(begun_writes(busy, now) == 8);
   busy.end_read(now);
@@ -314,12 +316,90 @@ void test_writes_make_way_for_reads() {
   CHECK(busy.in_flight() == 24);
   busy.end_write();
   CHECK(busy.in_flight() == 23);
-  FlightShares least(1, 0.01);
+  FlightShares least(1, 0.01, 4096);
   least.begin_read();
   CHECK(begun_writes(least, now) == 1);
-  FlightShares all(8, 1.0);
+  FlightShares all(8, 1.0, 4096);
   all.begin_read();
   CHECK(begun_writes(all, now) == 6);  // no more than without reads
+}
+
+void test_a_read_meets_few_bytes_of_writes() {
+  const FlightShares::Time now{seconds(1000)};
+  for (const std::size_t block_bytes : {std::size_t{64} << 10, std::size_t{512} << 10, std::size_t{1} << 20, std::size_t{4} << 20}) {
+    FlightShares alone(128, 1.0, block_bytes);
+    CHECK(begun_writes(alone, now) == std::min<std::size_t>(96, FlightShares::kIdleBytes / block_bytes));
+    FlightShares busy(128, 1.0, block_bytes);
+    busy.begin_read();
+    CHECK(begun_writes(busy, now) == std::max<std::size_t>(1, FlightShares::kBusyBytes / block_bytes));
+    busy.end_read(now);  // no read for a while: all of them may go again
+    CHECK(begun_writes(busy, now + 2 * FlightShares::kQuiet) > 0);
+    CHECK(busy.in_flight() == alone.in_flight());
+  }
+  FlightShares huge(32, 0.25, std::size_t{1} << 30);
+  CHECK(begun_writes(huge, now) == 1);
+}
+
+void test_reads_leave_writes_a_flight() {
+  FlightShares shares(4, 0.25, 4096);
+  CHECK(!shares.must_write(4) && !shares.must_write(2) && shares.must_write(1));
+  shares.begin_write();
+  CHECK(!shares.must_write(1));  // one is under way
+  shares.end_write();
+  CHECK(shares.must_write(1));
+  CHECK(!FlightShares(1, 0.25, 4096).must_write(1));
+}
+
+// Waits until a call has got something back and returns how many; 0: it was too long.
+std::size_t ended(Call& call) {
+  std::unique_lock lock(call.mutex);
+  call.more.wait_for(lock, kWait, [&call] { return call.ended != nullptr; });
+  std::size_t count = 0;
+  for (const Transfer* transfer = std::exchange(call.ended, nullptr); transfer != nullptr; transfer = transfer->next) {
+    ++count;
+  }
+  return count;
+}
+
+// More reads than flights, of a slot that never ends: the write that waits behind them has its flight all the same.
+void test_writes_go_on_amid_reads_without_end() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    const auto shared = std::make_shared<BlockIoShared>();
+    shared->options = {{file.fd()}, 4096, kind, is_direct, 2};
+    shared->stride = 2 * kPageBytes;
+    shared->withheld_slot = 0;
+    int error = 0;
+    const auto lane = std::make_shared<Lane>(
+        shared, file.fd(), kind == IoKind::kIoUring ? IoRing::open(file.fd(), 3, error) : std::unique_ptr<IoRing>());
+    const Blocks rows(9, 4096, 1);
+    Call calls[2];  // reads, and a write
+    calls[1].is_write = true;
+    std::vector<Transfer> transfers(9);
+    TransferQueue queues[2];
+    for (std::size_t index = 0; index < transfers.size(); ++index) {
+      Transfer& transfer = transfers[index];
+      const std::size_t which = index == 8 ? 1 : 0;
+      transfer.call = &calls[which];
+      transfer.slot = static_cast<std::int64_t>(which);
+      transfer.position = kPageBytes + which * shared->stride;
+      transfer.row = rows.rows + index * 4096;
+      queues[which].push(&transfer);
+    }
+    lane->enqueue(queues[0], true);
+    lane->enqueue(queues[1], false);
+    lane->start();
+    CHECK(ended(calls[1]) == 1);
+    shared->withheld_slot = -1;
+    lane->release_withheld();
+    for (std::size_t count = 0; count < 8;) {
+      const std::size_t more = ended(calls[0]);
+      CHECK(more > 0);
+      count += more;
+    }
+    lane->begin_stop();
+    CHECK(lane->end_stop(std::chrono::steady_clock::now() + kWait));
+  });
 }
 
 }  // namespace
@@ -334,5 +414,8 @@ int main() {
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
       {"a header is held to every bit", test_header_is_held_to_every_bit},
       {"writes make way for reads and still go on", test_writes_make_way_for_reads},
+      {"a read meets few bytes of writes, whatever the size of blocks", test_a_read_meets_few_bytes_of_writes},
+      {"reads leave a flight to a write that waits", test_reads_leave_writes_a_flight},
+      {"reads that never end leave a write its flight", test_writes_go_on_amid_reads_without_end},
   });
 }

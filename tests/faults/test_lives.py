@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvbm.core.ids import HASH_BYTES
+from kvbm.core.ids import HASH_BYTES, split_hashes
+from tests.faults.processes.disk_speed import speed_alone, speed_of_mix
 from tests.faults.processes.lives import CHURN, SMALL, WAIT_S, Begun, churn, folded, kill_again_and_again
+from tests.faults.processes.noise import SECTOR_BYTES, Noise
 
 
 def live_and_end(folder: Path, seed: int, how: signal.Signals) -> Begun:
@@ -53,17 +57,53 @@ def test_what_a_life_finds_wrong_reaches_who_began_it(tmp_path: Path) -> None:
 
 
 def test_full_speed_with_kills_ends_with_the_digest_of_its_journal_and_no_wrong_byte(tmp_path: Path) -> None:
-    load = CHURN._replace(block_bytes=64 << 10, slots=(96, 48, 192), prompts=40)
-    result = churn(tmp_path, 1, 5.0, load, life_s=1.5)
+    load = CHURN._replace(block_bytes=64 << 10, slots=(96, 48, 192), prompts=40, depth=12, engines=3, ahead=24)
+    result = churn(tmp_path, 1, 5.0, load, life_s=1.5, mix_s=0.0)
     assert result.lives > 2 and result.kills > 0
     assert result.verified > 0 and result.written > 0 and result.served > 0
+    assert result.reached.reads > 0 and result.reached.writes > 0 and result.alone.writes > 0
     assert int(result.digest, 16)
 
 
-def test_prompts_share_their_beginnings_and_every_place_of_a_block_has_its_own_bytes() -> None:
+def test_prompts_share_their_beginnings() -> None:
     assert SMALL.hashes(3, 6)[: 2 * HASH_BYTES] == SMALL.hashes(4, 6)[: 2 * HASH_BYTES]
     assert SMALL.hashes(3, 6)[2 * HASH_BYTES :] != SMALL.hashes(4, 6)[2 * HASH_BYTES :]
-    rows = SMALL.rows(SMALL.hashes(3, 6))
-    assert len({row.tobytes() for row in rows}) == 6
-    pages = [rows[0, at : at + 4096].tobytes() for at in range(0, SMALL.block_bytes - 4096, 4096)]
-    assert len(set(pages)) == len(pages)
+    assert len({block for prompt in (0, 1, 2) for block in split_hashes(SMALL.hashes(prompt, 6))}) == 2 + 3 * 4
+
+
+def test_no_sector_of_any_block_is_that_of_another_place() -> None:
+    noise, blocks, block_bytes = Noise(16 << 10, 1200), 1200, 16 << 10
+    sectors = {
+        noise.block(number)[at : at + SECTOR_BYTES].tobytes()
+        for number in range(blocks) for at in range(0, block_bytes, SECTOR_BYTES)
+    }  # fmt: skip
+    assert len(sectors) == blocks * block_bytes // SECTOR_BYTES
+
+
+@pytest.mark.parametrize("wrong", ["a byte", "two pages", "shifted by a byte", "another block"])
+def test_any_byte_that_is_not_its_blocks_is_found(wrong: str) -> None:
+    noise, hashes = Noise(64 << 10, 1200), b"".join(number.to_bytes(HASH_BYTES, "little") for number in (3, 700))
+    memory = np.zeros((4, 64 << 10), dtype=np.uint8)
+    noise.fill(hashes, memory, [2, 1])
+    noise.check(hashes, memory, [2, 1], "HBM")
+    block = memory[1]
+    match wrong:
+        case "a byte":
+            block[-1] ^= 1
+        case "two pages":
+            block[:8192] = np.concatenate([block[4096:8192], block[:4096]])
+        case "shifted by a byte":
+            block[:] = np.roll(block, 1)
+        case _:
+            block[:] = noise.block(701)
+    with pytest.raises(AssertionError, match="of block 700 in slot 1, from"):
+        noise.check(hashes, memory, [2, 1], "HBM")
+
+
+def test_a_disk_is_measured_in_reads_and_writes_alone_and_both_at_once(tmp_path: Path) -> None:
+    alone = speed_alone(tmp_path)
+    assert alone.writes > 0
+    mix = speed_of_mix(tmp_path, 32 << 20, 1 << 20, 0.5, 1.0)
+    assert (mix is None) == (shutil.which("fio") is None)
+    assert mix is None or (mix.reads > 0 and mix.writes > 0 and mix.both == mix.reads + mix.writes)
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools import nvme
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.block_io import PAGE_BYTES, OpenEngine, stride_of
+from kvbm.pools.hbm import HbmPool
 from kvbm.pools.nvme import NvmePool
 from tests.pool_runs import SHAPE, part, random_run
 
@@ -431,6 +432,21 @@ def test_aligned_rows_go_to_the_device_without_a_copy(tmp_path: Path) -> None:
     assert pool.read(range(4), run.namespace, run.hashes, unaligned).outcomes == [GOOD] * 4
     assert pool._engine.counts()["bounced"] == 4  # type: ignore[union-attr]
     assert (unaligned == run.rows).all()
+    pool.close()
+
+
+def test_blocks_go_to_hbm_on_the_cpu_without_a_copy(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run = random_run(4, 3 * 4096)
+    pool, hbm = _open(tmp_path / "pool", block_bytes=3 * 4096), HbmPool(6, 3 * 4096, checksums, "cpu")
+    if not pool.direct:
+        pytest.skip("the file system takes no direct transfers")
+    assert hbm.memory is not None and not hbm.memory.any()
+    pool.write(range(4), _aligned(run.rows), run.proof)
+    assert pool.read(range(4), run.namespace, run.hashes, hbm.memory, [5, 1, 3, 0]).outcomes == [GOOD] * 4
+    assert (hbm.tensor.numpy()[[5, 1, 3, 0]] == run.rows).all()
+    assert pool._engine.counts()["bounced"] == 0  # type: ignore[union-attr]
+    hbm.close()
     pool.close()
 
 

@@ -136,9 +136,10 @@ def test_a_limit_on_locked_memory_matters_where_an_old_kernel_counts_rings() -> 
     [
         ("auto", {"huge_free": 512, "huge_count": 600}, OK, "HOST takes 512"),
         ("auto", {}, OK, "transparent"),
-        ("auto", {"shared_huge": "never"}, WARNING, "vm.nr_hugepages=512"),
-        ("auto", {"shared_huge": "never", "huge_free": 100, "huge_count": 300}, WARNING, "vm.nr_hugepages=712"),
-        ("auto", {"shared_huge": "never", "huge_page": 0}, WARNING, "kernel that has them"),
+        ("auto", {"shared_huge": "never"}, OK, "transparent ones by request"),
+        ("auto", {"shared_huge": "never", "kernel": (6, 0)}, WARNING, "vm.nr_hugepages=512"),
+        ("auto", {"shared_huge": "deny", "huge_free": 100, "huge_count": 300}, WARNING, "vm.nr_hugepages=712"),
+        ("auto", {"shared_huge": "deny", "huge_page": 0}, WARNING, "kernel that has them"),
         ("on", {}, PROBLEM, "pools.host.huge_pages=auto"),
         ("on", {"huge_free": 512, "huge_count": 512}, OK, "HOST takes 512"),
         ("off", {}, UNUSED, "is off"),

@@ -1,4 +1,4 @@
-"""The device's limit as fio finds it: the same file system, block size and depth, past the page cache."""
+"""The device's limit as fio finds it: the same file, block size, depth and memory, past the page cache."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Fio(NamedTuple):
     Attributes:
         engine: its I/O engine.
         direct: whether it goes past the page cache.
-        huge_pages: whether its buffers lie in huge pages, which spare the device a list of small ones.
+        memory: a file of shared memory that its buffers lie in, as many bytes as are in flight. "": memory of its own.
     """
 
     path: str
     version: str
     engine: str
     direct: bool
-    huge_pages: bool = False
+    memory: str = ""
 
     def words(self) -> str:
         """How it is called, for a report."""
@@ -46,19 +46,28 @@ class Fio(NamedTuple):
         file_bytes: int,
         block_bytes: int,
         depth: int,
-        random: bool = True,
+        first: int = 0,
+        blocks: int | None = None,
     ) -> float:
-        """Bytes a second of one pass over a file, each block once. Raises FioError."""
+        """Bytes a second of reading or writing blocks of a file in random order, none of them twice. Raises FioError.
+
+        Args:
+            file_bytes: the stretch of the file that blocks are drawn from.
+            first: the byte it begins at.
+            blocks: how many; None: every one.
+        """
+        blocks = file_bytes // block_bytes if blocks is None else blocks
         command = [
-            self.path, "--name=limit", f"--filename={file}", f"--rw={'rand' if random else ''}{kind}", f"--bs={block_bytes}",
-            f"--size={file_bytes}", f"--iodepth={depth}", f"--ioengine={self.engine}", f"--direct={int(self.direct)}",
+            self.path, "--name=limit", f"--filename={file}", f"--rw=rand{kind}", f"--bs={block_bytes}",
+            f"--offset={first}", f"--size={file_bytes}", f"--io_size={blocks * block_bytes}", f"--iodepth={depth}",
+            f"--ioengine={self.engine}", f"--direct={int(self.direct)}",
             "--randrepeat=0", "--fallocate=none", "--overwrite=0", "--output-format=json",
-            *(["--iomem=shmhuge"] if self.huge_pages else []),
+            *([f"--iomem=mmapshared:{self.memory}"] if self.memory else []),
         ]  # fmt: skip
-        job = _run(command, 30.0 + file_bytes / _LEAST_BYTES_S)
+        job = _run(command, 30.0 + blocks * block_bytes / _LEAST_BYTES_S)
         side = job.read if kind == "read" else job.write
-        if side.total_ios * block_bytes != file_bytes or not side.bw_bytes:
-            raise FioError(f"fio did {side.total_ios} of {file_bytes // block_bytes} {kind}s on {file}")
+        if side.total_ios != blocks or not side.bw_bytes:
+            raise FioError(f"fio did {side.total_ios} of {blocks} {kind}s on {file}")
         return float(side.bw_bytes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import signal
@@ -49,7 +48,7 @@ class PoolsOptions(NamedTuple):
 
     Attributes:
         folder: on the device that is measured; made if need be. None: `tmp` in the data folder.
-        file_bytes: of the pool's file and of fio's.
+        file_bytes: of the pool's file, which fio works on too.
         depth: blocks in flight, ours and fio's.
     """
 
@@ -60,7 +59,7 @@ class PoolsOptions(NamedTuple):
 
 def bench_pools(options: PoolsOptions, pairs: int, seed: int) -> Found:
     """Everything, with a bar on the terminal. Raises ConfigError: no room there."""
-    with scratch_folder(options.folder, 2 * options.file_bytes + _SPARE_BYTES) as folder, _bar() as part:
+    with scratch_folder(options.folder, options.file_bytes + _SPARE_BYTES) as folder, _bar() as part:
         run = _Run(options, pairs, seed, folder, part)
         run.nvme()
         run.host()
@@ -112,25 +111,31 @@ class _Run:
     def _nvme_of(self, block_bytes: int, fio: Fio | None) -> tuple[list[float], list[float], float]:
         """The medians of one block size: reads and writes over fio, if it is there, and what verifying costs."""
         mib, depth = block_bytes // _MIB, self._options.depth
-        steps = self._pairs * (5 if fio else 3)
+        steps = self._pairs * (6 if fio else 4)
         step = self._part(f"NVME, {mib} MiB blocks", steps)
-        pool_file, fio_file = self._folder / "nvme.pool", self._folder / "fio"
+        pool_file = self._folder / "nvme.pool"
         slots = Slots(pool_file, self._options.file_bytes, block_bytes, depth)
         try:
             how = f"{mib} MiB blocks"
-            if fio is not None:
-                fio = fio._replace(huge_pages=slots.page_bytes > mmap.PAGESIZE)  # as ours has them
-            rates = rates_beside_fio(slots, fio, fio_file, depth, self._pairs, step)
+            rates = rates_beside_fio(slots, fio, depth, self._pairs, step)
             self.notes.append(
                 f"NVME, {mib} MiB: {slots.words()}, depth {depth}; {slots.count:,} slots, {CALLERS} threads with runs of {slots.run_blocks} in"
-                f" random order, memory of a HOST pool in pages of {slots.page_bytes >> 10} KiB, as fio's is"
+                f" random order, memory of a HOST pool in pages of {slots.pages()}; fio has the same file and the same memory"
             )
             self._rates(f"NVME, {how}: verified reads", rates.reads)
             self._rates(f"NVME, {how}: fio reads", rates.fio_reads)
-            self._rates(f"NVME, {how}: writes, checksums computed", rates.writes)
+            self._rates(f"NVME, {how}: writes, checksums brought along", rates.writes)
+            self._rates(f"NVME, {how}: writes that compute checksums", rates.computed)
             self._rates(f"NVME, {how}: fio writes", rates.fio_writes)
+            for kind, rate in zip(("reads", "writes"), rates.fio_alone, strict=False):
+                what = f"NVME, {how}: fio {kind} with memory of its own, once"
+                self.rows.append(Row(what=what, unit="MB/s", value=rate / 1e6))
             read = self._ratios(f"NVME reads over fio, {how}", rates.reads, rates.fio_reads, "nvme_read_over_fio")
             write = self._ratios(f"NVME writes over fio, {how}", rates.writes, rates.fio_writes, "nvme_write_over_fio")
+            if rates.fio_writes:
+                pairs = zip(rates.computed, rates.fio_writes, strict=True)
+                what = f"NVME writes that compute checksums over fio, {how}"
+                self.rows.append(row_of(what, "", [one / other for one, other in pairs]))
             costs = [1 - on / off for on, off in zip(rates.reads, rates.unverified, strict=True)]
             low, cost, high = statistics.quantiles(costs, n=4)
             self.rows.append(
@@ -144,7 +149,6 @@ class _Run:
         finally:
             slots.close()
             pool_file.unlink(missing_ok=True)
-            fio_file.unlink(missing_ok=True)
         return read, write, cost
 
     def _latencies(self, slots: Slots) -> None:

@@ -21,6 +21,7 @@ _OTHERS = ("avx2", "avx512f")
 _CHECKED_BYTES = 1 << 20
 _FEW_FILES, _TOO_FEW_FILES = 1024, 256
 _CAP_IPC_LOCK = 1 << 14
+_JOINS_BY_REQUEST = (6, 1)  # the first Linux that joins pages of shared memory when asked, though it does not by itself
 _FREE_RINGS = (5, 12)  # the first Linux that counts them as the container's memory instead
 _RING_BYTES, _RING_ENTRY_BYTES = 16 << 10, 128  # whole pages of a ring, and what an entry takes in its three parts
 
@@ -241,8 +242,9 @@ def _judge_huge_pages(facts: MemoryFacts, plan: Plan) -> Finding:
     if pages and pages <= facts.huge_free:
         return ok(check, f"{found}; HOST takes {pages}")
     transparent = facts.shared_huge in ("always", "advise", "within_size", "force")
-    if mode == "auto" and transparent:
-        return ok(check, f"{found}; HOST takes transparent ones")
+    by_request = facts.shared_huge == "never" and facts.kernel >= _JOINS_BY_REQUEST
+    if mode == "auto" and (transparent or by_request):
+        return ok(check, f"{found}; HOST takes transparent ones{' by request' if by_request else ''}")
     missing = f"{found}; HOST wants {pages or 'some'}"
     fix = (
         f"sysctl vm.nr_hugepages={facts.huge_count - facts.huge_free + pages}"
@@ -252,7 +254,9 @@ def _judge_huge_pages(facts: MemoryFacts, plan: Plan) -> Finding:
     if mode == "on":
         return problem(check, missing, f"{fix}, or set pools.host.huge_pages=auto")
     fix += " early after the boot, or echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" if pages else ""
-    return warning(check, missing, f"{fix}; without them copies walk more page tables")
+    return warning(
+        check, missing, f"{fix}; without them copies walk more page tables, and NVME moves lists of small pages"
+    )
 
 
 def _judge_numa(facts: MemoryFacts, plan: Plan) -> Finding:

@@ -16,7 +16,7 @@ class Arena {
     std::string name;         // what tools show for it
     std::size_t bytes = 0;    // at least 1; whole pages are taken
     bool huge_pages = false;  // from the system's pool of huge pages, or not at all
-    bool advise = true;       // else ask for transparent huge pages
+    bool advise = true;       // else transparent huge pages, as far as the machine has them
     int numa_node = -1;       // node every page must be of; -1: any
     unsigned threads = 1;     // that touch the pages
   };
@@ -38,7 +38,7 @@ class Arena {
  private:
   void map(const Wishes& wishes);
   void bind(int numa_node);
-  void touch(unsigned threads);
+  void touch(unsigned threads, bool advise);
   void give_back() noexcept;
 
   int fd_ = -1;                   // the memfd

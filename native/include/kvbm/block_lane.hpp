@@ -27,9 +27,10 @@ struct Transfer;
 // A call and its transfers. Lives on the caller's stack until the last of them has ended.
 struct Call {
   bool is_write = false;        // else it reads
-  std::mutex mutex;             // guards `ended`
-  std::condition_variable more;  // something was added to `ended`
+  std::mutex mutex;             // guards what follows
+  std::condition_variable more;  // something was added to `ended`, and nothing is to be added silently any more
   Transfer* ended = nullptr;    // transfers the device is done with, the latest first
+  std::size_t silent = 0;       // that may still be added without a word, for who has nothing to do before the last
 };
 
 // One block on its way. The caller's until it is queued and again once it is in `ended`; between, its lane's.

@@ -27,12 +27,16 @@ from kvbm.config import Settings, load_settings
 from kvbm.core.errors import FrameError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.core.residency import Residencies
-from kvbm.manager.manager import Manager
-from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.manager.manager import Manager, ManagerStats
+from kvbm.pools.base import ReadOutcome
 from kvbm.streams.journal import segment_files
+from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix
+from tests.faults.processes.noise import Noise
 
 NAMESPACE = Namespace(model="lives", block_tokens=16)
 WAIT_S = 30.0
+_VERIFY_BLOCKS = 64  # read back at a time
+_AHEAD_S = 1.0
 
 
 class Load(NamedTuple):
@@ -40,8 +44,10 @@ class Load(NamedTuple):
 
     Attributes:
         prompts, depth: how many prompts there are, and their blocks.
+        skew: how much the first prompts are preferred; 0: all are as likely.
         slots: of HBM, HOST and NVME.
         engines: threads that serve.
+        ahead: blocks that may wait for their copies before the engines stop creating others; 0: any number.
         device: of HBM; "memory" or "cpu".
         nvme: further settings of the NVME pool, by name.
     """
@@ -49,8 +55,10 @@ class Load(NamedTuple):
     block_bytes: int = 20_000  # with its header no whole number of pages
     prompts: int = 14
     depth: int = 6
+    skew: float = 3.0
     slots: tuple[int, int, int] = (24, 12, 40)
     engines: int = 1
+    ahead: int = 0
     device: str = "memory"
     nvme: tuple[tuple[str, Any], ...] = ()
 
@@ -65,23 +73,18 @@ class Load(NamedTuple):
 
     def hashes(self, prompt: int, depth: int) -> bytes:
         """Packed hashes of a prompt's first blocks. Three prompts each share their first two."""
-        names = [(prompt // 3 * 3 if at < 2 else prompt, at) for at in range(depth)]
-        return b"".join((1 + which * 1000 + at).to_bytes(HASH_BYTES, "little") for which, at in names)
+        names = [(prompt // 3 * 3 if at < 2 else prompt) * self.depth + at for at in range(depth)]
+        return b"".join((1 + name).to_bytes(HASH_BYTES, "little") for name in names)
 
-    def rows(self, hashes: bytes) -> np.ndarray:
-        """The bytes these blocks must have: others for each block, and in each place of one."""
-        numbers = np.frombuffer(hashes, dtype=np.uint64)[::2].astype(np.uint32)
-        mixed: np.ndarray = (numbers * np.uint32(2654435761))[:, np.newaxis] ^ _places(self.block_bytes)
-        return np.ascontiguousarray(mixed.view(np.uint8)[:, : self.block_bytes])
+    def noise(self) -> Noise:
+        """The bytes these blocks must have."""
+        return Noise.of(self.block_bytes, 1 + self.prompts * self.depth)
 
-
-_PLACES: dict[int, np.ndarray] = {}
-
-
-def _places(block_bytes: int) -> np.ndarray:
-    if block_bytes not in _PLACES:
-        _PLACES[block_bytes] = np.arange(-(-block_bytes // 4), dtype=np.uint32) * np.uint32(40503)
-    return _PLACES[block_bytes]
+    def draw(self, rng: random.Random) -> int:
+        """The next prompt."""
+        if not self.skew:
+            return rng.randrange(self.prompts)
+        return min(int(rng.expovariate(self.skew / self.prompts)), self.prompts - 1)
 
 
 SMALL = Load()
@@ -132,7 +135,9 @@ class Life:
     def __init__(self, folder: Path, load: Load, seed: int, say: int) -> None:
         self._load, self._seed, self._say = load, seed, say
         self._settings = load.settings(folder)
-        self._wrong = 0
+        self._noise = load.noise()
+        self._before: ManagerStats | None = None  # it served
+        self._serving_from_s = 0.0
 
     def run(self) -> None:
         """Recover, verify, serve until SIGTERM asks for a clean end or SIGKILL makes one."""
@@ -141,6 +146,7 @@ class Life:
         before = folded(self._settings)
         with open_manager(self._settings, [NAMESPACE], self._load.block_bytes) as manager:
             self._verify(manager, before)
+            self._before, self._serving_from_s = manager.stats(), time.monotonic()
             engines = [
                 threading.Thread(target=self._serve, args=(manager, n, asked)) for n in range(self._load.engines)
             ]
@@ -168,13 +174,16 @@ class Life:
         slots = {block: entry[1] for block, entry in entries.items() if entry is not None}
         assert manager.epoch > before.epoch, f"epoch {manager.epoch} after {before.epoch}"
         assert slots == before.held, f"{len(slots)} blocks recovered, the journal has {len(before.held)}"
-        if slots:
-            hashes = b"".join(slots)
-            rows = np.empty((len(slots), self._load.block_bytes), dtype=np.uint8)
-            result = manager.pools.slots[Tier.NVME].read(list(slots.values()), NAMESPACE.id, hashes, rows)
+        rows = np.empty((_VERIFY_BLOCKS, self._load.block_bytes), dtype=np.uint8)
+        entered = list(slots.items())
+        for at in range(0, len(entered), _VERIFY_BLOCKS):
+            run = entered[at : at + _VERIFY_BLOCKS]
+            hashes, places = b"".join(block for block, _ in run), range(len(run))
+            nvme = manager.pools.slots[Tier.NVME]
+            result = nvme.read([slot for _, slot in run], NAMESPACE.id, hashes, rows, places)
             bad = [outcome.name for outcome in result.outcomes if outcome != ReadOutcome.GOOD]
-            assert not bad, f"{len(bad)} of {len(slots)} recovered blocks are {bad[0]}"
-            assert np.array_equal(rows, self._load.rows(hashes)), "wrong bytes in NVME"
+            assert not bad, f"{len(bad)} of {len(run)} recovered blocks are {bad[0]}"
+            self._noise.check(hashes, rows, places, "NVME")
         served = 0
         for prompt in range(self._load.prompts):
             hashes = self._load.hashes(prompt, self._load.depth)
@@ -194,17 +203,15 @@ class Life:
         try:
             rng = random.Random(self._seed * 31 + number)
             while not asked.is_set():
-                prompt = min(int(rng.expovariate(3.0 / load.prompts)), load.prompts - 1)
-                hashes = load.hashes(prompt, rng.randint(1, load.depth))
+                hashes = load.hashes(load.draw(rng), rng.randint(1, load.depth))
                 prefix = manager.acquire(NAMESPACE.id, hashes)
                 self._check(manager, hashes, prefix.slots)
                 slots, depth = prefix.slots, len(hashes) // HASH_BYTES
+                self._let_copies_follow(manager)
                 fresh = manager.allocate(depth - prefix.depth)
                 if fresh:
                     at = prefix.depth * HASH_BYTES
-                    rows = load.rows(hashes[at:])
-                    proof = Proof(NAMESPACE.id, manager.epoch, hashes[at:], NATIVE.checksums(rows))
-                    manager.pools.slots[Tier.HBM].write(fresh, rows, proof)
+                    self._noise.fill(hashes[at:], self._hbm(manager), fresh)
                     parent = SequenceHash(hashes[at - HASH_BYTES : at]) if at else NO_PARENT
                     slots = slots + manager.create(NAMESPACE.id, parent, prefix.depth, hashes[at:], fresh)
                 elif fresh is None:
@@ -219,21 +226,32 @@ class Life:
         except BaseException:  # noqa: BLE001 - told to the parent, then gone
             self._fail()
 
+    def _let_copies_follow(self, manager: Manager) -> None:
+        """An engine computes while its blocks are copied; one that only made more of them would find its own offloads skipped."""
+        until_s = time.monotonic() + _AHEAD_S
+        while self._load.ahead and manager._offloader.waiting_blocks > self._load.ahead and time.monotonic() < until_s:
+            time.sleep(0.001)
+
+    def _hbm(self, manager: Manager) -> np.ndarray:
+        memory = manager.pools.slots[Tier.HBM].memory
+        assert memory is not None
+        return memory
+
     def _check(self, manager: Manager, hashes: bytes, slots: Sequence[int]) -> None:
         if slots:
-            memory = manager.pools.slots[Tier.HBM].memory
-            assert memory is not None
-            wanted = self._load.rows(hashes[: len(slots) * HASH_BYTES])
-            assert np.array_equal(memory[list(slots)], wanted), "wrong bytes in HBM"
+            self._noise.check(hashes[: len(slots) * HASH_BYTES], self._hbm(manager), slots, "HBM")
 
     def _tell(self, manager: Manager) -> None:
-        stats = manager.stats()
+        stats, before = manager.stats(), self._before
+        assert before is not None
         assert not stats.corrupt_blocks, f"{stats.corrupt_blocks} blocks were corrupt"
         assert not stats.quarantined_slots, "a pool broke its promise"
         self._line(
             created=stats.created_blocks, verified=stats.verified_reads, hits=sum(stats.hit_blocks.values()),
             written=stats.offloaded_blocks[Tier.NVME], skipped=stats.skipped_offloads, late=stats.late_copies,
-            failed=stats.failed_copies, rss=_rss_bytes(),
+            failed=stats.failed_copies, rss=_rss_bytes(), serving_s=time.monotonic() - self._serving_from_s,
+            serving_reads=stats.verified_reads - before.verified_reads,
+            serving_writes=stats.offloaded_blocks[Tier.NVME] - before.offloaded_blocks[Tier.NVME],
         )  # fmt: skip
 
     def _line(self, **fields: Any) -> None:
@@ -372,6 +390,11 @@ class Churned(NamedTuple):
     """What became of an instance at full speed, killed and restarted.
 
     Attributes:
+        reached: what NVME read and wrote, all of it compared, while engines were served: not while lives opened and ended.
+        alone: what the disk does of one kind, one transfer at a time; the better of before and after.
+        mix: what it does of both kinds at once, of as many reads among them, as fio finds it on a file of NVME's size: before the
+            lives, between two of them, and after; the median of it. None without fio.
+        served_share: of the seconds, how many engines were served.
         digest: the manager's at its clean end, and the journal's fold's.
         growth_bytes: by how much the memory of a life grew after its first third, at most.
     """
@@ -386,7 +409,10 @@ class Churned(NamedTuple):
     skipped: int
     late: int
     failed: int
-    written_bytes_s: float
+    reached: Speed
+    alone: Speed
+    mix: Speed | None
+    served_share: float
     recovered: int
     served: int
     rss_bytes: int
@@ -395,27 +421,57 @@ class Churned(NamedTuple):
 
     def sentence(self) -> str:
         """In one line."""
+        reached, alone = self.reached, self.alone
+        fio = "" if self.mix is None else (
+            f", together {reached.both / self.mix.both:.0%} of what fio does in this mix ({_mb(self.mix.reads)} + {_mb(self.mix.writes)} MB/s)"
+        )  # fmt: skip
         return (
             f"ok: {self.seconds:.0f} s, {self.lives} lives, {self.kills} kills; {self.created} blocks created, {self.hits} hits, "
-            f"{self.verified} verified reads, {self.written} written to NVME ({self.written_bytes_s / 1e6:.0f} MB/s), {self.skipped} "
-            f"offloads skipped, {self.late} late, {self.failed} failed; {self.recovered} recovered, {self.served} of them served at once; "
-            f"0 wrong bytes, digest {self.digest} as the journal folds; memory {self.rss_bytes >> 20} MiB, grew {self.growth_bytes >> 20} MiB"
+            f"{self.verified} verified reads of NVME, {self.written} written to it; while served ({self.served_share:.0%} of the time) "
+            f"{_mb(reached.reads)} MB/s read, {_of(reached.reads, alone.reads)}, and {_mb(reached.writes)} MB/s written, "
+            f"{_of(reached.writes, alone.writes)}{fio}; {self.skipped} offloads skipped, {self.late} late, {self.failed} failed; "
+            f"{self.recovered} recovered, {self.served} of them served at once; 0 wrong bytes, digest {self.digest} as the journal "
+            f"folds; memory {self.rss_bytes >> 20} MiB, grew {self.growth_bytes >> 20} MiB"
         )
 
 
+def _mb(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:.0f}"
+
+
+def _of(bytes_s: float, alone_bytes_s: float) -> str:
+    """A speed as a share of what the disk does alone."""
+    return (
+        f"{bytes_s / alone_bytes_s:.0%} of the disk's {_mb(alone_bytes_s)}" if alone_bytes_s else "of an unknown speed"
+    )
+
+
 CHURN = Load(
-    block_bytes=256 << 10, prompts=120, depth=12, slots=(128, 96, 384), engines=3,
+    block_bytes=1 << 20, prompts=240, depth=16, skew=0.0, slots=(384, 192, 1536), engines=4, ahead=96,
 )  # fmt: skip
 FLAT_BYTES = 48 << 20  # what a life may grow by after its first third and still be called flat
 
 
-def churn(folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: float = 12.0) -> Churned:
-    """Full speed with kills and clean ends at seeded instants. Raises AssertionError: what was wrong."""
+def churn(
+    folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: float = 12.0, mix_s: float = 5.0
+) -> Churned:
+    """Full speed with kills and clean ends at seeded instants.
+
+    Args:
+        seconds: of lives; measuring the disk comes on top.
+        mix_s: for how long fio shows what the disk does, three times; 0: not asked.
+    Raises: AssertionError: what was wrong.
+    """
     rng = random.Random(seed)
-    began_s = time.monotonic()
+    load.noise()  # once, for every life
+    disk = _Disk(folder, load, mix_s)
+    disk.measure([])
+    elapsed_s = 0.0
     lives: list[Begun] = []
     kills = 0
-    while (left_s := seconds - (time.monotonic() - began_s)) > 0 or not lives:
+    while (left_s := seconds - elapsed_s) > 0 or not lives:
+        if left_s < seconds / 2 and len(disk.mixes) == 1:
+            disk.measure(lives)
         life = Begun(folder, load, seed * 1000 + len(lives))
         lives.append(life)
         life.wait(time.monotonic() + WAIT_S, "recovered")
@@ -425,22 +481,61 @@ def churn(folder: Path, seed: int, seconds: float, load: Load = CHURN, life_s: f
         is_kill = not is_last and rng.random() < 0.75
         kills += is_kill
         life.end(signal.SIGKILL if is_kill else signal.SIGTERM)
+        elapsed_s += time.monotonic() - life.began_s
     last = Begun(folder, load, seed)
     last.wait(time.monotonic() + WAIT_S, "recovered")
     last.end(signal.SIGTERM)
     lives.append(last)
-    elapsed_s = time.monotonic() - began_s
-
-    def total(field: str) -> int:
-        return sum(life.said(field) or 0 for life in lives)
-
+    elapsed_s += time.monotonic() - last.began_s
+    disk.measure(lives)
     growth_bytes = max((_growth_bytes(life) for life in lives), default=0)
     assert growth_bytes <= FLAT_BYTES, f"memory grew by {growth_bytes} bytes within one life"
+    serving_s = max(_total(lives, "serving_s"), 0.1)
+    reads, writes = (_total(lives, field) * load.block_bytes for field in ("serving_reads", "serving_writes"))
+    counts = [
+        int(_total(lives, field)) for field in ("created", "hits", "verified", "written", "skipped", "late", "failed")
+    ]
     return Churned(
-        elapsed_s, len(lives), kills, total("created"), total("hits"), total("verified"), total("written"), total("skipped"),
-        total("late"), total("failed"), total("written") * load.block_bytes / elapsed_s, total("recovered"), total("served"),
+        elapsed_s, len(lives), kills, *counts, Speed(reads / serving_s, writes / serving_s), disk.alone, disk.mix,
+        serving_s / elapsed_s, int(_total(lives, "recovered")), int(_total(lives, "served")),
         max(life.said("rss") or 0 for life in lives), growth_bytes, last.said("digest"),
     )  # fmt: skip
+
+
+class _Disk:
+    """What the disk did each time it was asked while no life had it.
+
+    Attributes:
+        alone: the best of each kind.
+        mixes: one a time; None without fio, or where it is not asked.
+    """
+
+    def __init__(self, folder: Path, load: Load, mix_s: float) -> None:
+        self._folder, self._load, self._mix_s = folder, load, mix_s
+        self.alone = Speed(0.0, 0.0)
+        self.mixes: list[Speed | None] = []
+
+    def measure(self, lives: list[Begun]) -> None:
+        """Ask it for as many reads among its transfers as these lives had."""
+        alone = speed_alone(self._folder)
+        self.alone = Speed(max(self.alone.reads, alone.reads), max(self.alone.writes, alone.writes))
+        reads, writes = _total(lives, "serving_reads"), _total(lives, "serving_writes")
+        share = reads / (reads + writes) if reads + writes else 0.5
+        file_bytes, block_bytes = self._load.slots[2] * self._load.block_bytes, self._load.block_bytes
+        self.mixes.append(
+            speed_of_mix(self._folder, file_bytes, block_bytes, share, self._mix_s) if self._mix_s else None
+        )
+
+    @property
+    def mix(self) -> Speed | None:
+        """The median."""
+        found = sorted((mix for mix in self.mixes if mix is not None), key=lambda mix: mix.both)
+        return found[len(found) // 2] if found else None
+
+
+def _total(lives: list[Begun], field: str) -> float:
+    """Of what each life said last."""
+    return sum(life.said(field) or 0 for life in lives)
 
 
 def _growth_bytes(life: Begun) -> int:
