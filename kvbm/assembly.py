@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,7 @@ from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import S3Pool
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
+from kvbm.pools.pod import PodFolder
 from kvbm.pools.rows import NewArena
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
@@ -107,8 +109,15 @@ def instance_folder(settings: Settings) -> Path:
 
 def nvme_paths(settings: Settings) -> list[Path]:
     """The stripes of an instance's NVME pool, in their order."""
+    if settings.pools.nvme.folder:
+        return [pod_file(settings)]
     named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
     return named or [instance_folder(settings) / "nvme.pool"]
+
+
+def pod_file(settings: Settings) -> Path:
+    """An instance's file in the folder of its pod."""
+    return Path(settings.pools.nvme.folder) / f"{settings.instance.cluster}.{settings.instance.id}.pool"
 
 
 def journal_folder(settings: Settings) -> Path:
@@ -180,7 +189,8 @@ def open_manager(
             rounds=Rounds(settings.rounds.least_s, room_bytes),
             samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
             staging=Staging(
-                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads
+                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
+                pools.object_blocks,
             ), budgets=_budgets(settings),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
@@ -328,6 +338,10 @@ def _begin_epoch(
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
             recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
+        if isinstance(nvme, NvmePool) and nvme.hints is not None and nvme.hints.is_new:
+            for namespace, run in groupby(recovered[Tier.NVME], key=lambda one: one.namespace):
+                kept = list(run)
+                nvme.hints.note([one.slot for one in kept], namespace, b"".join(one.hash for one in kept))
         epoch = Epoch(max(journal.epoch, known) + 1)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
     if journal is not None:  # nobody has taken an event yet
@@ -415,12 +429,22 @@ def _open_pools(
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
+            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO,
+            Reach.POD if wanted.nvme.folder else Reach.INSTANCE, io=wanted.nvme.io,
             direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
         )  # fmt: skip
         if nvme.notice:
             log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
         keep(nvme)
+    pod = None
+    if wanted.nvme.folder:
+        own = slots.get(Tier.NVME)
+        pod = PodFolder(
+            pod_file(settings), settings.instance.cluster, block_bytes, shape, checksums, OPEN_BLOCK_IO,
+            own.hints if isinstance(own, NvmePool) else None, wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth,
+        )  # fmt: skip
+        opened.callback(pod.close)
+        pod.start()
     objects = object_pool
     if objects is None and wanted.object.url:
         objects = S3Pool(
@@ -429,7 +453,7 @@ def _open_pools(
             on_trouble=lambda message: log.warning("object.troubled", why=message),
         )  # fmt: skip
         opened.callback(objects.close)
-    return Pools(slots, objects)
+    return Pools(slots, objects, pod)
 
 
 def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
@@ -467,9 +491,11 @@ def _offloader(settings: Settings, pools: Pools) -> Offloader:
     policies: dict[Tier, OffloadPolicy] = {
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
-    return Offloader(policies, settings.offload.queue_blocks)
+    return Offloader(policies, settings.offload.queue_blocks, object_blocks=pools.object_blocks)
 
 
 def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
-    bytes_s = settings.pools.nvme.write_budget_bytes_s
-    return {Tier.NVME: WriteBudget(bytes_s)} if bytes_s else {}
+    budgets = {
+        Tier.NVME: settings.pools.nvme.write_budget_bytes_s, Tier.OBJECT: settings.pools.object.write_budget_bytes_s,
+    }  # fmt: skip
+    return {tier: WriteBudget(bytes_s) for tier, bytes_s in budgets.items() if bytes_s}

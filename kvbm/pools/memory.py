@@ -117,7 +117,9 @@ class MemoryObjectPool:
         self.block_bytes, self.blocks = block_bytes, blocks
         self.reach = Reach.CLUSTER
         self.name = name
-        self.objects: dict[tuple[NamespaceId, bytes], list[tuple[bytes, bytes, int]]] = {}  # (hash, bytes, checksum) each
+        self.objects: dict[
+            tuple[NamespaceId, bytes], list[tuple[bytes, bytes, int]]
+        ] = {}  # (hash, bytes, checksum) each
         self._checksum_rows = checksums
         self._lock = threading.Lock()
 

@@ -271,7 +271,9 @@ def test_objects_go_through_staging_whole() -> None:
 
 
 def test_a_lane_that_holds_no_object_is_refused_when_the_manager_is_made() -> None:
-    with pytest.raises(LayoutError, match="a lane of staging holds 1 blocks of 64 bytes, an object 4; raise offload.stag"):
+    with pytest.raises(
+        LayoutError, match=r"a lane of staging holds 1 blocks of 64 bytes, an object 4; raise offload.stag"
+    ):
         make_manager({Tier.HBM: 8}, objects=object_pool(K), staging=Staging(2 * BLOCK_BYTES, BLOCK_BYTES))
 
 
