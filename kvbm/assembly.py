@@ -40,14 +40,16 @@ from kvbm.manager.samples import Samples
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
+from kvbm.pools.coding import BlockCoder
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
-from kvbm.pools.object import S3Pool
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.pod import PodFolder
+from kvbm.pools.raw_coding import RAW_CODER
 from kvbm.pools.rows import NewArena
+from kvbm.pools.s3_pool import S3Pool
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
@@ -68,6 +70,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
 OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
+CODER: BlockCoder = RAW_CODER  # of blocks in objects
 
 
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:

@@ -343,25 +343,27 @@ class PodFolder:
     def _opened(self, instance: InstanceId) -> _File | None:
         with self._lock:
             peer = self._peers.get(instance)
-            if peer is None or self._closing.is_set():
-                return None
-            if peer.file is not None:
-                peer.file.readers += 1
-                return peer.file
+            file = None if peer is None else self._take(peer)
+        if peer is None or file is not None or self._closing.is_set():
+            return file
         try:
             made = self._open(peer)
         except OSError as error:
             log.info("pod.unopened", instance=instance, why=error.strerror)
             return None
         with self._lock:
-            file = peer.file
-            if file is None and not self._closing.is_set():
-                file = peer.file = made
-            if file is not None:
-                file.readers += 1
+            if peer.file is None and not self._closing.is_set():
+                peer.file = made
+            file = self._take(peer)
         if file is not made:  # somebody else was quicker
             made.close()
         return file
+
+    def _take(self, peer: _Peer) -> _File | None:
+        """The open file of a peer for one more reader. Under the lock."""
+        if peer.file is not None:
+            peer.file.readers += 1
+        return peer.file
 
     def _open(self, peer: _Peer) -> _File:
         """Raises OSError."""
@@ -411,7 +413,8 @@ class PodFolder:
         """Keep no more files open than need be."""
         now_s = self._clock()
         with self._lock:
-            idle = [(peer.file.used_s, peer) for peer in self._peers.values() if peer.file and not peer.file.readers]
+            opened = [(peer.file, peer) for peer in self._peers.values() if peer.file is not None]
+            idle = [(file.used_s, peer) for file, peer in opened if not file.readers]
         idle.sort(key=lambda entry: -entry[0])
         for number, (used_s, peer) in enumerate(idle):
             if number >= _OPEN_MOST or now_s - used_s > _IDLE_S:

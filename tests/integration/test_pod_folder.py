@@ -37,10 +37,10 @@ from tests.managers import (
     check_bytes,
     hashes_of,
     make_manager,
-    object_pool,
     rows_of,
     serve,
 )
+from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0
@@ -154,9 +154,9 @@ manager = opened(Path({str(tmp_path)!r}), "a")
 serve(manager, 1, 8)
 assert manager.settle(20)
 print("written", flush=True)
-number = 100
+number = 0
 while True:
-    serve(manager, number, 4)
+    serve(manager, 100 + number % 40, 4)
     number += 1
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -236,6 +236,7 @@ def test_slots_that_are_overwritten_while_they_are_read_never_give_wrong_bytes(t
             stop.set()
             for thread in running:
                 thread.result(WAIT_S)
+        print("HAMMER", fetched, missed)
         assert min(fetched) > 0 and sum(missed) > 0, (fetched, missed)
         assert all(manager.stats().corrupt_blocks == 0 for manager in readers)
 
@@ -384,7 +385,7 @@ def test_hints_that_were_lost_are_written_again_from_what_the_journal_knows(tmp_
 
 
 def test_the_pod_comes_before_the_object_pool_and_both_behind_the_own_tiers(tmp_path: Path) -> None:
-    objects = object_pool(4)
+    objects = memory_objects(BLOCK_BYTES, 4)
     with make_manager({Tier.HBM: 32}, objects=objects) as writer:
         serve(writer, 1, 16)
         assert writer.settle(WAIT_S)
