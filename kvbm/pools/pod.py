@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -257,6 +258,9 @@ class PodFolder:
     def _look(self, instance: InstanceId, peer: _Peer) -> None:
         """Bring what is known of a peer up to date. Raises OSError."""
         held = os.stat(peer.path)
+        if not stat.S_ISREG(held.st_mode):
+            self._refuse(instance, peer, "it is no plain file")
+            return
         pool = (held.st_dev, held.st_ino, held.st_size)
         if pool != peer.pool:
             self._retire(peer)

@@ -182,6 +182,7 @@ class Node:
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
                 Waiter(self.world).wait(0.5)
         self._slow_down(manager, process)
+        manager._locator = SimLocator(self.cluster)
         self.manager = manager
         self.cluster.checker.opened(self, process, manager)
         for number in range(self.cluster.engines):
