@@ -749,7 +749,9 @@ class Manager:
         if end <= depth:
             return []
         chain = hashes[begin * HASH_BYTES : end * HASH_BYTES]
-        end = begin + min(self._locator.claimed_depth(pool.name, namespace, chain, self._locate_s), end - begin) // k * k
+        end = (
+            begin + min(self._locator.claimed_depth(pool.name, namespace, chain, self._locate_s), end - begin) // k * k
+        )
         copy_blocks = max(k, _ONBOARD_BLOCKS // k * k)
         stretches: list[_Stretch] = []
         for first in range(begin, end, copy_blocks):
