@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -40,13 +41,16 @@ from kvbm.manager.staging import Staging
 from kvbm.manager.turns import Turns
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
+from kvbm.pools.coding import BlockCoder
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
-from kvbm.pools.object import S3Pool
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
+from kvbm.pools.pod import PodFolder
+from kvbm.pools.raw_coding import RAW_CODER
 from kvbm.pools.rows import NewArena
+from kvbm.pools.s3_pool import S3Pool
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
@@ -67,6 +71,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
 OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
+CODER: BlockCoder = RAW_CODER  # of blocks in objects
 
 
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
@@ -108,8 +113,15 @@ def instance_folder(settings: Settings) -> Path:
 
 def nvme_paths(settings: Settings) -> list[Path]:
     """The stripes of an instance's NVME pool, in their order."""
+    if settings.pools.nvme.folder:
+        return [pod_file(settings)]
     named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
     return named or [instance_folder(settings) / "nvme.pool"]
+
+
+def pod_file(settings: Settings) -> Path:
+    """An instance's file in the folder of its pod."""
+    return Path(settings.pools.nvme.folder) / f"{settings.instance.cluster}.{settings.instance.id}.pool"
 
 
 def journal_folder(settings: Settings) -> Path:
@@ -185,7 +197,8 @@ def open_manager(
             rounds=Rounds(settings.rounds.least_s, room_bytes),
             samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
             staging=Staging(
-                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads
+                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
+                pools.object_blocks,
             ), budgets=_budgets(settings),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
@@ -333,6 +346,10 @@ def _begin_epoch(
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
             recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
+        if isinstance(nvme, NvmePool) and nvme.hints is not None and nvme.hints.is_new:
+            for namespace, run in groupby(recovered[Tier.NVME], key=lambda one: one.namespace):
+                kept = list(run)
+                nvme.hints.note([one.slot for one in kept], namespace, b"".join(one.hash for one in kept))
         epoch = Epoch(max(journal.epoch, known) + 1)
     ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
     if journal is not None:  # nobody has taken an event yet
@@ -420,12 +437,22 @@ def _open_pools(
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
+            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO,
+            Reach.POD if wanted.nvme.folder else Reach.INSTANCE, io=wanted.nvme.io,
             direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
         )  # fmt: skip
         if nvme.notice:
             log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
         keep(nvme)
+    pod = None
+    if wanted.nvme.folder:
+        own = slots.get(Tier.NVME)
+        pod = PodFolder(
+            pod_file(settings), settings.instance.cluster, block_bytes, shape, checksums, OPEN_BLOCK_IO,
+            own.hints if isinstance(own, NvmePool) else None, wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth,
+        )  # fmt: skip
+        opened.callback(pod.close)
+        pod.start()
     objects = object_pool
     if objects is None and wanted.object.url:
         objects = S3Pool(
@@ -434,7 +461,7 @@ def _open_pools(
             on_trouble=lambda message: log.warning("object.troubled", why=message),
         )  # fmt: skip
         opened.callback(objects.close)
-    return Pools(slots, objects)
+    return Pools(slots, objects, pod)
 
 
 def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
@@ -475,7 +502,7 @@ def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]
     turns = Turns(
         {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
     )
-    return Offloader(policies, settings.offload.queue_blocks, turns=turns)
+    return Offloader(policies, settings.offload.queue_blocks, object_blocks=pools.object_blocks, turns=turns)
 
 
 def _shares(settings: Settings, block_bytes: int) -> list[Share]:
@@ -494,5 +521,7 @@ def _shares(settings: Settings, block_bytes: int) -> list[Share]:
 
 
 def _budgets(settings: Settings) -> dict[Tier, WriteBudget]:
-    bytes_s = settings.pools.nvme.write_budget_bytes_s
-    return {Tier.NVME: WriteBudget(bytes_s)} if bytes_s else {}
+    budgets = {
+        Tier.NVME: settings.pools.nvme.write_budget_bytes_s, Tier.OBJECT: settings.pools.object.write_budget_bytes_s,
+    }  # fmt: skip
+    return {tier: WriteBudget(bytes_s) for tier, bytes_s in budgets.items() if bytes_s}

@@ -72,6 +72,8 @@ class NvmeSettings(_Group, frozen=True):
 
     Attributes:
         path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are striped.
+        folder: of a pod, instead of `path`: each instance has a file of its own there and reads all others', also of instances
+            that are gone. With neither slots nor capacity_bytes it only reads.
         io: "io_uring", "threads", or "auto": io_uring where the kernel lets us.
         direct: past the page cache (O_DIRECT): "on", "off", or "auto": where the file system can.
         depth: block transfers in flight for each path.
@@ -83,6 +85,7 @@ class NvmeSettings(_Group, frozen=True):
     slots: int = 0
     capacity_bytes: int = 0
     path: str = ""
+    folder: str = ""
     io: str = "auto"
     direct: str = "auto"
     depth: int = 32
@@ -91,12 +94,17 @@ class NvmeSettings(_Group, frozen=True):
 
 
 class ObjectSettings(_Group, frozen=True):
-    """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call."""
+    """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call.
+
+    Attributes:
+        write_budget_bytes_s: bytes a second that may be put in the long run, as `pools.nvme.write_budget_bytes_s`. 0: no limit.
+    """
 
     url: str = ""
     endpoint: str = ""
     region: str = ""
     timeout_s: float = 10.0
+    write_budget_bytes_s: int = 0
 
 
 class PoolsSettings(_Group, frozen=True):
@@ -327,6 +335,7 @@ def check_settings(settings: Settings) -> None:
         ("pools.host.numa_node", -1, settings.pools.host.numa_node),
         ("pools.host.copy_threads", 0, settings.pools.host.copy_threads),
         ("pools.nvme.write_budget_bytes_s", 0, settings.pools.nvme.write_budget_bytes_s),
+        ("pools.object.write_budget_bytes_s", 0, settings.pools.object.write_budget_bytes_s),
     ):
         if value < least:
             raise ConfigError(f"{key} is {value}; it must be at least {least}")
@@ -506,6 +515,10 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    if pools.nvme.folder and pools.nvme.path:
+        raise ConfigError(
+            "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"
+        )
 
 
 def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:

@@ -25,7 +25,7 @@ from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import SampleSink
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
-from kvbm.pools.memory import MemoryObjectPool, MemoryPool
+from kvbm.pools.memory import MemoryPool
 from kvbm.streams.memory import MemoryLog
 
 BLOCK_BYTES = 64
@@ -40,16 +40,6 @@ def hashes_of(prompt: int, depth: int, start: int = 0) -> bytes:
 def rows_of(hashes: bytes) -> np.ndarray:
     """The bytes a block must have: its hash, repeated."""
     return np.tile(np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), BLOCK_BYTES // HASH_BYTES)
-
-
-def object_pool(blocks: int = 1) -> MemoryObjectPool:
-    """An empty object pool in memory, its objects of so many blocks."""
-    return MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums, blocks=blocks)
-
-
-def stored_objects(pool: MemoryObjectPool) -> set[bytes]:
-    """The last hashes of the objects it holds."""
-    return {last for _, last in pool.objects}
 
 
 class KnowsAll(Locator):

@@ -31,7 +31,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.errors import LayoutError, LedgerError
-from kvbm.core.events import EvictReason, MigrateCause
+from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause
 from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
     DURABLE_TIERS,
@@ -71,6 +71,7 @@ log = structlog.get_logger()
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 _STAGING_BYTES = 64 << 20
+_RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -428,6 +429,22 @@ class Manager:
         self._wake_writer()
         return count
 
+    def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
+        """Say that the object pool has these blocks, whoever put them there. Raises LedgerError: the manager is closed."""
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.claim(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], self.instance)
+        self._wake_writer()
+
+    def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
+        """Take back everybody's claim that the object pool has these blocks. Raises LedgerError: the manager is closed."""
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], reason)
+        self._wake_writer()
+
     def restate(self) -> None:
         """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it.
 
@@ -737,7 +754,9 @@ class Manager:
         if end <= depth:
             return []
         chain = hashes[begin * HASH_BYTES : end * HASH_BYTES]
-        end = begin + self._locator.claimed_depth(pool.name, namespace, chain, self._locate_s) // k * k
+        end = (
+            begin + min(self._locator.claimed_depth(pool.name, namespace, chain, self._locate_s), end - begin) // k * k
+        )
         copy_blocks = max(k, _ONBOARD_BLOCKS // k * k)
         stretches: list[_Stretch] = []
         for first in range(begin, end, copy_blocks):

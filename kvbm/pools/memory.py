@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.core.errors import LayoutError, PoolError, PoolFullError
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier, split_hashes
+from kvbm.core.errors import PoolError, PoolFullError
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_sealed, check_size, check_slots, judged
@@ -103,80 +102,6 @@ class MemoryPool:
     def _require_open(self, else_what: str) -> None:
         if self._closed:
             raise PoolError(f"{self._name} pool: it is closed; {else_what}")
-
-
-class MemoryObjectPool:
-    """An object pool in a dictionary. Managers of one process share it; `close` keeps its blocks for the others."""
-
-    def __init__(
-        self, block_bytes: int, checksums: ChecksumRows, name: str = "memory://objects", blocks: int = 1
-    ) -> None:
-        """Make an empty pool. Raises LayoutError: `block_bytes` or `blocks` is below 1."""
-        check_size(name, blocks, block_bytes)
-        self.tier = Tier.OBJECT
-        self.block_bytes, self.blocks = block_bytes, blocks
-        self.reach = Reach.CLUSTER
-        self.name = name
-        self.objects: dict[
-            tuple[NamespaceId, bytes], list[tuple[bytes, bytes, int]]
-        ] = {}  # (hash, bytes, checksum) each
-        self._checksum_rows = checksums
-        self._lock = threading.Lock()
-
-    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
-        """Keep each object that is not there yet; other blocks under its name stay and are answered False."""
-        count = check_proof(self.name, rows, proof, self.block_bytes, at)
-        self._require_whole(count)
-        held: list[bool] = []
-        hashes = split_hashes(proof.hashes)
-        for begin in range(0, count, self.blocks):
-            indexes = range(begin, begin + self.blocks)
-            offered = [
-                (bytes(hashes[i]), rows[i if at is None else at[i]].tobytes(), int(proof.checksums[i])) for i in indexes
-            ]
-            with self._lock:
-                there = self.objects.setdefault((proof.namespace, hashes[indexes[-1]]), offered)
-            same = [(one, len(row)) for one, row, _ in there] == [(hashes[i], self.block_bytes) for i in indexes]
-            held += [same] * self.blocks
-        return held
-
-    def get(
-        self,
-        namespace: NamespaceId,
-        chain: bytes,
-        rows: np.ndarray,
-        at: Sequence[int] | None = None,
-        first: int = 0,
-    ) -> ReadResult:
-        """Fill rows with blocks of a chain, each held to its checksum."""
-        hashes = split_hashes(chain)
-        count = len(rows) if at is None else len(at)
-        self._require_whole(len(hashes))
-        check_rows(self.name, rows, b"".join(hashes[first : first + count]), self.block_bytes, at)
-        outcomes = [ReadOutcome.MISSING] * count
-        sums = np.zeros(count, dtype=np.uint32)
-        for index in range(count):
-            number, inside = divmod(first + index, self.blocks)
-            with self._lock:
-                found = self.objects.get((namespace, hashes[(number + 1) * self.blocks - 1]))
-            if found is None:
-                continue
-            outcomes[index] = ReadOutcome.CORRUPT
-            held, row, checksum = found[inside]
-            body = np.frombuffer(row, dtype=np.uint8)
-            if len(body) == self.block_bytes and held == hashes[first + index]:
-                sums[index] = self._checksum_rows(body.reshape(1, -1))[0]
-                rows[index if at is None else at[index]] = body
-                if sums[index] == checksum:
-                    outcomes[index] = ReadOutcome.GOOD
-        return ReadResult(outcomes, sums)
-
-    def close(self) -> None:
-        """Nothing to give back: another manager may hold the same pool."""
-
-    def _require_whole(self, count: int) -> None:
-        if count % self.blocks:
-            raise LayoutError(f"{self.name} pool: {count} blocks are no multiple of {self.blocks}, blocks of an object")
 
 
 def _owners(namespace: NamespaceId, hashes: bytes) -> np.ndarray:

@@ -38,6 +38,7 @@ from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 from kvbm.pools.block_io import PAGE_BYTES, BlockEngine, OpenEngine, stride_of
+from kvbm.pools.hints import SlotHints
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
 log = structlog.get_logger()
@@ -85,7 +86,7 @@ class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
     stripe: int = 0
 
 
-class _Damaged(NamedTuple):
+class Damaged(NamedTuple):
     """A stripe of ours whose header is not whole."""
 
     why: str
@@ -116,8 +117,10 @@ class NvmePool:
         notice: for the operator when something was not as it was left or as it was wanted, else "".
         io: "io_uring" or "threads".
         direct: whether bytes go past the page cache.
+        hints: for the other instances of the pod, where it has that reach; a `PodFolder` closes them.
     """
 
+    hints: SlotHints | None
     memory: np.ndarray | None = None
 
     def __init__(
@@ -161,19 +164,7 @@ class NvmePool:
         self._calls = 0
         self._idle = threading.Condition()
         self._engine: BlockEngine | None = None
-        self._wanted = FileShape(
-            slots=slots,
-            block_bytes=block_bytes,
-            model=shape.model,
-            revision=shape.revision,
-            kv_dtype=shape.kv_dtype,
-            block_tokens=shape.block_tokens,
-            layout=shape.layout,
-            kv_group=shape.kv_group,
-            ranks=shape.ranks,
-            instance=instance,
-            stripes=len(paths),
-        )
+        self._wanted = shape_of(shape, block_bytes, slots, instance, len(paths))
         with ExitStack() as undo:
             stripes = self._open_stripes()
             for stripe in stripes:
@@ -182,6 +173,9 @@ class NvmePool:
             self.pool_id = stripes[0].pool_id
             self.direct = self._set_direct(direct)
             self._engine = self._started(open_engine, io, depth, offload_share)
+            self.hints = None
+            if reach == Reach.POD:
+                self.hints = SlotHints(self.path, slots, self.opened == "reopened")
             undo.pop_all()
 
     @property
@@ -218,6 +212,8 @@ class NvmePool:
                 indexes, rows, _row_numbers(at, count), proof.namespace, proof.hashes, proof.epoch, sums
             )
         refused = errors[errors != 0]
+        if self.hints is not None and not len(refused):
+            self.hints.note(slots, proof.namespace, proof.hashes)
         if len(refused):
             why = errno.errorcode.get(int(refused[0]), "")
             raise PoolError(
@@ -415,7 +411,7 @@ class NvmePool:
                     undo.pop_all()
                     return _Stripe(path, fd, "")
             header = self._adopt(number, path, fd)
-            if isinstance(header, _Damaged):
+            if isinstance(header, Damaged):
                 self._notices.append(
                     f"NVME pool {path}: {header.why}; its blocks are given up and the stripe starts empty"
                 )
@@ -432,34 +428,12 @@ class NvmePool:
         if device_bytes < self._bytes_of(number):
             raise self._full(number, path, device_bytes)
 
-    def _adopt(self, number: int, path: Path, fd: int) -> FileHeader | _Damaged:
+    def _adopt(self, number: int, path: Path, fd: int) -> FileHeader | Damaged:
         """The header of an existing stripe, once it proves to be ours, of our shape, and in its place."""
         page = os.pread(fd, PAGE_BYTES, 0)
-        if page[: len(MAGIC)] != MAGIC:
-            raise PoolError(
-                f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
-                " is: move it away or set another pools.nvme.path"
-            )
-        if len(page) < PAGE_BYTES:
-            return _Damaged(f"the file ends after {len(page)} bytes, inside its header of {PAGE_BYTES}")
-        if _CRC.pack(self._crc(page[:_PROVED_BYTES])) != page[_PROVED_BYTES:]:
-            return _Damaged("the checksum of the file's header does not match")
-        _, version, json_bytes = _PREFIX.unpack_from(page)
-        if version != VERSION:
-            raise PoolError(
-                f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
-                " upgrade kvbm or set another pools.nvme.path"
-                if version > VERSION
-                else f"NVME pool {path}: file version {version} is of an older kvbm, which laid slots out otherwise; it is left as"
-                " it is: remove it (its blocks will be computed again) or set another pools.nvme.path"
-            )
-        try:
-            header = msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)
-        except msgspec.DecodeError as error:
-            raise PoolError(
-                f"NVME pool {path}: the file's header is whole and makes no sense ({error}); it is left as it"
-                " is: move it away or set another pools.nvme.path"
-            ) from error
+        header = decode_header(path, page, self._checksum_rows)
+        if isinstance(header, Damaged):
+            return header
         self._require_shape(path, header.shape)
         if header.stripe != number:
             raise PoolMismatchError(
@@ -539,14 +513,61 @@ class NvmePool:
                 f" file's header has {_PROVED_BYTES - _PREFIX.size}; shorten them"
             )
         proved = (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(_PROVED_BYTES, b"\0")
-        os.pwrite(fd, proved + _CRC.pack(self._crc(proved)), 0)
+        os.pwrite(fd, proved + _CRC.pack(_crc(self._checksum_rows, proved)), 0)
         os.fsync(fd)
 
-    def _crc(self, data: bytes) -> int:
-        return int(self._checksum_rows(np.frombuffer(data, dtype=np.uint8).reshape(1, -1))[0])
+
+def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceId, stripes: int = 1) -> FileShape:
+    """What a pool for blocks of this shape is made for."""
+    return FileShape(
+        slots=slots,
+        block_bytes=block_bytes,
+        model=shape.model,
+        revision=shape.revision,
+        kv_dtype=shape.kv_dtype,
+        block_tokens=shape.block_tokens,
+        layout=shape.layout,
+        kv_group=shape.kv_group,
+        ranks=shape.ranks,
+        instance=instance,
+        stripes=stripes,
+    )
+
+
+def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeader | Damaged:
+    """What the first page of a stripe says. Raises PoolError: it is nobody's, or of a version this kvbm does not read."""
+    if page[: len(MAGIC)] != MAGIC:
+        raise PoolError(
+            f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
+            " is: move it away or set another pools.nvme.path"
+        )
+    if len(page) < PAGE_BYTES:
+        return Damaged(f"the file ends after {len(page)} bytes, inside its header of {PAGE_BYTES}")
+    if _CRC.pack(_crc(checksums, page[:_PROVED_BYTES])) != page[_PROVED_BYTES:]:
+        return Damaged("the checksum of the file's header does not match")
+    _, version, json_bytes = _PREFIX.unpack_from(page)
+    if version != VERSION:
+        raise PoolError(
+            f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
+            " upgrade kvbm or set another pools.nvme.path"
+            if version > VERSION
+            else f"NVME pool {path}: file version {version} is of an older kvbm, which laid slots out otherwise; it is left as"
+            " it is: remove it (its blocks will be computed again) or set another pools.nvme.path"
+        )
+    try:
+        return msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)
+    except msgspec.DecodeError as error:
+        raise PoolError(
+            f"NVME pool {path}: the file's header is whole and makes no sense ({error}); it is left as it"
+            " is: move it away or set another pools.nvme.path"
+        ) from error
 
 
 _OUTCOMES = {int(outcome): outcome for outcome in ReadOutcome}
+
+
+def _crc(checksums: ChecksumRows, data: bytes) -> int:
+    return int(checksums(np.frombuffer(data, dtype=np.uint8).reshape(1, -1))[0])
 
 
 def _row_numbers(at: Sequence[int] | None, count: int) -> np.ndarray:

@@ -20,6 +20,7 @@ from kvbm.manager.manager import Manager
 from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.object import BlockObjects
 from kvbm.streams.memory import MemoryLog
 from tests.integration.test_late_copies import OutOfReach, _Jittery
 from tests.integration.test_manager import events_in
@@ -30,14 +31,22 @@ from tests.managers import (
     check_bytes,
     hashes_of,
     make_manager,
-    object_pool,
     rows_of,
     serve,
-    stored_objects,
 )
+from tests.object_pools import memory_objects
 
 WAIT_S = 10.0
 K = 4
+
+
+def objects_of(blocks: int) -> BlockObjects:
+    return memory_objects(BLOCK_BYTES, blocks)
+
+
+def names_in(pool: BlockObjects) -> set[bytes]:
+    """The last hashes of the objects it holds."""
+    return {bytes.fromhex(one.name.rsplit("/", 1)[1]) for one in pool.store.listed("", 1.0)}
 
 
 class Claims(KnowsAll):
@@ -123,7 +132,7 @@ def everything_but_objects(manager: Manager, prompt: int, depth: int, start: int
 
 @pytest.mark.parametrize("slots", [{Tier.HBM: 32}, {Tier.HBM: 32, Tier.HOST: 32}])
 def test_only_whole_objects_are_put_and_come_back_with_their_bytes(slots: dict[Tier, int]) -> None:
-    objects, claims, log = Asked(object_pool(K)), Claims(), MemoryLog()
+    objects, claims, log = Asked(objects_of(K)), Claims(), MemoryLog()
     claims.logs.append(log)
     with make_manager(slots, sink=log, objects=objects, locator=claims) as manager:
         serve(manager, 1, 10)
@@ -136,7 +145,7 @@ def test_only_whole_objects_are_put_and_come_back_with_their_bytes(slots: dict[T
 
 
 def test_an_engine_that_decodes_puts_each_object_once_as_it_fills() -> None:
-    objects = Asked(object_pool(K))
+    objects = Asked(objects_of(K))
     with make_manager({Tier.HBM: 64, Tier.HOST: 64}, objects=objects, locator=KnowsAll()) as manager:
         slots: list[int] = []
         hashes = hashes_of(1, 20)
@@ -157,7 +166,7 @@ def test_an_engine_that_decodes_puts_each_object_once_as_it_fills() -> None:
 
 
 def test_what_is_held_of_an_object_is_not_copied_again() -> None:
-    objects, claims, log = Asked(object_pool(K)), Claims(), MemoryLog()
+    objects, claims, log = Asked(objects_of(K)), Claims(), MemoryLog()
     claims.logs.append(log)
     with make_manager({Tier.HBM: 32}, sink=log, objects=objects, locator=claims) as manager:
         serve(manager, 1, 12)
@@ -170,7 +179,7 @@ def test_what_is_held_of_an_object_is_not_copied_again() -> None:
 
 
 def test_a_hole_inside_objects_takes_a_call_for_each_side_of_it() -> None:
-    objects = Asked(object_pool(K))
+    objects = Asked(objects_of(K))
     with make_manager({Tier.HBM: 32}, objects=objects, locator=KnowsAll()) as manager:
         serve(manager, 1, 12)
         assert settled(manager)
@@ -186,7 +195,7 @@ def test_a_hole_inside_objects_takes_a_call_for_each_side_of_it() -> None:
 
 
 def test_a_fetch_is_cut_to_the_room_there_is_also_inside_an_object() -> None:
-    objects = Asked(object_pool(K))
+    objects = Asked(objects_of(K))
     with make_manager({Tier.HBM: 16}, objects=objects, locator=KnowsAll()) as manager:
         serve(manager, 1, 12)
         assert settled(manager)
@@ -204,7 +213,7 @@ def test_a_fetch_is_cut_to_the_room_there_is_also_inside_an_object() -> None:
 
 @pytest.mark.parametrize("spoils", [ReadOutcome.MISSING, ReadOutcome.CORRUPT])
 def test_what_proves_bad_takes_the_claims_of_its_whole_object_with_it(spoils: ReadOutcome) -> None:
-    objects, claims, log = Asked(object_pool(K)), Claims(), MemoryLog()
+    objects, claims, log = Asked(objects_of(K)), Claims(), MemoryLog()
     claims.logs.append(log)
     with make_manager({Tier.HBM: 32}, sink=log, objects=objects, locator=claims) as manager:
         serve(manager, 1, 12)
@@ -230,7 +239,7 @@ def test_a_block_that_is_cleared_while_its_object_is_put_leaves_no_claim_on_any_
             manager.evict(Tier.HBM, proof.hashes[HASH_BYTES : 2 * HASH_BYTES])
             return super().put(rows, proof, at)
 
-    objects = Clearing(object_pool(K))
+    objects = Clearing(objects_of(K))
     with make_manager({Tier.HBM: 32}, sink=log, objects=objects, locator=claims, by_hand=True) as manager:
         serve(manager, 1, 8)
         while manager.offload_one():
@@ -241,7 +250,7 @@ def test_a_block_that_is_cleared_while_its_object_is_put_leaves_no_claim_on_any_
 
 
 def test_two_branches_that_share_blocks_are_put_as_two_objects() -> None:
-    objects = object_pool(K)
+    objects = objects_of(K)
     with make_manager({Tier.HBM: 32}, objects=objects, locator=KnowsAll(), by_hand=True) as manager:
         shared, ends = hashes_of(1, 3), (hashes_of(2, 4, start=3), hashes_of(3, 4, start=3))
         slots = manager.allocate(5)
@@ -252,12 +261,12 @@ def test_two_branches_that_share_blocks_are_put_as_two_objects() -> None:
             manager.create(NAMESPACE.id, SequenceHash(shared[-HASH_BYTES:]), 3, end, [slot])
         while manager.offload_one():
             pass
-        assert stored_objects(objects) == {ends[0], ends[1]}
+        assert names_in(objects) == {ends[0], ends[1]}
         assert manager.stats().offloaded_blocks[Tier.OBJECT] == 8
 
 
 def test_objects_go_through_staging_whole() -> None:
-    objects = Asked(object_pool(K))
+    objects = Asked(objects_of(K))
     with make_manager({Tier.HBM: 32}, objects=objects, locator=KnowsAll(), wrap=OutOfReach) as manager:
         manager._staging = Staging(14 * BLOCK_BYTES, BLOCK_BYTES, object_blocks=K)
         assert (manager._staging.lanes, manager._staging.lane_blocks) == (3, 4)
@@ -272,14 +281,14 @@ def test_objects_go_through_staging_whole() -> None:
 
 def test_a_lane_that_holds_no_object_is_refused_when_the_manager_is_made() -> None:
     with pytest.raises(
-        LayoutError, match="a lane of staging holds 1 blocks of 64 bytes, an object 4; raise offload.stag"
+        LayoutError, match=r"a lane of staging holds 1 blocks of 64 bytes, an object 4; raise offload.stag"
     ):
-        make_manager({Tier.HBM: 8}, objects=object_pool(K), staging=Staging(2 * BLOCK_BYTES, BLOCK_BYTES))
+        make_manager({Tier.HBM: 8}, objects=objects_of(K), staging=Staging(2 * BLOCK_BYTES, BLOCK_BYTES))
 
 
 def test_a_store_takes_no_more_than_its_budget_in_whole_objects() -> None:
     now_s = 0.0
-    objects = Asked(object_pool(K))
+    objects = Asked(objects_of(K))
     with make_manager({Tier.HBM: 32}, objects=objects, by_hand=True) as manager:
         manager._budgets, manager._clock = {Tier.OBJECT: WriteBudget(BLOCK_BYTES, begin_s=7.0)}, lambda: now_s
         serve(manager, 1, 12)
@@ -290,7 +299,7 @@ def test_a_store_takes_no_more_than_its_budget_in_whole_objects() -> None:
 
 
 def test_a_get_that_returns_after_its_request_has_gone_keeps_its_slots_until_then() -> None:
-    objects, claims, log = Asked(object_pool(K)), Claims(), MemoryLog()
+    objects, claims, log = Asked(objects_of(K)), Claims(), MemoryLog()
     claims.logs.append(log)
     with make_manager({Tier.HBM: 16}, sink=log, objects=objects, locator=claims, wait_s=0.2) as manager:
         serve(manager, 1, 8)
@@ -324,7 +333,7 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
         jittery = _Jittery(pool, random.Random(pool.tier)) if pool.tier != Tier.HBM else pool
         return OutOfReach(jittery) if staged else jittery
 
-    objects = Late(object_pool(blocks))
+    objects = Late(objects_of(blocks))
     slots = {Tier.HBM: 24, Tier.HOST: 12}
     with make_manager(slots, objects=objects, locator=KnowsAll(), wait_s=0.002, wrap=wrap) as manager:
 
@@ -351,12 +360,12 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
 
 
 def test_an_object_whose_writer_died_before_it_could_claim_it_is_claimed_by_the_next() -> None:
-    objects, claims = object_pool(K), Claims()
+    objects, claims = objects_of(K), Claims()
     dead = make_manager({Tier.HBM: 16}, objects=Asked(objects), locator=claims, by_hand=True)
     serve(dead, 1, 8)
     while dead.offload_one():
         pass  # its events are never written: it dies here
-    assert len(stored_objects(objects)) == 2 and claims.claims() == set()
+    assert len(names_in(objects)) == 2 and claims.claims() == set()
     log = MemoryLog()
     claims.logs.append(log)
     with make_manager({Tier.HBM: 16}, sink=log, objects=objects, locator=claims) as manager:
@@ -364,4 +373,4 @@ def test_an_object_whose_writer_died_before_it_could_claim_it_is_claimed_by_the_
         assert settled(manager)
         everything_but_objects(manager, 1, 8)
         assert serve(manager, 1, 8).prefix.hits == {Tier.OBJECT: 8}
-    assert len(stored_objects(objects)) == 2
+    assert len(names_in(objects)) == 2

@@ -32,11 +32,12 @@ from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import Proof, ReadResult
-from kvbm.pools.memory import MemoryObjectPool
+from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
+from tests.object_pools import memory_objects
 
 BLOCK_BYTES = 64
 CLUSTER = "sim"
@@ -81,8 +82,12 @@ class SlowObjects:
     """The object pool of the cluster, slow and at times lossy."""
 
     def __init__(self, world: World) -> None:
-        self.inner = MemoryObjectPool(BLOCK_BYTES, assembly.NATIVE.checksums)
-        self.tier, self.block_bytes = self.inner.tier, self.inner.block_bytes
+        self.store = MemoryStore()
+        blocks = random.Random(world.rng.getstate()[1][:8].__repr__()).choice(
+            (1, 1, 2, 4)
+        )  # leaves the seed's own draws as they were
+        self.inner = memory_objects(BLOCK_BYTES, blocks, self.store)
+        self.tier, self.block_bytes, self.blocks = self.inner.tier, self.inner.block_bytes, self.inner.blocks
         self.reach, self.name = self.inner.reach, self.inner.name
         self._world = world
         self.refuses = 0.0
@@ -91,13 +96,15 @@ class SlowObjects:
         nap(self._world, 0.01)
         if self.refuses and self._world.rng.random() < self.refuses:
             return [False] * (len(proof.hashes) // HASH_BYTES)
-        return self.inner.put(rows, proof, at)
+        held = self.inner.put(rows, proof, at)
+        nap(self._world, 0.01)  # who dies here leaves an object that nobody claims
+        return held
 
     def get(
-        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+        self, namespace: NamespaceId, chain: bytes, rows: np.ndarray, at: Sequence[int] | None = None, first: int = 0
     ) -> ReadResult:
         nap(self._world, 0.01)
-        return self.inner.get(namespace, hashes, rows, at)
+        return self.inner.get(namespace, chain, rows, at, first)
 
     def close(self) -> None:
         return
@@ -175,6 +182,7 @@ class Node:
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
                 Waiter(self.world).wait(0.5)
         self._slow_down(manager, process)
+        manager._locator = SimLocator(self.cluster)
         self.manager = manager
         self.cluster.checker.opened(self, process, manager)
         for number in range(self.cluster.engines):

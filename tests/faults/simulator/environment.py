@@ -32,7 +32,7 @@ from kvbm import assembly
 from kvbm.streams.nats import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.faults.simulator.disk import Os, open_file
-from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, run_coroutine, wait_futures
+from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
 _DISK_MODULES = ("kvbm.streams.device", "kvbm.streams.journal", "kvbm.pools.nvme")
@@ -94,6 +94,8 @@ def _drop(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
         if event.pop("exc_info", None):
             event["why"] = traceback.format_exc(limit=-4)
         told(method, event)
+    if event["event"] == "copy.broke":
+        raise Violation(f"a pool broke its promise never to raise: {event}")
     raise structlog.DropEvent
 
 

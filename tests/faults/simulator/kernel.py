@@ -13,7 +13,7 @@ import random
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, Future
 from contextvars import Context
 from typing import Any
 
@@ -640,24 +640,27 @@ class Executor:
                 future.cancel()
 
 
-def wait_futures(futures: Iterable[Future[Any]], timeout: float | None = None, return_when: str = "") -> None:
+def wait_futures(
+    futures: Iterable[Future[Any]], timeout: float | None = None, return_when: str = ALL_COMPLETED
+) -> tuple[set[Future[Any]], set[Future[Any]]]:
     """Stands for `concurrent.futures.wait`."""
-    world = INSTALLED.world
-    left = [future for future in futures if not future.done()]
-    if not left:
-        return
-    waiter = Waiter(world)
-    count = len(left)
+    world, given = INSTALLED.world, list(futures)
+    left = [future for future in given if not future.done()]
+    if left and (return_when == ALL_COMPLETED or len(left) == len(given)):
+        waiter = Waiter(world)
+        count = len(left) if return_when == ALL_COMPLETED else 1
 
-    def one(_: Future[Any]) -> None:
-        nonlocal count
-        count -= 1
-        if not count:
-            waiter.fire()
+        def one(_: Future[Any]) -> None:
+            nonlocal count
+            count -= 1
+            if not count:
+                waiter.fire()
 
-    for future in left:
-        future.add_done_callback(one)
-    waiter.wait(timeout)
+        for future in left:
+            future.add_done_callback(one)
+        waiter.wait(timeout)
+    done = {future for future in given if future.done()}
+    return done, set(given) - done
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any], **_: Any) -> Any:

@@ -1,0 +1,190 @@
+"""Objects over a store in memory: what proves them, what is there already, what is damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbm.core.ids import HASH_BYTES
+from kvbm.pools.base import ReadOutcome
+from kvbm.pools.object import Described
+from kvbm.pools.object_header import header_bytes
+from kvbm.pools.stores.base import Put, Refusal, Trouble
+from kvbm.pools.stores.memory import MemoryStore
+from tests.object_pools import memory_objects
+from tests.pool_runs import Run, random_run
+
+BLOCK_BYTES = 160
+K = 4
+GOOD, MISSING, CORRUPT, FAILED = ReadOutcome.GOOD, ReadOutcome.MISSING, ReadOutcome.CORRUPT, ReadOutcome.FAILED
+
+
+class Shop:
+    """A pool with its store and what it complained about."""
+
+    def __init__(self, blocks: int = K) -> None:
+        self.store = MemoryStore()
+        self.troubles: list[str] = []
+        self.pool = memory_objects(BLOCK_BYTES, blocks, self.store, on_trouble=self.troubles.append)
+
+    def names(self, run: Run) -> list[str]:
+        """Of a run's objects."""
+        step = self.pool.blocks * HASH_BYTES
+        ends = range(step, len(run.hashes) + 1, step)
+        return self.pool.names(run.namespace, [run.hashes[end - HASH_BYTES : end] for end in ends])
+
+    def change(self, name: str, body: bytes) -> None:
+        """Put something else where an object lies."""
+        self.store.objects[name] = (body, 0)
+
+    def outcomes(self, run: Run) -> list[ReadOutcome]:
+        """How a read of a whole run ends."""
+        return self.pool.get(run.namespace, run.hashes, run.room()).outcomes
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+def test_objects_of_two_sizes_never_meet(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    other = memory_objects(BLOCK_BYTES, 2, shop.store)
+    assert shop.pool.put(run.rows, run.proof) == [True] * K
+    assert other.get(run.namespace, run.hashes, run.room()).outcomes == [MISSING] * K
+    assert other.put(run.rows, run.proof) == [True] * K
+    assert len(shop.store.objects) == 1 + 2
+
+
+def test_every_flipped_bit_is_found(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    [name] = shop.names(run)
+    body = shop.store.objects[name][0]
+    for at in range(len(body)):
+        for bit in range(8):
+            changed = bytearray(body)
+            changed[at] ^= 1 << bit
+            shop.change(name, bytes(changed))
+            rows = run.room()
+            outcomes = shop.pool.get(run.namespace, run.hashes, rows).outcomes
+            block = (at - header_bytes(K)) // BLOCK_BYTES
+            assert outcomes == [CORRUPT if block in (-1, index) or block < 0 else GOOD for index in range(K)]
+            good = [index for index, outcome in enumerate(outcomes) if outcome is GOOD]
+            assert (rows[good] == run.rows[good]).all()
+
+
+def test_an_object_of_any_other_length_is_corrupt(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    [name] = shop.names(run)
+    body = shop.store.objects[name][0]
+    for length in range(len(body)):
+        shop.change(name, body[:length])
+        assert shop.outcomes(run) == [CORRUPT] * K
+    shop.change(name, body + b"\0")
+    assert shop.outcomes(run) == [CORRUPT] * K
+
+
+def test_objects_under_each_others_names_are_corrupt(shop: Shop) -> None:
+    run = random_run(2 * K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    first, second = shop.names(run)
+    shop.change(first, shop.store.objects[second][0])
+    assert shop.outcomes(run) == [CORRUPT] * K + [GOOD] * K
+
+
+def test_an_object_that_ends_as_another_chain_does_is_corrupt(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    asked = bytes(HASH_BYTES) + run.hashes[HASH_BYTES:]
+    assert shop.pool.get(run.namespace, asked, run.room()).outcomes == [CORRUPT] * K
+
+
+def test_what_is_there_and_is_something_else_is_no_success(shop: Shop) -> None:
+    run, other = random_run(4 * K, BLOCK_BYTES), random_run(K, BLOCK_BYTES, seed=7)
+    names = shop.names(run)
+    shop.pool.put(other.rows, other.proof)
+    shop.change(names[0], b"something else")
+    shop.change(names[2], shop.store.objects[shop.names(other)[0]][0])
+    shop.change(names[3], bytes(header_bytes(K) + K * BLOCK_BYTES))
+    assert shop.pool.put(run.rows, run.proof) == [False] * K + [True] * K + [False] * 2 * K
+    [trouble] = shop.troubles
+    assert "put of 3 of 4 objects failed" in trouble
+    assert f"{names[0]} is there with 14 bytes that are no whole object; delete it" in trouble
+    assert shop.store.objects[names[0]][0] == b"something else"
+    assert shop.outcomes(run) == [CORRUPT] * K + [GOOD] * K + [CORRUPT] * 2 * K
+    assert shop.pool.put(run.rows[2 * K : 3 * K], run.proof._replace(
+        hashes=run.hashes[2 * K * HASH_BYTES : 3 * K * HASH_BYTES], checksums=run.proof.checksums[2 * K : 3 * K]
+    )) == [False] * K  # fmt: skip
+    assert "is there and holds other blocks; delete it" in shop.troubles[1]
+
+
+def test_an_object_that_was_cut_short_is_no_success(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    [name] = shop.names(run)
+    shop.change(name, shop.store.objects[name][0][:-1])
+    assert shop.pool.put(run.rows, run.proof) == [False] * K
+    assert f"with {header_bytes(K) + K * BLOCK_BYTES - 1} bytes" in shop.troubles[0]
+
+
+def test_objects_describe_themselves(shop: Shop) -> None:
+    run = random_run(3 * K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    first, second, third = shop.names(run)
+    step = K * HASH_BYTES
+    size_bytes = header_bytes(K) + K * BLOCK_BYTES
+    absent = f"{K}/{run.namespace.hex()}/{bytes(16).hex()}"
+    shop.change(second, shop.store.objects[third][0])
+    shop.store.put([Put(f"{K}/readme.txt", b"hello")], 1.0)
+    found = shop.pool.describe([first, second, third, absent, f"{K}/readme.txt"])
+    assert found[0] == Described(run.namespace, run.hashes[:step], run.proof.epoch, size_bytes)
+    assert found[2] == Described(run.namespace, run.hashes[2 * step :], run.proof.epoch, size_bytes)
+    assert [answer.trouble for answer in found if isinstance(answer, Refusal)] == [
+        Trouble.REFUSED,
+        Trouble.ABSENT,
+        Trouble.REFUSED,
+    ]
+    assert shop.pool.describe([]) == []
+
+
+def test_a_listing_has_the_objects_of_the_pool_alone_and_what_was_deleted_is_gone(shop: Shop) -> None:
+    run, other = random_run(3 * K, BLOCK_BYTES), random_run(2, BLOCK_BYTES, seed=2)
+    shop.pool.put(run.rows, run.proof)
+    memory_objects(BLOCK_BYTES, 2, shop.store).put(other.rows, other.proof)
+    shop.store.put([Put(".kvbm/janitor", b"somebody")], 1.0)
+    names = sorted(shop.names(run))
+    assert [listed.name for listed in shop.pool.listed()] == names
+    assert [listed.name for listed in shop.pool.listed(after=names[0])] == names[1:]
+    gone = shop.names(run)[1:2]
+    assert shop.pool.delete([*gone, "4/nothing/of/this/name"]) == [True, True]
+    assert shop.outcomes(run) == [GOOD] * K + [MISSING] * K + [GOOD] * K
+
+
+def test_what_a_pool_did_is_counted(shop: Shop) -> None:
+    run, other = random_run(2 * K, BLOCK_BYTES), random_run(K, BLOCK_BYTES, seed=3)
+    shop.pool.put(run.rows, run.proof)
+    shop.pool.put(run.rows, run.proof)
+    shop.change(shop.names(run)[0], b"")
+    shop.outcomes(run)
+    shop.outcomes(other)
+    stats = shop.pool.stats()
+    assert (stats.put_objects, stats.found_objects, stats.refused_objects) == (2, 2, 0)
+    assert (stats.got_objects, stats.missing_objects, stats.corrupt_objects, stats.failed_objects) == (1, 1, 1, 0)
+    put = stats.namespaces[run.namespace]
+    assert put.raw_bytes == 2 * K * BLOCK_BYTES
+    assert put.stored_bytes == 2 * (header_bytes(K) + K * BLOCK_BYTES)
+
+
+def test_a_call_of_many_objects_has_them_all(shop: Shop) -> None:
+    run = random_run(37 * K, BLOCK_BYTES)
+    at = np.random.default_rng(1).permutation(40 * K)[: 37 * K].tolist()
+    buffer = np.zeros((40 * K, BLOCK_BYTES), dtype=np.uint8)
+    buffer[at] = run.rows
+    pool = memory_objects(BLOCK_BYTES, K, shop.store, threads=3)
+    assert pool.put(buffer, run.proof, at) == [True] * 37 * K
+    rows = run.room()
+    assert pool.get(run.namespace, run.hashes, rows).outcomes == [GOOD] * 37 * K
+    assert (rows == run.rows).all()
+    pool.close()
