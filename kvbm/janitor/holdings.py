@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.janitor.effects import Claimed, ClaimColumns, ObjectSeen
+from kvbm.janitor.effects import ClaimColumns, Claimed, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
 _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
@@ -152,7 +152,9 @@ def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Chosen]:
         yield from _chosen(space, rows, EvictReason.TTL)
 
 
-def over_quota(holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int) -> list[Chosen]:
+def over_quota(
+    holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int
+) -> list[Chosen]:
     """The least recently used objects, as many as stand above what a tenant, and then the whole pool, may have.
 
     Args:
