@@ -12,6 +12,8 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import VERSION, Frame, encode_frame
 from kvbm.core.events import (
@@ -29,7 +31,10 @@ from kvbm.core.events import (
 )
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
+from kvbm.core.kernels import reference_checksums
 from kvbm.core.residency import residency_mix
+from kvbm.pools.base import Proof
+from kvbm.pools.object_header import OBJECT_VERSION, encode_object_headers
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
@@ -140,6 +145,15 @@ def frame() -> Frame:
     )  # fmt: skip
 
 
+def object_bytes() -> bytes:
+    """An object of four raw blocks of 24 bytes."""
+    rows = (np.arange(96, dtype=np.uint16) ** 2 % 251).astype(np.uint8).reshape(4, 24)
+    run = sequence_hashes(range(16), 4, namespace().root(b"secret"))
+    proof = Proof(namespace().id, Epoch(7), run, reference_checksums(rows))
+    lengths, codings = np.full(4, 24, dtype=np.uint32), np.zeros(4, dtype=np.uint32)
+    return encode_object_headers(proof, lengths, codings, 4, 24, reference_checksums).tobytes() + rows.tobytes()
+
+
 def plain(value: object) -> object:
     """A frame as plain values that JSON can show, so that a person can review it: bytes in hex, members by name."""
     if isinstance(value, bytes):
@@ -164,6 +178,7 @@ def golden_files() -> dict[str, bytes]:
         "digests.json": text(digest_cases()),
         f"frame_v{VERSION}.bin": encode_frame(frame()),
         f"frame_v{VERSION}.json": text(plain(frame())),
+        f"object_v{OBJECT_VERSION}.bin": object_bytes(),
     }
 
 

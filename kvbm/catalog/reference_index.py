@@ -126,6 +126,11 @@ class ReferenceIndex:
                     self._add(instance, event.target, event.namespace, event.hashes, claims)
                     if isinstance(event.source, Tier) and not event.kept:
                         self._withdraw(instance, event.source, event.namespace, event.hashes, claims)
+                    elif isinstance(event.source, Tier) and instance.is_cluster(event.source):
+                        said = Claims(
+                            event.source, event.namespace, event.hashes, False
+                        )  # it was read there, so it is there
+                        self._say(instance, said, claims)
                 case BlocksEvicted():
                     self._withdraw(instance, event.tier, event.namespace, event.hashes, claims)
                 case ResidenciesStated():

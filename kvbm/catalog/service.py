@@ -53,6 +53,7 @@ from kvbm.core.answers import (
     ReadyAnswer,
 )
 from kvbm.core.errors import KvbmError, StreamError
+from kvbm.core.events import JANITOR
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, LivenessFact, Position, StreamMessage, StreamState
@@ -396,6 +397,9 @@ class CatalogService:
 
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
         """Whether an instance runs the model of a namespace; whoever has not said what it runs, may."""
+        row = self._projector.instance_row(instance)
+        if row is not None and row.engine == JANITOR:
+            return False
         pulse = self._liveness.last(instance)
         told = self._projector.declared(instance)
         if fields is None or not told or wanted in told or (pulse and wanted in pulse.heartbeat.namespaces):

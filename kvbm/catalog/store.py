@@ -9,13 +9,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from enum import Enum
+from itertools import groupby
 from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from kvbm.core.errors import LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, hash_count
+from kvbm.core.ids import (
+    HASH_BYTES,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+    Reach,
+    Tier,
+    hash_count,
+    split_hashes,
+)
 
 try:
     from sqlalchemy import Executable, Table, bindparam, delete, func, select, tuple_, update
@@ -29,6 +41,7 @@ from kvbm.catalog.database import database_errors, open_database, shown
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
+_ASKED_ROWS = 1000  # keys named in one question
 
 
 class InstanceState(Enum):
@@ -151,6 +164,14 @@ class ClaimChunk(NamedTuple):
     hashes: bytes
 
 
+class ClaimTimes(NamedTuple):
+    """Some claimed blocks of one pool and namespace; `hashes` is packed and ascending, `last_ns` when each was last claimed."""
+
+    namespace: NamespaceId
+    hashes: bytes
+    last_ns: list[int]
+
+
 class Store:
     """The catalog's database. Use it from one event loop; methods may run concurrently.
 
@@ -269,6 +290,43 @@ class Store:
             if len(rows) < chunk_rows:
                 return
             last = rows[-1]
+
+    async def claim_times(self, pool: str, chunk_rows: int = CHUNK_ROWS) -> AsyncIterator[ClaimTimes]:
+        """The claims of one pool with their times, by namespace and hash. Pages by key, as `claims`."""
+        table = tables.object_claims
+        key = [table.c.namespace, table.c.hash]
+        statement = select(*key, table.c.last_claimed_ns).where(table.c.pool == pool).order_by(*key).limit(chunk_rows)
+        last: tuple[bytes, bytes] | None = None
+        while True:
+            page = statement if last is None else statement.where(tuple_(*key) > tuple_(*last))
+            with database_errors(f"{self._where} does not answer"):
+                async with self._engine.connect() as connection:
+                    rows = [(bytes(row[0]), bytes(row[1]), int(row[2])) for row in await connection.execute(page)]
+            for namespace, group in groupby(rows, key=lambda row: row[0]):
+                entries = list(group)
+                hashes = b"".join(block for _, block, _ in entries)
+                yield ClaimTimes(NamespaceId(namespace), hashes, [last_ns for _, _, last_ns in entries])
+            if len(rows) < chunk_rows:
+                return
+            last = rows[-1][:2]
+
+    async def last_claimed(self, pool: str, namespace: NamespaceId, hashes: bytes) -> dict[bytes, int]:
+        """Those of some blocks that are claimed, and when they were last."""
+        table = tables.object_claims
+        found: dict[bytes, int] = {}
+        for at in range(0, len(hashes), _ASKED_ROWS * HASH_BYTES):
+            blocks = split_hashes(hashes[at : at + _ASKED_ROWS * HASH_BYTES])
+            statement = select(table.c.hash, table.c.last_claimed_ns).where(
+                table.c.pool == pool, table.c.namespace == namespace, table.c.hash.in_(blocks)
+            )
+            found |= {bytes(row["hash"]): int(row["last_claimed_ns"]) for row in await self._read(statement)}
+        return found
+
+    async def tenant_quotas(self) -> dict[str, int]:
+        """Bytes each tenant may have in a pool of cluster reach; who is not named has no quota."""
+        table = tables.tenants
+        rows = await self._read(select(table).where(table.c.quota_bytes.is_not(None)))
+        return {row["name"]: int(row["quota_bytes"]) for row in rows}
 
     async def _read(self, statement: Executable) -> list[dict[str, Any]]:
         with database_errors(f"{self._where} does not answer"):

@@ -19,6 +19,7 @@ KvbmError
 ├── StreamError            NATS does not answer or refuses
 │   └── FencedError        another run or a newer epoch may publish an instance's events now
 ├── CatalogError           the catalog or its database does not answer or refuses
+├── JanitorError           a janitor may not work, or not go on
 ├── MissingExtraError      an optional part of kvbm is not installed
 └── TraceError             a workload trace that cannot be read
 """
@@ -145,6 +146,10 @@ class FencedError(StreamError):
 
 class CatalogError(KvbmError):
     """The catalog or its database does not answer or refuses. A retry may help; the message says what was seen."""
+
+
+class JanitorError(KvbmError):
+    """A janitor of a pool may not work, or not go on; the message says why. What it has left undone the next run finishes."""
 
 
 class MissingExtraError(KvbmError):

@@ -155,4 +155,5 @@ class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
 RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated
 Event = InstanceStarted | RunEvent | RoundEnded | InstanceStopped
 
+JANITOR = "janitor"  # the engine of an instance that serves no prompts
 MAX_RUN_BLOCKS = 1024  # a run is decided under the ledger's lock and must fit a frame, so it stays short

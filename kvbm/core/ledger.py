@@ -522,6 +522,20 @@ class Ledger:
             raise LedgerError(f"{tier.name} is not a pool of cluster reach; use evict")
         self._record(BlocksEvicted(namespace=namespace, tier=tier, reason=reason, hashes=hashes))
 
+    def claim(self, tier: Tier, namespace: NamespaceId, hashes: bytes, finder: InstanceId) -> None:
+        """Say that a pool of cluster reach has these blocks: somebody's bytes were found there.
+
+        Args:
+            finder: the instance that says so; nobody knows any more who brought them.
+        """
+        if not self.residencies.is_cluster(tier):
+            raise LedgerError(f"{tier.name} is not a pool of cluster reach; its blocks are created or copied")
+        self._record(
+            BlocksMigrated(
+                namespace=namespace, source=finder, target=tier, kept=True, cause=MigrateCause.OFFLOAD, hashes=hashes
+            )
+        )
+
     def keep(self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0) -> int:
         """Forbid the eviction of those blocks of a run that are held, for a time.
 

@@ -265,6 +265,9 @@ class Residencies:
         self._add(event.namespace, event.target, event.hashes, event.slots, delta)
         if isinstance(event.source, Tier) and not event.kept:
             self._withdraw(event.namespace, event.source, event.hashes, delta)
+        elif isinstance(event.source, Tier) and self.is_cluster(event.source):  # it was read there, so it is there
+            for block in split_hashes(event.hashes):
+                delta.claimed.append(Change(event.source, block, event.namespace, None))
 
     def _withdraw(self, namespace: NamespaceId, tier: Tier, hashes: bytes, delta: Delta) -> None:
         for block in split_hashes(hashes):

@@ -7,23 +7,30 @@ is never used in place: such a tier proves what it reads, and knows when its slo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Tier, split_slots
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Tier, split_hashes, split_slots
 from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
-from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
 
 
 class Pools(NamedTuple):
-    """The pools of one instance: those with slots by tier, and the cluster's object pool if there is one."""
+    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any."""
 
     slots: dict[Tier, SlotPool]
     object: ObjectPool | None = None
+    pod: PodPool | None = None
+
+    @property
+    def object_blocks(self) -> int:
+        """k, blocks of an object; 1 where there is no object pool."""
+        return 1 if self.object is None else self.object.blocks
 
     def close(self) -> None:
         """Close every pool."""
@@ -31,6 +38,8 @@ class Pools(NamedTuple):
             pool.close()
         if self.object is not None:
             self.object.close()
+        if self.pod is not None:
+            self.pod.close()
 
     def memory(self, tier: Tier | InstanceId) -> np.ndarray | None:
         """The slots of a tier that copies read and write in place; None where they have to ask its pool."""
@@ -57,17 +66,71 @@ class Moved(NamedTuple):
     unwritten: str = ""
 
 
+class Elsewhere(NamedTuple):
+    """Where the blocks of a copy lie whose source has no slots of ours.
+
+    Attributes:
+        chain: packed hashes, among which the copy's are, in their order: whole objects where the source is OBJECT.
+        slots: where the source is an instance of the pod, its slot for each block of the chain.
+    """
+
+    chain: bytes
+    slots: tuple[int, ...] = ()
+
+    def positions(self, hashes: bytes) -> list[int]:
+        """Where in the chain these blocks of it are."""
+        index = {block: at for at, block in enumerate(split_hashes(self.chain))}
+        return [index[block] for block in split_hashes(hashes)]
+
+    def objects_of(self, hashes: bytes, blocks: int) -> list[bytes]:
+        """The whole objects, of so many blocks, that these blocks of the chain lie in."""
+        size = blocks * HASH_BYTES
+        numbers = dict.fromkeys(at // blocks for at in self.positions(hashes))
+        return [self.chain[number * size : (number + 1) * size] for number in numbers]
+
+
 class _Run(NamedTuple):
-    """A copy with its columns taken apart."""
+    """A copy with its columns taken apart.
+
+    Attributes:
+        positions: of its blocks in a chain of objects, where one of its ends is OBJECT, or in that of `elsewhere`.
+    """
 
     copy: Copy
     pools: Pools
     source_slots: list[int]
     target_slots: list[int]
+    elsewhere: Elsewhere | None
+    positions: Sequence[int]
 
     @property
     def blocks(self) -> int:
         return len(self.copy.hashes) // HASH_BYTES
+
+    @property
+    def object_blocks(self) -> int:
+        """How many blocks belong together at one of the ends."""
+        return self.pools.object_blocks if Tier.OBJECT in (self.copy.source, self.copy.target) else 1
+
+    def parts(self, lane_blocks: int) -> Iterator[tuple[int, int]]:
+        """The blocks that go through a lane at a time, as half-open ranges; none cuts an object."""
+        begin, k = 0, self.object_blocks
+        while begin < self.blocks:
+            end = min(begin + lane_blocks, self.blocks)
+            while begin < end < self.blocks and self.positions[end - 1] // k == self.positions[end] // k:
+                end -= 1
+            if end == begin:
+                raise PoolError(f"a lane of {lane_blocks} blocks holds no object of {k}; raise offload.staging_bytes")
+            yield begin, end
+            begin = end
+
+    def whole(self, indexes: list[int]) -> list[int]:
+        """Those of some blocks that may be written: to OBJECT, none without the others of its object."""
+        k = self.object_blocks
+        if self.copy.target != Tier.OBJECT or k == 1:
+            return indexes
+        there = set(indexes)
+        return [i for i in indexes if all(other in there for other in range(i // k * k, i // k * k + k))]
 
     def proof(self, indexes: Sequence[int], checksums: np.ndarray) -> Proof:
         """Of some of its blocks. `checksums` are of the blocks from `indexes` alone."""
@@ -81,10 +144,28 @@ class _Run(NamedTuple):
         copy = self.copy
         hashes = copy.hashes[begin * HASH_BYTES : end * HASH_BYTES]
         if copy.source == Tier.OBJECT:
-            assert self.pools.object is not None
-            return self.pools.object.get(copy.namespace, hashes, rows, at)
-        assert isinstance(copy.source, Tier)
-        return self.pools.slots[copy.source].read(self.source_slots[begin:end], copy.namespace, hashes, rows, at)
+            return self._get(begin, end, rows, at)
+        if isinstance(copy.source, Tier):
+            return self.pools.slots[copy.source].read(self.source_slots[begin:end], copy.namespace, hashes, rows, at)
+        assert self.pools.pod is not None and self.elsewhere is not None
+        slots = [self.elsewhere.slots[position] for position in self.positions[begin:end]]
+        return self.pools.pod.read(copy.source, slots, copy.namespace, hashes, rows, at)
+
+    def _get(self, begin: int, end: int, rows: np.ndarray, at: Sequence[int] | None) -> ReadResult:
+        """The same from the object pool: one call for each stretch without a hole, which is nearly always the whole run."""
+        pool, elsewhere = self.pools.object, self.elsewhere
+        assert pool is not None and elsewhere is not None
+        k, outcomes, checksums = pool.blocks, list[ReadOutcome](), list[np.ndarray]()
+        wanted = self.positions[begin:end]
+        places = range(end - begin) if at is None else at
+        cuts = [0, *(i for i, (one, next_) in enumerate(pairwise(wanted), 1) if next_ != one + 1), len(wanted)]
+        for first, last in pairwise(cuts):
+            from_block, to_block = wanted[first] // k * k, -(-(wanted[last - 1] + 1) // k) * k
+            chain = elsewhere.chain[from_block * HASH_BYTES : to_block * HASH_BYTES]
+            result = pool.get(self.copy.namespace, chain, rows, places[first:last], wanted[first] - from_block)
+            outcomes += result.outcomes
+            checksums.append(result.checksums)
+        return ReadResult(outcomes, np.concatenate(checksums))
 
     def write(self, indexes: Sequence[int], proof: Proof, rows: np.ndarray, at: Sequence[int] | None) -> list[bool]:
         """Put rows into the slots of some blocks; for each whether it is there. Raises PoolError: none is."""
@@ -95,15 +176,24 @@ class _Run(NamedTuple):
         return [True] * len(indexes)
 
 
-def move(copy: Copy, pools: Pools, offsets: Offsets, durable_wait_s: float, lane: np.ndarray | None = None) -> Moved:
+def move(
+    copy: Copy,
+    pools: Pools,
+    offsets: Offsets,
+    durable_wait_s: float,
+    lane: np.ndarray | None = None,
+    elsewhere: Elsewhere | None = None,
+) -> Moved:
     """Read from the source, verify, write to the target. Returns when the bytes are in place or will never be.
 
     A target that outlives the process is written only once the withdrawal of what its slots held is durable.
 
     Args:
         lane: of the staging arena, where `pools.need_staging`.
+        elsewhere: where the source's blocks are, if it has no slots of ours.
     """
-    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots))
+    positions = range(len(copy.hashes) // HASH_BYTES) if elsewhere is None else elsewhere.positions(copy.hashes)
+    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots), elsewhere, positions)
     there, here = pools.memory(copy.target), pools.memory(copy.source)
     if there is not None:
         return _read_in_place(run, there)
@@ -148,12 +238,11 @@ def _stage(run: _Run, lane: np.ndarray, offsets: Offsets, durable_wait_s: float)
     copy = run.copy
     arrived, outcomes = [False] * run.blocks, [ReadOutcome.FAILED] * run.blocks
     may_write = False
-    for begin in range(0, run.blocks, len(lane)):
-        end = min(begin + len(lane), run.blocks)
+    for begin, end in run.parts(len(lane)):
         rows = lane[: end - begin]
         result = run.read(begin, end, rows, None)
         outcomes[begin:end] = result.outcomes
-        kept = [at for at, outcome in enumerate(result.outcomes) if outcome == ReadOutcome.GOOD]
+        kept = run.whole([at for at, outcome in enumerate(result.outcomes) if outcome == ReadOutcome.GOOD])
         if not kept:
             continue
         if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):

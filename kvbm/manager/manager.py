@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 import structlog
 
-from kvbm.core.errors import LedgerError
-from kvbm.core.events import EvictReason, MigrateCause
+from kvbm.core.errors import LayoutError, LedgerError
+from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause
 from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
     DURABLE_TIERS,
@@ -51,9 +51,10 @@ from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import Copy, Match, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
-from kvbm.manager.copies import Moved, Pools, move
+from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
-from kvbm.manager.offload import Offloader, Skipped, Wish
+from kvbm.manager.groups import groups_of
+from kvbm.manager.offload import FIRST, Offloader, Place, Skipped, Wish
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Sampled, SampleSink
@@ -69,6 +70,7 @@ log = structlog.get_logger()
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 _STAGING_BYTES = 64 << 20
+_RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -129,6 +131,25 @@ class _Arrivals:
     def __init__(self) -> None:
         self.waiting = True  # a copy that ends later pins nothing
         self.brought: dict[SequenceHash, tuple[int, Tier]] = {}  # block → its HBM slot, pinned once, and where it was
+
+
+class _Planned(NamedTuple):
+    """A copy to HBM that is to begin; `elsewhere` where its source has no slots of ours."""
+
+    copy: Copy
+    elsewhere: Elsewhere | None = None
+
+
+class _Stretch(NamedTuple):
+    """Blocks that one source beyond the own tiers seems to have.
+
+    Attributes:
+        wanted: packed hashes, some of those of `elsewhere`.
+    """
+
+    source: Tier | InstanceId
+    elsewhere: Elsewhere
+    wanted: bytes
 
 
 class _Onboard(NamedTuple):
@@ -237,7 +258,15 @@ class Manager:
         self._copy_threads = copy_threads
         self._onboarders = executor or Workers(copy_threads, f"kvbm-onboard-{instance}")
         block_bytes = pools.slots[Tier.HBM].block_bytes
-        self._staging = staging or Staging(_STAGING_BYTES, block_bytes, copy_threads, offload_threads)
+        self._staging = staging or Staging(
+            _STAGING_BYTES, block_bytes, copy_threads, offload_threads, pools.object_blocks
+        )
+        if self._staging.lane_blocks < pools.object_blocks:
+            raise LayoutError(
+                f"a lane of staging holds {self._staging.lane_blocks} blocks of {block_bytes} bytes, an object"
+                f" {pools.object_blocks}; raise offload.staging_bytes or lower pools.object.blocks"
+            )
+        self._looks_beyond = pools.object is not None or pools.pod is not None
         self._budgets = budgets or {}
         self._offload_wanted = threading.Event()
         self._nobody_waits = threading.Event()  # for bytes
@@ -286,7 +315,8 @@ class Manager:
     def acquire(self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None) -> Prefix:
         """Bring the longest run of held blocks to HBM and pin it there for the caller.
 
-        Blocks come from this instance's tiers and, beyond those, from the object pool where the catalog knows of them. What does
+        Blocks come from this instance's tiers and, beyond those, from the pools of its pod's other instances, and beyond those
+        from the object pool where the catalog knows of whole objects. What does
         not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
         serves the next request. An engine that gives a request up while it waits here loses no more than that time: what has
         come is unpinned as ever, and what has not keeps its slots until the device says that it is over.
@@ -303,7 +333,7 @@ class Manager:
             self._namespaces.setdefault(namespace)
             found = self._ledger.match(hashes, pinned=True)
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
-            if all_in_hbm and (self.pools.object is None or found.depth * HASH_BYTES == len(hashes)):
+            if all_in_hbm and (not self._looks_beyond or found.depth * HASH_BYTES == len(hashes)):
                 prefix = self._count(namespace, hashes, _local(found))
                 if hashes < self._sampled_below:
                     self._sample(namespace, hashes, prefix.depth)
@@ -312,7 +342,7 @@ class Manager:
             copies, reachable = self._begin_onboards(namespace, hashes, found)
         begun = self._submit(copies, arrivals)
         if reachable == found.depth:
-            begun += self._submit(self._begin_fetch(namespace, hashes[found.depth * HASH_BYTES :]), arrivals)
+            begun += self._submit(self._begin_fetches(namespace, hashes, found.depth), arrivals)
         self._wake_writer()  # a copy may have evicted to make room
         if begun:
             self._wait_for_bytes(begun, self._wait_s if wait_s is None else wait_s)
@@ -354,7 +384,7 @@ class Manager:
             self._namespaces.setdefault(namespace)
             holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, given)
             self._created += len(slots)
-            self._offer(namespace, Tier.HBM, hashes, uses=1)
+            self._offer(namespace, Tier.HBM, hashes, 1, Place(parent, start))
         self._wake_writer()
         return split_slots(holders)
 
@@ -393,6 +423,22 @@ class Manager:
             count = self._ledger.evict(tier, hashes, reason)
         self._wake_writer()
         return count
+
+    def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
+        """Say that the object pool has these blocks, whoever put them there. Raises LedgerError: the manager is closed."""
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.claim(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], self.instance)
+        self._wake_writer()
+
+    def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
+        """Take back everybody's claim that the object pool has these blocks. Raises LedgerError: the manager is closed."""
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], reason)
+        self._wake_writer()
 
     def restate(self) -> None:
         """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it.
@@ -485,7 +531,7 @@ class Manager:
             return f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events again"
         if refusal:
             return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
-        silent = [tier.name for tier in Tier if self._is_silent(tier)]
+        silent = [_name(source) for source in tuple(self._late_from) if self._is_silent(source)]
         return f"{', '.join(silent)}: reads do not end; a miss until they do" if silent else ""
 
     def applied(self) -> Offset:
@@ -649,9 +695,9 @@ class Manager:
         if self._publishing is not None:
             self._publishing.round_began()
 
-    def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[Copy], int]:
+    def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[_Planned], int]:
         """Begin copies for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
-        begun: list[Copy] = []
+        begun: list[_Planned] = []
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
@@ -659,32 +705,64 @@ class Manager:
                 wanted = hashes[first * HASH_BYTES : min(first + _ONBOARD_BLOCKS, end) * HASH_BYTES]
                 copy = None if self._is_silent(tier) else self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
                 if copy is not None:
-                    begun.append(copy)
+                    begun.append(_Planned(copy))
                 if copy is None or copy.hashes != wanted:
                     return begun, first
             at = end
         return begun, at
 
-    def _begin_fetch(self, namespace: NamespaceId, hashes: bytes) -> list[Copy]:
-        """Begin a copy of what the object pool holds beyond the own tiers; asks the catalog, outside the lock."""
-        pool = self.pools.object
-        if pool is None or not hashes or self._is_silent(Tier.OBJECT):
-            return []
-        depth = self._locator.claimed_depth(pool.name, namespace, hashes, self._locate_s)
-        if not depth:
-            return []
+    def _begin_fetches(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[_Planned]:
+        """Begin copies of what lies beyond the own tiers, which end at `depth`. Looks and asks outside the lock."""
+        stretches = self._look_in_pod(namespace, hashes, depth)
+        depth += sum(len(stretch.wanted) for stretch in stretches) // HASH_BYTES
+        stretches += self._look_in_objects(namespace, hashes, depth)
+        begun: list[_Planned] = []
         with self._lock:
-            if self._stopped:
-                return []
-            copy = self._ledger.begin_copy(namespace, Tier.OBJECT, Tier.HBM, hashes[: depth * HASH_BYTES])
-            return [] if copy is None else [copy]
+            for source, elsewhere, wanted in stretches if not self._stopped else ():
+                copy = self._ledger.begin_copy(namespace, source, Tier.HBM, wanted)
+                if copy is None:
+                    break
+                begun.append(_Planned(copy, elsewhere))
+        return begun
 
-    def _submit(self, copies: list[Copy], arrivals: _Arrivals) -> list[_Onboard]:
+    def _look_in_pod(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[_Stretch]:
+        """What other instances of the pod seem to have, from block `depth` on."""
+        stretches: list[_Stretch] = []
+        rest = hashes[depth * HASH_BYTES :]
+        for instance, slots in self.pools.pod.find(namespace, rest) if self.pools.pod is not None and rest else ():
+            if self._is_silent(instance):
+                break
+            for at in range(0, len(slots), _ONBOARD_BLOCKS):
+                wanted = rest[at * HASH_BYTES : min(at + _ONBOARD_BLOCKS, len(slots)) * HASH_BYTES]
+                stretches.append(_Stretch(instance, Elsewhere(wanted, slots[at : at + _ONBOARD_BLOCKS]), wanted))
+            rest = rest[len(slots) * HASH_BYTES :]
+        return stretches
+
+    def _look_in_objects(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[_Stretch]:
+        """What the object pool is claimed to hold, in whole objects, from the one on that block `depth` belongs to."""
+        pool = self.pools.object
+        if pool is None or self._is_silent(Tier.OBJECT):
+            return []
+        k = pool.blocks
+        begin, end = depth // k * k, len(hashes) // HASH_BYTES // k * k
+        if end <= depth:
+            return []
+        chain = hashes[begin * HASH_BYTES : end * HASH_BYTES]
+        end = begin + self._locator.claimed_depth(pool.name, namespace, chain, self._locate_s) // k * k
+        copy_blocks = max(k, _ONBOARD_BLOCKS // k * k)
+        stretches: list[_Stretch] = []
+        for first in range(begin, end, copy_blocks):
+            last = min(first + copy_blocks, end)
+            wanted = hashes[max(first, depth) * HASH_BYTES : last * HASH_BYTES]
+            stretches.append(_Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
+        return stretches
+
+    def _submit(self, copies: list[_Planned], arrivals: _Arrivals) -> list[_Onboard]:
         """Have copies carried out. Outside the lock: an executor may do it at once."""
         begun: list[_Onboard] = []
-        for copy in copies:
+        for copy, elsewhere in copies:
             try:
-                begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, arrivals)))
+                begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, elsewhere, arrivals)))
             except RuntimeError:  # the manager closes
                 with self._lock:
                     if not self._source.ended:
@@ -715,18 +793,24 @@ class Manager:
                 if isinstance(self._onboarders, Workers):
                     self._onboarders.lend()
 
-    def _is_silent(self, tier: Tier) -> bool:
-        """Whether so many reads of a tier are late that another would only wait: it is a miss at once until one has ended."""
-        return self._late_from[tier] >= self._copy_threads
+    def _is_silent(self, source: Tier | InstanceId) -> bool:
+        """Whether so many reads of a source are late that another would only wait: it is a miss at once until one has ended."""
+        return self._late_from[source] >= self._copy_threads
 
-    def _carry_out(self, copy: Copy, finish: Callable[[Moved], None], lane: np.ndarray | None = None) -> None:
+    def _carry_out(
+        self,
+        copy: Copy,
+        finish: Callable[[Moved], None],
+        lane: np.ndarray | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
         """Move the bytes of a copy and finish it under the lock.
 
         A pool that raises has broken its promise: nobody knows whether its bytes still move, so the copy keeps its slots and its
         lane, the request sees a miss, and the thread goes on.
         """
         try:
-            moved = move(copy, self.pools, self._offsets, self._wait_s, lane)
+            moved = move(copy, self.pools, self._offsets, self._wait_s, lane, elsewhere)
             with self._lock:
                 if not self._source.ended:
                     finish(moved)
@@ -767,19 +851,20 @@ class Manager:
             else:
                 self.pools.close()
 
-    def _onboard(self, copy: Copy, arrivals: _Arrivals) -> None:
-        source = copy.source
-        assert isinstance(source, Tier)
+    def _onboard(self, copy: Copy, elsewhere: Elsewhere | None, arrivals: _Arrivals) -> None:
+        is_own = isinstance(copy.source, Tier)
+        tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
 
         def finish(moved: Moved) -> None:
-            holders = self._ledger.end_copy(copy, moved.arrived, MigrateCause.ONBOARD, pinned=arrivals.waiting)
+            cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
+            holders = self._ledger.end_copy(copy, moved.arrived, cause, pinned=arrivals.waiting)
             if arrivals.waiting:
                 for block, slot in zip(split_hashes(copy.hashes), holders, strict=True):
                     if slot is not None:
-                        arrivals.brought[block] = (slot, source)
+                        arrivals.brought[block] = (slot, tier)
             else:
                 self._late += 1
-            self._settle_trouble(copy, moved)
+            self._settle_trouble(copy, moved, elsewhere)
 
         with self._lock:
             if self._source.ended:
@@ -790,7 +875,7 @@ class Manager:
             self._begin_run(copy)
         try:
             lane = self._staging.take(self._wait_s, is_offload=False) if self._needs_lane(copy) else None
-            self._carry_out(copy, finish, lane)
+            self._carry_out(copy, finish, lane, elsewhere)
         finally:
             self._end_run(copy)
 
@@ -814,14 +899,15 @@ class Manager:
         self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
 
         def finish(moved: Moved) -> None:
-            self._ledger.end_copy(copy, moved.arrived, MigrateCause.OFFLOAD)
+            there = self._claimable(copy, moved.arrived) if copy.target == Tier.OBJECT else moved.arrived
+            self._ledger.end_copy(copy, there, MigrateCause.OFFLOAD)
             self._settle_trouble(copy, moved)
-            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), moved.arrived, strict=True) if ok)
+            arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok)
             self._offloaded[copy.target] += len(arrived) // HASH_BYTES
             if copy.target == Tier.OBJECT:
                 self._offloader.claimed(arrived)
             else:
-                self._offer(copy.namespace, copy.target, arrived, uses=1)
+                self._offer(copy.namespace, copy.target, arrived, 1)
 
         try:
             self._carry_out(copy, finish, lane)
@@ -837,16 +923,65 @@ class Manager:
                 self._offloader.skip(Skipped.JOURNAL, wish.hashes)  # nobody would know of it
                 return None
             hashes, budget = wish.hashes, self._budgets.get(wish.target)
+            block_bytes = self.pools.slots[wish.source].block_bytes
+            if wish.target == Tier.OBJECT:
+                hashes = self._whole_objects(wish)
             if budget is not None:
-                block_bytes = self.pools.slots[wish.target].block_bytes
-                hashes = hashes[: budget.left_bytes(self._clock()) // block_bytes * HASH_BYTES]
-                self._offloader.skip(Skipped.BUDGET, wish.hashes[len(hashes) :])
+                unit = self.pools.object_blocks if wish.target == Tier.OBJECT else 1
+                may_blocks = budget.left_bytes(self._clock()) // (unit * block_bytes) * unit
+                self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
+                hashes = hashes[: may_blocks * HASH_BYTES]
             copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
+            if (
+                copy is not None
+                and wish.target == Tier.OBJECT
+                and self.pools.object_blocks > 1
+                and copy.hashes != hashes
+            ):
+                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.OFFLOAD)
+                self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
+                copy = None
             if copy is not None:
                 self._begin_run(copy)
                 if budget is not None:
                     budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
             return copy
+
+    def _whole_objects(self, wish: Wish) -> bytes:
+        """Those objects of a wish that one copy can carry now: all of each is at the source, and no two share a block.
+
+        The others are skipped, or wait for the next copy where they only share blocks. Under the lock.
+        """
+        k, unclaimed = self.pools.object_blocks, self._offloader.unclaimed(wish.hashes)
+        if k == 1:
+            return unclaimed
+        taken: list[bytes] = []
+        later: list[bytes] = []
+        seen: set[SequenceHash] = set()
+        for group in groups_of(unclaimed, k):
+            blocks = split_hashes(group)
+            if self._ledger.lacking(wish.source, group) or len(set(blocks)) < k:
+                self._offloader.skip(Skipped.PARTIAL, group)
+            elif seen.isdisjoint(blocks):
+                seen.update(blocks)
+                taken.append(group)
+            elif group not in taken:
+                later.append(group)
+        if later:
+            self._offloader.put_back(wish._replace(hashes=b"".join(later)))
+        return b"".join(taken)
+
+    def _claimable(self, copy: Copy, stored: list[bool]) -> list[bool]:
+        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile. Under the lock."""
+        k = self.pools.object_blocks
+        if k == 1:
+            return stored
+        assert isinstance(copy.source, Tier)
+        claimable: list[bool] = []
+        for number, group in enumerate(groups_of(copy.hashes, k)):
+            is_whole = all(stored[number * k : (number + 1) * k]) and not self._ledger.lacking(copy.source, group)
+            claimable += [is_whole] * k
+        return claimable
 
     def _collect(self, hashes: bytes, found: Match, arrivals: _Arrivals) -> Prefix:
         """What is pinned in HBM now, from the first block on; what lies behind a hole is unpinned again."""
@@ -876,26 +1011,28 @@ class Manager:
         for tier, count in prefix.hits.items():
             self._hits[tier] += count
         self._missed += len(hashes) // HASH_BYTES - prefix.depth
-        self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], uses=2)
+        self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], 2, FIRST)
         return prefix
 
-    def _offer(self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int) -> None:
-        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking):
+    def _offer(self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int, place: Place | None = None) -> None:
+        if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, place):
             self._offload_wanted.set()
 
-    def _settle_trouble(self, copy: Copy, moved: Moved) -> None:
+    def _settle_trouble(self, copy: Copy, moved: Moved, elsewhere: Elsewhere | None = None) -> None:
         """Withdraw what proved corrupt or missing, and count. Under the lock, after the copy has ended."""
-        if copy.source in (Tier.NVME, Tier.OBJECT):
+        if copy.source not in (Tier.HBM, Tier.HOST):
             self._verified += moved.outcomes.count(ReadOutcome.GOOD)
         blocks = split_hashes(copy.hashes)
         self._corrupt += moved.outcomes.count(ReadOutcome.CORRUPT)
         for outcome, reason in _WITHDRAWN_FOR.items():
             bad = b"".join(block for block, o in zip(blocks, moved.outcomes, strict=True) if o == outcome)
-            if not bad or not isinstance(copy.source, Tier):
+            if not bad or not isinstance(copy.source, Tier):  # what a peer has overwritten is its own affair
                 continue
             if copy.source == Tier.OBJECT:
-                self._offloader.unclaim(bad)
-                self._ledger.forget(Tier.OBJECT, copy.namespace, bad, reason)
+                assert elsewhere is not None
+                gone = b"".join(elsewhere.objects_of(bad, self.pools.object_blocks))
+                self._offloader.unclaim(gone)
+                self._ledger.forget(Tier.OBJECT, copy.namespace, gone, reason)
             else:
                 self._ledger.evict(copy.source, bad, reason)
         if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
@@ -923,6 +1060,10 @@ def _slots_held(copies: Mapping[int, Copy]) -> int:
     return sum(len(copy.source_slots) + len(copy.target_slots) for copy in copies.values()) // SLOT_BYTES
 
 
+def _name(source: Tier | InstanceId) -> str:
+    return source.name if isinstance(source, Tier) else source
+
+
 def _local(found: Match) -> Prefix:
     """What was found, all of it in HBM."""
     return Prefix(found.depth, split_slots(found.slots), {Tier.HBM: found.depth} if found.depth else {})
@@ -930,9 +1071,9 @@ def _local(found: Match) -> Prefix:
 
 def _tell_trouble(copy: Copy, moved: Moved) -> None:
     """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow."""
-    source = copy.source.name if isinstance(copy.source, Tier) else copy.source
+    source = _name(copy.source)
     for outcome, reason in _WITHDRAWN_FOR.items():
-        if count := moved.outcomes.count(outcome):
+        if isinstance(copy.source, Tier) and (count := moved.outcomes.count(outcome)):
             first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
             log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())
     failed = moved.outcomes.count(ReadOutcome.FAILED)

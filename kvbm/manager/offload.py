@@ -7,8 +7,11 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy
+from kvbm.manager.groups import Group, Groups, groups_of
+
+Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of this instance does not hold now
 
 
 class Skipped(StrEnum):
@@ -17,7 +20,8 @@ class Skipped(StrEnum):
     QUEUE = "queue"  # too many waited: the copies do not keep up with the engine
     JOURNAL = "journal"  # it takes no events, so nobody would know of the blocks
     STAGING = "staging"  # no memory for the copy became free
-    BUDGET = "budget"  # the device has been written enough for now
+    BUDGET = "budget"  # the device or store has been written enough for now
+    PARTIAL = "partial"  # not every block of the object is known or where it would be taken from
 
 
 class Wish(NamedTuple):
@@ -27,6 +31,16 @@ class Wish(NamedTuple):
     source: Tier
     target: Tier
     hashes: bytes
+
+
+class Place(NamedTuple):
+    """Where in its chain a run begins: behind the block `parent`, at position `start`."""
+
+    parent: bytes
+    start: int
+
+
+FIRST = Place(NO_PARENT, 0)
 
 
 class _Way(NamedTuple):
@@ -44,10 +58,13 @@ class Offloader:
     engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
     that a device sees long runs also where an engine creates blocks one by one; ways take turns.
 
+    What goes to OBJECT is whole objects: see `manager/groups.py`. Each leaves once the tier it leaves from holds all of it.
+
     Args:
         policies: what each target tier that exists wants.
         capacity_blocks: blocks that may wait.
-        run_blocks: blocks one copy carries at most.
+        run_blocks: blocks one copy carries at most, or one object where that is more.
+        object_blocks: k, blocks of an object.
     """
 
     def __init__(
@@ -56,16 +73,18 @@ class Offloader:
         capacity_blocks: int = 8192,
         run_blocks: int = 64,
         remembered_claims: int = 1 << 20,
+        object_blocks: int = 1,
     ) -> None:
         self._policies = policies
-        self._capacity_blocks, self._run_blocks, self._remembered_claims = (
-            capacity_blocks,
-            run_blocks,
-            remembered_claims,
-        )
+        self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
+        self._object_bytes = object_blocks * HASH_BYTES
+        self._run_bytes = {tier: run_blocks * HASH_BYTES for tier in Tier}
+        self._run_bytes[Tier.OBJECT] = max(object_blocks, run_blocks // object_blocks * object_blocks) * HASH_BYTES
+        self._groups = Groups(object_blocks) if Tier.OBJECT in policies and object_blocks > 1 else None
+        self._objects_from = Tier.HOST if Tier.HOST in policies else Tier.HBM
         self._ways: OrderedDict[_Way, deque[bytes]] = OrderedDict()  # what waits for each, the next way first
         self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
-        self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # blocks this instance has put in the object pool
+        self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
         self.waiting_blocks = 0
         self.skipped: Counter[Skipped] = Counter()  # blocks
 
@@ -75,31 +94,78 @@ class Offloader:
         tier: Tier,
         hashes: bytes,
         uses: int,
-        lacking: Callable[[Tier, bytes], bytes],
+        lacking: Lacking,
+        place: Place | None = None,
     ) -> bool:
         """Blocks were created (uses 1), used again (uses 2), or arrived by a copy (uses 1) in `tier`.
 
         Args:
-            lacking: which of a run's blocks a tier of this instance does not hold now.
+            place: of a run that is one chain, as what was created or used again is.
         Returns: whether anything waits to be offloaded.
         """
         for source, target in self._routes[tier, uses > 1]:
             if self._policies[target].wants(uses):
-                wanted = self._unclaimed(hashes) if target == Tier.OBJECT else lacking(target, hashes)
-                run_bytes = self._run_blocks * HASH_BYTES
-                for at in range(0, len(wanted), run_bytes):
-                    self._push(Wish(namespace, source, target, wanted[at : at + run_bytes]))
+                wanted = self.unclaimed(hashes) if target == Tier.OBJECT else lacking(target, hashes)
+                self._push_all(Wish(namespace, source, target, wanted))
+        if self._groups is not None:
+            self._offer_objects(self._groups, namespace, tier, hashes, uses, lacking, place)
         return bool(self._ways)
 
-    def _unclaimed(self, hashes: bytes) -> bytes:
+    def _offer_objects(
+        self,
+        groups: Groups,
+        namespace: NamespaceId,
+        tier: Tier,
+        hashes: bytes,
+        uses: int,
+        lacking: Lacking,
+        place: Place | None,
+    ) -> None:
+        """The same for objects of several blocks."""
+        if place is None:
+            if tier == self._objects_from:
+                for block in split_hashes(hashes):
+                    for group in groups.arrived(block):
+                        self._want_object(groups, group, lacking)
+            return
+        whole, unknown = groups.prompt(hashes) if place is FIRST else groups.follow(*place, hashes)
+        if not self._policies[Tier.OBJECT].wants(uses):
+            return
+        self.skipped[Skipped.PARTIAL] += unknown
+        unclaimed = self.unclaimed(whole)
+        missing = lacking(self._objects_from, unclaimed)
+        if not missing:
+            self._push_all(Wish(namespace, self._objects_from, Tier.OBJECT, unclaimed))
+            return
+        for hashes in groups_of(unclaimed, groups.blocks):
+            group = Group(namespace, hashes)
+            if len(missing) == len(unclaimed):  # nothing is there yet, as after a prefill
+                self._await(groups, group, hashes)
+            else:
+                self._want_object(groups, group, lacking)
+
+    def _want_object(self, groups: Groups, group: Group, lacking: Lacking) -> None:
+        if missing := lacking(self._objects_from, group.hashes):
+            self._await(groups, group, missing)
+        elif self.unclaimed(group.hashes):
+            self._push(Wish(group.namespace, self._objects_from, Tier.OBJECT, group.hashes))
+
+    def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
+        """Offer the group when the last block it misses has arrived; where nothing will bring it, not at all."""
+        forgotten = groups.watch(group, missing) if self._objects_from == Tier.HOST else 1
+        self.skipped[Skipped.PARTIAL] += forgotten * groups.blocks
+
+    def unclaimed(self, hashes: bytes) -> bytes:
+        """Those objects of a run of whole objects that this instance has not put, as far as it remembers."""
         if not self._claims:
             return hashes
-        return b"".join(block for block in split_hashes(hashes) if block not in self._claims)
+        objects = groups_of(hashes, self._object_bytes // HASH_BYTES)
+        return b"".join(group for group in objects if group[-HASH_BYTES:] not in self._claims)
 
     def claimed(self, hashes: bytes) -> None:
-        """The object pool holds these blocks; they are not offered to it again while this is remembered."""
-        for block in split_hashes(hashes):
-            self._claims[block] = None
+        """The object pool holds these whole objects; they are not offered to it again while this is remembered."""
+        for group in groups_of(hashes, self._object_bytes // HASH_BYTES):
+            self._claims[SequenceHash(group[-HASH_BYTES:])] = None
         while len(self._claims) > self._remembered_claims:
             self._claims.popitem(last=False)
 
@@ -110,7 +176,8 @@ class Offloader:
 
     def _targets(self, tier: Tier, again: bool) -> list[tuple[Tier, Tier]]:
         """From where to where blocks of a tier may go, created or arrived there, or used again."""
-        below = [target for target in (Tier.NVME, Tier.OBJECT) if target in self._policies]
+        singly = (Tier.NVME, Tier.OBJECT) if self._groups is None else (Tier.NVME,)
+        below = [target for target in singly if target in self._policies]
         if tier == Tier.HOST:
             return [(Tier.HOST, target) for target in below]
         if tier != Tier.HBM:
@@ -119,6 +186,12 @@ class Offloader:
             return [(Tier.HBM, target) for target in below]
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
+    def _push_all(self, wish: Wish) -> None:
+        """As many wishes as it takes copies."""
+        run_bytes = self._run_bytes[wish.target]
+        for at in range(0, len(wish.hashes), run_bytes):
+            self._push(wish._replace(hashes=wish.hashes[at : at + run_bytes]))
+
     def _push(self, wish: Wish) -> None:
         count = len(wish.hashes) // HASH_BYTES
         if self.waiting_blocks + count > self._capacity_blocks:
@@ -126,6 +199,10 @@ class Offloader:
             return
         self._ways.setdefault(_Way(wish.namespace, wish.source, wish.target), deque()).append(wish.hashes)
         self.waiting_blocks += count
+
+    def put_back(self, wish: Wish) -> None:
+        """What one copy could not carry, for the next one."""
+        self._push(wish)
 
     def skip(self, why: Skipped, hashes: bytes) -> None:
         """These blocks will not be offloaded now."""
@@ -136,7 +213,7 @@ class Offloader:
         if not self._ways:
             return None
         way, runs = self._ways.popitem(last=False)
-        room_bytes = self._run_blocks * HASH_BYTES
+        room_bytes = self._run_bytes[way.target]
         taken: list[bytes] = []
         while runs and len(runs[0]) <= room_bytes:
             room_bytes -= len(runs[0])

@@ -21,15 +21,24 @@ class Staging:
         lanes: how many there are.
     """
 
-    def __init__(self, staging_bytes: int, block_bytes: int, onboard_lanes: int = 2, offload_lanes: int = 2) -> None:
+    def __init__(
+        self,
+        staging_bytes: int,
+        block_bytes: int,
+        onboard_lanes: int = 2,
+        offload_lanes: int = 2,
+        object_blocks: int = 1,
+    ) -> None:
         """Take the memory; its pages come when they are first written.
 
         Args:
-            staging_bytes: the most it takes; but always room for two lanes of one block.
-            onboard_lanes, offload_lanes: copies at a time of either kind; fewer where their lanes would not hold a block.
+            staging_bytes: the most it takes; but always room for two lanes of one object.
+            onboard_lanes, offload_lanes: copies at a time of either kind; fewer where their lanes would not hold an object.
+            object_blocks: blocks of an object; a lane holds whole objects.
         """
-        self.lanes = max(2, min(onboard_lanes + offload_lanes, staging_bytes // block_bytes))
-        self.lane_blocks = max(1, staging_bytes // self.lanes // block_bytes)
+        object_bytes = object_blocks * block_bytes
+        self.lanes = max(2, min(onboard_lanes + offload_lanes, staging_bytes // object_bytes))
+        self.lane_blocks = max(1, staging_bytes // self.lanes // object_bytes) * object_blocks
         self._reserved = min(onboard_lanes, self.lanes - 1)
         lane_bytes = -(-self.lane_blocks * block_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         memory = np.frombuffer(mmap.mmap(-1, self.lanes * lane_bytes), dtype=np.uint8).reshape(self.lanes, lane_bytes)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.core.ids import Epoch, NamespaceId, Reach, Tier
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, Tier
 
 
 class ReadOutcome(IntEnum):
@@ -137,3 +137,35 @@ class ObjectPool(Protocol):
 
     def close(self) -> None:
         """Give back connections. Idempotent."""
+
+
+class PodRun(NamedTuple):
+    """Consecutive blocks of a chain that one instance of the pod seems to have.
+
+    Attributes:
+        slots: of its NVME pool, one for each block.
+    """
+
+    instance: InstanceId
+    slots: tuple[int, ...]
+
+
+class PodPool(Protocol):
+    """The NVME pools of the other instances of a pod, whether these run or not. Nobody is asked: each block proves itself."""
+
+    def find(self, namespace: NamespaceId, hashes: bytes) -> list[PodRun]:
+        """Who seems to have these blocks, from the first on without a hole. From memory, at once; it may have changed since."""
+
+    def read(
+        self,
+        instance: InstanceId,
+        slots: Sequence[int],
+        namespace: NamespaceId,
+        hashes: bytes,
+        rows: np.ndarray,
+        at: Sequence[int] | None = None,
+    ) -> ReadResult:
+        """Fill rows from slots of an instance; what these do not prove to hold any more is MISSING. Trouble is an outcome."""
+
+    def close(self) -> None:
+        """Give back files and threads. Idempotent."""

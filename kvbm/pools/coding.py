@@ -63,3 +63,10 @@ class DecodeBlocks(Protocol):
         Bytes that no encoder wrote are found or give other bytes, but nothing outside the row is read or written.
         Returns: whether each block could be decoded (n booleans), and CRC-32C of the rows (n, u32).
         """
+
+
+class BlockCoder(NamedTuple):
+    """The coder that a pool uses."""
+
+    encode: EncodeBlocks
+    decode: DecodeBlocks

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from kvbm.core.errors import PoolError, PoolFullError
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_sealed, check_size, check_slots, judged
@@ -103,57 +102,6 @@ class MemoryPool:
     def _require_open(self, else_what: str) -> None:
         if self._closed:
             raise PoolError(f"{self._name} pool: it is closed; {else_what}")
-
-
-class MemoryObjectPool:
-    """An object pool in a dictionary. Managers of one process share it; `close` keeps its blocks for the others."""
-
-    def __init__(self, block_bytes: int, checksums: ChecksumRows, name: str = "memory://objects") -> None:
-        """Make an empty pool. Raises LayoutError: `block_bytes` is below 1."""
-        check_size(name, 1, block_bytes)
-        self.tier = Tier.OBJECT
-        self.block_bytes = block_bytes
-        self.reach = Reach.CLUSTER
-        self.name = name
-        self.objects: dict[tuple[NamespaceId, bytes], tuple[bytes, int]] = {}  # (namespace, hash) → (bytes, checksum)
-        self._checksum_rows = checksums
-        self._lock = threading.Lock()
-
-    def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
-        """Keep each block that is not there yet; one of another size under its name stays and is answered False."""
-        count = check_proof(self.name, rows, proof, self.block_bytes, at)
-        held = []
-        for index, block_hash in enumerate(split_hashes(proof.hashes)):
-            offered = (rows[index if at is None else at[index]].tobytes(), int(proof.checksums[index]))
-            with self._lock:
-                body, _ = self.objects.setdefault((proof.namespace, block_hash), offered)
-            held.append(len(body) == self.block_bytes)
-        assert len(held) == count
-        return held
-
-    def get(
-        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
-    ) -> ReadResult:
-        """Fill rows with these blocks, each held to its checksum."""
-        count = check_rows(self.name, rows, hashes, self.block_bytes, at)
-        outcomes = [ReadOutcome.MISSING] * count
-        sums = np.zeros(count, dtype=np.uint32)
-        for index, block_hash in enumerate(split_hashes(hashes)):
-            with self._lock:
-                found = self.objects.get((namespace, block_hash))
-            if found is None:
-                continue
-            outcomes[index] = ReadOutcome.CORRUPT
-            body, checksum = np.frombuffer(found[0], dtype=np.uint8), found[1]
-            if len(body) == self.block_bytes:
-                sums[index] = self._checksum_rows(body.reshape(1, -1))[0]
-                rows[index if at is None else at[index]] = body
-                if sums[index] == checksum:
-                    outcomes[index] = ReadOutcome.GOOD
-        return ReadResult(outcomes, sums)
-
-    def close(self) -> None:
-        """Nothing to give back: another manager may hold the same pool."""
 
 
 def _owners(namespace: NamespaceId, hashes: bytes) -> np.ndarray:

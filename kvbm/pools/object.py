@@ -1,417 +1,564 @@
-"""OBJECT: blocks in an S3-style store, found by namespace and hash, without slots and without an owner.
+"""OBJECT: blocks in a store of objects, k to an object, found by namespace and hash, without slots and without an owner.
 
-An object is named <prefix>/<namespace id, hex>/<hash, hex>. Its body is one block header, as in header.py with magic
-"KVBO", and the block's bytes. The same facts stand in the object's user metadata (kvbm-version, -blocks, -namespace,
--hash, -bytes, -checksum), so that a HEAD tells whether an object that is already there is the block or something else.
+An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so that objects of two k never meet; object_header.py says
+what is in one, sealing.py how it is encrypted and named where a tenant's keys are given. What a pool keeps besides blocks lies under
+".kvbm/"; names that the janitor has withdrawn there are neither put nor got.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import closing
-from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
-from urllib.parse import urlsplit
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.core.ids import NamespaceId, Reach, Tier, split_hashes
+from kvbm.core.errors import LayoutError, PoolError
+from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.header import HEADER_BYTES, OBJECT_MAGIC, VERSION, encode_headers, verify
-from kvbm.pools.run import check_proof, check_rows, check_size
+from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding
+from kvbm.pools.front import FrontedStore
+from kvbm.pools.object_header import MOST_BLOCKS, Headers, decode_object_headers, encode_object_headers, header_bytes
+from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
+from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.withdrawn import Withdrawn
+from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
-if TYPE_CHECKING:
-    from mypy_boto3_s3.client import S3Client
-
-_ATTEMPTS = 2  # of one request, within the deadline of the call
-_PUT_ROUNDS = 3  # a conditional put that lost a race looks again this often
-_URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(/(?P<prefix>.*))?")
-_ABSENT = ("404", "NoSuchKey", "NotFound")
+_LOTS = 4  # parts of a call, so that some objects are coded while others are on their way
+_LATE_S = 0.5  # how long after its deadline a store may still answer
+_OUTCOMES = tuple(ReadOutcome)
 
 Answer = TypeVar("Answer")
+Request = TypeVar("Request", Put, Get)
 
 
-class _Condition(TypedDict, total=False):
-    """What a put waits for: that nothing has its name yet, or nothing at all."""
-
-    IfNoneMatch: str
-
-
-class Refusal(NamedTuple):
-    """What a store answered instead of what was asked.
+class Described(NamedTuple):
+    """What an object holds, by a header that is proved by itself, by the object's name and by its size.
 
     Attributes:
-        status: HTTP status, 0 when there was no answer at all.
-        code: the store's word for it, or what went wrong on the way.
+        hashes: packed, k of them, in the order of their chain.
     """
 
-    status: int
-    code: str
-
-
-class _Found(NamedTuple):
-    """What a HEAD says about an object."""
-
+    namespace: NamespaceId
+    hashes: bytes
+    epoch: Epoch
     size_bytes: int
-    metadata: dict[str, str]
 
 
-class S3Pool:
-    """An S3 bucket as an object pool, through boto3, with a few requests in flight at a time.
+class NamespaceBytes(NamedTuple):
+    """What was put of a namespace: bytes as in memory, and as they lie in the store. The first over the second is the ratio."""
 
-    A put is conditional. One that finds the object there succeeds once a HEAD agrees in size, namespace, hash,
-    block_bytes and count. Checksums may differ: the same block computed twice differs in its last bits, and each object
-    proves its own bytes.
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class ObjectStats(NamedTuple):
+    """What a pool has counted since it was made.
 
     Attributes:
-        name: the store, the same for every instance that uses it.
+        put_objects: put by this pool.
+        found_objects: that were there already when they were to be put.
+        refused_objects: that were not put for some trouble.
+        got_objects, missing_objects, corrupt_objects, failed_objects: how reads ended.
+        namespaces: bytes put, by namespace.
+    """
+
+    put_objects: int = 0
+    found_objects: int = 0
+    refused_objects: int = 0
+    got_objects: int = 0
+    missing_objects: int = 0
+    corrupt_objects: int = 0
+    failed_objects: int = 0
+    namespaces: dict[NamespaceId, NamespaceBytes] = {}  # noqa: RUF012  # never changed in place
+
+
+class BlockObjects:
+    """Blocks as objects of a store, an `ObjectPool`.
+
+    A put that finds its name taken reads the header of what is there: the same blocks are a success, also where their bytes differ, for
+    a block computed twice differs in its last bits and each object proves its own bytes.
+
+    Blocks are coded in the caller's thread while other objects are on their way. Only that thread touches rows: an answer that comes
+    too late changes nothing.
+
+    Attributes:
+        name: the store, the same for every instance that uses it in the same way; claims are kept under it.
+        store: where the objects lie; closed with the pool.
     """
 
     def __init__(
         self,
-        url: str,
+        store: Store,
         block_bytes: int,
         checksums: ChecksumRows,
+        coder: BlockCoder,
         *,
-        endpoint_url: str = "",
-        region: str = "",
-        access_key_id: str = "",
-        secret_access_key: str = "",
+        blocks: int = 1,
+        namespaces: Iterable[Namespace] = (),
+        compressed: bool = True,
+        wrappings: Wrappings | None = None,
+        look_s: float = 0.0,
         name: str = "",
-        requests_in_flight: int = 8,
-        connect_timeout_s: float = 2.0,
-        read_timeout_s: float = 5.0,
+        threads: int = 8,
         deadline_s: float = 10.0,
-        open_wait_s: float = 4.0,
         on_trouble: Callable[[str], None] = lambda message: None,
     ) -> None:
-        """Connect, and ask once for the bucket.
+        """Make the pool. Nothing is asked of the store.
 
         Args:
-            url: s3://bucket/prefix; the prefix may be absent.
-            endpoint_url: of a store that is not Amazon's.
-            access_key_id, secret_access_key: "" leaves both to boto3's chain: environment, profile, role.
-            name: where instances reach one store by different addresses; "" derives it from url and endpoint.
-            connect_timeout_s, read_timeout_s: of one request.
-            deadline_s: of a whole `put` or `get`; what is not done then is trouble.
-            open_wait_s: how long to wait for the bucket here.
+            blocks: k, blocks of an object.
+            namespaces: those known from the start, as by `admit`.
+            compressed: whether blocks are coded by the type of their elements.
+            wrappings: how objects are named and wrapped; None: plainly. They are for the same k.
+            look_s: how often to look for what is withdrawn, and for changes of `wrappings`; 0: never.
+            name: "" for the store's.
+            threads: that wait for the store; 1: the caller's own.
+            deadline_s: of a whole call; what is not done then is trouble.
             on_trouble: gets one sentence for each call with trouble.
-        Raises: MissingExtraError: no boto3. ConfigError: a url that is none. LayoutError: `block_bytes` is below 1.
-            PoolError: the bucket is missing, forbidden or does not answer in time.
+        Raises: LayoutError: below 1 byte, or a k that no header can say.
         """
-        try:
-            import boto3  # noqa: F401  # here, so that the error says which extra is missing
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("boto3", "s3") from error
         check_size("OBJECT", 1, block_bytes)
-        self._bucket, self._prefix = bucket_of(url)
+        if not 1 <= blocks <= MOST_BLOCKS:
+            raise LayoutError(f"OBJECT pool: {blocks} blocks to an object; give 1 to {MOST_BLOCKS}")
         self.tier = Tier.OBJECT
         self.block_bytes = block_bytes
         self.reach = Reach.CLUSTER
-        self.name = name or store_name(self._bucket, self._prefix, endpoint_url)
+        self.blocks = blocks
+        self.name = name or store.name
+        self.store = store
         self._checksum_rows = checksums
-        self._in_flight = requests_in_flight
+        self._coder = coder
+        self._compressed = compressed
         self._deadline_s = deadline_s
         self._on_trouble = on_trouble
-        self._conditional = True  # until the store says it knows no conditional put
+        self._header_bytes = header_bytes(blocks)
+        self._plain = Plain(blocks, self._header_bytes)
+        self._wrappings: Wrappings = wrappings or self._plain
+        self._namespaces: dict[NamespaceId, Namespace] = {}
+        self._object_bytes: dict[NamespaceId, int] = {}  # of the last object of a namespace that passed by
+        self._refused: set[NamespaceId] = set()  # of which it has been said
+        self._stats = ObjectStats()
+        self._lock = threading.Lock()  # of the counters, `refused` and `closed`
         self._closed = False
-        self._lock = threading.Lock()
-        self._workers = ThreadPoolExecutor(requests_in_flight, thread_name_prefix="kvbm-s3")
+        self._workers = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-object") if threads > 1 else None
+        self.admit(namespaces)
+        self._look_s = look_s
+        self._withdrawn = Withdrawn(store, look_s, deadline_s) if look_s and store.lists else None
+        self._ending = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="kvbm-object-watch", daemon=True) if look_s else None
+        if self._watcher is not None:
+            self._watcher.start()
 
-        def connect() -> S3Client:
-            client = s3_client(
-                endpoint_url,
-                region,
-                access_key_id,
-                secret_access_key,
-                connect_timeout_s,
-                read_timeout_s,
-                connections=requests_in_flight,
-            )
-            client.head_bucket(Bucket=self._bucket)
-            return client
-
-        self._client = self._first_answer(connect, endpoint_url, open_wait_s)
+    def admit(self, namespaces: Iterable[Namespace]) -> None:
+        """Learn how the blocks of these namespaces are coded and whose they are; those of others stay raw."""
+        self._namespaces |= {namespace.id: namespace for namespace in namespaces}
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
-        """Put each block that is not there yet; whether the store now holds it."""
-        count = check_proof(self.name, rows, proof, self.block_bytes, at)
-        places = range(count) if at is None else at
-        headers = encode_headers(OBJECT_MAGIC, proof, self.block_bytes, self._checksum_rows)
-        hashes = split_hashes(proof.hashes)
+        """Put each object that is not there yet; for each block whether the store now holds it."""
+        count = check_objects(self.name, check_proof(self.name, rows, proof, self.block_bytes, at), self.blocks)
+        indexes = np.arange(count * self.blocks) if at is None else np.asarray(at, dtype=np.int64)
+        wrapping = self._wrapping(proof.namespace)
+        if isinstance(wrapping, Refusal):
+            return [False] * len(indexes)
+        names = wrapping.names(proof.namespace, _last_hashes(proof.hashes, self.blocks))
+        if gone := self._gone(names):
+            return self._put_others(rows, proof, indexes, [name not in gone for name in names])
+        call = _Call("put", count, self._deadline_s)
+        stored_bytes = [0] * count
 
-        def start(index: int) -> Future[str]:
-            body = b"".join((headers[index], rows[places[index]]))  # a copy: a late request must not see the row reused
-            metadata = self._metadata(proof.namespace, hashes[index], int(proof.checksums[index]))
-            return self._workers.submit(self._put_one, self._key(proof.namespace, hashes[index]), body, metadata)
+        def start(lot: slice) -> Future[list[Refusal | None]]:
+            bodies = self._encode(wrapping, names[lot], rows, self._part(proof, lot), self._part_of(indexes, lot))
+            stored_bytes[lot] = [len(body) for body in bodies]
+            puts = [Put(name, body) for name, body in zip(names[lot], bodies, strict=True)]
+            return self._submit(self.store.put, puts, call)
 
-        held = [False] * count
-        troubles = []
-        for index, trouble in self._each(count, start):
-            held[index] = not trouble
-            if trouble:
-                troubles.append(trouble)
-        self._report("put", count, held.count(False), troubles)
-        return held
+        new, taken = [], []
+        for lot, refusals in self._answers(call, start):
+            for index, refusal in enumerate(refusals, lot.start):
+                if refusal is None:
+                    new.append(index)
+                elif refusal.trouble is Trouble.TAKEN:
+                    taken.append(index)
+                else:
+                    call.troubles.append(refusal.words)
+        found = self._same(wrapping, proof, names, taken, call) if taken else []
+        self._count_puts(proof.namespace, [stored_bytes[index] for index in new], len(found), count)
+        self._report(call, count - len(new) - len(found))
+        held = np.zeros(count, dtype=bool)
+        held[new + found] = True
+        return [bool(ok) for ok in held.repeat(self.blocks)]
 
     def get(
-        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+        self, namespace: NamespaceId, chain: bytes, rows: np.ndarray, at: Sequence[int] | None = None, first: int = 0
     ) -> ReadResult:
-        """Fill rows with these blocks, each held to its header, its hash and its checksum before its row is touched."""
-        count = check_rows(self.name, rows, hashes, self.block_bytes, at)
-        places = range(count) if at is None else at
-        wanted = split_hashes(hashes)
+        """Fill rows with these blocks, each held to its object's header and to its checksum."""
+        wanted = check_chain(self.name, rows, chain, self.block_bytes, self.blocks, at, first)
+        # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + wanted) of their blocks.
+        begin, end = first // self.blocks, -(-(first + wanted) // self.blocks) if wanted else first // self.blocks
+        lead, step = first - begin * self.blocks, self.blocks * HASH_BYTES
+        wrapping = self._wrapping(namespace)
+        if isinstance(wrapping, Refusal):
+            return all_failed(wanted)
+        asked = _Asked(namespace, chain[begin * step : end * step], self.blocks, rows)
+        asked.targets.ravel()[lead : lead + wanted] = np.arange(wanted) if at is None else at
+        names = wrapping.names(namespace, _last_hashes(asked.chain, self.blocks))
+        call = _Call("get", end - begin, self._deadline_s)
 
-        def start(index: int) -> Future[bytes | Refusal]:
-            return self._workers.submit(self._get_one, self._key(namespace, wanted[index]))
+        def gets(indexes: Iterable[int]) -> list[Get]:
+            expected_bytes = self._object_bytes.get(namespace, 0)
+            return [Get(names[index], expected_bytes=expected_bytes) for index in indexes]
 
-        outcomes = [ReadOutcome.FAILED] * count
-        checksums = np.zeros(count, dtype=np.uint32)
-        troubles = []
-        for index, answer in self._each(count, start):
-            if isinstance(answer, Refusal):
-                if answer.code in _ABSENT:
-                    outcomes[index] = ReadOutcome.MISSING
-                else:
-                    troubles.append(_words(answer))
-                continue
-            outcomes[index] = ReadOutcome.CORRUPT
-            if len(answer) == HEADER_BYTES + self.block_bytes:
-                header, row = np.split(np.frombuffer(answer, dtype=np.uint8)[np.newaxis], [HEADER_BYTES], axis=1)
-                verdict = verify(
-                    OBJECT_MAGIC,
-                    np.ascontiguousarray(header),
-                    np.ascontiguousarray(row),
-                    namespace,
-                    wanted[index],
-                    self._checksum_rows,
-                )
-                if verdict.good[0]:
-                    outcomes[index] = ReadOutcome.GOOD
-                    checksums[index] = verdict.checksums[0]
-                    rows[places[index]] = row[0]
-        self._report("get", count, outcomes.count(ReadOutcome.FAILED), troubles)
-        return ReadResult(outcomes, checksums)
+        def start(lot: slice) -> Future[list[Got | Refusal]]:
+            return self._submit(self.store.get, gets(range(lot.start, lot.stop)), call)
+
+        for lot, answers in self._answers(call, start):
+            self._take(wrapping, asked, names, range(lot.start, lot.stop), answers, call)
+            doubted = [index for index in range(lot.start, lot.stop) if asked.is_corrupt(index)]
+            if doubted and isinstance(self.store, FrontedStore):
+                behind = self.store.doubted(gets(doubted), call.left_s())
+                self._take(wrapping, asked, names, doubted, behind, call)
+        self._count_gets(asked.outcomes)
+        self._report(call, int((asked.outcomes[:, 0] == ReadOutcome.FAILED).sum()))
+        part = slice(lead, lead + wanted)
+        outcomes = [_OUTCOMES[outcome] for outcome in asked.outcomes.ravel()[part].tolist()]
+        return ReadResult(outcomes, asked.sums.ravel()[part])
+
+    def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
+        """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""
+        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
+        if isinstance(wrapping, Refusal):
+            raise PoolError(f"OBJECT pool {self.name}: {wrapping.words}")
+        return wrapping.names(namespace, hashes)
+
+    def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
+        """What objects hold, by their headers alone; None for what is no object of this pool, or of a tenant whose keys are not here."""
+        wrappings = [self._wrappings.of_name(name) for name in names]
+        mine = [index for index, wrapping in enumerate(wrappings) if wrapping is not None]
+        described: list[Described | Refusal | None] = [None] * len(names)
+        gets = [Get(names[index], 0, wrappings[index].lead_bytes) for index in mine]  # type: ignore[union-attr]
+        for index, answer in zip(mine, self.store.get(gets, self._deadline_s) if gets else (), strict=True):
+            wrapping = wrappings[index]
+            assert wrapping is not None
+            described[index] = (
+                answer if isinstance(answer, Refusal) else self._describe_one(wrapping, names[index], answer)
+            )
+        return described
+
+    def listed(self, after: str = "") -> Iterator[Listed]:
+        """The objects of this pool whose names sort behind `after`, in the order of names. Raises PoolError: the store refused."""
+        return self.store.listed(f"{self.blocks}/", self._deadline_s, after)
+
+    def delete(self, names: Sequence[str]) -> list[bool]:
+        """Delete objects; for each whether nothing has its name any more."""
+        return [refusal is None for refusal in self.store.delete(names, self._deadline_s)] if names else []
+
+    def stats(self) -> ObjectStats:
+        """What has been counted so far."""
+        with self._lock:
+            return self._stats
+
+    def look(self) -> None:
+        """See now what is withdrawn, and whether keys have changed."""
+        self._wrappings.refresh()
+        if self._withdrawn is not None:
+            self._withdrawn.look()
 
     def close(self) -> None:
-        """Drop what has not begun, wait for what has (bounded by its timeouts), give back connections. Idempotent."""
+        """Drop what has not begun, wait for what has (bounded by the deadline), close the store. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._workers.shutdown(wait=True, cancel_futures=True)
-        self._client.close()
+        self._ending.set()
+        if self._workers is not None:
+            self._workers.shutdown(wait=True, cancel_futures=True)
+        if self._watcher is not None:
+            self._watcher.join(self._deadline_s + _LATE_S)
+        self.store.close()
 
-    def _key(self, namespace: NamespaceId, block_hash: bytes) -> str:
-        key = f"{namespace.hex()}/{block_hash.hex()}"
-        return f"{self._prefix}/{key}" if self._prefix else key
+    # -- blocks and objects -------------------------------------------------------------------------------------------
 
-    def _metadata(self, namespace: NamespaceId, block_hash: bytes, checksum: int) -> dict[str, str]:
-        return {
-            "kvbm-version": str(VERSION),
-            "kvbm-blocks": "1",
-            "kvbm-namespace": namespace.hex(),
-            "kvbm-hash": block_hash.hex(),
-            "kvbm-bytes": str(self.block_bytes),
-            "kvbm-checksum": f"{checksum:08x}",
-        }
+    def _part(self, proof: Proof, lot: slice) -> Proof:
+        """Of some objects of a run."""
+        hashes = proof.hashes[lot.start * self.blocks * HASH_BYTES : lot.stop * self.blocks * HASH_BYTES]
+        return proof._replace(hashes=hashes, checksums=self._part_of(proof.checksums, lot))
 
-    def _each(self, count: int, start: Callable[[int], Future[Answer]]) -> Iterator[tuple[int, Answer]]:
-        """Answers by index as they come, until all are there or the deadline has passed; the rest is dropped."""
-        deadline = time.monotonic() + self._deadline_s
-        pending: dict[Future[Answer], int] = {}
-        begun = 0
-        while begun < count or pending:
-            while begun < count and len(pending) < 2 * self._in_flight:
-                with self._lock:
-                    if self._closed:
-                        break
-                    pending[start(begun)] = begun
-                begun += 1
-            if not pending:
-                return
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+    def _part_of(self, column: np.ndarray, lot: slice) -> np.ndarray:
+        part: np.ndarray = column[lot.start * self.blocks : lot.stop * self.blocks]
+        return part
+
+    def _gone(self, names: Sequence[str]) -> set[str]:
+        """Which of these names are withdrawn."""
+        return self._withdrawn.among(names) if self._withdrawn is not None else set()
+
+    def _put_others(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray, others_of: Sequence[bool]) -> list[bool]:
+        """Put the objects of a run that are not withdrawn."""
+        kept = np.array(others_of).repeat(self.blocks)
+        hashes = np.frombuffer(proof.hashes, dtype="V16")[kept].tobytes()
+        others = proof._replace(hashes=hashes, checksums=proof.checksums[kept])
+        held = np.zeros(len(indexes), dtype=bool)
+        held[kept] = self.put(rows, others, indexes[kept].tolist()) if kept.any() else False
+        return [bool(ok) for ok in held]
+
+    def _encode(
+        self, wrapping: Wrapping, names: Sequence[str], rows: np.ndarray, proof: Proof, indexes: np.ndarray
+    ) -> list[memoryview]:
+        """Objects, each in one piece. A copy of the rows: a late request must not see them reused."""
+        coding = self._coding(proof.namespace)
+        if coding is Coding.RAW and wrapping is self._plain:
+            return self._copy(rows, proof, indexes)
+        encoded = self._coder.encode(rows, indexes, coding)
+        headers = self._new_headers(proof, encoded.lengths, encoded.codings)
+        ends = np.cumsum(encoded.lengths, dtype=np.int64)[self.blocks - 1 :: self.blocks].tolist()
+        return [
+            wrapping.wrap(name, header, encoded.body[begin:end])
+            for name, header, begin, end in zip(names, headers, [0, *ends[:-1]], ends, strict=True)
+        ]
+
+    def _copy(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray) -> list[memoryview]:
+        """Objects of raw blocks without a wrapping, copied once."""
+        lengths = np.full(len(indexes), self.block_bytes, dtype=np.uint32)
+        headers = self._new_headers(proof, lengths, np.full(len(indexes), Coding.RAW, dtype=np.uint8))
+        bodies = np.empty((len(headers), self._header_bytes + self.blocks * self.block_bytes), dtype=np.uint8)
+        bodies[:, : self._header_bytes] = headers
+        for body, which in zip(bodies, indexes.reshape(-1, self.blocks), strict=True):
+            blocks = body[self._header_bytes :].reshape(self.blocks, self.block_bytes)
+            np.take(rows, which, axis=0, out=blocks, mode="clip")  # "raise" would buffer; the indexes have been checked
+        return [body.data for body in bodies]
+
+    def _new_headers(self, proof: Proof, lengths: np.ndarray, codings: np.ndarray) -> np.ndarray:
+        return encode_object_headers(proof, lengths, codings, self.blocks, self.block_bytes, self._checksum_rows)
+
+    def _headers(self, wrapping: Wrapping, found: Sequence[tuple[str, Got]]) -> tuple[Headers, dict[int, Refusal]]:
+        """What the headers say of objects, or of parts of them that begin where they do; and which cannot be opened."""
+        room = bytearray(self._header_bytes * len(found))
+        unopened = {}
+        for place, (name, got) in enumerate(found):
+            header = wrapping.open_header(name, got.body)
+            if isinstance(header, Refusal):
+                unopened[place] = header
+            elif len(header) == self._header_bytes:
+                room[place * self._header_bytes : (place + 1) * self._header_bytes] = header
+        headers = np.frombuffer(room, dtype=np.uint8).reshape(len(found), self._header_bytes)
+        sizes = [got.size_bytes - wrapping.extra_bytes for _, got in found]
+        return decode_object_headers(headers, sizes, self.blocks, self.block_bytes, self._checksum_rows), unopened
+
+    def _take(
+        self,
+        wrapping: Wrapping,
+        asked: _Asked,
+        names: Sequence[str],
+        indexes: Sequence[int],
+        answers: Sequence[Got | Refusal],
+        call: _Call,
+    ) -> None:
+        """Fill rows from what was read of some objects. Trouble and what is not theirs become outcomes."""
+        there = []
+        gone = self._gone(names)
+        for index, answer in zip(indexes, answers, strict=True):
+            asked.outcomes[index] = ReadOutcome.FAILED
+            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
+                asked.outcomes[index] = ReadOutcome.MISSING
+            elif isinstance(answer, Refusal):
+                call.troubles.append(answer.words)
+            else:
+                there.append((index, answer))
+        if not there:
+            return
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
+        for place, (index, got) in enumerate(there):
+            if refusal := unopened.get(place):
+                call.troubles.append(refusal.words)
+                continue
+            asked.outcomes[index] = ReadOutcome.CORRUPT
+            same = headers.whole[place] and headers.namespaces[place] == asked.namespace
+            if not (same and headers.hashes[place] == asked.hashes(index) and len(got.body) == got.size_bytes):
+                continue
+            body = wrapping.open_blocks(names[index], got.body)
+            if body is None:
+                continue
+            self._object_bytes[asked.namespace] = got.size_bytes
+            lengths, codings = headers.lengths[place], headers.codings[place]
+            good, sums = self._coder.decode(body, lengths, codings, asked.rows, asked.targets[index])
+            asked.sums[index] = sums
+            asked.outcomes[index][good & (sums == headers.checksums[place])] = ReadOutcome.GOOD
+
+    def _same(
+        self, wrapping: Wrapping, proof: Proof, names: Sequence[str], taken: Sequence[int], call: _Call
+    ) -> list[int]:
+        """Which of the objects whose names are taken are there with the blocks that were to be put."""
+        answers = self.store.get([Get(names[index], 0, wrapping.lead_bytes) for index in taken], call.left_s())
+        there = [(index, answer) for index, answer in zip(taken, answers, strict=True) if isinstance(answer, Got)]
+        call.troubles += [answer.words for answer in answers if isinstance(answer, Refusal)]
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
+        same = []
+        for place, (index, got) in enumerate(there):
+            if refusal := unopened.get(place):
+                call.troubles.append(refusal.words)
+            elif not headers.whole[place]:
+                call.troubles.append(
+                    f"{names[index]} is there with {got.size_bytes} bytes that are no whole object; delete it"
+                )
+            elif (
+                headers.namespaces[place] != proof.namespace
+                or headers.hashes[place] != self._part(proof, slice(index, index + 1)).hashes
+            ):
+                call.troubles.append(f"{names[index]} is there and holds other blocks; delete it")
+            else:
+                same.append(index)
+        return same
+
+    def _describe_one(self, wrapping: Wrapping, name: str, got: Got) -> Described | Refusal | None:
+        headers, unopened = self._headers(wrapping, [(name, got)])
+        if unopened:
+            return unopened[0]
+        namespace, hashes = NamespaceId(headers.namespaces[0]), headers.hashes[0]
+        if not headers.whole[0] or wrapping.names(namespace, [hashes[-HASH_BYTES:]]) != [name]:
+            return None
+        return Described(namespace, hashes, Epoch(int(headers.epochs[0])), got.size_bytes)
+
+    def _coding(self, namespace: NamespaceId) -> Coding:
+        known = self._namespaces.get(namespace) if self._compressed else None
+        return ELEMENT_CODINGS.get(known.kv_dtype, Coding.RAW) if known is not None else Coding.RAW
+
+    def _wrapping(self, namespace: NamespaceId) -> Wrapping | Refusal:
+        """That of a namespace; a refusal is said once."""
+        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
+        if isinstance(wrapping, Refusal):
+            with self._lock:
+                is_new = namespace not in self._refused
+                self._refused.add(namespace)
+            if is_new:
+                self._on_trouble(f"OBJECT pool {self.name}: {wrapping.words}; its blocks are neither put nor got")
+        return wrapping
+
+    def _watch(self) -> None:
+        self.look()
+        while not self._ending.wait(self._look_s / 2):
+            self.look()
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, ask: Callable[[Sequence[Request], float], Answer], requests: Sequence[Request], call: _Call
+    ) -> Future[Answer]:
+        if self._workers is not None:
+            return self._workers.submit(ask, requests, call.left_s())
+        answered: Future[Answer] = Future()
+        answered.set_result(ask(requests, call.left_s()))
+        return answered
+
+    def _answers(
+        self, call: _Call, start: Callable[[slice], Future[list[Answer]]]
+    ) -> Iterator[tuple[slice, list[Answer]]]:
+        """Lots of a call's objects with their answers, as they come, until all are there or the deadline has passed."""
+        pending: dict[Future[list[Answer]], slice] = {}
+        size = max(1, -(-call.count // _LOTS))
+        for begin in range(0, call.count, size):
+            with self._lock:
+                closed = self._closed
+            if closed or call.left_s() <= 0:
+                call.troubles.append("the pool is closed" if closed else call.silence())
                 break
-            done, _ = wait(pending, timeout=left_s, return_when=FIRST_COMPLETED)
-            for future in done:
-                index = pending.pop(future)
+            lot = slice(begin, min(begin + size, call.count))
+            pending[start(lot)] = lot
+        while pending:
+            done, _ = wait(pending, timeout=call.left_s() + _LATE_S, return_when=FIRST_COMPLETED)
+            if not done:
+                call.troubles.append(call.silence())
+                break
+            for future in sorted(done, key=lambda answered: pending[answered].start):
+                lot = pending.pop(future)
                 if not future.cancelled():
-                    yield index, future.result()
+                    yield lot, future.result()
         for future in pending:
             future.cancel()
 
-    def _put_one(self, key: str, body: bytes, metadata: dict[str, str]) -> str:
-        """Put one object; "" once the store holds the block, else the trouble in words."""
-        for _ in range(_PUT_ROUNDS):
-            if not self._conditional:
-                return self._put_looking_first(key, body, metadata)
-            refusal = self._put_object(key, body, metadata, condition={"IfNoneMatch": "*"})
-            if not isinstance(refusal, Refusal):
-                return ""
-            match refusal.status:
-                case 412:  # it is there
-                    found = self._head(key)
-                    if not (isinstance(found, Refusal) and found.code in _ABSENT):
-                        return self._difference(key, found, len(body), metadata)
-                case 409:  # another put of the same name is under way
-                    continue
-                case 400 | 501:  # perhaps a store without conditional puts
-                    trouble = self._put_looking_first(key, body, metadata)
-                    self._conditional = bool(trouble)
-                    return trouble
-                case _:
-                    return _words(refusal)
-        return f"{key} kept changing under {_PUT_ROUNDS} conditional puts"
-
-    def _put_looking_first(self, key: str, body: bytes, metadata: dict[str, str]) -> str:
-        """The put of a store that knows no conditions. Two at once store the same block twice, which is harmless."""
-        found = self._head(key)
-        if not isinstance(found, Refusal):
-            return self._difference(key, found, len(body), metadata)
-        if found.code not in _ABSENT:
-            return _words(found)
-        refusal = self._put_object(key, body, metadata, condition={})
-        return _words(refusal) if isinstance(refusal, Refusal) else ""
-
-    def _put_object(self, key: str, body: bytes, metadata: dict[str, str], condition: _Condition) -> object:
-        return self._try(
-            lambda: self._client.put_object(Bucket=self._bucket, Key=key, Body=body, Metadata=metadata, **condition)
-        )
-
-    def _head(self, key: str) -> _Found | Refusal:
-        answer = self._try(lambda: self._client.head_object(Bucket=self._bucket, Key=key))
-        if isinstance(answer, Refusal):
-            return answer
-        return _Found(answer["ContentLength"], answer["Metadata"])
-
-    def _difference(self, key: str, found: _Found | Refusal, size_bytes: int, metadata: dict[str, str]) -> str:
-        """How the object that is there differs from the block; "" when it does not."""
-        if isinstance(found, Refusal):
-            return _words(found)
-        if found.size_bytes != size_bytes:
-            return f"object {key} is there with {found.size_bytes} bytes instead of {size_bytes}; delete it"
-        for field, wanted in metadata.items():
-            held = found.metadata.get(field, "")
-            if held != wanted and (field != "kvbm-checksum" or not held):
-                return f"object {key} is there with {field} {held!r} instead of {wanted!r}; delete it"
-        return ""
-
-    def _get_one(self, key: str) -> bytes | Refusal:
-        """The body of one object. One of a wrong size is not read further than shows it."""
-        size_bytes = HEADER_BYTES + self.block_bytes
-
-        def ask() -> bytes:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key)
-            with closing(answer["Body"]) as body:
-                return body.read() if answer["ContentLength"] == size_bytes else b""
-
-        return self._try(ask)
-
-    def _try(self, ask: Callable[[], Answer]) -> Answer | Refusal:
-        """One request to the store; whatever it or the way to it refuses becomes a value."""
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        try:
-            return ask()
-        except ClientError as error:
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            return Refusal(status, error.response.get("Error", {}).get("Code", str(error)))
-        except (BotoCoreError, OSError) as error:
-            return Refusal(0, f"{type(error).__name__}: {error}")
-
-    def _report(self, verb: str, count: int, failed_count: int, troubles: list[str]) -> None:
+    def _report(self, call: _Call, failed: int) -> None:
         """One sentence for a call with trouble."""
-        if failed_count:
-            first = troubles[0] if troubles else f"no answer within {self._deadline_s} s"
+        if failed:
+            first = call.troubles[0] if call.troubles else call.silence()
             self._on_trouble(
-                f"OBJECT pool {self.name}: {verb} of {failed_count} of {count} blocks failed; first: {first}"
+                f"OBJECT pool {self.name}: {call.verb} of {failed} of {call.count} objects failed; first: {first}"
             )
 
-    def _first_answer(self, connect: Callable[[], S3Client], endpoint: str, open_wait_s: float) -> S3Client:
-        """The connected client. Looking up credentials and names has no limit of its own: the wait is bounded here."""
-        opening = self._workers.submit(self._try, connect)
-        done, _ = wait([opening], timeout=open_wait_s)
-        answer: object = opening.result() if done else Refusal(0, f"no answer within {open_wait_s} s")
-        if not isinstance(answer, Refusal):
-            return answer  # type: ignore[return-value]
-        self._workers.shutdown(wait=False, cancel_futures=True)
-        where = endpoint or "the default endpoint"
-        match answer.status:
-            case 404:
-                raise PoolError(f"OBJECT pool {self.name}: {where} has no bucket {self._bucket!r}; create it")
-            case 401 | 403:
-                raise PoolError(
-                    f"OBJECT pool {self.name}: {where} refuses access to bucket {self._bucket!r} ({answer.code}); check"
-                    " the credentials and their policy"
-                )
-            case 0:
-                raise PoolError(
-                    f"OBJECT pool {self.name}: bucket {self._bucket!r} at {where} does not answer ({answer.code});"
-                    " check pools.object.endpoint, the network and the credentials"
-                )
-            case _:
-                raise PoolError(
-                    f"OBJECT pool {self.name}: {where} answers {_words(answer)} for bucket {self._bucket!r}; check the"
-                    " region and the endpoint"
-                )
+    def _count_puts(self, namespace: NamespaceId, stored_bytes: Sequence[int], found: int, count: int) -> None:
+        if stored_bytes:
+            self._object_bytes[namespace] = stored_bytes[-1]
+        with self._lock:
+            stats = self._stats
+            put = stats.namespaces.get(namespace, NamespaceBytes())
+            raw_bytes = put.raw_bytes + len(stored_bytes) * self.blocks * self.block_bytes
+            self._stats = stats._replace(
+                put_objects=stats.put_objects + len(stored_bytes),
+                found_objects=stats.found_objects + found,
+                refused_objects=stats.refused_objects + count - len(stored_bytes) - found,
+                namespaces=stats.namespaces
+                | {namespace: NamespaceBytes(raw_bytes, put.stored_bytes + sum(stored_bytes))},
+            )
+
+    def _count_gets(self, outcomes: np.ndarray) -> None:
+        good = int((outcomes == ReadOutcome.GOOD).any(axis=1).sum())
+        missing, failed = (int((outcomes[:, 0] == which).sum()) for which in (ReadOutcome.MISSING, ReadOutcome.FAILED))
+        with self._lock:
+            stats = self._stats
+            self._stats = stats._replace(
+                got_objects=stats.got_objects + good,
+                missing_objects=stats.missing_objects + missing,
+                corrupt_objects=stats.corrupt_objects + len(outcomes) - good - missing - failed,
+                failed_objects=stats.failed_objects + failed,
+            )
 
 
-def bucket_of(url: str) -> tuple[str, str]:
-    """Bucket and prefix of s3://bucket/prefix. Raises ConfigError: the URL is none."""
-    match = _URL.fullmatch(url)
-    if match is None:
-        raise ConfigError(f"pools.object.url {url!r} is no s3://bucket/prefix; correct it")
-    return match["bucket"], (match["prefix"] or "").strip("/")
+class _Asked:
+    """Blocks that are wanted of m objects.
+
+    Attributes:
+        chain: packed hashes of all blocks of the objects.
+        targets: (m, k): the row of each block, below 0 where it is not wanted.
+        outcomes, sums: (m, k): how each read ended, and its checksum.
+    """
+
+    def __init__(self, namespace: NamespaceId, chain: bytes, blocks: int, rows: np.ndarray) -> None:
+        self.namespace = namespace
+        self.chain = chain
+        self.rows = rows
+        self._step = blocks * HASH_BYTES
+        self.targets = np.full((len(chain) // self._step, blocks), -1, dtype=np.int64)
+        self.outcomes = np.full(self.targets.shape, ReadOutcome.FAILED, dtype=np.uint8)
+        self.sums = np.zeros(self.targets.shape, dtype=np.uint32)
+
+    def hashes(self, index: int) -> bytes:
+        """Of one object's blocks."""
+        return self.chain[index * self._step : (index + 1) * self._step]
+
+    def is_corrupt(self, index: int) -> bool:
+        """Whether one of an object's blocks that are wanted is not what it should be."""
+        return bool(((self.outcomes[index] == ReadOutcome.CORRUPT) & (self.targets[index] >= 0)).any())
 
 
-def store_name(bucket: str, prefix: str, endpoint: str) -> str:
-    """s3://bucket/prefix, and the endpoint's host unless it is Amazon's, where bucket names are unique."""
-    name = f"s3://{bucket}/{prefix}".rstrip("/")
-    parts = urlsplit(endpoint)
-    host = parts.hostname or ""
-    if not host or host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        return name
-    port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
-    return f"{name}?endpoint={host}" if port in (80, 443) else f"{name}?endpoint={host}:{port}"
+class _Call:
+    """One put or get of `count` objects, which is over at its deadline."""
+
+    def __init__(self, verb: str, count: int, deadline_s: float) -> None:
+        self.verb = verb
+        self.count = count
+        self.troubles: list[str] = []
+        self._deadline_s = deadline_s
+        self._ends = time.monotonic() + deadline_s
+
+    def left_s(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def silence(self) -> str:
+        return f"no answer within {self._deadline_s:g} s"
 
 
-def s3_client(
-    endpoint: str,
-    region: str,
-    access_key_id: str,
-    secret_access_key: str,
-    connect_timeout_s: float,
-    read_timeout_s: float,
-    connections: int,
-) -> S3Client:
-    """A client as the pool uses it: few attempts, short waits, no checksums that other stores refuse."""
-    import boto3
-    from botocore.config import Config
-
-    config = Config(
-        connect_timeout=connect_timeout_s,
-        read_timeout=read_timeout_s,
-        retries={"total_max_attempts": _ATTEMPTS, "mode": "standard"},
-        max_pool_connections=connections,
-        s3={"addressing_style": "path"} if endpoint else None,  # other stores seldom have a host name for each bucket
-        request_checksum_calculation="when_required",  # blocks bring their own; other stores refuse Amazon's trailers
-        response_checksum_validation="when_required",
-    )
-    return boto3.session.Session().client(
-        "s3",
-        endpoint_url=endpoint or None,
-        region_name=region or None,
-        aws_access_key_id=access_key_id or None,
-        aws_secret_access_key=secret_access_key or None,
-        config=config,
-    )
-
-
-def _words(refusal: Refusal) -> str:
-    return f"{refusal.status} {refusal.code}" if refusal.status else refusal.code
+def _last_hashes(hashes: bytes, blocks: int) -> list[bytes]:
+    """Of a packed run of whole objects, what each is named by."""
+    step = blocks * HASH_BYTES
+    return [hashes[end - HASH_BYTES : end] for end in range(step, len(hashes) + 1, step)]

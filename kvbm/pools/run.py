@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvbm.core.errors import LayoutError
-from kvbm.core.ids import hash_count
+from kvbm.core.ids import HASH_BYTES, hash_count
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 
 
@@ -45,6 +45,28 @@ def check_sealed(pool: str, proof: Proof) -> int:
     if len(proof.checksums) != count:
         raise LayoutError(f"{pool} pool: {count} hashes come with {len(proof.checksums)} checksums")
     return count
+
+
+def check_objects(pool: str, count: int, blocks: int) -> int:
+    """The number of objects that n blocks are. Raises LayoutError: the last one would not be whole."""
+    objects, rest = divmod(count, blocks)
+    if rest:
+        raise LayoutError(f"{pool} pool: {count} blocks are no whole objects of {blocks}")
+    return objects
+
+
+def check_chain(
+    pool: str, rows: np.ndarray, chain: bytes, block_bytes: int, blocks: int, at: Sequence[int] | None, first: int
+) -> int:
+    """The number n of blocks that are wanted of a chain of whole objects, from `first` on. Raises LayoutError: rows are not C-contiguous
+    uint8 rows of `block_bytes`, `at` names others, or the chain is too short or no multiple of `blocks`.
+    """
+    count = len(rows) if at is None else len(at)
+    there = hash_count(chain)
+    check_objects(pool, there, blocks)
+    if first < 0 or first + count > there:
+        raise LayoutError(f"{pool} pool: blocks {first} to {first + count - 1} are wanted of a chain of {there}")
+    return check_rows(pool, rows, chain[first * HASH_BYTES : (first + count) * HASH_BYTES], block_bytes, at)
 
 
 def check_slots(pool: str, slots: Sequence[int], count: int, slot_count: int) -> np.ndarray:

@@ -264,6 +264,12 @@ class PythonLedger {
     });
   }
 
+  void claim(nb::handle tier, nb::handle namespace_id, nb::handle hashes, nb::handle finder) {
+    translated([&] {
+      ledger_.claim(tier_of(tier), namespace_of(namespace_id), run_of(hashes), utf8(finder, "the finder's name"));
+    });
+  }
+
   std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority) {
     return translated([&] { return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority); });
   }
@@ -381,6 +387,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
            nb::arg("hashes"), nb::arg("slots"))
       .def("evict", &PythonLedger::evict, nb::arg("tier"), nb::arg("hashes"), nb::arg("reason"))
       .def("forget", &PythonLedger::forget, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("reason"))
+      .def("claim", &PythonLedger::claim, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("finder"))
       .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0)
       .def("expire", &PythonLedger::expire, nb::arg("now_s"))
       .def("begin_copy", &PythonLedger::begin_copy, nb::arg("namespace"), nb::arg("source"), nb::arg("target"),

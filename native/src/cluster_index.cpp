@@ -218,9 +218,13 @@ void ClusterIndex::start(std::uint32_t number, std::uint64_t epoch, std::span<co
 void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& applied) {
   // instances_ grows only in instance(), which takes its turn like us.
   Instance& instance = instances_[number];
+  const auto is_cluster = [&](Tier tier) {
+    const TierFold& fold = instance.tiers[at_tier(tier)];
+    return fold.is_declared ? fold.is_cluster : tier == Tier::kObject;
+  };
   const auto run = [&](Work work, const NamespaceId& id, Tier tier, Bytes hashes) {
     const TierFold& fold = instance.tiers[at_tier(tier)];
-    if (!(fold.is_declared ? fold.is_cluster : tier == Tier::kObject)) {
+    if (!is_cluster(tier)) {
       add_run(work, number, id, tier, hashes);
       return;
     }
@@ -247,6 +251,8 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
     const auto* const source = std::get_if<Tier>(&migrated->source);
     if (source != nullptr && !migrated->kept) {
       run(Work::kEvict, migrated->namespace_id, *source, migrated->hashes);
+    } else if (source != nullptr && is_cluster(*source)) {
+      run(Work::kCreate, migrated->namespace_id, *source, migrated->hashes);  // it was read there, so it is there
     }
   } else if (const auto* const stated = std::get_if<ResidenciesStated>(&event)) {
     applied.blocks += stated->hashes.size() / kHashBytes;

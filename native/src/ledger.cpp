@@ -645,6 +645,24 @@ void Ledger::forget(Tier tier, const NamespaceId& namespace_id, Bytes hashes, Ev
   record(event, bytes, namespaces_.intern(namespace_id), digest_);
 }
 
+void Ledger::claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder) {
+  if (!is_cluster(tier)) {
+    throw ledger_error(name(tier) + " is not a pool of cluster reach; its blocks are created or copied");
+  }
+  const BlocksMigrated event{.namespace_id = namespace_id,
+                             .source = finder,
+                             .target = tier,
+                             .kept = true,
+                             .cause = MigrateCause::kOffload,
+                             .hashes = hashes,
+                             .slots = {}};
+  const std::size_t bytes = admit(event);
+  if (distinct(hashes).size() != hashes.size()) {
+    throw repeated_in_run(tier, "block");
+  }
+  record(event, bytes, namespaces_.intern(namespace_id), digest_);
+}
+
 std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority) {
   TierSlots& state = tier_slots(tier);
   if (priority < 0 || priority > kHighestPriority) {

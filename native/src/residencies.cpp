@@ -330,6 +330,8 @@ void Residencies::evolve(const Event& event, const EpochStart* start, FoldDelta&
                    const auto* const source = std::get_if<Tier>(&one.source);
                    if (source != nullptr && !one.kept) {
                      withdraw(*source, one.hashes, delta);
+                   } else if (source != nullptr && is_cluster(*source)) {
+                     delta.claimed += one.hashes.size() / kHashBytes;  // it was read there, so it is there
                    }
                  },
                  [&](const BlocksEvicted& one) { withdraw(one.tier, one.hashes, delta); },

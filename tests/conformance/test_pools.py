@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,18 @@ from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
+from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
-from kvbm.pools.memory import MemoryObjectPool, MemoryPool
+from kvbm.pools.keys import add_key, keys_of_file
+from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
-from kvbm.pools.object import S3Pool
-from tests.pool_runs import SHAPE, part, random_run
-from tests.servers import S3_CREDENTIALS, s3_server
+from kvbm.pools.object_header import header_bytes
+from kvbm.pools.sealing import Sealing
+from kvbm.pools.stores.memory import MemoryStore
+from tests.object_pools import memory_objects
+from tests.object_stores import OBJECT_STORES, place_in
+from tests.pool_runs import SHAPE, Run, part, random_run
 
 SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
@@ -70,30 +75,34 @@ def verifying_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S
     made.close()
 
 
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
+KINDS = [(1, False, False), (4, False, False), (4, True, False), (2, True, True)]  # k, sealed, fronted
 
 
-def _s3(endpoint: str) -> S3Pool:
-    import boto3
-
-    bucket = f"kvbm-{uuid.uuid4().hex}"
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="test", aws_secret_access_key="test"
-    )
-    client.create_bucket(Bucket=bucket)
-    return S3Pool(f"s3://{bucket}/blocks", BLOCK_BYTES, checksums, endpoint_url=endpoint, **S3_CREDENTIALS)
+def _object_pools() -> Iterator[Any]:
+    """Every store with k = 4 and sealed; a store in memory with everything else."""
+    for store in OBJECT_STORES:
+        name, marks = (store, ()) if isinstance(store, str) else (store.values[0], store.marks)
+        for k, sealed, fronted in KINDS if name == "memory" else [(4, True, False)]:
+            words = [str(name), str(k), *["sealed"] * sealed, *["fronted"] * fronted]
+            yield pytest.param((name, k, sealed, fronted), id="-".join(words), marks=marks)
 
 
-@pytest.fixture(params=["memory", "s3"])
-def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
-    made: ObjectPool = (
-        MemoryObjectPool(BLOCK_BYTES, checksums)
-        if request.param == "memory"
-        else _s3(request.getfixturevalue("s3_endpoint"))
-    )
+@pytest.fixture(params=_object_pools())
+def object_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectPool]:
+    name, k, sealed, fronted = request.param
+    place = place_in(name, request)
+    store = place.open()
+    if fronted:
+        store = FrontedStore(MemoryStore("memory://front"), store)
+    sealing = None
+    if sealed:
+        for tenant in ("", "somebody else"):
+            add_key(tmp_path / "keys.toml", tenant, "1")
+        sealing = Sealing(keys_of_file(str(tmp_path / "keys.toml")), k, header_bytes(k))
+    made: ObjectPool = memory_objects(
+        BLOCK_BYTES, k, store, wrappings=sealing, namespaces=[SHAPE, OTHER_NAMESPACE],
+        threads=1 if name == "memory" else 8, deadline_s=60.0,
+    )  # fmt: skip
     yield made
     made.close()
 
@@ -384,81 +393,130 @@ def test_millions_of_memory_slots_cost_nothing_until_used() -> None:
 # -- object pools -----------------------------------------------------------------------------------------------------
 
 
+def objects_of(pool: ObjectPool, count: int, seed: int = 0) -> Run:
+    """A run of so many whole objects."""
+    return random_run(count * pool.blocks, BLOCK_BYTES, seed)
+
+
+def each(pool: ObjectPool, outcomes: list[ReadOutcome]) -> list[ReadOutcome]:
+    """An outcome for each object as outcomes of blocks."""
+    return [outcome for outcome in outcomes for _ in range(pool.blocks)]
+
+
 def test_what_was_put_can_be_got_in_any_order(object_pool: ObjectPool) -> None:
-    run = random_run(20, BLOCK_BYTES)
-    assert object_pool.put(run.rows, run.proof) == [True] * 20
-    asked = part(run, list(reversed(range(20))))
+    run, k = objects_of(object_pool, 20), object_pool.blocks
+    assert object_pool.put(run.rows, run.proof) == [True] * 20 * k
+    asked = part(run, [number * k + at for number in reversed(range(20)) for at in range(k)])
     rows = asked.room()
     result = object_pool.get(asked.namespace, asked.hashes, rows)
-    assert result.outcomes == [ReadOutcome.GOOD] * 20
+    assert result.outcomes == [ReadOutcome.GOOD] * 20 * k
     assert (rows == asked.rows).all()
     assert (result.checksums == asked.proof.checksums).all()
 
 
 def test_objects_are_put_from_and_got_into_rows_elsewhere_in_a_buffer(object_pool: ObjectPool) -> None:
-    run, at = random_run(5, BLOCK_BYTES), [11, 2, 7, 0, 5]
-    buffer = np.full((12, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    run = objects_of(object_pool, 5)
+    count = len(run.rows)
+    at: list[int] = np.random.default_rng(4).permutation(2 * count + 2)[:count].tolist()
+    buffer = np.full((2 * count + 2, BLOCK_BYTES), 0x5A, dtype=np.uint8)
     buffer[at] = run.rows
-    assert object_pool.put(buffer, run.proof, at) == [True] * 5
+    assert object_pool.put(buffer, run.proof, at) == [True] * count
     buffer[:] = 0x5A
     result = object_pool.get(run.namespace, run.hashes, buffer, at[::-1])
-    assert result.outcomes == [ReadOutcome.GOOD] * 5
+    assert result.outcomes == [ReadOutcome.GOOD] * count
     assert (result.checksums == run.proof.checksums).all()
     assert (buffer[at[::-1]] == run.rows).all()
     assert (np.delete(buffer, at, axis=0) == 0x5A).all()
-    for outside in ([0, 1, 2, 3, 12], [-1, 0, 1, 2, 3], [0, 1]):
+    for outside in ([len(buffer)], [-1]):
         with pytest.raises(LayoutError):
-            object_pool.put(buffer, run.proof, outside)
+            object_pool.put(buffer, run.proof, at[:-1] + outside)
         with pytest.raises(LayoutError):
-            object_pool.get(run.namespace, run.hashes, buffer, outside)
+            object_pool.get(run.namespace, run.hashes, buffer, at[:-1] + outside)
+    with pytest.raises(LayoutError):
+        object_pool.put(buffer, run.proof, at[:-1])
+
+
+def test_any_stretch_of_a_chain_of_objects_can_be_got(object_pool: ObjectPool) -> None:
+    run = objects_of(object_pool, 4)
+    object_pool.put(run.rows, run.proof)
+    for first in range(len(run.rows)):
+        for count in range(1, len(run.rows) - first + 1):
+            buffer = np.full((count + 2, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+            at = [*range(count, 0, -1)]
+            result = object_pool.get(run.namespace, run.hashes, buffer, at, first)
+            assert result.outcomes == [ReadOutcome.GOOD] * count
+            assert (buffer[at] == run.rows[first : first + count]).all()
+            assert (result.checksums == run.proof.checksums[first : first + count]).all()
+            assert (buffer[[0, -1]] == 0x5A).all()
+
+
+def test_blocks_beyond_a_chain_and_parts_of_objects_are_refused(object_pool: ObjectPool) -> None:
+    run = objects_of(object_pool, 2)
+    for first, count in ((-1, 1), (len(run.rows), 1), (1, len(run.rows))):
+        with pytest.raises(LayoutError):
+            object_pool.get(run.namespace, run.hashes, run.rows[:count], None, first)
+    if object_pool.blocks > 1:
+        shorter = part(run, [*range(len(run.rows) - 1)])
+        with pytest.raises(LayoutError, match=f"no whole objects of {object_pool.blocks}"):
+            object_pool.put(shorter.rows, shorter.proof)
+        with pytest.raises(LayoutError, match=f"no whole objects of {object_pool.blocks}"):
+            object_pool.get(shorter.namespace, shorter.hashes, shorter.room())
 
 
 def test_an_outcome_is_that_of_its_object_wherever_its_row_lies(object_pool: ObjectPool) -> None:
-    run, other = random_run(3, BLOCK_BYTES), random_run(1, BLOCK_BYTES, seed=9)
-    broken = run.proof._replace(checksums=run.proof.checksums ^ np.array([0, 1, 0], dtype=np.uint32))
-    object_pool.put(run.rows, broken)
-    buffer = np.full((9, BLOCK_BYTES), 0x5A, dtype=np.uint8)
-    outcomes = object_pool.get(run.namespace, run.hashes + other.hashes, buffer, [8, 0, 4, 6]).outcomes
-    assert outcomes == [ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.GOOD, ReadOutcome.MISSING]
-    assert (buffer[[8, 4]] == run.rows[[0, 2]]).all()
+    run, other, k = objects_of(object_pool, 3), objects_of(object_pool, 1, seed=9), object_pool.blocks
+    flipped = np.zeros(3 * k, dtype=np.uint32)
+    flipped[2 * k - 1] = 1  # of the last block of the second object
+    object_pool.put(run.rows, run.proof._replace(checksums=run.proof.checksums ^ flipped))
+    at: list[int] = np.random.default_rng(5).permutation(8 * k)[: 4 * k].tolist()
+    buffer = np.full((8 * k, BLOCK_BYTES), 0x5A, dtype=np.uint8)
+    outcomes = object_pool.get(run.namespace, run.hashes + other.hashes, buffer, at).outcomes
+    expected = each(object_pool, [ReadOutcome.GOOD, ReadOutcome.GOOD, ReadOutcome.GOOD, ReadOutcome.MISSING])
+    expected[2 * k - 1] = ReadOutcome.CORRUPT
+    assert outcomes == expected
+    good = [index for index, outcome in enumerate(outcomes) if outcome is ReadOutcome.GOOD]
+    assert (buffer[np.array(at)[good]] == run.rows[good]).all()
 
 
 def test_an_empty_run_of_objects_is_no_trouble(object_pool: ObjectPool) -> None:
-    run = random_run(0, BLOCK_BYTES)
+    run = objects_of(object_pool, 0)
     assert object_pool.put(run.rows, run.proof) == []
     assert object_pool.get(run.namespace, b"", run.room()).outcomes == []
 
 
 def test_putting_twice_is_a_success_and_keeps_the_first(object_pool: ObjectPool) -> None:
-    run = random_run(3, BLOCK_BYTES)
-    computed_again = random_run(3, BLOCK_BYTES, seed=5).rows  # the same tokens, other last bits
-    assert object_pool.put(run.rows, run.proof) == [True] * 3
-    assert object_pool.put(computed_again, run.proof._replace(checksums=checksums(computed_again))) == [True] * 3
+    run = objects_of(object_pool, 3)
+    computed_again = objects_of(object_pool, 3, seed=5).rows  # the same tokens, other last bits
+    assert object_pool.put(run.rows, run.proof) == [True] * len(run.rows)
+    again = run.proof._replace(checksums=checksums(computed_again))
+    assert object_pool.put(computed_again, again) == [True] * len(run.rows)
     rows = run.room()
-    assert object_pool.get(run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * 3
+    assert object_pool.get(run.namespace, run.hashes, rows).outcomes == [ReadOutcome.GOOD] * len(run.rows)
     assert (rows == run.rows).all()
 
 
 def test_what_was_never_put_or_lies_in_another_namespace_is_missing(object_pool: ObjectPool) -> None:
-    run, other = random_run(2, BLOCK_BYTES), random_run(1, BLOCK_BYTES, seed=3)
+    run, other = objects_of(object_pool, 1), objects_of(object_pool, 1, seed=3)
     object_pool.put(run.rows, run.proof)
-    asked = run.hashes[:16] + other.hashes
-    outcomes = object_pool.get(run.namespace, asked, run.room()).outcomes
-    assert outcomes == [ReadOutcome.GOOD, ReadOutcome.MISSING]
-    assert object_pool.get(OTHER_NAMESPACE.id, run.hashes, run.room()).outcomes == [ReadOutcome.MISSING] * 2
+    rows = np.empty((2 * object_pool.blocks, BLOCK_BYTES), dtype=np.uint8)
+    outcomes = object_pool.get(run.namespace, run.hashes + other.hashes, rows).outcomes
+    assert outcomes == each(object_pool, [ReadOutcome.GOOD, ReadOutcome.MISSING])
+    elsewhere = object_pool.get(OTHER_NAMESPACE.id, run.hashes, run.room())
+    assert elsewhere.outcomes == each(object_pool, [ReadOutcome.MISSING])
 
 
 def test_an_object_whose_checksum_never_fitted_is_corrupt(object_pool: ObjectPool) -> None:
-    run = random_run(2, BLOCK_BYTES)
+    run = objects_of(object_pool, 2)
     object_pool.put(run.rows, run.proof._replace(checksums=run.proof.checksums ^ np.uint32(1)))
-    assert object_pool.get(run.namespace, run.hashes, run.room()).outcomes == [ReadOutcome.CORRUPT] * 2
+    outcomes = object_pool.get(run.namespace, run.hashes, run.room()).outcomes
+    assert outcomes == [ReadOutcome.CORRUPT] * len(run.rows)
 
 
 def test_threads_put_and_get_side_by_side(object_pool: ObjectPool) -> None:
     wrong: list[int] = []
 
     def work(worker: int) -> None:
-        run = random_run(6, BLOCK_BYTES, seed=worker % 2)  # two of the threads put the same blocks
+        run = objects_of(object_pool, 6, seed=worker % 2)  # two of the threads put the same blocks
         rows = run.room()
         held = object_pool.put(run.rows, run.proof)
         outcomes = object_pool.get(run.namespace, run.hashes, rows).outcomes
@@ -476,3 +534,6 @@ def test_threads_put_and_get_side_by_side(object_pool: ObjectPool) -> None:
 def test_an_object_pool_can_be_closed_twice(object_pool: ObjectPool) -> None:
     object_pool.close()
     object_pool.close()
+    run = objects_of(object_pool, 2)
+    assert object_pool.put(run.rows, run.proof) == [False] * len(run.rows)
+    assert object_pool.get(run.namespace, run.hashes, run.room()).outcomes == [ReadOutcome.FAILED] * len(run.rows)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvbm import _native
 from kvbm.core import checksum, codec, hashing, residency
-from kvbm.core.ids import Tier
+from kvbm.core.ids import Epoch, Namespace, Tier, split_hashes
+from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.pools.stores.base import Put
+from kvbm.pools.stores.memory import MemoryStore
+from tests.object_pools import memory_objects
 
 HERE = Path(__file__).parent
 BOTH = pytest.mark.parametrize("language", ["python", "c++"])
@@ -93,3 +99,32 @@ def test_the_tool_that_wrote_these_files_would_write_them_again():
     tool = HERE.parent.parent / "tools" / "write_golden.py"
     done = subprocess.run([sys.executable, str(tool)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_object_is_read_as_it_was_written_and_written_the_same():
+    """Version 2: four raw blocks of 24 bytes. Offsets as object_header.py has them."""
+    golden = (HERE / "object_v2.bin").read_bytes()
+    namespace = Namespace(
+        model="golden/model", block_tokens=4, revision="r1", kv_dtype="bfloat16", layout="LHTD", tenant=""
+    )
+    hashes = hashing.sequence_hashes(range(16), 4, namespace.root(b"secret"))
+    assert golden[:8] == b"KVBO\x02\x00\x04\x00"
+    assert golden[8:24] == namespace.id
+    assert golden[24:40] == hashes[48:]
+    assert golden[40:64] == struct.pack("<QIIQ", 7, 24, 68 + 4 * 28, 96)
+    assert [golden[64 + 28 * at : 80 + 28 * at] for at in range(4)] == split_hashes(hashes)
+    assert golden[176:180] == struct.pack("<I", checksum.crc32c(golden[:176]))
+    rows = np.frombuffer(golden, dtype=np.uint8)[180:].reshape(4, 24)
+    assert (rows.ravel() == np.arange(96) ** 2 % 251).all()
+    read = np.zeros_like(rows)
+    store = MemoryStore()
+    pool = memory_objects(24, blocks=4, store=store)
+    [name] = pool.names(namespace.id, [hashes[48:]])
+    assert name == f"4/{namespace.id.hex()}/{hashes[48:].hex()}"
+    store.put([Put(name, golden)], 1.0)
+    result = pool.get(namespace.id, hashes, read)
+    assert result.outcomes == [ReadOutcome.GOOD] * 4
+    assert (read == rows).all()
+    store.delete([name], 1.0)
+    assert pool.put(rows, Proof(namespace.id, Epoch(7), hashes, result.checksums)) == [True] * 4
+    assert store.objects[name][0] == golden

@@ -10,8 +10,8 @@ import torch
 
 from kvbm import KvShape, Manager, Namespace, Tier, load_settings, open_manager
 from kvbm.engines.reference import Engine, ModelShape, Request, Weights
-from kvbm.pools.memory import MemoryObjectPool
-from tests.managers import NATIVE, KnowsAll
+from tests.managers import KnowsAll
+from tests.object_pools import memory_objects
 
 SHAPE = ModelShape(vocab=97, layers=2, width=48, heads=4, kv_heads=2, head_dim=12, ffn_width=96, max_tokens=512)
 BLOCK_TOKENS = 4
@@ -32,7 +32,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
         "instance.data_dir": str(tmp_path), "pools.hbm.slots": 40, "pools.hbm.device": "cpu", "pools.host.slots": 40,
         "pools.nvme.slots": 60, "nats.enabled": False,
     }  # fmt: skip
-    objects = MemoryObjectPool(KV.block_bytes, NATIVE.checksums)
+    objects = memory_objects(KV.block_bytes)
     with open_manager(load_settings(flags=flags), [NAMESPACE], KV.block_bytes, object_pool=objects) as opened:
         opened._locator = KnowsAll()
         yield opened

@@ -25,12 +25,10 @@ from kvbm.manager.manager import Manager
 from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
-from kvbm.pools.memory import MemoryObjectPool
 from tests.integration.test_manager import Wrapped
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
-    NATIVE,
     KnowsAll,
     check_bytes,
     hashes_of,
@@ -38,6 +36,7 @@ from tests.managers import (
     rows_of,
     serve,
 )
+from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
@@ -208,7 +207,7 @@ def test_what_arrives_after_its_deadline_never_lands_in_a_slot_that_is_used_agai
         return OutOfReach(jittery) if reach == "staged" else jittery
 
     slots = {Tier.HBM: 20, Tier.HOST: 14, Tier.NVME: 24}
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     with make_manager(slots, wrap=wrap, wait_s=0.001, objects=objects, locator=KnowsAll()) as manager:
 
         def engine(number: int) -> None:

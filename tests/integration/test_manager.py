@@ -16,10 +16,10 @@ from kvbm.core.events import BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import NamespaceId, Tier, split_hashes
 from kvbm.core.residency import Residencies
 from kvbm.pools.base import Proof, ReadResult, SlotPool
-from kvbm.pools.memory import MemoryObjectPool
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
-from tests.managers import BLOCK_BYTES, NAMESPACE, NATIVE, KnowsAll, hashes_of, make_manager, serve
+from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, make_manager, serve
+from tests.object_pools import memory_objects
 
 SLOTS = {Tier.HBM: 12, Tier.HOST: 12, Tier.NVME: 24}
 
@@ -64,7 +64,7 @@ class Wrapped:
 
 
 def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     with make_manager(SLOTS, objects=objects, locator=KnowsAll()) as manager:
         serve(manager, 1, 6)
         assert manager.settle(5)
@@ -87,7 +87,7 @@ def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
 
 def test_the_journal_folds_to_the_live_state_and_digest() -> None:
     log = MemoryLog()
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     manager = make_manager(SLOTS, sink=log, objects=objects, locator=KnowsAll())
     for round_ in range(4):
         for prompt in range(9):
@@ -133,7 +133,7 @@ def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
                 manager._lock.release()
             told.append((event, free))
 
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     with make_manager({Tier.HBM: 8}, objects=objects, locator=KnowsAll()) as manager:
         monkeypatch.setattr("kvbm.manager.manager.log", SlowReader())
         serve(manager, 1, 4)
@@ -142,7 +142,7 @@ def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_missing_object_is_a_miss_and_said() -> None:
     log = MemoryLog()
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     with make_manager({Tier.HBM: 8}, sink=log, objects=objects, locator=KnowsAll()) as manager:
         assert serve(manager, 1, 4).prefix.depth == 0
     said = [e for e in events_in(log) if isinstance(e, BlocksEvicted)]
@@ -236,7 +236,7 @@ def test_a_claim_is_recorded_only_after_its_bytes() -> None:
 
 
 def test_many_threads_share_one_manager_without_losing_a_slot() -> None:
-    objects = MemoryObjectPool(BLOCK_BYTES, NATIVE.checksums)
+    objects = memory_objects(BLOCK_BYTES)
     slots = {Tier.HBM: 40, Tier.HOST: 20, Tier.NVME: 30}
     with make_manager(slots, objects=objects, locator=KnowsAll()) as manager:
         errors: list[BaseException] = []

@@ -141,6 +141,9 @@ class Driver:
             case ("missing", prompt):
                 namespace = NAMESPACES[prompt % len(NAMESPACES)].id
                 self.ledger.forget(Tier.OBJECT, namespace, chain(prompt, 1), EvictReason.MISSING)
+            case ("found", prompt, depth):
+                namespace = NAMESPACES[prompt % len(NAMESPACES)].id
+                self.ledger.claim(Tier.OBJECT, namespace, chain(prompt, depth), InstanceId("i"))
             case ("round",):
                 self.ledger.begin_round()
             case ("step", limit):
@@ -167,6 +170,7 @@ commands = st.one_of(
     st.tuples(st.just("keep"), slot_tiers, prompts, depths, st.integers(0, 9), st.sampled_from([0, 50, 100])),
     st.tuples(st.just("expire"), st.integers(0, 9)),
     st.tuples(st.just("missing"), prompts),
+    st.tuples(st.just("found"), prompts, depths),
     st.tuples(st.just("round")),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("cut")),

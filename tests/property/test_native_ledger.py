@@ -202,7 +202,10 @@ class Twins:
             case 10:
                 self.evict(tier, run_of(b, 1 + c % 4, 1 + d % 2), EvictReason(d % 7))
             case 11:
-                self.forget(Tier(a % 4), namespace, run_of(b, c % 25), EvictReason.MISSING)
+                if d % 2:
+                    self.claim(Tier(a % 4), namespace, run_of(b, c % 25), InstanceId("finder"))
+                else:
+                    self.forget(Tier(a % 4), namespace, run_of(b, c % 25), EvictReason.MISSING)
             case 14:
                 self.expire(float(a % 10))
             case _:

@@ -113,6 +113,8 @@ class Ledger {
                Bytes slots);
   std::size_t evict(Tier tier, Bytes hashes, EvictReason reason);
   void forget(Tier tier, const NamespaceId& namespace_id, Bytes hashes, EvictReason reason);
+  // finder: the instance that found the blocks there, 1 to 255 bytes.
+  void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
   std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority);
   std::size_t expire(double now_s);
 

@@ -32,11 +32,12 @@ from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import Proof, ReadResult
-from kvbm.pools.memory import MemoryObjectPool
+from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
 from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
+from tests.object_pools import memory_objects
 
 BLOCK_BYTES = 64
 CLUSTER = "sim"
@@ -81,8 +82,9 @@ class SlowObjects:
     """The object pool of the cluster, slow and at times lossy."""
 
     def __init__(self, world: World) -> None:
-        self.inner = MemoryObjectPool(BLOCK_BYTES, assembly.NATIVE.checksums)
-        self.tier, self.block_bytes = self.inner.tier, self.inner.block_bytes
+        self.store = MemoryStore()
+        self.inner = memory_objects(BLOCK_BYTES, store=self.store)
+        self.tier, self.block_bytes, self.blocks = self.inner.tier, self.inner.block_bytes, self.inner.blocks
         self.reach, self.name = self.inner.reach, self.inner.name
         self._world = world
         self.refuses = 0.0
@@ -94,10 +96,10 @@ class SlowObjects:
         return self.inner.put(rows, proof, at)
 
     def get(
-        self, namespace: NamespaceId, hashes: bytes, rows: np.ndarray, at: Sequence[int] | None = None
+        self, namespace: NamespaceId, chain: bytes, rows: np.ndarray, at: Sequence[int] | None = None, first: int = 0
     ) -> ReadResult:
         nap(self._world, 0.01)
-        return self.inner.get(namespace, hashes, rows, at)
+        return self.inner.get(namespace, chain, rows, at, first)
 
     def close(self) -> None:
         return

@@ -395,14 +395,14 @@ class Faults:
         return None
 
     def lose_objects(self, rng: random.Random) -> Callable[[], None] | None:
-        objects = self._cluster.objects.inner.objects
-        for key in sorted(objects):
+        objects = self._cluster.objects.store.objects
+        for name in sorted(objects):
             if rng.random() < 0.2:
-                body, checksum = objects[key]
+                body, put_ns = objects[name]
                 if rng.random() < 0.5:
-                    del objects[key]
+                    del objects[name]
                 else:
-                    objects[key] = (bytes(len(body)), checksum)
+                    objects[name] = (bytes(len(body)), put_ns)
         return None
 
     def refuse_objects(self, rng: random.Random) -> Callable[[], None] | None:

@@ -1,0 +1,181 @@
+"""What a janitor wants done, one thing at a time, and what it is told in answer. The driver does them; tests do them by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvbm.core.events import EvictReason
+from kvbm.core.ids import NamespaceId
+from kvbm.janitor.lease import Sight
+
+A = TypeVar("A", covariant=True)
+
+
+class ObjectSeen(NamedTuple):
+    """An object of the listing.
+
+    Attributes:
+        modified_ns: by the store's clock.
+    """
+
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+class Header(NamedTuple):
+    """What an object proves to hold.
+
+    Attributes:
+        hashes: packed, all its blocks in the order of their chain; the last names it.
+        size_bytes: of the whole object.
+    """
+
+    namespace: NamespaceId
+    hashes: bytes
+    size_bytes: int
+
+
+class Unread(Enum):
+    """Why a name is not known to hold blocks of the pool."""
+
+    GONE = "gone"  # nothing has the name
+    FOREIGN = "foreign"  # something has it that does not prove to be an object of this pool, or is not ours to open
+    UNKNOWN = "unknown"  # the store did not say
+
+
+class Run(NamedTuple):
+    """Blocks of a namespace, packed."""
+
+    namespace: NamespaceId
+    hashes: bytes
+
+
+class ClaimColumns(NamedTuple):
+    """The claims of one namespace in a pool.
+
+    Attributes:
+        hashes: packed, ascending.
+        last_ns: when each was last claimed or used, as frames are stamped; i64.
+        tenant: whose they are, "" where nobody has told.
+    """
+
+    namespace: NamespaceId
+    hashes: bytes
+    last_ns: np.ndarray
+    tenant: str
+
+
+class Claimed(NamedTuple):
+    """What SQL knows of a pool.
+
+    Attributes:
+        quotas: bytes each tenant may have here.
+    """
+
+    columns: Sequence[ClaimColumns]
+    quotas: Mapping[str, int]
+
+
+class Effect(Generic[A]):
+    """Something to be done, answered with an A. What it raises ends the run."""
+
+
+@dataclass(frozen=True)
+class Look(Effect[Sight]):
+    """See the store's clock and the lease."""
+
+
+@dataclass(frozen=True)
+class PutLease(Effect[bool]):
+    """Change the lease if it still is `expected`, b"" for none. False: it was another."""
+
+    body: bytes
+    expected: bytes
+
+
+@dataclass(frozen=True)
+class Begin(Effect[None]):
+    """Begin as an instance: from here on events can be said."""
+
+
+@dataclass(frozen=True)
+class ReadLists(Effect[dict[str, list[str]]]):
+    """The withdrawn lists that lie in the store: name of the list → names."""
+
+
+@dataclass(frozen=True)
+class ReadClaims(Effect[Claimed]):
+    """All claims of the pool, from SQL."""
+
+
+@dataclass(frozen=True)
+class Names(Effect[list[str]]):
+    """What the objects are named whose last blocks these are, `blocks` to an object."""
+
+    blocks: int
+    run: Run
+
+
+@dataclass(frozen=True)
+class ListPage(Effect[list[ObjectSeen]]):
+    """The next objects of the listing behind a name; none at its end."""
+
+    after: str
+
+
+@dataclass(frozen=True)
+class Describe(Effect[list[Header | Unread]]):
+    """Read headers: what each object holds."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Say(Effect[None]):
+    """Record claims, or their withdrawal for a reason, as events of the janitor."""
+
+    runs: tuple[Run, ...]
+    withdrawn: EvictReason | None = None
+
+
+@dataclass(frozen=True)
+class Settle(Effect[bool]):
+    """Wait a while for SQL to have all that was said on the stream before now, by whomever; whether it has."""
+
+    fresh: bool  # say something new first, so that what others have said before now is waited for; else go on waiting
+
+
+@dataclass(frozen=True)
+class ClaimedLast(Effect[list[int]]):
+    """When a block of each of these runs was last claimed, from SQL now; 0 where none is claimed."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class WriteList(Effect[None]):
+    """Put a withdrawn list, or change it to fewer names; without any, it goes."""
+
+    name: str
+    names: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delete(Effect[list[bool]]):
+    """Delete objects; for each whether nothing has its name any more."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pause(Effect[None]):
+    """Let time pass."""
+
+    seconds: float

@@ -1,0 +1,223 @@
+"""What a pool is claimed to hold beside what its listing shows, in columns: a pool may have tens of millions of blocks.
+
+An object is known among the claims by its last block, the one that names it. A claim is renewed by whoever reads an object, and objects
+are read to their end, so the claim of the last block tells when the object was last used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbm.core.events import EvictReason
+from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.janitor.effects import ClaimColumns, Claimed, ObjectSeen
+
+_PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
+_SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
+_COLUMN = f"S{HASH_BYTES}"
+
+
+class Named(NamedTuple):
+    """The parts of an object's name.
+
+    Attributes:
+        blocks: k.
+        namespace: None where the name does not tell.
+        key: 16 bytes that tell it from others: the hash of its last block, or the first bytes of what stands for it.
+    """
+
+    blocks: int
+    namespace: NamespaceId | None
+    key: bytes
+
+
+class Place(NamedTuple):
+    """A claim: a row of a namespace's columns."""
+
+    namespace: NamespaceId
+    row: int
+
+
+class Chosen(NamedTuple):
+    """An object that is to go, by its last block; `blocks` is its k."""
+
+    namespace: NamespaceId
+    block: bytes
+    blocks: int
+    reason: EvictReason
+
+
+def parse(name: str) -> Named | None:
+    """The parts of an object's name; None for what is none of ours."""
+    if plain := _PLAIN.fullmatch(name):
+        return Named(int(plain[1]), NamespaceId(bytes.fromhex(plain[2])), bytes.fromhex(plain[3]))
+    if sealed := _SEALED.fullmatch(name):
+        return Named(int(sealed[1]), None, bytes.fromhex(sealed[3])[:HASH_BYTES])
+    return None
+
+
+class Space:
+    """One namespace: its claims, and which of them are the last block of an object that is there.
+
+    Attributes:
+        sizes, modified_ns, blocks: of the object whose last block a row is; `blocks` 0 where it is none.
+    """
+
+    def __init__(self, columns: ClaimColumns) -> None:
+        self.namespace, self.tenant = columns.namespace, columns.tenant
+        self.hashes = np.frombuffer(columns.hashes, dtype=_COLUMN)
+        self.last_ns = columns.last_ns
+        self.sizes = np.zeros(len(self.hashes), dtype=np.int64)
+        self.modified_ns = np.zeros(len(self.hashes), dtype=np.int64)
+        self.blocks = np.zeros(len(self.hashes), dtype=np.int64)
+
+    def row(self, block: bytes) -> int | None:
+        """Where a block is claimed."""
+        return _find(self.hashes, block)
+
+    def block(self, row: int) -> bytes:
+        """The hash of a row."""
+        return self.hashes[row : row + 1].tobytes()
+
+    def take(self, row: int, blocks: int, seen: ObjectSeen) -> None:
+        """An object is there whose last block this is."""
+        self.blocks[row], self.sizes[row], self.modified_ns[row] = blocks, seen.size_bytes, seen.modified_ns
+
+    def used_ns(self) -> np.ndarray:
+        """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
+        return np.maximum(self.last_ns, self.modified_ns)
+
+    def packed(self, rows: np.ndarray) -> bytes:
+        """The hashes of rows."""
+        return bytes(self.hashes[rows].tobytes())
+
+
+class Holdings:
+    """See the module.
+
+    Attributes:
+        spaces: by namespace.
+        young: name and k of objects without a claim that may get one yet.
+        found: packed hashes of objects that nobody claimed, by namespace.
+    """
+
+    def __init__(self, claimed: Claimed) -> None:
+        self.spaces = {columns.namespace: Space(columns) for columns in claimed.columns}
+        self.quotas = claimed.quotas
+        self.young: list[tuple[str, int]] = []
+        self.found: dict[NamespaceId, list[bytes]] = {}
+        self._sealed: dict[int, tuple[np.ndarray, list[Place]]] = {}  # k → keys, ascending, and what each stands for
+
+    def place(self, named: Named) -> Place | None:
+        """The claim of an object's last block; None when it is not claimed."""
+        if named.namespace is None:
+            keys, places = self._sealed[named.blocks]
+            row = _find(keys, named.key)
+            return None if row is None else places[row]
+        space = self.spaces.get(named.namespace)
+        row = None if space is None else space.row(named.key)
+        return None if row is None else Place(named.namespace, row)
+
+    def newest_ns(self, namespace: NamespaceId, hashes: bytes) -> int:
+        """When any block of an object was last claimed or used; 0 where none is claimed."""
+        space = self.spaces[namespace]
+        rows = (space.row(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES))
+        return max((int(space.last_ns[row]) for row in rows if row is not None), default=0)
+
+    def knows_sealed(self, blocks: int) -> bool:
+        """Whether `learn_sealed` has been told."""
+        return blocks in self._sealed
+
+    def learn_sealed(self, blocks: int, names: Mapping[NamespaceId, Sequence[str]]) -> None:
+        """Learn what the claims of namespaces stand under whose names tell nothing, each in the order of its rows."""
+        entries = []
+        for namespace, named in names.items():
+            for row, name in enumerate(named):
+                parts = parse(name)
+                if parts is not None and parts.namespace is None:
+                    entries.append((parts.key, Place(namespace, row)))
+        entries.sort()
+        keys = np.frombuffer(b"".join(key for key, _ in entries), dtype=_COLUMN)
+        self._sealed[blocks] = keys, [place for _, place in entries]
+
+
+def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Chosen]:
+    """The objects last claimed, used or put longer ago than that."""
+    for space in holdings.spaces.values():
+        rows = np.flatnonzero((space.blocks > 0) & (now_ns - space.used_ns() > older_ns))
+        yield from _chosen(space, rows, EvictReason.TTL)
+
+
+def over_quota(
+    holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int
+) -> list[Chosen]:
+    """The least recently used objects, as many as stand above what a tenant, and then the whole pool, may have.
+
+    Args:
+        gone: those that go anyway.
+        quota_bytes: of the whole pool; 0: no limit.
+        more_bytes: what the pool has beside the objects that can be chosen.
+    """
+    chosen: list[Chosen] = []
+    left: list[tuple[int, NamespaceId, int]] = []  # (used, namespace, row)
+    by_tenant: dict[str, list[tuple[int, NamespaceId, int]]] = {}
+    for space in holdings.spaces.values():
+        going = gone.get(space.namespace, set())
+        rows = [int(row) for row in np.flatnonzero(space.blocks > 0) if space.block(int(row)) not in going]
+        used_ns = space.used_ns()
+        by_tenant.setdefault(space.tenant, []).extend((int(used_ns[row]), space.namespace, row) for row in rows)
+    for tenant, entries in by_tenant.items():
+        entries.sort()
+        count = _first_above(holdings, entries, holdings.quotas.get(tenant), 0)
+        chosen += [_one(holdings, entry) for entry in entries[:count]]
+        left += entries[count:]
+    left.sort()
+    count = _first_above(holdings, left, quota_bytes or None, more_bytes)
+    return chosen + [_one(holdings, entry) for entry in left[:count]]
+
+
+def _first_above(
+    holdings: Holdings, entries: Sequence[tuple[int, NamespaceId, int]], quota_bytes: int | None, more_bytes: int
+) -> int:
+    """How many, from the first on, must go so that the rest is within a quota."""
+    if quota_bytes is None:
+        return 0
+    sizes = [int(holdings.spaces[namespace].sizes[row]) for _, namespace, row in entries]
+    over, count = sum(sizes) + more_bytes - quota_bytes, 0
+    while over > 0 and count < len(sizes):
+        over -= sizes[count]
+        count += 1
+    return count
+
+
+def _one(holdings: Holdings, entry: tuple[int, NamespaceId, int]) -> Chosen:
+    _, namespace, row = entry
+    return next(_chosen(holdings.spaces[namespace], np.array([row]), EvictReason.QUOTA))
+
+
+def _chosen(space: Space, rows: np.ndarray, reason: EvictReason) -> Iterator[Chosen]:
+    for row in rows.tolist():
+        yield Chosen(space.namespace, space.block(row), int(space.blocks[row]), reason)
+
+
+def lacking(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Rows of `hashes` that are not among `known`, which is sorted."""
+    if not len(known):
+        return np.arange(len(hashes))
+    at = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+    return np.flatnonzero(known[at] != hashes)
+
+
+def column(hashes: bytes) -> np.ndarray:
+    """Packed hashes as a sorted column."""
+    return np.sort(np.frombuffer(hashes, dtype=_COLUMN))
+
+
+def _find(keys: np.ndarray, key: bytes) -> int | None:
+    wanted = np.frombuffer(key, dtype=_COLUMN)
+    row = int(np.searchsorted(keys, wanted)[0])
+    return row if row < len(keys) and keys[row] == wanted[0] else None
