@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -41,6 +42,7 @@ _BEYOND = re.compile(r"Wanted range starting at")  # some stores send the end of
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>|\"code\": ?\"([A-Za-z0-9]+)\"")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request|Unknown)")
 _EARLY = re.compile(r"IncompleteBody|IncompleteMessage|UnexpectedEof|ConnectionReset|BrokenPipe|ConnectionAborted")
+_IN_BODY = re.compile(r"kind: (Body|Decode)")
 _CLOCK = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "NoSuchContainer")
 _CREDENTIAL_CODES = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
@@ -104,11 +106,16 @@ class BlobStore:
         blobs: S3Store | AzureStore,
         limits: Limits,
         *,
+        deleting_singly: S3Store | AzureStore | None = None,
         on_close: Callable[[], None] = lambda: None,
         remarks: tuple[str, ...] = (),
         expiry_days: int | None = None,
     ) -> None:
-        """Start the thread; `blobs` has been made with `client_options` and `NO_RETRIES`."""
+        """Start the thread; `blobs` has been made with `client_options` and `NO_RETRIES`.
+
+        Args:
+            deleting_singly: the same, deleting one name a request, for stores that cannot delete many.
+        """
         import obstore
 
         self.name = name
@@ -117,6 +124,7 @@ class BlobStore:
         self.expiry_days = expiry_days
         self._obstore = obstore
         self._blobs = blobs
+        self._deleting_singly = deleting_singly or blobs
         self._on_close = on_close
         self._conditional = True  # until the store says it knows no conditional put
         self._read_timeout_s = limits.read_timeout_s
@@ -200,9 +208,11 @@ class BlobStore:
         if not ended:
             try:
                 return future.result(deadline_s + _LATE_S)
-            except (LateError, asyncio.CancelledError):
+            except LateError:
                 future.cancel()
                 return [_late(deadline_s)] * len(works)
+            except CancelledError:
+                pass  # it was closed meanwhile
         for work in works:
             work.close()
         return [Refusal(Trouble.SILENT, "the store is closed here")] * len(works)
@@ -318,7 +328,7 @@ class BlobStore:
         return list(await asyncio.gather(*(self._delete_one(name) for name in names)))
 
     async def _delete_one(self, name: str) -> Refusal | None:
-        answer = await self._ask(lambda: self._obstore.delete_async(self._blobs, name))
+        answer = await self._ask(lambda: self._obstore.delete_async(self._deleting_singly, name))
         if not isinstance(answer, _Failure) or answer.trouble is Trouble.ABSENT:
             return None
         return answer.refusal()
@@ -464,10 +474,10 @@ def read_failure(error: Exception) -> _Failure:
 def _without_status(error: Exception, text: str) -> _Failure:
     """The store did not answer, or not as it should."""
     kind = _KIND.search(text)
-    if _EARLY.search(text) or isinstance(error, ConnectionResetError):
-        sending = kind is not None and kind[1] == "Request"
-        words = "the connection was cut" if sending else "the answer ended early"
-        return _Failure(Trouble.SILENT if sending else Trouble.REFUSED, words, 0, again=True)
+    if isinstance(error, ConnectionResetError) or (_EARLY.search(text) and _IN_BODY.search(text)):
+        return _Failure(Trouble.REFUSED, "the answer ended early", 0, again=True)
+    if _EARLY.search(text):
+        return _Failure(Trouble.SILENT, "the connection was cut", 0, again=True)
     match kind[1] if kind else "":
         case "Timeout":
             return _Failure(Trouble.SILENT, "no answer in time", 0, again=True)

@@ -86,21 +86,24 @@ def open_s3_store(
             "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
         }
 
-    blobs = S3Store(
-        bucket,
-        prefix=prefix or None,
-        region=answer.region,
-        virtual_hosted_style_request=False,
-        unsigned_payload=True,  # objects prove their own bytes, and hashing them again costs more than sending them
-        credential_provider=current,
-        client_options=client_options(limits, answer.endpoint),
-        retry_config=NO_RETRIES,
-        config={"endpoint": answer.endpoint} if answer.endpoint else None,
-    )
+    def client(deletes_many: bool) -> S3Store:
+        return S3Store(
+            bucket,
+            prefix=prefix or None,
+            region=answer.region,
+            disable_bulk_delete=not deletes_many,
+            unsigned_payload=True,  # objects prove their own bytes, and hashing them again costs more than sending them
+            credential_provider=current,
+            client_options=client_options(limits, answer.endpoint),
+            retry_config=NO_RETRIES,
+            config={"endpoint": answer.endpoint} if answer.endpoint else None,
+        )
+
     return BlobStore(
         name,
-        blobs,
+        client(deletes_many=True),
         limits,
+        deleting_singly=client(deletes_many=False),
         on_close=answer.client.close,
         remarks=answer.remarks,
         expiry_days=answer.expiry_days,
