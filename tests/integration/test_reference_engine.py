@@ -66,8 +66,9 @@ class MemoryManager:
         self.pins.update(slots)
         return Prefix(len(slots), slots, {Tier.HBM: len(slots)} if slots else {})
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, namespace_id: NamespaceId) -> list[int] | None:
         assert count > 0
+        assert namespace_id == NAMESPACE.id
         victims = [one for one, slot in self.held.items() if not self.pins[slot]]
         if len(self.free) + len(victims) < count:
             return None

@@ -44,8 +44,8 @@ class BlockManager(Protocol):
     def acquire(self, namespace_id: NamespaceId, hashes: bytes, /) -> HeldPrefix:
         """The longest held run, brought to HBM and pinned."""
 
-    def allocate(self, count: int, /) -> list[int] | None:
-        """HBM slots to write; None when short."""
+    def allocate(self, count: int, namespace_id: NamespaceId, /) -> list[int] | None:
+        """HBM slots to write, for blocks of a namespace; None when short."""
 
     def create(
         self, namespace_id: NamespaceId, parent: SequenceHash, start: int, hashes: bytes, slots: list[int], /
