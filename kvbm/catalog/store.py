@@ -26,6 +26,7 @@ except ImportError:
 
 from kvbm.catalog import tables
 from kvbm.catalog.database import database_errors, open_database, shown
+from kvbm.streams.base import Mark
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
@@ -110,6 +111,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
         stream: the stream's name.
         previous: the position the projection stood at, 0 before the first message.
         stream_sequence: the position after the batch, above `previous`.
+        fingerprint: of the message there, as in `Mark`; None: not known.
         instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
     """
@@ -117,6 +119,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     previous: int
     stream_sequence: int
+    fingerprint: int | None = None
     instances: tuple[InstanceRow, ...] = ()
     epochs: tuple[EpochRow, ...] = ()
     namespaces: tuple[NamespaceRow, ...] = ()
@@ -219,6 +222,13 @@ class Store:
             async with self._engine.connect() as connection:
                 return await _position(connection, stream)
 
+    async def positions(self) -> dict[str, Mark]:
+        """The last place of every stream that was applied, and the message it was."""
+        table = tables.positions
+        return {
+            row["stream"]: Mark(row["stream_sequence"], row["fingerprint"]) for row in await self._read(select(table))
+        }
+
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         """How far each instance's stream has been applied."""
         rows = await self._read(select(tables.instance_positions))
@@ -291,13 +301,14 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     moved = await connection.execute(
         update(table)
         .where(table.c.stream == batch.stream, table.c.stream_sequence == batch.previous)
-        .values(stream_sequence=batch.stream_sequence)
+        .values(stream_sequence=batch.stream_sequence, fingerprint=batch.fingerprint)
     )
     if moved.rowcount == 1:
         return True
     if batch.previous:
         return False
-    made = await connection.execute(first, {"stream": batch.stream, "stream_sequence": batch.stream_sequence})
+    values = {"stream": batch.stream, "stream_sequence": batch.stream_sequence, "fingerprint": batch.fingerprint}
+    made = await connection.execute(first, values)
     return made.rowcount == 1
 
 

@@ -225,9 +225,9 @@ def test_a_migration_that_fails_leaves_nothing(
 ) -> None:
     folder = tmp_path / "migrations"
     shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    broken = folder / "versions" / "0002_broken.py"
+    broken = folder / "versions" / "9999_broken.py"
     broken.write_text(
-        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        "from alembic import op\nrevision, down_revision = '9999', '0002'\n"
         "def upgrade():\n    op.execute('CREATE TABLE half (a INTEGER)')\n    op.execute('nonsense')\n"
     )
     with monkeypatch.context() as patched:

@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.streams.base import Heartbeat, Position, StreamMessage
+from kvbm.streams.base import Heartbeat, Mark, Position, StreamMessage, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
@@ -559,7 +559,7 @@ def test_an_epoch_that_was_never_restated_after_sql_alone_is_blind_until_its_rou
     batch = first.projector.take_batch()
     assert batch is not None
     later = Reader(twin.projector(stored=5, known=batch.instances))
-    later.projector.restore_blind(5, batch.positions)
+    later.projector.restore_blind(Mark(5), batch.positions)
     later.sequence = 5
     assert later.projector.position(ONE) == (1, instance.ledger.applied)
     assert later.is_doubtful() and later.projector.troubles()[ONE].reasons() == ["joined midway"]
@@ -580,7 +580,7 @@ def test_an_instance_that_sql_says_has_stopped_is_not_asked_to_restate(twin: Twi
     batch = first.projector.take_batch()
     assert batch is not None
     later = Reader(twin.projector(stored=6, known=batch.instances))
-    later.projector.restore_blind(6, batch.positions)
+    later.projector.restore_blind(Mark(6), batch.positions)
     assert not later.projector.troubles()
 
 
