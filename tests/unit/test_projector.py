@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.streams.base import Heartbeat, Mark, Position, StreamMessage, mark_of
+from kvbm.streams.base import Heartbeat, Mark, Position, StreamMessage
 from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
