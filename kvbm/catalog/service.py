@@ -207,7 +207,7 @@ class CatalogService:
         try:
             state = await stream.state(settings.connect_s)
             stored = await numbering(store, settings.cluster, state, stream)
-            begun = await _begin(settings, store, kernels, new_index, stored, stream, state.last_sequence)
+            begun = await _begin(settings, store, kernels, new_index, stored, stream)
             service = cls(settings, store, stream, begun, stored, state.last_sequence, kernels, new_index)
             await service._follow()
         except BaseException:
@@ -714,8 +714,7 @@ class CatalogService:
 
 
 async def _begin(
-    settings: ServiceSettings, store: Store, kernels: Kernels, new_index: NewIndex, stored: Numbering,
-    stream: EventStream, end: int,
+    settings: ServiceSettings, store: Store, kernels: Kernels, new_index: NewIndex, stored: Numbering, stream: EventStream
 ) -> _Beginning:  # fmt: skip
     """The newest checkpoint, or SQL's position with everybody in doubt, or nothing and the whole stream."""
     known = await store.instances()
@@ -726,7 +725,7 @@ async def _begin(
     if settings.checkpoints and isinstance(index, Checkpointing):
         loaded = await load_newest(
             Path(settings.checkpoints), new_index, settings.capacity, stored.name, stored.place.sequence,
-            lambda mark: still_holds(stream, mark, end),
+            lambda mark: still_holds(stream, mark),
         )  # fmt: skip
         index = loaded.held if loaded is not None else index
     projector = Projector(

@@ -26,7 +26,7 @@ except ImportError:
 
 from kvbm.catalog import tables
 from kvbm.catalog.database import database_errors, open_database, shown
-from kvbm.streams.base import Mark
+from kvbm.streams.base import START, Mark
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
@@ -137,10 +137,11 @@ class Outcome(Enum):
 
 
 class Applied(NamedTuple):
-    """A batch's outcome and the stream's stored position. True when this call wrote it."""
+    """A batch's outcome and the stream's stored position, with the message there. True when this call wrote it."""
 
     outcome: Outcome
     position: int
+    fingerprint: int | None = None
 
     def __bool__(self) -> bool:
         return self.outcome is Outcome.APPLIED
@@ -209,7 +210,7 @@ class Store:
                 await self._upsert(connection, "instance_positions", positions)
                 await _in_chunks(connection, _WITHDRAW, withdrawn)
                 await self._upsert(connection, "object_claims", claimed)
-        return Applied(Outcome.APPLIED, batch.stream_sequence)
+        return Applied(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -220,7 +221,7 @@ class Store:
         """The last sequence of the stream that was applied, 0 when none was."""
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.connect() as connection:
-                return await _position(connection, stream)
+                return (await _position(connection, stream)).sequence
 
     async def positions(self) -> dict[str, Mark]:
         """The last place of every stream that was applied, and the message it was."""
@@ -289,10 +290,11 @@ class Store:
 # -- the position -----------------------------------------------------------------------------------------------------
 
 
-async def _position(connection: AsyncConnection, stream: str) -> int:
+async def _position(connection: AsyncConnection, stream: str) -> Mark:
     table = tables.positions
-    stored = (await connection.execute(select(table.c.stream_sequence).where(table.c.stream == stream))).scalar()
-    return 0 if stored is None else int(stored)
+    asked = select(table.c.stream_sequence, table.c.fingerprint).where(table.c.stream == stream)
+    stored = (await connection.execute(asked)).one_or_none()
+    return START if stored is None else Mark(*stored)
 
 
 async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: Executable) -> bool:
@@ -312,10 +314,10 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     return made.rowcount == 1
 
 
-def _not_applied(batch: StoreBatch, stored: int) -> Applied:
-    if stored >= batch.stream_sequence:
-        return Applied(Outcome.REPEATED, stored)
-    return Applied(Outcome.OVERTAKEN if stored > batch.previous else Outcome.MISSING, stored)
+def _not_applied(batch: StoreBatch, stored: Mark) -> Applied:
+    if stored.sequence >= batch.stream_sequence:
+        return Applied(Outcome.REPEATED, *stored)
+    return Applied(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
 
 
 # -- statements -------------------------------------------------------------------------------------------------------

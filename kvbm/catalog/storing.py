@@ -62,7 +62,8 @@ async def numbering(
     places = {_generation(name, first): place for name, place in (await store.positions()).items()}
     generation = max([1, *places])
     place = places.get(generation, START)
-    if generation <= _generation(lost, first) or not await _is_held(stream, place, state.last_sequence):
+    is_held = place.sequence <= state.last_sequence if stream is None else await still_holds(stream, place)
+    if generation <= _generation(lost, first) or not is_held:
         generation, place = max(generation, _generation(lost, first)) + 1, START
         log.warning("stream.end_lost", stream=_named(first, generation), end=state.last_sequence)
     return Numbering(_named(first, generation), place)
@@ -78,10 +79,6 @@ def _generation(name: str, first: str) -> int:
         return 1
     whose, _, number = name.rpartition("#")
     return int(number) if whose == first and number.isdigit() else 0
-
-
-async def _is_held(stream: EventStream | None, place: Mark, end: int) -> bool:
-    return place.sequence <= end if stream is None else await still_holds(stream, place, end)
 
 
 class Storing:
@@ -149,7 +146,8 @@ class Storing:
             self._let_go("the database takes too long")
 
     async def flush(self) -> None:
-        """Store what is left, once; what was let go is left to the next start. Raises CatalogError."""
+        """Store what is left, once; what was let go is left to the next start. Raises CatalogError, StreamError."""
+        await self._check_if_wanted()
         if await self._store_batch() and not self._is_behind:
             await self._store_batch()  # what was cut before, then what came after it
 
@@ -172,13 +170,7 @@ class Storing:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _store_what_waits(self) -> None:
-        if self._is_unchecked and self.name:
-            self._is_unchecked = False
-            try:
-                await self._check_place()
-            except BaseException:
-                self._is_unchecked = True
-                raise
+        await self._check_if_wanted()
         await self._store_batch()
         if not self.name:
             state = await self._stream.state()
@@ -196,15 +188,31 @@ class Storing:
                 await self._take_claims()
                 self._take_claims_s = time.monotonic() + CLAIMS_LEAST_S
 
+    async def _check_if_wanted(self) -> None:
+        if not self._is_unchecked or not self.name:
+            return
+        self._is_unchecked = False
+        try:
+            await self._check_place()
+        except BaseException:
+            self._is_unchecked = True
+            raise
+
     async def _check_place(self) -> Mark:
-        """SQL's place; rows are read anew under another name when the stream has another history there."""
+        """SQL's place, looked at as `_is_of_history` does."""
         name = self.name
         place = (await self._store.positions()).get(name, START)
-        end = await self._stream.last_sequence()
-        if not await still_holds(self._stream, place, end) and name == self.name:
-            log.warning("stream.end_lost", stream=name, end=end, stored=place.sequence)
-            self.begin_anew()
+        await self._is_of_history(name, place)
         return place
+
+    async def _is_of_history(self, name: str, place: Mark) -> bool:
+        """Whether the stream holds what SQL stands at; rows are read anew, under another name, when it does not."""
+        if await still_holds(self._stream, place):
+            return True
+        if name == self.name:
+            log.warning("stream.end_lost", stream=name, stored=place.sequence)
+            self.begin_anew()
+        return False
 
     async def _take_claims(self) -> None:
         """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
@@ -244,6 +252,10 @@ class Storing:
             return False
         self._batch = batch
         applied = await self._store.apply(batch)
+        is_met = applied.outcome in (Outcome.OVERTAKEN, Outcome.REPEATED) and batch.stream == self.name
+        if is_met and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
+            self._batch = None  # the other catalog has read messages that the stream has lost since
+            return False
         if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
@@ -318,6 +330,10 @@ class Storing:
         batch = second.take_batch()
         while batch is not None:
             applied = await self._store.apply(batch)
+            if not applied and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
+                raise StreamError(
+                    "the stream has lost messages that another catalog had stored while rows were read again"
+                )
             match applied.outcome:
                 case Outcome.OVERTAKEN:
                     batch = msgspec.structs.replace(batch, previous=applied.position)

@@ -375,21 +375,18 @@ def mark_of(message: StreamMessage) -> Mark:
     return Mark(message.sequence, int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little"))
 
 
-async def still_holds(stream: EventStream, mark: Mark, end: int, timeout_s: float = 5.0) -> bool:
+async def still_holds(stream: EventStream, mark: Mark, timeout_s: float = 5.0) -> bool:
     """Whether a stream's history is still the one a mark was made in: all up to it may be taken as read.
 
-    A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is believed.
-
-    Args:
-        end: the stream's last sequence.
-    Raises: StreamError: it does not answer.
+    A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is believed as
+    long as the stream reaches it. Raises StreamError: the stream does not answer.
     """
-    if mark.sequence > end:
-        return False
-    if not mark.sequence or mark.fingerprint is None:
+    if not mark.sequence:
         return True
-    message = await stream.message(mark.sequence, timeout_s)
-    return message is None or mark_of(message) == mark
+    message = None if mark.fingerprint is None else await stream.message(mark.sequence, timeout_s)
+    if message is not None:
+        return mark_of(message) == mark
+    return mark.sequence <= await stream.last_sequence(timeout_s)
 
 
 def checked_name(what: str, name: str) -> str:

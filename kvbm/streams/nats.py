@@ -982,7 +982,8 @@ class NatsReader:
         if self._is_closed:
             raise StreamError("the reader is closed")
         if self._pull is not None:
-            log.info("stream.reader_restarted", stream=self._name, after=self._after, why=self._pull.why_broken)
+            after = None if self._after is None else self._after.sequence
+            log.info("stream.reader_restarted", stream=self._name, after=after, why=self._pull.why_broken)
             await self._pull.end()
             self._pull = None
         self._stream.add_reader(self)

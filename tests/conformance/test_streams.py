@@ -18,6 +18,7 @@ from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import (
     ORIGIN,
     SAMPLES_KEPT,
+    START,
     AccessSample,
     EventReader,
     EventStream,
@@ -196,10 +197,12 @@ def test_a_message_sent_again_has_another_mark(run: Run, cluster: str) -> None:
         assert mark_of(first).sequence == one
         assert mark_of(first) == mark_of(first._replace())
         assert mark_of(first).fingerprint != mark_of(second).fingerprint
-        assert await still_holds(stream, mark_of(first), two)
-        assert await still_holds(stream, Mark(one), two)  # not known: believed
-        assert not await still_holds(stream, Mark(one, mark_of(second).fingerprint), two)
-        assert not await still_holds(stream, mark_of(second), one)
+        assert await still_holds(stream, mark_of(first))
+        assert await still_holds(stream, Mark(one))  # not known: believed
+        assert not await still_holds(stream, Mark(one, mark_of(second).fingerprint))
+        assert not await still_holds(stream, Mark(two + 1000, 7))
+        assert not await still_holds(stream, Mark(two + 1000))
+        assert await still_holds(stream, START)
 
     run(work)
 

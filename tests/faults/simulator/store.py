@@ -45,11 +45,11 @@ class SimStore:
     async def apply(self, batch: StoreBatch) -> Applied:
         self._check()
         assert 0 <= batch.previous < batch.stream_sequence
-        stored = self.places.get(batch.stream, START).sequence
-        if stored != batch.previous:
-            if stored >= batch.stream_sequence:
-                return Applied(Outcome.REPEATED, stored)
-            return Applied(Outcome.OVERTAKEN if stored > batch.previous else Outcome.MISSING, stored)
+        place = self.places.get(batch.stream, START)
+        if place.sequence != batch.previous:
+            if place.sequence >= batch.stream_sequence:
+                return Applied(Outcome.REPEATED, *place)
+            return Applied(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
         self.places[batch.stream] = Mark(batch.stream_sequence, batch.fingerprint)
         for row in batch.instances:
             old = self.instance_rows.get(row.id)
