@@ -686,7 +686,7 @@ class Lost:
                 await eventually(lambda: self.is_stored(catalog), 30)
         finally:
             await stream.close()
-        assert "#" in catalog._storing.name
+        await eventually(lambda: "#" in catalog._storing.name)
 
     async def is_stored(self, catalog: CatalogService) -> bool:
         rows = await catalog._store.instance_positions()
