@@ -327,7 +327,7 @@ MUTANTS: dict[str, Mutant] = {
     "places_without_fingerprints": Mutant(
         "a place in a history that the server has lost is not read on from",
         _places_without_fingerprints,
-        ("cut_server_power", "cut_server_power", "kill_catalog", "kill_catalog", "kill"),
+        ("cut_server_power", "kill_catalog"),
         run_s=2.0,
     ),
     "withheld_never_returned": Mutant(
