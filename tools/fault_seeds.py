@@ -40,7 +40,7 @@ def run_chunk(seeds: list[int], mutant: str, how: Plan) -> list[Outcome]:
         stack.enter_context(watched())
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = how._replace(mix=MUTANTS[mutant].mix)
+            how = how._replace(mix=MUTANTS[mutant].mix, run_s=min(how.run_s, MUTANTS[mutant].run_s))
         for seed in seeds:
             found.append(run_seed(seed, how))
             gc.collect()
@@ -53,7 +53,7 @@ def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
         stack.enter_context(watched())
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = how._replace(mix=MUTANTS[mutant].mix)
+            how = how._replace(mix=MUTANTS[mutant].mix, run_s=min(how.run_s, MUTANTS[mutant].run_s))
         outcome = run_seed(seed, how, say=None if minimise else print)
         if minimise and outcome.violation:
             without: frozenset[int] = frozenset()

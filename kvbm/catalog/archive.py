@@ -27,7 +27,7 @@ import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
-from kvbm.streams.base import AccessSample, EventStream, StreamMessage
+from kvbm.streams.base import AccessSample, EventStream, StreamMessage, mark_of
 from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
 log = structlog.get_logger()
@@ -50,12 +50,14 @@ class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         created: when the stream's store was made; "" before the first message.
         generation: of the store, from 1.
-        sequence: the last one written. file, bytes: the file it ends, and where.
+        sequence: the last one written. fingerprint: of that message, as in `Mark`; None: not known.
+        file, bytes: the file it ends, and where.
     """
 
     created: str = ""
     generation: int = 1
     sequence: int = 0
+    fingerprint: int | None = None
     file: str = ""
     bytes: int = 0
 
@@ -130,8 +132,9 @@ class ArchiveFiles:
             except OSError as error:
                 self._drop_half()
                 raise self._failed(error) from error
+            sequence, fingerprint = mark_of(messages[end - 1])
             self.position = msgspec.structs.replace(
-                self.position, sequence=messages[end - 1].sequence, bytes=self.position.bytes + size
+                self.position, sequence=sequence, fingerprint=fingerprint, bytes=self.position.bytes + size
             )
             at = end
         self._has_failed = False
@@ -361,7 +364,7 @@ class Archive:
     async def _follow(self, files: ArchiveFiles) -> None:
         state = await self._stream.state()
         after = await self._run(files.follow, state.created, state.first_sequence, state.last_sequence)
-        reader = await self._stream.pull(after, self._cluster)
+        reader = await self._stream.pull(after, self._cluster, fingerprint=files.position.fingerprint)
         synced_s = time.monotonic()
         try:
             while True:

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +25,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.projector import Projector, ProjectorState
 from kvbm.core.errors import CatalogError, CheckpointError
+from kvbm.streams.base import Mark
 
 log = structlog.get_logger()
 
@@ -55,6 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stream: its name in SQL, which tells one store of it from the next.
         sequence: where the state stands. settled: what was applied when the last block was written.
+        fingerprint: of the message at `settled`, as in `Mark`; None: not known.
         bytes, blocks: of the index file.
     """
 
@@ -65,6 +67,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     blocks: int
     wall_time_ns: int
+    fingerprint: int | None = None
 
 
 class Loaded(NamedTuple):
@@ -107,15 +110,15 @@ class Writing:
             raise self._failed(error) from error
         self._size = (size, blocks)
 
-    def finish(self, settled: int) -> Manifest:
+    def finish(self, settled: Mark) -> Manifest:
         """Make it count, and remove older ones. Raises CatalogError: the folder does not take it.
 
         Args:
-            settled: sequence that has been applied by now.
+            settled: what has been applied by now.
         """
         manifest = Manifest(
-            version=_VERSION, stream=self._stream, sequence=self.sequence, settled=settled,
-            bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
+            version=_VERSION, stream=self._stream, sequence=self.sequence, settled=settled.sequence,
+            fingerprint=settled.fingerprint, bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
         )  # fmt: skip
         body = msgspec.json.encode(manifest)
         final, part = self._folder / f"{self._name}{_MANIFEST}", self._folder / f"{self._name}{_MANIFEST}{_PART}"
@@ -140,34 +143,43 @@ class Writing:
         )
 
 
-def load_newest(folder: Path, new_index: NewIndex, capacity: int, stream: str, stored: int, end: int) -> Loaded | None:
+async def load_newest(
+    folder: Path, new_index: NewIndex, capacity: int, stream: str, stored: int, holds: Callable[[Mark], Awaitable[bool]]
+) -> Loaded | None:
     """The index of the newest checkpoint that can be used, or None. One that is damaged is left out with a warning.
 
     Args:
         stored: SQL's position; a later checkpoint is of no use, because rows between the two would be lost.
-        end: of the stream; one that knows of later messages is of another stream, or of one that has lost its end.
+        holds: whether the stream's history is still the one of a mark; a checkpoint that knows of messages the stream has lost may
+            hold blocks that nobody will speak of again.
     """
-    for path, manifest in _manifests(folder):
+    for path, manifest in await asyncio.to_thread(lambda: list(_manifests(folder))):
         if manifest.stream != stream:
             continue
-        if manifest.sequence > stored or manifest.settled > end:
+        is_ahead = manifest.sequence > stored
+        if is_ahead or not await holds(Mark(manifest.settled, manifest.fingerprint)):
             log.info(
                 "checkpoint.passed_over", path=str(path), sequence=manifest.sequence, settled=manifest.settled,
-                stored=stored, stream_end=end,
+                stored=stored, why="ahead of SQL" if is_ahead else "the stream has lost messages it knows of",
             )  # fmt: skip
             continue
-        index = new_index(capacity)
-        assert isinstance(index, Checkpointing)
-        file = path.with_suffix(_INDEX)
-        try:
-            if file.stat().st_size != manifest.bytes:
-                raise CatalogError(f"{file.stat().st_size} bytes instead of {manifest.bytes}")
-            state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=ProjectorState)
-        except (CheckpointError, CatalogError, msgspec.MsgspecError, OSError) as error:
-            log.warning("checkpoint.damaged", path=str(file), why=str(error))
-            continue
-        return Loaded(index, state, manifest.settled)
+        loaded = await asyncio.to_thread(_load, path.with_suffix(_INDEX), manifest, new_index(capacity))
+        if loaded is not None:
+            return loaded
     return None
+
+
+def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> Loaded | None:
+    """What one checkpoint has; None, and a warning, when it is damaged."""
+    assert isinstance(index, Checkpointing)
+    try:
+        if file.stat().st_size != manifest.bytes:
+            raise CatalogError(f"{file.stat().st_size} bytes instead of {manifest.bytes}")
+        state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=ProjectorState)
+    except (CheckpointError, CatalogError, msgspec.MsgspecError, OSError) as error:
+        log.warning("checkpoint.damaged", path=str(file), why=str(error))
+        return None
+    return Loaded(index, state, manifest.settled)
 
 
 class Checkpointer:
@@ -207,7 +219,7 @@ class Checkpointer:
                 await asyncio.wait([work], timeout=_POLL_S)
         try:
             await work
-            self.last = await asyncio.to_thread(writing.finish, self._projector.sequence)
+            self.last = await asyncio.to_thread(writing.finish, self._projector.mark)
         except CatalogError as error:
             self._degraded.note("checkpoints", str(error))
             return

@@ -36,7 +36,7 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.kernels import ScanFrames
-from kvbm.streams.base import ORIGIN, Heartbeat, Position, StreamMessage, subject_names
+from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, mark_of, subject_names
 
 log = structlog.get_logger()
 
@@ -146,14 +146,15 @@ class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
     newest_wall_ns: int
     namespaces: tuple[Namespace, ...]
     followed: tuple[FollowedState, ...]
+    fingerprint: int | None = None  # of the message at `sequence`; None: not known
 
 
 class _Arrived(NamedTuple):
-    """A good frame, the bytes it lies in, and the message they came with."""
+    """A good frame, the bytes it lies in, and the place before the message they came with: None until it is kept aside."""
 
     frame: ScannedFrame
     data: bytes
-    sequence: int
+    before: Mark | None = None
 
     @property
     def size(self) -> int:
@@ -209,6 +210,7 @@ class Projector:
         self._gap_wait_s = gap_wait_s
         self._followed: dict[InstanceId, _Followed] = {}
         self._namespaces = {namespace.id: namespace for namespace in namespaces}
+        self._last: StreamMessage | Mark = START  # read; the mark is made of it when somebody asks
         self._is_gathering = False
         self._is_behind = False  # rows were let go: none are gathered until `gather_after`
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests say nothing
@@ -226,6 +228,7 @@ class Projector:
         """What a checkpoint keeps beside the index."""
         return ProjectorState(
             sequence=self.sequence,
+            fingerprint=self.mark.fingerprint,
             newest_wall_ns=self.newest_wall_ns,
             namespaces=tuple(self._namespaces.values()),
             followed=tuple(
@@ -245,6 +248,7 @@ class Projector:
             settled: sequence that had been applied when the checkpoint was whole. Blocks in it may be newer than `state`, so until
                 then digests are not compared.
         """
+        self._last = Mark(state.sequence, state.fingerprint)
         self.sequence, self.newest_wall_ns, self._settled = state.sequence, state.newest_wall_ns, settled
         for namespace in state.namespaces:
             self._namespaces.setdefault(namespace.id, namespace)
@@ -258,9 +262,9 @@ class Projector:
             elif (view := self.index.view(entry.row.id)) is not None and view.missed and not view.stopped:
                 self.want_round(entry.row.id)  # the index may have learned of it a moment after the state was taken
 
-    def restore_blind(self, sequence: int, positions: Iterable[InstancePosition]) -> None:
+    def restore_blind(self, place: Mark, positions: Iterable[InstancePosition]) -> None:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is to restate it."""
-        self.sequence = sequence
+        self.sequence, self._last = place.sequence, place
         for position in positions:
             row = self._known.get(position.instance)
             if row is None or row.epoch != position.epoch:
@@ -283,10 +287,15 @@ class Projector:
             at_end: the reader had fetched everything when it returned these.
         """
         step = Step({}, [], any(message.sequence <= self.sequence for message in messages[:1]))
+        if step.renumbered:
+            self._settled, self._last = 0, START
+            for followed in self._followed.values():  # places of another history
+                followed.aside = {first: kept._replace(before=START) for first, kept in followed.aside.items()}
         for message in messages:
             self.sequence = message.sequence
             self._is_gathering = not self._is_behind and (step.renumbered or message.sequence > self._stored)
             self._receive(message, step)
+            self._last = message
         self._is_gathering = not self._is_behind
         if at_end:
             for instance, followed in self._followed.items():
@@ -311,7 +320,7 @@ class Projector:
 
     def renumber(self, stream: str, stored: int) -> None:
         """Go on in a stream whose sequences began anew, under another name in SQL."""
-        self._stream, self._stored, self._settled = stream, stored, 0
+        self._stream, self._stored = stream, stored
         self.may_lack_claims = True
 
     def doubt(self, instance: InstanceId) -> None:
@@ -337,24 +346,32 @@ class Projector:
         The caller stores it, and until it has, keeps it: the next batch begins where this one ends. It ends before the first
         message that is still kept aside, so that whoever begins there reads that one again; rows of later ones repeat then.
         """
-        kept = [one.sequence for followed in self._followed.values() for one in followed.aside.values()]
-        end = min([self.sequence, *(sequence - 1 for sequence in kept)])
-        if end <= self._stored or self._is_behind:
+        kept = [one.before for followed in self._followed.values() for one in followed.aside.values()]
+        end = min([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)
+        if end.sequence <= self._stored or self._is_behind:
             return None
         changed = [self._followed[instance] for instance in sorted(self._dirty)]
         batch = StoreBatch(
             stream=self._stream,
             previous=self._stored,
-            stream_sequence=end,
+            stream_sequence=end.sequence,
+            fingerprint=end.fingerprint,
             instances=tuple(followed.row for followed in changed),
             epochs=(*self._epochs, *(followed.epoch_row for followed in changed)),
             namespaces=tuple(self._new_namespaces),
             claims=tuple(self._claims),
             positions=tuple(map(_position_of, changed)),
         )
-        self._stored = end
+        self._stored = end.sequence
         self._forget_rows()
         return batch
+
+    @property
+    def mark(self) -> Mark:
+        """The place behind the message read last."""
+        if isinstance(self._last, StreamMessage):
+            self._last = mark_of(self._last)
+        return self._last
 
     @property
     def waiting_bytes(self) -> int:
@@ -460,7 +477,7 @@ class Projector:
             if frame.flaw:
                 self._poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
-            self._place(self._follow(instance, cluster), _Arrived(frame, message.data, message.sequence), step)
+            self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
         if error is not None:
             self._poison(message, str(error))
 
@@ -508,7 +525,7 @@ class Projector:
         if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:
             frame = arrived.frame  # its own bytes alone: what is kept must not keep the rest of its message
             alone = arrived.data[frame.at : frame.end]
-            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone, arrived.sequence)
+            followed.aside[first] = _Arrived(frame._replace(at=0, end=size), alone, self.mark)
             followed.aside_bytes += size
 
     def _pass_holes(self, followed: _Followed, step: Step) -> None:

@@ -56,7 +56,16 @@ from kvbm.core.errors import KvbmError, StreamError
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
 from kvbm.core.kernels import REFERENCE, Kernels
-from kvbm.streams.base import EventReader, EventStream, Heartbeat, LivenessFact, Position, StreamMessage, StreamState
+from kvbm.streams.base import (
+    EventReader,
+    EventStream,
+    Heartbeat,
+    LivenessFact,
+    Mark,
+    Position,
+    StreamMessage,
+    still_holds,
+)
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.nats import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
@@ -119,7 +128,7 @@ class _Beginning(NamedTuple):
 
     held: ClusterIndex
     projector: Projector
-    after: int
+    after: Mark
 
 
 class CatalogService:
@@ -198,8 +207,8 @@ class CatalogService:
             raise
         try:
             state = await stream.state(settings.connect_s)
-            stored = await numbering(store, settings.cluster, state)
-            begun = await _begin(settings, store, kernels, new_index, stored, state)
+            stored = await numbering(store, settings.cluster, state, stream)
+            begun = await _begin(settings, store, kernels, new_index, stored, stream)
             service = cls(settings, store, stream, begun, stored, state.last_sequence, kernels, new_index)
             await service._follow()
         except BaseException:
@@ -207,8 +216,8 @@ class CatalogService:
             await store.close()
             raise
         log.info(
-            "catalog.started", stream=stored.name, stored=stored.stored, stream_end=state.last_sequence,
-            reading_after=begun.after, residencies=begun.held.residency_count(), blind=len(begun.projector.troubles()),
+            "catalog.started", stream=stored.name, stored=stored.place.sequence, stream_end=state.last_sequence,
+            reading_after=begun.after.sequence, residencies=begun.held.residency_count(), blind=len(begun.projector.troubles()),
         )  # fmt: skip
         return service
 
@@ -473,7 +482,8 @@ class CatalogService:
     # -- following ----------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        self._reader = await self._stream.pull(self._after, self.settings.cluster, self.settings.connect_s)
+        after, fingerprint = self._after
+        self._reader = await self._stream.pull(after, self.settings.cluster, self.settings.connect_s, fingerprint)
         for instance in self._projector.instances():
             self._follow_life(instance)
         for name, work in (
@@ -514,6 +524,7 @@ class CatalogService:
             log.error("catalog.task_failed", task=task.get_name(), why=str(error), exc_info=error)
 
     async def _read(self, reader: EventReader) -> None:
+        begun = 0  # also at the start: between SQL's word and the reader's first the server may have gone
         while True:
             try:
                 messages = await reader.fetch(FETCH_WAIT_S)
@@ -522,6 +533,9 @@ class CatalogService:
                 await asyncio.sleep(RETRY_S)
                 continue
             self._degraded.clear("NATS")
+            if reader.begun != begun:
+                begun = reader.begun
+                self._storing.check_place()
             parts = slices(messages)
             for part in parts[:-1]:
                 await self._project(part, at_end=False)
@@ -704,7 +718,7 @@ class CatalogService:
 
 
 async def _begin(
-    settings: ServiceSettings, store: Store, kernels: Kernels, new_index: NewIndex, stored: Numbering, state: StreamState
+    settings: ServiceSettings, store: Store, kernels: Kernels, new_index: NewIndex, stored: Numbering, stream: EventStream
 ) -> _Beginning:  # fmt: skip
     """The newest checkpoint, or SQL's position with everybody in doubt, or nothing and the whole stream."""
     known = await store.instances()
@@ -713,19 +727,21 @@ async def _begin(
     index = new_index(settings.capacity)
     loaded = None
     if settings.checkpoints and isinstance(index, Checkpointing):
-        loaded = await asyncio.to_thread(
-            load_newest, Path(settings.checkpoints), new_index, settings.capacity, stored.name, stored.stored,
-            state.last_sequence,
+        loaded = await load_newest(
+            Path(settings.checkpoints), new_index, settings.capacity, stored.name, stored.place.sequence,
+            lambda mark: still_holds(stream, mark),
         )  # fmt: skip
         index = loaded.held if loaded is not None else index
-    projector = Projector(index, kernels.scan_frames, *stored, known=known, namespaces=namespaces)
+    projector = Projector(
+        index, kernels.scan_frames, stored.name, stored.place.sequence, known=known, namespaces=namespaces
+    )
     if loaded is not None:
         projector.restore(loaded.state, loaded.settled)
-    elif stored.stored and settings.checkpoints and isinstance(index, Checkpointing):
-        projector.restore_blind(stored.stored, positions.values())
+    elif stored.place.sequence and settings.checkpoints and isinstance(index, Checkpointing):
+        projector.restore_blind(stored.place, positions.values())
     async for chunk in store.claims():
         index.claim(chunk.pool, chunk.namespace, chunk.hashes)
-    return _Beginning(index, projector, projector.sequence)
+    return _Beginning(index, projector, projector.mark)
 
 
 def _same_model(a: Namespace, b: Namespace) -> bool:

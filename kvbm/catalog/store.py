@@ -38,6 +38,7 @@ except ImportError:
 
 from kvbm.catalog import tables
 from kvbm.catalog.database import database_errors, open_database, shown
+from kvbm.streams.base import START, Mark
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
@@ -123,6 +124,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
         stream: the stream's name.
         previous: the position the projection stood at, 0 before the first message.
         stream_sequence: the position after the batch, above `previous`.
+        fingerprint: of the message there, as in `Mark`; None: not known.
         instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
     """
@@ -130,6 +132,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     stream: str
     previous: int
     stream_sequence: int
+    fingerprint: int | None = None
     instances: tuple[InstanceRow, ...] = ()
     epochs: tuple[EpochRow, ...] = ()
     namespaces: tuple[NamespaceRow, ...] = ()
@@ -147,10 +150,11 @@ class Outcome(Enum):
 
 
 class Applied(NamedTuple):
-    """A batch's outcome and the stream's stored position. True when this call wrote it."""
+    """A batch's outcome and the stream's stored position, with the message there. True when this call wrote it."""
 
     outcome: Outcome
     position: int
+    fingerprint: int | None = None
 
     def __bool__(self) -> bool:
         return self.outcome is Outcome.APPLIED
@@ -227,7 +231,7 @@ class Store:
                 await self._upsert(connection, "instance_positions", positions)
                 await _in_chunks(connection, _WITHDRAW, withdrawn)
                 await self._upsert(connection, "object_claims", claimed)
-        return Applied(Outcome.APPLIED, batch.stream_sequence)
+        return Applied(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -238,7 +242,14 @@ class Store:
         """The last sequence of the stream that was applied, 0 when none was."""
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.connect() as connection:
-                return await _position(connection, stream)
+                return (await _position(connection, stream)).sequence
+
+    async def positions(self) -> dict[str, Mark]:
+        """The last place of every stream that was applied, and the message it was."""
+        table = tables.positions
+        return {
+            row["stream"]: Mark(row["stream_sequence"], row["fingerprint"]) for row in await self._read(select(table))
+        }
 
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         """How far each instance's stream has been applied."""
@@ -337,10 +348,11 @@ class Store:
 # -- the position -----------------------------------------------------------------------------------------------------
 
 
-async def _position(connection: AsyncConnection, stream: str) -> int:
+async def _position(connection: AsyncConnection, stream: str) -> Mark:
     table = tables.positions
-    stored = (await connection.execute(select(table.c.stream_sequence).where(table.c.stream == stream))).scalar()
-    return 0 if stored is None else int(stored)
+    asked = select(table.c.stream_sequence, table.c.fingerprint).where(table.c.stream == stream)
+    stored = (await connection.execute(asked)).one_or_none()
+    return START if stored is None else Mark(*stored)
 
 
 async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: Executable) -> bool:
@@ -349,20 +361,21 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     moved = await connection.execute(
         update(table)
         .where(table.c.stream == batch.stream, table.c.stream_sequence == batch.previous)
-        .values(stream_sequence=batch.stream_sequence)
+        .values(stream_sequence=batch.stream_sequence, fingerprint=batch.fingerprint)
     )
     if moved.rowcount == 1:
         return True
     if batch.previous:
         return False
-    made = await connection.execute(first, {"stream": batch.stream, "stream_sequence": batch.stream_sequence})
+    values = {"stream": batch.stream, "stream_sequence": batch.stream_sequence, "fingerprint": batch.fingerprint}
+    made = await connection.execute(first, values)
     return made.rowcount == 1
 
 
-def _not_applied(batch: StoreBatch, stored: int) -> Applied:
-    if stored >= batch.stream_sequence:
-        return Applied(Outcome.REPEATED, stored)
-    return Applied(Outcome.OVERTAKEN if stored > batch.previous else Outcome.MISSING, stored)
+def _not_applied(batch: StoreBatch, stored: Mark) -> Applied:
+    if stored.sequence >= batch.stream_sequence:
+        return Applied(Outcome.REPEATED, *stored)
+    return Applied(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
 
 
 # -- statements -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from kvbm.catalog.store import ClaimRun, Outcome, Store, StoreBatch
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.core.kernels import ScanFrames
-from kvbm.streams.base import EventStream, StreamMessage, StreamState
+from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats import STREAM
 
 log = structlog.get_logger()
@@ -40,31 +40,45 @@ _PART = "SQL"
 
 
 class Numbering(NamedTuple):
-    """A stream's name in SQL, and the position it has there."""
+    """A stream's name in SQL, and the place it has there."""
 
     name: str
-    stored: int
+    place: Mark
 
 
-async def numbering(store: Store, cluster: str | None, state: StreamState, lost: str = "") -> Numbering:
-    """Name of the stream in SQL, and its position. Another store is another stream, so the name tells when it was made.
+async def numbering(
+    store: Store, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
+) -> Numbering:
+    """Name of the stream in SQL, and its place. Another store is another stream, so the name tells when it was made.
 
-    A stream whose end lies before the stored position has lost its end, and its sequences name other messages from there on: it gets
-    a name of its own too. Raises CatalogError.
+    A stream that no longer holds the message at the stored place has lost its end, and its sequences name other messages from there
+    on: it gets a name of its own too, and the newest of these counts. Raises CatalogError, StreamError.
 
     Args:
-        lost: the name under which it was read until it lost its end; it may have grown past the stored position since.
+        stream: is asked for that message; None: nobody can be, and a stream that reaches the place is believed.
+        lost: the name under which it was read until it lost its end.
     """
     first = f"{STREAM if cluster is None else f'{STREAM}/{cluster}'}@{state.created}"
-    name, generation = first, 1
-    is_past = name != lost.partition("#")[0]
-    while (stored := await store.position(name)) > state.last_sequence or not is_past:
-        is_past = is_past or name == lost
-        generation += 1
-        name = f"{first}#{generation}"
-    if generation > 1:
-        log.warning("stream.end_lost", stream=name, end=state.last_sequence)
-    return Numbering(name, stored)
+    places = {_generation(name, first): place for name, place in (await store.positions()).items()}
+    generation = max([1, *places])
+    place = places.get(generation, START)
+    is_held = place.sequence <= state.last_sequence if stream is None else await still_holds(stream, place)
+    if generation <= _generation(lost, first) or not is_held:
+        generation, place = max(generation, _generation(lost, first)) + 1, START
+        log.warning("stream.end_lost", stream=_named(first, generation), end=state.last_sequence)
+    return Numbering(_named(first, generation), place)
+
+
+def _named(first: str, generation: int) -> str:
+    return first if generation == 1 else f"{first}#{generation}"
+
+
+def _generation(name: str, first: str) -> int:
+    """How often a stream has lost its end before it got a name, from 1; 0 for another stream's name."""
+    if name == first:
+        return 1
+    whose, _, number = name.rpartition("#")
+    return int(number) if whose == first and number.isdigit() else 0
 
 
 class Storing:
@@ -95,7 +109,7 @@ class Storing:
         waiting_bytes: int = WAITING_BYTES,
         claims_every_s: float = CLAIMS_EVERY_S,
     ) -> None:
-        self.name, self.stored = begun
+        self.name, self.stored = begun.name, begun.place.sequence
         self.read_again = 0
         self._store, self._stream, self._cluster, self._projector = store, stream, cluster, projector
         self._applying, self._degraded = applying, degraded
@@ -105,6 +119,7 @@ class Storing:
         self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
         self._is_behind = False  # rows were let go
+        self._is_unchecked = False  # the stream may have lost what SQL has
         self._lost = ""  # the name until the stream's store was replaced
         self._unstored: list[ClaimRun] = []  # of the store before: the one now may not have their messages
 
@@ -131,7 +146,8 @@ class Storing:
             self._let_go("the database takes too long")
 
     async def flush(self) -> None:
-        """Store what is left, once; what was let go is left to the next start. Raises CatalogError."""
+        """Store what is left, once; what was let go is left to the next start. Raises CatalogError, StreamError."""
+        await self._check_if_wanted()
         if await self._store_batch() and not self._is_behind:
             await self._store_batch()  # what was cut before, then what came after it
 
@@ -143,13 +159,23 @@ class Storing:
         self._projector.renumber("", 0)
         self._let_go("the stream's store was replaced")
 
+    def check_place(self) -> None:
+        """The connection was lost meanwhile: before anything is stored, look whether the stream still has what SQL stands at.
+
+        Another catalog may have stored messages that this one has not read and the stream has lost since. Rows of the messages that
+        have their sequences now would be taken for stored.
+        """
+        self._is_unchecked = True
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _store_what_waits(self) -> None:
+        await self._check_if_wanted()
         await self._store_batch()
         if not self.name:
             state = await self._stream.state()
-            self.name, self.stored = await numbering(self._store, self._cluster, state, self._lost)
+            self.name, place = await numbering(self._store, self._cluster, state, self._stream, self._lost)
+            self.stored = place.sequence
             self._projector.renumber(self.name, self.stored)
         if self._is_behind:
             await self._read_again()
@@ -161,6 +187,32 @@ class Storing:
             if self._projector.may_lack_claims and time.monotonic() >= self._take_claims_s:
                 await self._take_claims()
                 self._take_claims_s = time.monotonic() + CLAIMS_LEAST_S
+
+    async def _check_if_wanted(self) -> None:
+        if not self._is_unchecked or not self.name:
+            return
+        self._is_unchecked = False
+        try:
+            await self._check_place()
+        except BaseException:
+            self._is_unchecked = True
+            raise
+
+    async def _check_place(self) -> Mark:
+        """SQL's place, looked at as `_is_of_history` does."""
+        name = self.name
+        place = (await self._store.positions()).get(name, START)
+        await self._is_of_history(name, place)
+        return place
+
+    async def _is_of_history(self, name: str, place: Mark) -> bool:
+        """Whether the stream holds what SQL stands at; rows are read anew, under another name, when it does not."""
+        if await still_holds(self._stream, place):
+            return True
+        if name == self.name:
+            log.warning("stream.end_lost", stream=name, stored=place.sequence)
+            self.begin_anew()
+        return False
 
     async def _take_claims(self) -> None:
         """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
@@ -200,6 +252,10 @@ class Storing:
             return False
         self._batch = batch
         applied = await self._store.apply(batch)
+        is_met = applied.outcome in (Outcome.OVERTAKEN, Outcome.REPEATED) and batch.stream == self.name
+        if is_met and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
+            self._batch = None  # the other catalog has read messages that the stream has lost since
+            return False
         if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
@@ -224,18 +280,20 @@ class Storing:
 
     async def _read_again(self) -> None:
         """Bring SQL to where the projector is, by another. Raises CatalogError, StreamError: to be begun anew."""
-        name, stored = self.name, await self._store.position(self.name)
-        self.stored = stored
+        name, place = self.name, await self._check_place()
+        if self.name != name:
+            return
+        self.stored = stored = place.sequence
         positions = await self._store.instance_positions()
         second = Projector(
             self._new_index(1), self._scan_frames, name, stored, known=await self._store.instances(),
             namespaces=[row.fields for row in await self._store.namespaces() if row.fields.id == row.id],
         )  # fmt: skip
         if stored:
-            second.restore_blind(stored, positions.values())
+            second.restore_blind(place, positions.values())
         second.add_claims(self._unstored)
         log.info("rows.read_again", after=stored)
-        reader = await self._stream.pull(stored, self._cluster)
+        reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
         try:
             while not reader.at_end or second.sequence < self._projector.sequence:
                 await self._step(second, await reader.fetch(_FETCH_WAIT_S))
@@ -272,6 +330,10 @@ class Storing:
         batch = second.take_batch()
         while batch is not None:
             applied = await self._store.apply(batch)
+            if not applied and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
+                raise StreamError(
+                    "the stream has lost messages that another catalog had stored while rows were read again"
+                )
             match applied.outcome:
                 case Outcome.OVERTAKEN:
                     batch = msgspec.structs.replace(batch, previous=applied.position)

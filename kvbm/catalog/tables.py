@@ -150,6 +150,7 @@ positions = Table(
     metadata,
     Column("stream", Words, primary_key=True),
     Column("stream_sequence", Count, nullable=False),  # the last one applied
+    Column("fingerprint", Hex64),  # of the message there, as in `streams.base.Mark`; NULL: not known
 )
 
 instance_positions = Table(

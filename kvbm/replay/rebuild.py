@@ -35,7 +35,7 @@ from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.replay.words import counted
-from kvbm.streams.base import EventStream, StreamMessage, StreamState, events_subject
+from kvbm.streams.base import EventStream, Mark, StreamMessage, StreamState, events_subject
 
 REBUILT = "rebuilt"
 _MESSAGE_BYTES = 256 << 10
@@ -264,10 +264,10 @@ class _Rebuild:
         if self._checkpoint is None:
             return
         assert isinstance(self._index, Checkpointing)
-        state = msgspec.structs.replace(self._projector.state(), sequence=identity.sequence)
+        state = msgspec.structs.replace(self._projector.state(), sequence=identity.sequence, fingerprint=None)
         writing = Writing(self._checkpoint, self._index, state, identity.stream)
         writing.write()
-        writing.finish(identity.sequence)
+        writing.finish(Mark(identity.sequence))
 
 
 def _is_together(a: Located, b: Located) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import zlib
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -167,15 +169,41 @@ class StreamMessage(NamedTuple):
     Attributes:
         sequence: its place in the stream of all instances, from 1; grows, with holes where a filter leaves others out.
         data: one or more whole frames of one epoch of one instance.
+        stored_ns: when the server took it, by the server's clock; 0: not told.
     """
 
     sequence: int
     subject: str
     data: bytes
+    stored_ns: int = 0
+
+
+class Mark(NamedTuple):
+    """A place in a stream that can be told from the same place of another history.
+
+    A server that lost its end gives the lost sequences to other messages. Whoever keeps a sequence beyond the life of a connection
+    keeps the fingerprint of the message there, and asks `still_holds` before it goes on behind it.
+
+    Attributes:
+        sequence: of the last message that was read, 0 before the first.
+        fingerprint: 64 bits of that message; None when it is not known, as in what kvbm wrote before it kept any.
+    """
+
+    sequence: int
+    fingerprint: int | None = None
+
+
+START = Mark(0)
 
 
 class EventReader(Protocol):
-    """Reads a stream in order. What was fetched is never fetched again, except that a replaced store is read anew."""
+    """Reads a stream in order. What was fetched is never fetched again, except that a store is read anew from its first message
+    when it was replaced, or has lost what was fetched.
+    """
+
+    @property
+    def begun(self) -> int:
+        """How often reading has begun: at first, and at each new connection. Between two the store may have lost its end."""
 
     @property
     def at_end(self) -> bool:
@@ -287,8 +315,22 @@ class EventStream(Protocol):
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
         """The sequence of the newest message, events or fence; 0 before the first."""
 
-    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> EventReader:
-        """A reader of all events (no fence messages) after a sequence, of one cluster or of all."""
+    async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
+        """The message at a sequence, events or fence; None when the stream holds none there (any more, or yet)."""
+
+    async def pull(
+        self,
+        after_sequence: int = 0,
+        cluster: str | None = None,
+        timeout_s: float = 5.0,
+        fingerprint: int | None = None,
+    ) -> EventReader:
+        """A reader of all events (no fence messages) after a sequence, of one cluster or of all.
+
+        Args:
+            fingerprint: of the message at `after_sequence`, as in `Mark`: where another one has its place, the stream is read from
+                its first message. None: not known, and the sequence is believed as long as the stream reaches it.
+        """
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """Replace the instance's last heartbeat. Not acknowledged: the next one follows soon."""
@@ -322,6 +364,29 @@ class EventStream(Protocol):
 
     async def close(self) -> None:
         """End readers and watchers and free the connection. Idempotent."""
+
+
+def mark_of(message: StreamMessage) -> Mark:
+    """The place behind a message.
+
+    The server's time is in it, so that a message that was sent again counts as another: what lies before it may be other messages too.
+    """
+    what = b"%d %d %s" % (message.stored_ns, zlib.crc32(message.data), message.subject.encode())
+    return Mark(message.sequence, int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little"))
+
+
+async def still_holds(stream: EventStream, mark: Mark, timeout_s: float = 5.0) -> bool:
+    """Whether a stream's history is still the one a mark was made in: all up to it may be taken as read.
+
+    A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is believed as
+    long as the stream reaches it. Raises StreamError: the stream does not answer.
+    """
+    if not mark.sequence:
+        return True
+    message = None if mark.fingerprint is None else await stream.message(mark.sequence, timeout_s)
+    if message is not None:
+        return mark_of(message) == mark
+    return mark.sequence <= await stream.last_sequence(timeout_s)
 
 
 def checked_name(what: str, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 
@@ -22,10 +22,12 @@ from kvbm.streams.base import (
     ROUNDS_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
+    START,
     AccessSample,
     Fence,
     Heartbeat,
     LivenessFact,
+    Mark,
     Position,
     StreamMessage,
     StreamState,
@@ -37,6 +39,7 @@ from kvbm.streams.base import (
     fence_of,
     fence_subject,
     instance_subject,
+    mark_of,
     pulse_subject,
 )
 
@@ -91,10 +94,12 @@ class MemoryStream:
 
     Attributes:
         messages: events and fences, oldest first.
+        connections: how often a reader would have had to make one.
     """
 
     def __init__(self) -> None:
         self.messages: list[StreamMessage] = []
+        self.connections = 1
         self._last_sequence = 0
         self._last_of: dict[str, StreamMessage] = {}  # subject → its last message
         self._safe: dict[int, Position] = {}  # sequence of a message of events → what it says is safe
@@ -115,6 +120,11 @@ class MemoryStream:
     def max_message_bytes(self) -> int:
         """See `EventStream.max_message_bytes`."""
         return MAX_MESSAGE_BYTES
+
+    @property
+    def end(self) -> int:
+        """The sequence of the newest message; 0 before the first."""
+        return self._last_sequence
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -171,7 +181,8 @@ class MemoryStream:
 
     def _store(self, subject: str, data: bytes) -> int:
         self._last_sequence += 1
-        message = StreamMessage(self._last_sequence, subject, data)
+        stored_ns = int(asyncio.get_running_loop().time() * 1e9)
+        message = StreamMessage(self._last_sequence, subject, data, stored_ns)
         self.messages.append(message)
         self._last_of[subject] = message
         self._wake()
@@ -192,17 +203,42 @@ class MemoryStream:
         self._check_open()
         return self._last_sequence
 
-    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> MemoryReader:
+    async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
+        """See `EventStream.message`."""
+        self._check_open()
+        return self.held(sequence)
+
+    def held(self, sequence: int) -> StreamMessage | None:
+        """The message at a sequence, if there is one."""
+        at = bisect_left(self.messages, sequence, key=lambda message: message.sequence)
+        found = self.messages[at] if at < len(self.messages) else None
+        return found if found is not None and found.sequence == sequence else None
+
+    async def pull(
+        self,
+        after_sequence: int = 0,
+        cluster: str | None = None,
+        timeout_s: float = 5.0,
+        fingerprint: int | None = None,
+    ) -> MemoryReader:
         """See `EventStream.pull`."""
         self._check_open()
-        after = after_sequence if after_sequence <= self._last_sequence else 0
-        return MemoryReader(self, cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">"), after)
+        prefix = cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">")
+        return MemoryReader(self, prefix, Mark(after_sequence, fingerprint))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Lose messages, as a server that trims by age or loses its disk does. The sequences of others stay."""
         gone = set(sequences)
         self.messages = [message for message in self.messages if message.sequence not in gone]
         self._last_of = {message.subject: message for message in self.messages}
+
+    def lose_end(self, after: int) -> None:
+        """Lose what comes after a sequence, as a server does whose power is cut: others get those sequences, readers connect anew."""
+        self.messages = [message for message in self.messages if message.sequence <= after]
+        self._last_of = {message.subject: message for message in self.messages}
+        self._last_sequence = min(after, self._last_sequence)
+        self.connections += 1
+        self._wake()
 
     # -- pulses -------------------------------------------------------------------------------------------------------
 
@@ -317,16 +353,28 @@ class MemoryStream:
 class MemoryReader:
     """An `EventReader` of a `MemoryStream`."""
 
-    def __init__(self, stream: MemoryStream, prefix: str, after_sequence: int) -> None:
+    def __init__(self, stream: MemoryStream, prefix: str, after: Mark) -> None:
+        self.begun = 0
         self._stream = stream
         self._prefix = prefix
-        self._after = after_sequence
+        self._after = after
+        self._last: StreamMessage | None = None  # fetched; `_after` is made of it when it is asked for
         self._is_closed = False
+        self._connect()
 
     @property
     def at_end(self) -> bool:
         """See `EventReader.at_end`."""
-        return not self._following(1)
+        return self.begun == self._stream.connections and not self._following(1)
+
+    def _connect(self) -> None:
+        """Begin anew where the stream has lost what was fetched."""
+        self.begun = self._stream.connections
+        after = self._after if self._last is None else mark_of(self._last)
+        message = self._stream.held(after.sequence)
+        is_other = message is not None and after.fingerprint is not None and mark_of(message) != after
+        if is_other or after.sequence > self._stream.end:
+            self._after, self._last = START, None
 
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         """See `EventReader.fetch`."""
@@ -337,9 +385,11 @@ class MemoryReader:
                 raise StreamError("the reader is closed")
             if not self._stream.is_connected:
                 raise StreamError("the stream in memory is closed")
+            if self.begun != self._stream.connections:
+                self._connect()
             found = self._following(FETCH_MESSAGES)
             if found:
-                self._after = found[-1].sequence
+                self._last = found[-1]
                 return found
             if loop.time() >= deadline_s:
                 return []
@@ -348,7 +398,8 @@ class MemoryReader:
     def _following(self, limit: int) -> list[StreamMessage]:
         messages = self._stream.messages
         found: list[StreamMessage] = []
-        for at in range(bisect_right(messages, self._after, key=lambda message: message.sequence), len(messages)):
+        after = self._after.sequence if self._last is None else self._last.sequence
+        for at in range(bisect_right(messages, after, key=lambda message: message.sequence), len(messages)):
             if messages[at].subject.startswith(self._prefix):
                 found.append(messages[at])
                 if len(found) == limit:

@@ -13,6 +13,7 @@ either: acks are awaited by a reply inbox of ours, and readers pull by requests 
 from __future__ import annotations
 
 import asyncio
+import calendar
 import itertools
 import json
 import math
@@ -20,7 +21,6 @@ import random
 import re
 import ssl
 import time
-import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
@@ -46,10 +46,12 @@ from kvbm.streams.base import (
     ROUNDS_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
+    START,
     AccessSample,
     Fence,
     Heartbeat,
     LivenessFact,
+    Mark,
     Position,
     StreamMessage,
     StreamState,
@@ -61,6 +63,7 @@ from kvbm.streams.base import (
     fence_of,
     fence_subject,
     instance_subject,
+    mark_of,
     pulse_subject,
     subject_names,
 )
@@ -136,6 +139,7 @@ class _StoredMessage(msgspec.Struct):
     data: bytes = b""  # base64 on the wire
     hdrs: bytes = b""  # so too
     seq: int = 0
+    time: str = ""  # when it was stored: RFC 3339, with nanoseconds
 
 
 class _MessageReply(msgspec.Struct):
@@ -646,9 +650,19 @@ class NatsStream:
         """See `EventStream.last_sequence`."""
         return (await self.state(timeout_s)).last_sequence
 
-    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> NatsReader:
+    async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
+        """See `EventStream.message`."""
+        return await _message_at(await self.link(timeout_s), STREAM, sequence, timeout_s)
+
+    async def pull(
+        self,
+        after_sequence: int = 0,
+        cluster: str | None = None,
+        timeout_s: float = 5.0,
+        fingerprint: int | None = None,
+    ) -> NatsReader:
         """See `EventStream.pull`."""
-        reader = NatsReader(self, STREAM, cluster_filter(EVENTS_PREFIX, cluster), after_sequence)
+        reader = NatsReader(self, STREAM, cluster_filter(EVENTS_PREFIX, cluster), Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         return reader
 
@@ -829,8 +843,8 @@ class _Pull:
         parts = message.reply.split(".")
         at = 5 if len(parts) == 9 else 7
         try:
-            sequence, count, pending = int(parts[at]), int(parts[at + 1]), int(parts[at + 3])
-        except (IndexError, ValueError):
+            sequence, count, stored_ns, pending = map(int, parts[at : at + 4])
+        except ValueError:
             self._break(f"a message with the reply subject {message.reply!r}")
             return
         if self.why_broken or count != self._delivered + 1:
@@ -839,7 +853,7 @@ class _Pull:
         self._delivered = count
         self.asked -= 1
         self.pending = pending
-        self.ready.append(StreamMessage(sequence, message.subject, message.data))
+        self.ready.append(StreamMessage(sequence, message.subject, message.data, stored_ns))
 
     def _on_status(self, headers: dict[str, str]) -> None:
         status, words = headers["Status"], headers.get("Description", "")
@@ -892,28 +906,23 @@ class _Pull:
             pass  # the server forgets it by itself
 
 
-class _Fetched(NamedTuple):
-    """What tells the message fetched last from any other."""
-
-    sequence: int
-    subject: str
-    crc: int
-
-
 class NatsReader:
     """An `EventReader` by pull requests, without acks. It outlives connections: each new one starts after what was fetched.
 
     Args:
-        after_sequence: where to begin; None for the last message of each subject, after a lost connection again.
+        after: where to begin; None for the last message of each subject, after a lost connection again.
+
+    Attributes:
+        begun: see `EventReader.begun`.
     """
 
-    def __init__(self, stream: NatsStream, name: str, subjects: str, after_sequence: int | None) -> None:
+    def __init__(self, stream: NatsStream, name: str, subjects: str, after: Mark | None) -> None:
+        self.begun = 0
         self._stream = stream
         self._name = name
         self._subjects = subjects
-        self._after = after_sequence
+        self._after = after
         self._created = ""  # when the stream that `_after` counts in was made
-        self._last: _Fetched | None = None
         self._wake = asyncio.Event()
         self._pull: _Pull | None = None
         self._is_closed = False
@@ -960,8 +969,7 @@ class NatsReader:
         messages = list(pull.ready)
         pull.ready.clear()
         if self._after is not None:
-            self._after = messages[-1].sequence
-            self._last = _Fetched(messages[-1].sequence, messages[-1].subject, zlib.crc32(messages[-1].data))
+            self._after = mark_of(messages[-1])
         if pull.is_usable():
             try:
                 await pull.ask_more()
@@ -974,7 +982,8 @@ class NatsReader:
         if self._is_closed:
             raise StreamError("the reader is closed")
         if self._pull is not None:
-            log.info("stream.reader_restarted", stream=self._name, after=self._after, why=self._pull.why_broken)
+            after = None if self._after is None else self._after.sequence
+            log.info("stream.reader_restarted", stream=self._name, after=after, why=self._pull.why_broken)
             await self._pull.end()
             self._pull = None
         self._stream.add_reader(self)
@@ -983,6 +992,7 @@ class NatsReader:
                 link = await self._stream.link(timeout_s)
                 await self._check_store(link, timeout_s)
                 self._pull = await self._make_pull(link, timeout_s)
+                self.begun += 1
         except TimeoutError:
             raise StreamError(f"no answer from NATS at {shown(self._stream.url)} within {timeout_s:g} s") from None
 
@@ -992,22 +1002,21 @@ class NatsReader:
             return
         info = await _stream_info(link, self._name, timeout_s)
         is_replaced = bool(self._created) and info.created != self._created
-        is_other = is_replaced or info.state.last_seq < self._after
+        is_other = is_replaced or info.state.last_seq < self._after.sequence
         if is_other or await self._is_overwritten(link, timeout_s):
-            log.warning("stream.store_replaced", stream=self._name, last=info.state.last_seq, after=self._after)
-            self._after = 0
+            log.warning(
+                "stream.store_replaced", stream=self._name, last=info.state.last_seq, after=self._after.sequence
+            )
+            self._after = START
         self._created = info.created
 
     async def _is_overwritten(self, link: _Link, timeout_s: float) -> bool:
         """Whether another message than the one fetched last has its sequence: the store lost its end and has grown since."""
-        last = self._last
-        if last is None or last.sequence != self._after:
+        after = self._after
+        if after is None or not after.sequence or after.fingerprint is None:
             return False
-        asked = f"$JS.API.STREAM.MSG.GET.{self._name}"
-        reply = await _request(link, asked, {"seq": last.sequence}, _MessageReply, timeout_s)
-        if reply.message is None:
-            return False  # gone by age, or damaged: no other message is there
-        return (reply.message.subject, zlib.crc32(reply.message.data)) != (last.subject, last.crc)
+        message = await _message_at(link, self._name, after.sequence, timeout_s)
+        return message is not None and mark_of(message) != after
 
     async def _make_pull(self, link: _Link, timeout_s: float) -> _Pull:
         pull = _Pull(link, self._wake)
@@ -1017,8 +1026,8 @@ class NatsReader:
             start: dict[str, Any] = {"deliver_policy": "all"}
             if self._after is None:
                 start = {"deliver_policy": "last_per_subject"}
-            elif self._after:
-                start = {"deliver_policy": "by_start_sequence", "opt_start_seq": self._after + 1}
+            elif self._after.sequence:
+                start = {"deliver_policy": "by_start_sequence", "opt_start_seq": self._after.sequence + 1}
             config = start | {
                 "ack_policy": "none",
                 "replay_policy": "instant",
@@ -1222,6 +1231,29 @@ async def _stream_info(link: _Link, name: str, timeout_s: float) -> _StreamInfo:
     if info.error is not None:
         raise StreamError(f"stream {name} at {link.shown}: {info.error.description}")
     return info
+
+
+async def _message_at(link: _Link, name: str, sequence: int, timeout_s: float) -> StreamMessage | None:
+    """The message at a sequence; None: there is none, or it is damaged. The stream's leader is asked: only it must be believed."""
+    if sequence < 1:
+        return None
+    asked = f"$JS.API.STREAM.MSG.GET.{name}"
+    reply = await _request(link, asked, {"seq": sequence}, _MessageReply, timeout_s)
+    if reply.message is None:
+        if reply.error is not None and reply.error.code != 404:
+            raise StreamError(f"NATS at {link.shown} refuses message {sequence} of {name}: {reply.error.description}")
+        return None
+    found = reply.message
+    return StreamMessage(found.seq, found.subject, found.data, _ns_of(found.time, asked))
+
+
+def _ns_of(words: str, asked: str) -> int:
+    """Nanoseconds since 1970 of a time as the server writes it, which leaves out zeros at the end. Raises StreamError."""
+    whole, _, fraction = words.removesuffix("Z").partition(".")
+    try:
+        return calendar.timegm(time.strptime(whole, "%Y-%m-%dT%H:%M:%S")) * _NS + int(fraction[:9].ljust(9, "0"))
+    except ValueError:
+        raise StreamError(f"NATS answered to {asked} with the time {words!r}, which is none") from None
 
 
 async def _request(link: _Link, subject: str, body: dict[str, Any], kind: type[T], timeout_s: float) -> T:

@@ -39,6 +39,7 @@ from kvbm.catalog.store import (
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
+from kvbm.streams.base import Mark
 from tests.servers import fresh_database
 
 T = TypeVar("T")
@@ -180,6 +181,29 @@ def difference_is_seen_when_a_column_is_missing(url: str, options: dict[str, Any
     return on_connection(url, compare)
 
 
+def test_a_position_from_before_fingerprints_is_kept_and_has_none(database_url: str) -> None:
+    def first_version(connection: Connection) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(migrations_folder()))
+        config.set_main_option("path_separator", "os")
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        connection.execute(text("INSERT INTO positions (stream, stream_sequence) VALUES ('KVBM', 7)"))
+
+    async def work(store: Store) -> None:
+        assert await store.positions() == {STREAM: Mark(7, None)}
+        assert await store.apply(batch(7, 9, fingerprint=(1 << 64) - 1))
+        assert await store.positions() == {STREAM: Mark(9, (1 << 64) - 1)}
+        assert not await store.apply(batch(7, 8, fingerprint=1))
+        assert await store.apply(batch(9, 10))
+        assert await store.positions() == {STREAM: Mark(10, None)}
+        assert await store.apply(StoreBatch(stream="other", previous=0, stream_sequence=3, fingerprint=5))
+        assert (await store.positions())["other"] == Mark(3, 5)
+
+    on_connection(database_url, first_version)
+    with_store(database_url, work)
+
+
 def test_opening_again_keeps_what_is_there(database_url: str) -> None:
     with_store(database_url, lambda store: store.apply(full_batch()))
     assert with_store(database_url, lambda store: store.position(STREAM)) == 7
@@ -225,9 +249,10 @@ def test_a_migration_that_fails_leaves_nothing(
 ) -> None:
     folder = tmp_path / "migrations"
     shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    broken = folder / "versions" / "0002_broken.py"
+    last = max(path.name for path in (folder / "versions").glob("*.py"))[:4]
+    broken = folder / "versions" / "9999_broken.py"
     broken.write_text(
-        "from alembic import op\nrevision, down_revision = '0002', '0001'\n"
+        f"from alembic import op\nrevision, down_revision = '9999', '{last}'\n"
         "def upgrade():\n    op.execute('CREATE TABLE half (a INTEGER)')\n    op.execute('nonsense')\n"
     )
     with monkeypatch.context() as patched:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -17,16 +18,21 @@ from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import (
     ORIGIN,
     SAMPLES_KEPT,
+    START,
     AccessSample,
     EventReader,
     EventStream,
     Fence,
     Heartbeat,
     LivenessFact,
+    Mark,
     Position,
     StreamMessage,
     Tail,
     UnreadableError,
+    fence_subject,
+    mark_of,
+    still_holds,
     subject_names,
 )
 from kvbm.streams.memory import MemoryStream
@@ -161,6 +167,56 @@ def test_a_reader_from_beyond_the_end_reads_from_the_beginning(run: Run, cluster
         await stream.publish(cluster, ONE, make_frame(0).data)
         reader = await stream.pull(await stream.last_sequence() + 1000, cluster)
         assert len(await read_until_end(reader)) == 1
+
+    run(work)
+
+
+def test_a_message_is_found_by_its_sequence_as_a_reader_gets_it(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        before = time.time_ns()
+        sequence = await stream.publish(cluster, ONE, make_frame(0).data)
+        (read,) = await read_until_end(await stream.pull(sequence - 1, cluster))
+        assert await stream.message(sequence) == read
+        assert read.stored_ns > 0
+        if isinstance(stream, NatsStream):
+            assert abs(read.stored_ns - before) < 60e9
+        fence = await stream.set_fence(cluster, ONE, Epoch(1), "r", 0)
+        found = await stream.message(fence.sequence)
+        assert found is not None and found.subject == fence_subject(cluster, ONE)
+        assert await stream.message(fence.sequence + 1000) is None
+        assert await stream.message(0) is None
+
+    run(work)
+
+
+def test_a_message_sent_again_has_another_mark(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        one, two = [await stream.publish(cluster, ONE, make_frame(0).data) for _ in range(2)]
+        first, second = await stream.message(one), await stream.message(two)
+        assert first is not None and second is not None
+        assert mark_of(first).sequence == one
+        assert mark_of(first) == mark_of(first._replace())
+        assert mark_of(first).fingerprint != mark_of(second).fingerprint
+        assert await still_holds(stream, mark_of(first))
+        assert await still_holds(stream, Mark(one))  # not known: believed
+        assert not await still_holds(stream, Mark(one, mark_of(second).fingerprint))
+        assert not await still_holds(stream, Mark(two + 1000, 7))
+        assert not await still_holds(stream, Mark(two + 1000))
+        assert await still_holds(stream, START)
+
+    run(work)
+
+
+def test_a_reader_goes_on_behind_the_message_it_knows_and_begins_anew_behind_another(run: Run, cluster: str) -> None:
+    async def work(stream: EventStream) -> None:
+        sequences = [await stream.publish(cluster, ONE, make_frame(at).data) for at in range(3)]
+        message = await stream.message(sequences[1])
+        assert message is not None
+        after, fingerprint = mark_of(message)
+        for known, expected in ((fingerprint, sequences[2:]), (None, sequences[2:]), (7, sequences)):
+            reader = await stream.pull(after, cluster, WAIT_S, known)
+            assert reader.begun == 1
+            assert [message.sequence for message in await read_until_end(reader)] == expected
 
     run(work)
 
@@ -412,3 +468,28 @@ def test_a_closed_stream_and_a_closed_reader_say_so(run: Run, cluster: str) -> N
             await stream.publish(cluster, ONE, make_frame(0).data)
 
     run(work)
+
+
+def test_a_reader_of_a_stream_that_lost_its_end_reads_what_has_its_sequences_now() -> None:
+    """In memory; `integration/test_nats.py` and `test_catalog_repair.py` set a server's store back."""
+
+    async def work() -> None:
+        stream = MemoryStream()
+        for at in range(4):
+            await stream.publish("c", ONE, make_frame(at).data)
+        behind, reader = await stream.pull(0, "c"), await stream.pull(0, "c")
+        assert len(await read_until_end(reader)) == 4
+        stream.lose_end(2)
+        assert not reader.at_end
+        for at in range(10, 14):
+            await stream.publish("c", ONE, make_frame(at).data)
+        for one in (reader, behind):
+            found = await read_until_end(one)
+            assert [decode_header(message.data).first_offset for message in found] == [0, 1, 10, 11, 12, 13]
+            assert one.begun == 2
+        await stream.publish("c", ONE, make_frame(14).data)
+        stream.lose_end(7)
+        assert len(await read_until_end(reader)) == 1
+        await stream.close()
+
+    asyncio.run(work())

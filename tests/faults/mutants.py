@@ -23,9 +23,10 @@ from kvbm.manager.copies import Moved
 from kvbm.manager.manager import Manager
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ReadOutcome
-from kvbm.streams.base import Position
+from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.publisher import Publish, Publisher
+from tests.faults.simulator.run import RUN_S
 
 _GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
 _PROCESSES = ("kill", "kill_in_write", "stop", "freeze")
@@ -39,11 +40,13 @@ class Mutant(NamedTuple):
         rule: what is broken.
         plant: replaces production code; undone by the stack.
         mix: the faults to look with.
+        run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
     """
 
     rule: str
     plant: Callable[[ExitStack], None]
     mix: tuple[str, ...]
+    run_s: float = RUN_S
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -278,6 +281,10 @@ def _stale_epoch_applied(stack: ExitStack) -> None:
     original = _swap(stack, Projector, "_place", place)
 
 
+def _places_without_fingerprints(stack: ExitStack) -> None:
+    _swap(stack, Projector, "mark", property(lambda self: Mark(self.sequence)))
+
+
 def _withheld_never_returned(stack: ExitStack) -> None:
     def step(self: Any, now_s: float, what: Any) -> Any:
         return [effect for effect in original(self, now_s, what) if not isinstance(effect, Return)]
@@ -316,6 +323,12 @@ MUTANTS: dict[str, Mutant] = {
         "an epoch that is over is over",
         _stale_epoch_applied,
         ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES),
+    ),
+    "places_without_fingerprints": Mutant(
+        "a place in a history that the server has lost is not read on from",
+        _places_without_fingerprints,
+        ("cut_server_power", "kill_catalog"),
+        run_s=2.0,
     ),
     "withheld_never_returned": Mutant(
         "whoever is heard again is answered of again", _withheld_never_returned, ("freeze", "cut_node")

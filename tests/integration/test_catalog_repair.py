@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
+from kvbm.catalog.storing import numbering
 from kvbm.core.codec import decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
@@ -41,10 +43,11 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.streams.base import AccessSample, Heartbeat, LivenessFact, Position
+from kvbm.streams.base import START, AccessSample, Heartbeat, LivenessFact, Mark, Position, mark_of
 from kvbm.streams.memory import MemoryStream
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats import NatsReader, NatsStream
 from kvbm.streams.samples import read_samples
+from kvbm.streams.server import EmbeddedServer
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import nats_server
 
@@ -487,7 +490,7 @@ def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: Serv
         forget_checkpoints(settings)
         async with one.alive(), catalog_on(settings, ready=False) as second:
             await eventually(lambda: second.is_ready)
-            assert second._after > 0
+            assert second._after.sequence > 0
             assert one.is_whole_in(second) and one.rounds > 0
             assert second._index.claim_counts() == {"pool": 10}
             assert second.lookup(SPACE.id, block_hashes(0, 100)).deepest == 100
@@ -541,7 +544,7 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
             async def work(stream: NatsStream, here: ServiceSettings = here, epoch: int = epoch) -> None:
                 one = Instance(stream, cluster, "one", epoch)
                 async with catalog_on(here) as catalog:
-                    assert catalog._after == 0
+                    assert catalog._after == START
                     for number in range(5):
                         one.create(number * 10, number * 10 + 10)
                         await one.publish()
@@ -588,8 +591,6 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
         begun: list[Any] = []
 
         def replace() -> None:
-            import shutil
-
             server.stop()
             shutil.rmtree(server.folder)
             server.folder.mkdir()
@@ -600,6 +601,292 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
         finally:
             for another in begun:
                 another.stop()
+
+
+# -- a server that loses its end ----------------------------------------------------------------------------------------
+
+
+class Losing:
+    """A nats-server whose store can be set back to an older copy, as a power cut does to what was not synced."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._copy = folder / "server", folder / "copy"
+        self._server = EmbeddedServer.start(self._folder)
+        self.url = self._server.url
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def start(self, elsewhere: bool = False) -> str:
+        """Start it where it was, or on a port that nobody knows yet. Gives the URL."""
+        port = -1 if elsewhere else int(self.url.rpartition(":")[2])
+        self._server = EmbeddedServer.start(self._folder, port=port)
+        return self._server.url
+
+    def keep_copy(self) -> None:
+        self.stop()
+        shutil.copytree(self._folder, self._copy)
+        self.start()
+
+    def go_back(self) -> None:
+        """Stopped, and as it was when the copy was made."""
+        self.stop()
+        shutil.rmtree(self._folder)
+        self._copy.rename(self._folder)
+
+
+@pytest.fixture
+def losing(tmp_path: Path) -> Iterator[Losing]:
+    server = Losing(tmp_path)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class Lost:
+    """Instance `one` has published what the server then loses; `two` and `three` have its sequences and more."""
+
+    def __init__(self, server: Losing) -> None:
+        self.server = server
+        self.one, self.two, self.three = (Instance(None, "c", name) for name in ("one", "two", "three"))
+
+    async def publish(self, instance: Instance, url: str, count: int, offloads: bool = False) -> int:
+        """Messages of one block each. Gives the stream's end."""
+        instance.stream = stream = await NatsStream.connect(url)
+        first = int(instance.ledger.applied)
+        for number in range(first, first + count):
+            instance.create(number, number + 1)
+            if offloads:
+                instance.offload(number, number + 1)
+            await instance.publish()
+        end = await stream.last_sequence()
+        await stream.close()
+        return end
+
+    async def publish_others(self, url: str, lost: int) -> None:
+        """The stream grows past the sequences that were lost; at the end they are quiet."""
+        kept = await self.end(url)
+        assert await self.publish(self.two, url, lost - kept - 1, offloads=True) < lost
+        assert await self.publish(self.three, url, 4) > lost
+
+    async def end(self, url: str) -> int:
+        stream = await NatsStream.connect(url)
+        end = await stream.last_sequence()
+        await stream.close()
+        return end
+
+    async def check(self, catalog: CatalogService) -> None:
+        """Index and SQL tell of everybody what they have said, and of the same claims."""
+        self.one.stream = stream = await NatsStream.connect(self.server.url)
+        everybody = (self.one, self.two, self.three)
+        try:
+            async with self.one.alive():
+                await eventually(lambda: all(one.is_whole_in(catalog) for one in everybody), 30)
+                await eventually(lambda: self.is_stored(catalog), 30)
+        finally:
+            await stream.close()
+        await eventually(lambda: "#" in catalog._storing.name)
+
+    async def is_stored(self, catalog: CatalogService) -> bool:
+        rows = await catalog._store.instance_positions()
+        stands = {name: Position(row.epoch, row.next_offset) for name, row in rows.items()}
+        wanted = {one.name: Position(one.epoch, one.ledger.applied) for one in (self.one, self.two, self.three)}
+        claims = sum(catalog._index.claim_counts().values())
+        return stands == wanted and claims == await catalog._store.claim_count() > 0
+
+
+def settings_of(server: Losing, sqlite_url: str, folder: Path) -> ServiceSettings:
+    return ServiceSettings(
+        nats_url=server.url, database_url=sqlite_url, cluster="c", store_every_s=0.02, ask_again_s=0.5,
+        checkpoints=str(folder / "checkpoints"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("beginning", ["checkpoint", "position", "checkpoint of before", "position of before"])
+def test_a_catalog_that_was_dead_while_the_server_lost_its_end_reads_the_new_history(
+    losing: Losing,
+    sqlite_url: str,
+    tmp_path: Path,
+    beginning: str,
+) -> None:
+    settings = settings_of(losing, sqlite_url, tmp_path)
+
+    async def work() -> None:
+        lost = Lost(losing)
+        async with catalog_on(settings) as catalog:
+            await lost.publish(lost.one, losing.url, 3)
+            await eventually(lambda: lost.one.is_whole_in(catalog))
+            if beginning.endswith(
+                "of before"
+            ):  # the checkpoint stands where the stream is still the same, SQL does not
+                assert catalog._checkpointer is not None
+                await catalog._checkpointer.write()
+                catalog._checkpointer = None
+        losing.keep_copy()
+        async with catalog_on(settings) as catalog:
+            if beginning.endswith("of before"):
+                catalog._checkpointer = None
+            end = await lost.publish(lost.one, losing.url, 12)
+            await eventually(lambda: lost.one.is_whole_in(catalog))
+            await eventually(lambda: catalog.numbers().stored_sequence == end)
+        if beginning.startswith("position"):
+            forget_checkpoints(settings)
+        losing.go_back()
+        losing.start()
+        await lost.publish_others(losing.url, end)
+        async with catalog_on(settings, ready=False) as catalog:
+            await lost.check(catalog)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["nothing fetched since its start", "reading"])
+def test_a_running_catalog_whose_server_lost_its_end_reads_the_new_history(
+    losing: Losing,
+    sqlite_url: str,
+    tmp_path: Path,
+    idle: bool,
+) -> None:
+    settings = settings_of(losing, sqlite_url, tmp_path)
+
+    async def work() -> None:
+        lost = Lost(losing)
+        await lost.publish(lost.one, losing.url, 3)
+        losing.keep_copy()
+        async with catalog_on(settings) as catalog:
+            end = await lost.publish(lost.one, losing.url, 12)
+            await eventually(lambda: lost.one.is_whole_in(catalog))
+            await eventually(lambda: catalog.numbers().stored_sequence == end)
+            if not idle:
+                await lose(lost, end)
+                await lost.check(catalog)
+        if idle:
+            async with catalog_on(settings) as catalog:
+                assert catalog._after.sequence == end
+                await lose(lost, end)
+                await lost.check(catalog)
+
+    async def lose(lost: Lost, end: int) -> None:
+        losing.go_back()
+        await lost.publish_others(losing.start(elsewhere=True), end)
+        losing.stop()
+        losing.start()
+
+    asyncio.run(work())
+
+
+def test_a_catalog_that_was_behind_another_stores_the_new_history(
+    losing: Losing,
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
+    """What it has read itself the stream still holds; what SQL stands at, by the other, it does not."""
+    settings = settings_of(losing, sqlite_url, tmp_path)
+
+    async def work() -> None:
+        lost = Lost(losing)
+        await lost.publish(lost.one, losing.url, 3)
+        losing.keep_copy()
+        slow = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
+        await eventually(lambda: lost.one.is_whole_in(slow))
+        reading = next(task for task in slow._tasks if task.get_name() == "catalog-read")
+        reading.cancel()  # it is slow: nothing of what follows reaches it
+        await asyncio.gather(reading, return_exceptions=True)
+        assert isinstance(slow._reader, NatsReader) and slow._reader._pull is not None
+        await slow._reader._pull.end()
+        slow._reader._pull.why_broken = "the server went away"
+        async with catalog_on(msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))) as other:
+            end = await lost.publish(lost.one, losing.url, 12)
+            await eventually(lambda: other.numbers().stored_sequence == end)
+        losing.go_back()
+        losing.start()
+        await lost.publish_others(losing.url, end)
+        slow._tasks.append(asyncio.create_task(slow._read(slow._reader)))
+        try:
+            await lost.check(slow)
+        finally:
+            await slow.close()
+
+    asyncio.run(work())
+
+
+def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_begins_a_generation(
+    losing: Losing,
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
+    settings = msgspec.structs.replace(settings_of(losing, sqlite_url, tmp_path), archive=str(tmp_path / "archive"))
+
+    async def work() -> None:
+        lost = Lost(losing)
+        await lost.publish(lost.one, losing.url, 3)
+        losing.keep_copy()
+        async with catalog_on(settings) as catalog:
+            end = await lost.publish(lost.one, losing.url, 12)
+            await eventually(lambda: catalog.numbers().archive_sequence == end)
+        losing.go_back()
+        losing.start()
+        await lost.publish_others(losing.url, end)
+        end = await lost.end(losing.url)
+        async with catalog_on(settings, ready=False) as catalog:
+            await eventually(lambda: catalog.numbers().archive_sequence == end)
+        generations = [path.name for path in sorted((tmp_path / "archive").glob("*.kvbm"))]
+        assert [name.startswith("r0002-") for name in generations] == [False, True]
+        written = (tmp_path / "archive" / generations[1]).read_bytes()
+        stream = await NatsStream.connect(losing.url)
+        reader = await stream.pull(0, "c")
+        assert written == b"".join(message.data for message in await reader.fetch(5))
+        await stream.close()
+
+    asyncio.run(work())
+
+
+def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlite_url: str) -> None:
+    async def work() -> None:
+        store, stream = await Store.open(sqlite_url), MemoryStream()
+        one = Instance(stream, "c", "one")
+        first = f"KVBM/c@{(await stream.state()).created}"
+
+        async def named(lost: str = "") -> tuple[str, int]:
+            name, place = await numbering(store, "c", await stream.state(), stream, lost)
+            return name.removeprefix(first), place.sequence
+
+        async def stored(name: str, previous: int, place: Mark) -> None:
+            sequence, fingerprint = place
+            batch = StoreBatch(
+                stream=first + name, previous=previous, stream_sequence=sequence, fingerprint=fingerprint
+            )
+            assert (await store.apply(batch)).outcome is Outcome.APPLIED
+
+        async def publish(count: int) -> None:
+            for _ in range(count):
+                one.create(int(one.ledger.applied), int(one.ledger.applied) + 1)
+                await one.publish()
+
+        assert await named() == ("", 0)
+        await publish(9)
+        held = await stream.message(6)
+        assert held is not None
+        await stored("", 0, mark_of(held))
+        assert await named() == ("", 6)
+        stream.lose_end(5)
+        assert await named() == ("#2", 0)  # too short
+        await publish(5)
+        assert await named() == ("#2", 0)  # another message is there
+        held = await stream.message(8)
+        assert held is not None
+        await stored("#2", 0, mark_of(held))
+        assert await named() == ("#2", 8)
+        stream.forget(range(1, 9))
+        assert await named() == ("#2", 8)  # aged out: no other message is there
+        assert await named(first) == ("#2", 8)
+        assert await named(first + "#2") == ("#3", 0)
+        await stored("#2", 8, Mark(9, None))  # by a version before fingerprints
+        assert await named() == ("#2", 9)
+        await store.close()
+
+    asyncio.run(work())
 
 
 # -- life -------------------------------------------------------------------------------------------------------------
@@ -694,8 +981,11 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
                 await one.publish()
             last = await stream.last_sequence()
             await eventually(lambda: catalog.numbers().stored_sequence == last)
+            fourth = await stream.message(last - 6)
+            assert fourth is not None
             with sqlite3.connect(tmp_path / "catalog.db") as database:  # as it was after the fourth message
-                database.execute("UPDATE positions SET stream_sequence = ?", (last - 6,))
+                place = (last - 6, f"{mark_of(fourth).fingerprint:016x}")
+                database.execute("UPDATE positions SET stream_sequence = ?, fingerprint = ?", place)
                 database.execute("UPDATE instance_positions SET next_offset = 1")
                 database.execute("DELETE FROM object_claims")
             one.create(100, 110)

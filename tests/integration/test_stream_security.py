@@ -32,7 +32,9 @@ from kvbm.streams.base import (
     events_subject,
     fence_subject,
     instance_subject,
+    mark_of,
     pulse_subject,
+    still_holds,
 )
 from kvbm.streams.credentials import Credentials, keep_seed
 from kvbm.streams.nats import BORROWED_API, JS_API, NatsStream
@@ -317,6 +319,8 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
         await stream.publish(CLUSTER, A, make_frame(0, instance="a").data, fence=fence.sequence)
         assert (await stream.tail(CLUSTER, A)) is not None
         assert (await stream.state()).last_sequence == 2
+        message = await catalog.message(2)
+        assert message is not None and await still_holds(catalog, mark_of(message))
         await stream.send_pulse(beat(A))
         asked = asyncio.create_task(anext(aiter(stream.watch_round_asks(CLUSTER, A))))
         facts = asyncio.create_task(anext(aiter(catalog.watch_liveness(CLUSTER))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
+from kvbm.streams.base import Mark
 from tests.indexes import frame_bytes
 
 SPACE = Namespace(model="m", block_tokens=16).id
@@ -35,11 +37,16 @@ def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = No
     assert not writing.has_begun()
     writing.write()
     assert writing.has_begun()
-    writing.finish(sequence if settled is None else settled)
+    writing.finish(Mark(sequence if settled is None else settled, 7))
 
 
-def load(folder: Path, stored: int = 1000, end: int = 1000, stream: str = "KVBM") -> Loaded | None:
-    return load_newest(folder, _native.ClusterIndex, 1000, stream, stored, end)
+def load(
+    folder: Path, stored: int = 1000, end: int = 1000, stream: str = "KVBM", fingerprint: int = 7
+) -> Loaded | None:
+    async def holds(mark: Mark) -> bool:
+        return mark.sequence <= end and mark.fingerprint == fingerprint
+
+    return asyncio.run(load_newest(folder, _native.ClusterIndex, 1000, stream, stored, holds))
 
 
 def test_the_newest_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -57,7 +64,8 @@ def test_two_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"stored": 9}, {"end": 11}, {"stream": "another"}], ids=["ahead of SQL", "ahead of the stream", "of another stream"]
+    "asked", [{"stored": 9}, {"end": 11}, {"stream": "another"}, {"fingerprint": 8}],
+    ids=["ahead of SQL", "ahead of the stream", "of another stream", "of messages the stream has lost"],
 )  # fmt: skip
 def test_a_checkpoint_that_would_lose_something_is_passed_over(tmp_path: Path, asked: dict[str, object]) -> None:
     write(tmp_path, 10, settled=12)

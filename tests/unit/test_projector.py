@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.streams.base import Heartbeat, Position, StreamMessage
+from kvbm.streams.base import START, Heartbeat, Mark, Position, StreamMessage, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
@@ -410,6 +410,49 @@ def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_aga
 
 
 @each_twin
+def test_a_place_is_kept_with_the_message_there_and_goes_through_a_checkpoint(twin: Twin) -> None:
+    _, f = five_frames()
+    messages = [
+        StreamMessage(at, "kvbm.v1.events.c.one", encode_frame(frame), 1000 + at) for at, frame in enumerate(f, 1)
+    ]
+    projector = twin.projector()
+    assert projector.mark == START
+    projector.step(0.0, [*messages[:3], messages[4]._replace(sequence=4)])  # the second but last is missing
+    batch = projector.take_batch()
+    assert batch is not None
+    assert Mark(batch.stream_sequence, batch.fingerprint) == mark_of(messages[2])  # behind what is kept aside
+    assert projector.mark == mark_of(messages[4]._replace(sequence=4))
+    projector.step(0.0, [messages[3]._replace(sequence=5)])
+    batch = projector.take_batch()
+    assert batch is not None
+    assert Mark(batch.stream_sequence, batch.fingerprint) == projector.mark
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(projector.state()), type=ProjectorState)
+    later = twin.projector()
+    later.restore(state, settled=5)
+    assert later.mark == projector.mark
+    blind = twin.projector()
+    blind.restore_blind(projector.mark, ())
+    assert (blind.mark, blind.sequence) == (projector.mark, 5)
+
+
+@each_twin
+def test_no_batch_names_a_place_of_a_history_that_is_gone(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[:3], f[4])
+    assert reader.projector.take_batch() is not None
+    reader.sequence = 0  # the server has lost all and is told it again
+    assert reader.read(*f[:2]).renumbered
+    reader.projector.renumber("KVBM#2", 0)
+    assert reader.projector.take_batch() is None
+    reader.read(*f[2:4])
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert Mark(batch.stream_sequence, batch.fingerprint) == reader.projector.mark
+    assert batch.positions[0].next_offset == instance.ledger.applied
+
+
+@each_twin
 def test_claims_kept_aside_outlive_the_epoch_that_went_on_behind_a_hole(twin: Twin) -> None:
     instance, f = five_frames()
     claim = instance.offload(1)
@@ -559,7 +602,7 @@ def test_an_epoch_that_was_never_restated_after_sql_alone_is_blind_until_its_rou
     batch = first.projector.take_batch()
     assert batch is not None
     later = Reader(twin.projector(stored=5, known=batch.instances))
-    later.projector.restore_blind(5, batch.positions)
+    later.projector.restore_blind(Mark(5), batch.positions)
     later.sequence = 5
     assert later.projector.position(ONE) == (1, instance.ledger.applied)
     assert later.is_doubtful() and later.projector.troubles()[ONE].reasons() == ["joined midway"]
@@ -580,7 +623,7 @@ def test_an_instance_that_sql_says_has_stopped_is_not_asked_to_restate(twin: Twi
     batch = first.projector.take_batch()
     assert batch is not None
     later = Reader(twin.projector(stored=6, known=batch.instances))
-    later.projector.restore_blind(6, batch.positions)
+    later.projector.restore_blind(Mark(6), batch.positions)
     assert not later.projector.troubles()
 
 

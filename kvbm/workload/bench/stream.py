@@ -204,9 +204,15 @@ class _LossyStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> _LossyReader:
+    async def pull(
+        self,
+        after_sequence: int = 0,
+        cluster: str | None = None,
+        timeout_s: float = 5.0,
+        fingerprint: int | None = None,
+    ) -> _LossyReader:
         """A reader that leaves that message out."""
-        return _LossyReader(self, await self._stream.pull(after_sequence, cluster, timeout_s))
+        return _LossyReader(self, await self._stream.pull(after_sequence, cluster, timeout_s, fingerprint))
 
 
 class _LossyReader:

@@ -20,10 +20,12 @@ from kvbm.streams.base import (
     EVENTS_PREFIX,
     FENCE_PREFIX,
     ORIGIN,
+    START,
     AccessSample,
     Fence,
     Heartbeat,
     LivenessFact,
+    Mark,
     Position,
     StreamMessage,
     StreamState,
@@ -32,6 +34,7 @@ from kvbm.streams.base import (
     end_of_message,
     events_subject,
     instance_subject,
+    mark_of,
 )
 from tests.faults.simulator.kernel import Process, World
 
@@ -50,6 +53,10 @@ class Stored(NamedTuple):
     stored_s: float
     by: str  # the process that sent it
     fenced_by: int | None  # the fence it named
+
+    @property
+    def message(self) -> StreamMessage:
+        return StreamMessage(self.sequence, self.subject, self.data, int(self.stored_s * 1e9))
 
 
 class Link:
@@ -294,6 +301,9 @@ class Server:
         sequence = self.store(subject, b"fence", ORIGIN, Fence(epoch, run, 0), by)
         return Fence(epoch, run, sequence)
 
+    def message(self, sequence: int) -> StreamMessage | None:
+        return next((stored.message for stored in self.messages if stored.sequence == sequence), None)
+
     def state(self) -> StreamState:
         self._trim()
         first = self.messages[0].sequence if self.messages else self.last_sequence + 1
@@ -318,7 +328,7 @@ class Server:
             for stored in self._after(consumer.after):
                 if stored.fence is None and stored.subject.startswith(consumer.prefix):
                     if len(batch) < BATCH:
-                        batch.append(StreamMessage(stored.sequence, stored.subject, stored.data))
+                        batch.append(stored.message)
                     else:
                         pending += 1
             if not batch and not greet:
@@ -472,9 +482,19 @@ class SimStream:
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
         return (await self.state(timeout_s)).last_sequence
 
-    async def pull(self, after_sequence: int = 0, cluster: str | None = None, timeout_s: float = 5.0) -> SimReader:
+    async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
+        message: StreamMessage | None = await self._ask(timeout_s, lambda: self._server.message(sequence))
+        return message
+
+    async def pull(
+        self,
+        after_sequence: int = 0,
+        cluster: str | None = None,
+        timeout_s: float = 5.0,
+        fingerprint: int | None = None,
+    ) -> SimReader:
         prefix = cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">")
-        reader = SimReader(self, self._server, prefix, after_sequence)
+        reader = SimReader(self, self._server, prefix, Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         self._readers.add(reader)
         return reader
@@ -564,10 +584,10 @@ class SimStream:
 class SimReader:
     """An `EventReader` over connections that come and go; a replaced store, or one that lost its end, is read anew."""
 
-    def __init__(self, stream: SimStream, server: Server, prefix: str, after: int) -> None:
+    def __init__(self, stream: SimStream, server: Server, prefix: str, after: Mark) -> None:
+        self.begun = 0
         self._stream, self._server, self._prefix, self._after = stream, server, prefix, after
         self._created = ""
-        self._last: StreamMessage | None = None
         self._link: Link | None = None
         self._consumer: _Consumer | None = None
         self._ready: deque[StreamMessage] = deque()
@@ -583,13 +603,13 @@ class SimReader:
     async def begin(self, timeout_s: float) -> None:
         link = await self._stream.link(timeout_s)
         state = await ask(self._server, link, timeout_s, self._server.state)
-        is_other = (self._created and state.created != self._created) or state.last_sequence < self._after
+        is_other = (self._created and state.created != self._created) or state.last_sequence < self._after.sequence
         if is_other or await ask(self._server, link, timeout_s, self._is_overwritten):
-            self._after, self._last = 0, None
+            self._after = START
         self._created = state.created
         self._pending = 1
         self._ready.clear()
-        after = self._after
+        after = self._after.sequence
 
         def take(batch: list[StreamMessage], pending: int) -> None:
             if self._link is link:
@@ -602,14 +622,14 @@ class SimReader:
             self._server, link, timeout_s, lambda: self._server.consume(link, self._prefix, after, take)
         )
         link.on_break.append(self._wake.set)
+        self.begun += 1
 
     def _is_overwritten(self) -> bool:
         """As `NatsReader._is_overwritten`: another message than the one fetched last has its sequence."""
-        last = self._last
-        if last is None or last.sequence != self._after:
+        if self._after.fingerprint is None:
             return False
-        stored = next((one for one in self._server.messages if one.sequence == last.sequence), None)
-        return stored is not None and (stored.subject, stored.data) != (last.subject, last.data)
+        message = self._server.message(self._after.sequence)
+        return message is not None and mark_of(message) != self._after
 
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         loop = asyncio.get_running_loop()
@@ -622,7 +642,7 @@ class SimReader:
             if self._ready:
                 messages = list(self._ready)
                 self._ready.clear()
-                self._after, self._last = messages[-1].sequence, messages[-1]
+                self._after = mark_of(messages[-1])
                 consumer, link = self._consumer, self._link
                 if consumer is not None and link is not None and link.is_up:
                     link.to_server(partial(self._server.more, consumer))

@@ -17,6 +17,7 @@ from kvbm.catalog.store import (
 )
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
+from kvbm.streams.base import START, Mark
 from tests.faults.simulator.kernel import World
 
 
@@ -27,7 +28,7 @@ class SimStore:
         self._world = world
         self.is_down = False
         self.loses_replies = 0.0  # share of transactions that are kept although the caller hears of a failure
-        self.positions: dict[str, int] = {}
+        self.places: dict[str, Mark] = {}
         self.instance_rows: dict[InstanceId, InstanceRow] = {}
         self.epoch_rows: dict[tuple[InstanceId, int], EpochRow] = {}
         self.namespace_rows: dict[NamespaceId, NamespaceRow] = {}
@@ -44,12 +45,12 @@ class SimStore:
     async def apply(self, batch: StoreBatch) -> Applied:
         self._check()
         assert 0 <= batch.previous < batch.stream_sequence
-        stored = self.positions.get(batch.stream, 0)
-        if stored != batch.previous:
-            if stored >= batch.stream_sequence:
-                return Applied(Outcome.REPEATED, stored)
-            return Applied(Outcome.OVERTAKEN if stored > batch.previous else Outcome.MISSING, stored)
-        self.positions[batch.stream] = batch.stream_sequence
+        place = self.places.get(batch.stream, START)
+        if place.sequence != batch.previous:
+            if place.sequence >= batch.stream_sequence:
+                return Applied(Outcome.REPEATED, *place)
+            return Applied(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
+        self.places[batch.stream] = Mark(batch.stream_sequence, batch.fingerprint)
         for row in batch.instances:
             old = self.instance_rows.get(row.id)
             if old is None or row.epoch >= old.epoch:
@@ -77,7 +78,11 @@ class SimStore:
 
     async def position(self, stream: str) -> int:
         self._check()
-        return self.positions.get(stream, 0)
+        return self.places.get(stream, START).sequence
+
+    async def positions(self) -> dict[str, Mark]:
+        self._check()
+        return dict(self.places)
 
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         self._check()
