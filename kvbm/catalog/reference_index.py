@@ -127,7 +127,9 @@ class ReferenceIndex:
                     if isinstance(event.source, Tier) and not event.kept:
                         self._withdraw(instance, event.source, event.namespace, event.hashes, claims)
                     elif isinstance(event.source, Tier) and instance.is_cluster(event.source):
-                        said = Claims(event.source, event.namespace, event.hashes, False)  # it was read there, so it is there
+                        said = Claims(
+                            event.source, event.namespace, event.hashes, False
+                        )  # it was read there, so it is there
                         self._say(instance, said, claims)
                 case BlocksEvicted():
                     self._withdraw(instance, event.tier, event.namespace, event.hashes, claims)

@@ -16,7 +16,18 @@ import msgspec
 
 from kvbm.core.errors import LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, hash_count, split_hashes
+from kvbm.core.ids import (
+    HASH_BYTES,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+    Reach,
+    Tier,
+    hash_count,
+    split_hashes,
+)
 
 try:
     from sqlalchemy import Executable, Table, bindparam, delete, func, select, tuple_, update

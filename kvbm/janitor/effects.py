@@ -13,7 +13,7 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import NamespaceId
 from kvbm.janitor.lease import Sight
 
-A = TypeVar("A", covariant=True)
+A = TypeVar("A")
 
 
 class ObjectSeen(NamedTuple):

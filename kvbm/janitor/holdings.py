@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.janitor.effects import Claimed, ClaimColumns, ObjectSeen
+from kvbm.janitor.effects import ClaimColumns, Claimed, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
 _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
@@ -89,7 +89,8 @@ class Space:
 
     def used_ns(self) -> np.ndarray:
         """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
-        return np.maximum(self.last_ns, self.modified_ns)
+        used_ns: np.ndarray = np.maximum(self.last_ns, self.modified_ns)
+        return used_ns
 
     def packed(self, rows: np.ndarray) -> bytes:
         """The hashes of rows."""
@@ -152,7 +153,9 @@ def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Chosen]:
         yield from _chosen(space, rows, EvictReason.TTL)
 
 
-def over_quota(holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int) -> list[Chosen]:
+def over_quota(
+    holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int
+) -> list[Chosen]:
     """The least recently used objects, as many as stand above what a tenant, and then the whole pool, may have.
 
     Args:
@@ -212,7 +215,8 @@ def lacking(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 def column(hashes: bytes) -> np.ndarray:
     """Packed hashes as a sorted column."""
-    return np.sort(np.frombuffer(hashes, dtype=_COLUMN))
+    sorted_hashes: np.ndarray = np.sort(np.frombuffer(hashes, dtype=_COLUMN))
+    return sorted_hashes
 
 
 def _find(keys: np.ndarray, key: bytes) -> int | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -153,12 +154,10 @@ class Janitor:
             chosen = self._choose(holdings, more_bytes)
             for at in range(0, len(chosen), WAVE_NAMES):
                 yield from self._withdraw(holdings, chosen[at : at + WAVE_NAMES])
-        except KvbmError as error:
-            try:
+        except KvbmError:
+            with suppress(KvbmError):  # it ends by itself
                 yield from self._give_lease_back()
-            except KvbmError:
-                pass  # it ends by itself
-            raise error
+            raise
         yield from self._give_lease_back()
 
     def _take_lease(self) -> Steps[None]:

@@ -85,7 +85,10 @@ def as_words(report: Report) -> str:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = [f"{report.pool}{' (dry run: nothing is changed)' if report.dry_run else ''}"]
     for row in rows:
-        cells = [cell.ljust(width) if at < 2 else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(width) if at < 2 else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     would = "would be " if report.dry_run else ""
     withdrawn = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(report.withdrawn.items()))
@@ -101,7 +104,10 @@ def as_words(report: Report) -> str:
         (report.undeleted, "objects the store did not delete; the next run tries again"),
         (report.foreign, f"objects are none of this pool and were left alone, the first {report.first_foreign}"),
         (report.unknown, "objects the store did not tell of"),
-        (report.future_blocks, "blocks were claimed by a clock that is ahead of the store's; set that instance's clock"),
+        (
+            report.future_blocks,
+            "blocks were claimed by a clock that is ahead of the store's; set that instance's clock",
+        ),
         (report.lists, f"lists left by an earlier janitor {would}finished"),
     ):
         if count:

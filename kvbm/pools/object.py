@@ -210,15 +210,14 @@ class BlockObjects:
         folder = f"{self.blocks}/{namespace.hex()}"
         return [f"{folder}/{block_hash.hex()}" for block_hash in hashes]
 
-    def describe(self, names: Sequence[str]) -> list[Described | Refusal]:
-        """What objects hold, by their headers alone. Trouble is an answer, and so is an object that is not of this pool."""
+    def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
+        """What objects hold, by their headers alone, of whatever block_bytes; None for one that is not what its name says."""
         gets = [Get(name, 0, self._header_bytes) for name in names]
         answers = self.store.get(gets, self._deadline_s) if gets else []
         there = [index for index, answer in enumerate(answers) if isinstance(answer, Got)]
-        headers = self._headers([answer for answer in answers if isinstance(answer, Got)])
-        described: list[Described | Refusal] = [
-            answer if isinstance(answer, Refusal) else Refusal(Trouble.REFUSED, f"{name} is no object of this pool")
-            for name, answer in zip(names, answers, strict=True)
+        headers = self._headers([answer for answer in answers if isinstance(answer, Got)], None)
+        described: list[Described | Refusal | None] = [
+            answer if isinstance(answer, Refusal) else None for answer in answers
         ]
         for place, index in enumerate(there):
             namespace, hashes = NamespaceId(headers.namespaces[place]), headers.hashes[place]
@@ -285,14 +284,14 @@ class BlockObjects:
     def _new_headers(self, proof: Proof, lengths: np.ndarray, codings: np.ndarray) -> np.ndarray:
         return encode_object_headers(proof, lengths, codings, self.blocks, self.block_bytes, self._checksum_rows)
 
-    def _headers(self, found: Sequence[Got]) -> Headers:
+    def _headers(self, found: Sequence[Got], block_bytes: int | None) -> Headers:
         """What the headers say that objects, or parts of them, begin with. One that is cut short says nothing."""
         headers = np.zeros((len(found), self._header_bytes), dtype=np.uint8)
         for header, got in zip(headers, found, strict=True):
             begin = np.frombuffer(got.body, dtype=np.uint8)[: self._header_bytes]
             header[: len(begin)] = begin
         sizes = [got.size_bytes for got in found]
-        return decode_object_headers(headers, sizes, self.blocks, self.block_bytes, self._checksum_rows)
+        return decode_object_headers(headers, sizes, self.blocks, block_bytes, self._checksum_rows)
 
     def _decode(
         self,
@@ -307,7 +306,7 @@ class BlockObjects:
         """Fill rows from objects that were read; `there` has the place of each among `targets`, `outcomes` and `sums`."""
         if not there:
             return
-        headers = self._headers([got for _, got in there])
+        headers = self._headers([got for _, got in there], self.block_bytes)
         step = self.blocks * HASH_BYTES
         for place, (index, got) in enumerate(there):
             outcomes[index] = ReadOutcome.CORRUPT
@@ -324,7 +323,9 @@ class BlockObjects:
     def _same(self, proof: Proof, names: Sequence[str], indexes: Sequence[int], call: _Call) -> list[int]:
         """Which of the objects that are there hold the blocks that were to be put."""
         answers = self.store.get([Get(name, 0, self._header_bytes) for name in names], call.left_s())
-        headers = self._headers([answer if isinstance(answer, Got) else Got(b"", 0) for answer in answers])
+        headers = self._headers(
+            [answer if isinstance(answer, Got) else Got(b"", 0) for answer in answers], self.block_bytes
+        )
         step = self.blocks * HASH_BYTES
         same = []
         for place, (index, answer) in enumerate(zip(indexes, answers, strict=True)):

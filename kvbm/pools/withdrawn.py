@@ -67,4 +67,4 @@ class Withdrawn:
                     pass  # a store that does not answer gives no blocks either
                 else:
                     self._names = frozenset(name for names in lists.values() for name in names)
-            return self._names.intersection(names)
+            return set(names) & self._names
