@@ -66,4 +66,5 @@ NB_MODULE(_native, module) {
   bind_arena(module);
   bind_segment_copy(module, errors);
   bind_block_io(module, errors);
+  bind_block_coding(module, errors);
 }
