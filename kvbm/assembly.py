@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -19,7 +22,7 @@ from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.config import Settings, check_settings
 from kvbm.core.errors import CatalogError, ConfigError, StreamError
-from kvbm.core.events import PoolStated
+from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import slots_in
@@ -140,7 +143,7 @@ def open_manager(
             the layout that `paged_layout` gives them.
     Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
     """
-    if not namespaces:
+    if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
     instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
@@ -208,13 +211,12 @@ def run_catalog(settings: Settings) -> int:
         url = _nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             _make_data_dir(settings)
-        default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
         costs = msgspec.structs.asdict(settings.catalog.routing)
         weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
             credentials=credentials,
-            database_url=settings.catalog.database or default_database,
+            database_url=_database_url(settings),
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
             connect_s=settings.nats.timeout_s,
@@ -236,6 +238,94 @@ def run_catalog(settings: Settings) -> int:
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0
+
+
+def run_gc(settings: Settings, dry_run: bool, tell: Callable[[Report], None], store: Store | None = None) -> int:
+    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
+
+    Args:
+        tell: gets the report of each run.
+        store: a store to use instead of the one `pools.object` names; it stays open.
+    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
+    """
+    check_settings(settings)
+    if store is None and not settings.pools.object.url:
+        raise ConfigError("pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store")
+    while True:
+        try:
+            tell(_gc_once(settings, dry_run, store))
+        except (ConfigError, MissingExtraError):
+            raise
+        except KvbmError as error:
+            if not settings.gc.every_s:
+                raise
+            log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
+        if not settings.gc.every_s:
+            return 0
+        time.sleep(settings.gc.every_s)
+
+
+def _gc_once(settings: Settings, dry_run: bool, given: Store | None) -> Report:
+    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, run_once
+
+    gc, wanted = settings.gc, settings.pools.object
+    rules = Rules(gc.ttl_s, gc.quota_bytes, gc.grace_s, gc.young_s, gc.skew_s, gc.lease_s)
+    with ExitStack() as opened:
+        store = _LentStore(given) if given is not None else open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region)
+        opened.callback(store.close)
+        if not store.lists:
+            raise ConfigError(f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor")
+        if not settings.catalog.database:
+            _make_data_dir(settings)
+        book = ClaimBook(_database_url(settings), store.name)
+        opened.callback(book.close)
+
+        def folder(blocks: int, block_bytes: int = 1) -> BlockObjects:
+            return BlockObjects(
+                store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, threads=1, deadline_s=wanted.timeout_s
+            )
+
+        run = secrets.token_hex(8)
+        driver = Driver(
+            store, book, folder, lambda spaces: _open_janitor(settings, spaces, folder(1)), run, wanted.timeout_s, rules.batch_s,
+            dry_run,
+        )  # fmt: skip
+        opened.callback(driver.close)
+        holder = f"{janitor_id(store.name)} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        return run_once(Janitor(store.name, holder, run, rules, dry_run), driver)
+
+
+def janitor_id(pool: str) -> InstanceId:
+    """The instance a pool's janitor is in its cluster."""
+    return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
+
+
+def _open_janitor(settings: Settings, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
+    """A manager that holds nothing and offloads nothing: what a janitor says things with."""
+    replace = msgspec.structs.replace
+    mine = replace(
+        settings,
+        instance=replace(settings.instance, id=janitor_id(objects.name)),
+        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory")),
+        offload=replace(settings.offload, host="never", nvme="never", object="never"),
+        journal=replace(settings.journal, in_memory=True),
+        samples=replace(settings.samples, rate=0.0),
+        catalog=replace(settings.catalog, url=""),
+    )
+    return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
+
+
+class _LentStore:
+    """A store that somebody else closes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def close(self) -> None:
+        """Nothing: it is not ours."""
 
 
 def catalog_client(url: str) -> CatalogClient:
@@ -364,6 +454,10 @@ def _nats_url(settings: Settings, opened: ExitStack) -> str:
     return server.url
 
 
+def _database_url(settings: Settings) -> str:
+    return settings.catalog.database or f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
+
+
 def _make_data_dir(settings: Settings) -> None:
     """Raises ConfigError: the folder cannot be made."""
     try:
@@ -384,7 +478,6 @@ def _open_pools(
     opened: ExitStack,
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
-    shape = namespaces[0]
     wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
@@ -418,7 +511,7 @@ def _open_pools(
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
+            nvme_paths(settings), count, block_bytes, namespaces[0], instance, checksums, OPEN_BLOCK_IO, io=wanted.nvme.io,
             direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
         )  # fmt: skip
         if nvme.notice:

@@ -246,6 +246,29 @@ class CatalogSettings(_Group, frozen=True):
     tenant_secrets: dict[str, str] = {}
 
 
+class GcSettings(_Group, frozen=True):
+    """The janitor of the object pool, `kvbm-catalog gc`. All janitors of one store should have the same.
+
+    Attributes:
+        ttl_s: objects go that nobody has put or read for so long; 0: never.
+        quota_bytes: the least recently used objects go while the pool has more; 0: no limit.
+        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read.
+            Instances look for that word every third of it, so all of them should know it.
+        young_s: an object without a claim may still get one for so long.
+        skew_s: how far the clocks of instances, janitor and store may be apart.
+        lease_s: for how long a janitor that died keeps others away.
+        every_s: between two runs; 0: one run.
+    """
+
+    ttl_s: float = 7 * 86_400.0
+    quota_bytes: int = 0
+    grace_s: float = 60.0
+    young_s: float = 60.0
+    skew_s: float = 60.0
+    lease_s: float = 60.0
+    every_s: float = 0.0
+
+
 class Settings(_Group, frozen=True):
     """Everything that can be set. `core`: "native", or "reference" for the readable twin of everything native, which is slow."""
 
@@ -259,6 +282,7 @@ class Settings(_Group, frozen=True):
     rounds: RoundsSettings = RoundsSettings()
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
+    gc: GcSettings = GcSettings()
 
 
 def load_settings(
@@ -324,6 +348,7 @@ def check_settings(settings: Settings) -> None:
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")
+    _check_gc(settings.gc, settings.pools.object.timeout_s)
     if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
         raise ConfigError(
             f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
@@ -474,6 +499,19 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+
+
+def _check_gc(gc: GcSettings, timeout_s: float) -> None:
+    for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
+        if not 0 <= getattr(gc, name) < math.inf:
+            raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
+    if not 1 <= gc.lease_s <= _LONGEST_S:
+        raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
+    if not 2 * timeout_s <= gc.grace_s <= _LONGEST_S:
+        raise ConfigError(
+            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({timeout_s:g}), the longest a read takes: "
+            "instances hear of a deletion within a third of the grace, and reads that began before must end within the rest"
+        )
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

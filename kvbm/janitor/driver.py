@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Protocol, assert_never
-
-import structlog
 
 from kvbm.catalog.store import NamespaceRow
 from kvbm.core.errors import JanitorError, KvbmError, PoolError
@@ -42,8 +41,6 @@ from kvbm.pools.object import Described
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.pools.withdrawn import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
 from kvbm.streams.base import Position
-
-log = structlog.get_logger()
 
 PAGE_NAMES = 1000
 _CLOCK_PREFIX = f"{KEPT_PREFIX}clock/"
@@ -260,15 +257,25 @@ class Driver:
 
 
 def run_once(janitor: Janitor, driver: Driver, clock: Callable[[], float] = time.monotonic) -> Report:
-    """Drive one run to its end. Raises KvbmError: what ended it early."""
-    effect = janitor.step(clock())
+    """Drive one run to its end. Raises KvbmError: what ended it early; whatever ends it, the lease is given back if it can be."""
+    try:
+        _drive(janitor, driver, clock, janitor.step(clock()))
+    except KvbmError:
+        raise
+    except BaseException:
+        with suppress(Exception):
+            _drive(janitor, driver, clock, janitor.step(clock(), JanitorError("interrupted")))
+        raise
+    return janitor.report
+
+
+def _drive(janitor: Janitor, driver: Driver, clock: Callable[[], float], effect: Effect[Any] | None) -> None:
     while effect is not None:
         try:
             answer = driver.do(effect)
         except KvbmError as error:
             answer = error
         effect = janitor.step(clock(), answer)
-    return janitor.report
 
 
 def _header(described: Described | Refusal | None) -> Header | Unread:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 
-from kvbm.core.errors import JanitorError, KvbmError
+from kvbm.core.errors import JanitorBusyError, JanitorError, KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, hash_count
 from kvbm.janitor import lease as leases
@@ -175,7 +175,7 @@ class Janitor:
             return
         lease = leases.claimed(sight.lease, self._holder, self._run, self._rules.lease_s)
         if not (yield from self._put_lease(lease, sight.lease.body, asked_s)):
-            raise JanitorError("another janitor took the lease just now; nothing to do")
+            raise JanitorBusyError("another janitor took the lease just now; nothing to do")
 
     def _put_lease(self, lease: leases.Lease, expected: bytes, asked_s: float) -> Steps[bool]:
         body = leases.encode(lease)
