@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.config import Settings, check_settings
-from kvbm.core.errors import CatalogError, ConfigError, StreamError
+from kvbm.config import HbmSettings, PoolsSettings, Settings, check_settings
+from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
@@ -47,10 +48,13 @@ from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
+from kvbm.pools.object import BlockObjects
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.raw_coding import RAW_CODER
 from kvbm.pools.rows import NewArena
 from kvbm.pools.s3_pool import S3Pool
+from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
@@ -58,6 +62,9 @@ from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread, unknown_run
 from kvbm.streams.server import shared_server
+
+if TYPE_CHECKING:
+    from kvbm.janitor.report import Report
 
 log = structlog.get_logger()
 
@@ -240,20 +247,24 @@ def run_catalog(settings: Settings) -> int:
     return 0
 
 
-def run_gc(settings: Settings, dry_run: bool, tell: Callable[[Report], None], store: Store | None = None) -> int:
+def run_gc(
+    settings: Settings, dry_run: bool, tell: Callable[[Report], None], new_store: Callable[[], Store] | None = None
+) -> int:
     """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
 
     Args:
         tell: gets the report of each run.
-        store: a store to use instead of the one `pools.object` names; it stays open.
+        new_store: opens a store to use instead of the one `pools.object` names.
     Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
     """
     check_settings(settings)
-    if store is None and not settings.pools.object.url:
-        raise ConfigError("pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store")
+    if new_store is None and not settings.pools.object.url:
+        raise ConfigError(
+            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
+        )
     while True:
         try:
-            tell(_gc_once(settings, dry_run, store))
+            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))
         except (ConfigError, MissingExtraError):
             raise
         except KvbmError as error:
@@ -265,16 +276,18 @@ def run_gc(settings: Settings, dry_run: bool, tell: Callable[[Report], None], st
         time.sleep(settings.gc.every_s)
 
 
-def _gc_once(settings: Settings, dry_run: bool, given: Store | None) -> Report:
+def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
     from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, run_once
 
     gc, wanted = settings.gc, settings.pools.object
     rules = Rules(gc.ttl_s, gc.quota_bytes, gc.grace_s, gc.young_s, gc.skew_s, gc.lease_s)
     with ExitStack() as opened:
-        store = _LentStore(given) if given is not None else open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region)
+        store = new_store()
         opened.callback(store.close)
         if not store.lists:
-            raise ConfigError(f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor")
+            raise ConfigError(
+                f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor"
+            )
         if not settings.catalog.database:
             _make_data_dir(settings)
         book = ClaimBook(_database_url(settings), store.name)
@@ -282,7 +295,13 @@ def _gc_once(settings: Settings, dry_run: bool, given: Store | None) -> Report:
 
         def folder(blocks: int, block_bytes: int = 1) -> BlockObjects:
             return BlockObjects(
-                store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, threads=1, deadline_s=wanted.timeout_s
+                store,
+                block_bytes,
+                _kernels(settings).checksums,
+                CODER,
+                blocks=blocks,
+                threads=1,
+                deadline_s=wanted.timeout_s,
             )
 
         run = secrets.token_hex(8)
@@ -291,8 +310,16 @@ def _gc_once(settings: Settings, dry_run: bool, given: Store | None) -> Report:
             dry_run,
         )  # fmt: skip
         opened.callback(driver.close)
-        holder = f"{janitor_id(store.name)} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        holder = (
+            f"{janitor_id(store.name)} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        )
         return run_once(Janitor(store.name, holder, run, rules, dry_run), driver)
+
+
+def _open_store(settings: Settings) -> Store:
+    """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
+    wanted = settings.pools.object
+    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region)
 
 
 def janitor_id(pool: str) -> InstanceId:
@@ -313,19 +340,6 @@ def _open_janitor(settings: Settings, namespaces: Sequence[Namespace], objects: 
         catalog=replace(settings.catalog, url=""),
     )
     return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
-
-
-class _LentStore:
-    """A store that somebody else closes."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def close(self) -> None:
-        """Nothing: it is not ours."""
 
 
 def catalog_client(url: str) -> CatalogClient:

@@ -78,7 +78,13 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "and the least recently used above gc.quota_bytes. It runs once, beside `kvbm-catalog serve` on the same database and stream. "
         "What is not a block of kvbm's is never touched. While another janitor works it says so and returns 0."
     )
-    gc.add_argument("--every", type=_seconds, default=None, metavar="S", help="go on, with so many seconds between runs (gc.every_s)")
+    gc.add_argument(
+        "--every",
+        type=_seconds,
+        default=None,
+        metavar="S",
+        help="go on, with so many seconds between runs (gc.every_s)",
+    )
     gc.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
     gc.add_argument("--json", action="store_true", help="print reports as JSON, one a line")
     _add_settings(gc)

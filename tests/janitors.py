@@ -29,7 +29,7 @@ SECOND_NS = 1_000_000_000
 HOUR_S = 3600.0
 
 
-class Died(Exception):  # noqa: N818 - it is no error of anybody's
+class Died(Exception):
     """The process is gone, at once."""
 
 
@@ -136,7 +136,7 @@ class Cluster:
         return not any((space.id, block) in self.times for block in split_hashes(hashes))
 
 
-class Run_:
+class Course:
     """One run of a janitor of a cluster, that a test can stop, watch and disturb."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Run_:
         until: type[Effect[Any]] | None = None,
         count: int = 1,
         before: Callable[[Effect[Any]], None] = lambda effect: None,
-    ) -> Run_:
+    ) -> Course:
         """Go on to the end, or until the next effect is the `count`-th of a kind, which is not done yet."""
         while self.next is not None:
             if until is not None and isinstance(self.next, until):
@@ -189,6 +189,11 @@ class Run_:
         self.done.append(self.next)
         self.next = self.janitor.step(self.world.now_s, answer)
 
+    def fail(self, error: KvbmError) -> None:
+        """The next effect fails."""
+        self.next = self.janitor.step(self.world.now_s, error)
+        self.go()
+
     @property
     def report(self) -> Report:
         return self.janitor.report
@@ -204,4 +209,4 @@ def folder(world: World, blocks: int) -> BlockObjects:
 
 def gc(world: World, rules: Rules = RULES, **options: Any) -> Report:
     """One whole run."""
-    return Run_(world, rules, **options).go().report
+    return Course(world, rules, **options).go().report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from kvbm.core.errors import JanitorError, PoolError
@@ -23,7 +25,7 @@ from kvbm.janitor.effects import (
 from kvbm.janitor.report import as_json, as_words
 from kvbm.pools.stores.base import Put
 from kvbm.pools.withdrawn import LEASE_NAME, Withdrawn, decode_list, encode_list, read_lists
-from tests.janitors import HOUR_S, K, OTHER, RULES, SPACE, BLOCK_BYTES, Cluster, Run_, World, chain, gc
+from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
 
 def old_and_new(world: World) -> tuple[bytes, bytes]:
@@ -41,7 +43,7 @@ def old_and_new(world: World) -> tuple[bytes, bytes]:
 def test_what_is_older_than_its_time_is_withdrawn_then_named_then_deleted_after_the_grace() -> None:
     world = World()
     old, new = old_and_new(world)
-    run = Run_(world).go(until=Delete)
+    run = Course(world).go(until=Delete)
     assert world.cluster.holds_none(old) and world.cluster.holds(new)
     assert [decode_list(world.store.objects[name][0]) for name in world.kept()] == [world.names(old)]
     assert world.objects() == {*world.names(old), *world.names(new)}
@@ -65,7 +67,7 @@ def test_a_use_makes_an_object_young_again_also_while_the_janitor_looks() -> Non
     world.cluster.claim(SPACE.id, old)
     assert gc(world).withdrawn == {}
     world.now_s += HOUR_S
-    run = Run_(world).go(until=ClaimedLast)  # its claims have been read
+    run = Course(world).go(until=ClaimedLast)  # its claims have been read
     world.cluster.claim(SPACE.id, old[-HASH_BYTES:])
     report = run.go().report
     assert (report.used, report.deleted) == (1, 1)
@@ -115,7 +117,7 @@ def test_what_is_claimed_during_the_grace_stays_and_is_claimed_whole() -> None:
     world.now_s -= HOUR_S
     world.put(other)
     world.now_s += HOUR_S
-    run = Run_(world).go(until=Pause, count=3)
+    run = Course(world).go(until=Pause, count=3)
     world.cluster.claim(SPACE.id, old[:HASH_BYTES])  # a read that began before the list was there
     report = run.go().report
     assert (report.kept, report.deleted) == (1, 1)
@@ -130,7 +132,7 @@ def test_instances_see_what_is_withdrawn_until_it_is_over() -> None:
     seen = Withdrawn(world.store, RULES.grace_s / 3, 1.0, clock=lambda: world.now_s)
     names = [*world.names(old), *world.names(new)]
     assert seen.among(names) == set()
-    run = Run_(world).go(until=Pause)
+    run = Course(world).go(until=Pause)
     assert seen.among(names) == set()  # it has looked a moment ago
     world.now_s += RULES.grace_s / 3
     assert seen.among(names) == set(world.names(old))
@@ -201,7 +203,7 @@ def test_a_claim_that_is_younger_than_its_object_may_be_is_not_missed() -> None:
 def test_headers_are_read_only_where_numbers_differ() -> None:
     world = World()
     world.put(chain(1, objects=5))
-    run = Run_(world).go()
+    run = Course(world).go()
     assert run.did(Describe) == []
 
 
@@ -217,7 +219,8 @@ def test_a_store_that_does_not_answer_for_a_header_makes_nothing_missing() -> No
 
             answers = super().get(gets, deadline_s)
             return [
-                Refusal(Trouble.SILENT, "no answer") if one.name == names[0] else a for one, a in zip(gets, answers)
+                Refusal(Trouble.SILENT, "no answer") if one.name == names[0] else a
+                for one, a in zip(gets, answers, strict=True)
             ]
 
     world.store.__class__ = Silent
@@ -263,7 +266,7 @@ def folder_of(world: World, blocks: int):  # type: ignore[no-untyped-def]
 def effects_of_a_run() -> int:
     world = World()
     old_and_new(world)
-    return len(Run_(world).go().done)
+    return len(Course(world).go().done)
 
 
 @pytest.mark.parametrize("after_it", [False, True], ids=["before", "after"])
@@ -271,7 +274,7 @@ def effects_of_a_run() -> int:
 def test_after_a_death_at_any_step_the_next_runs_come_to_the_same_end(at: int, after_it: bool) -> None:
     world = World()
     old, new = old_and_new(world)
-    run = Run_(world)
+    run = Course(world)
     for _ in range(at):
         run.step()
     if after_it and run.next is not None:
@@ -297,7 +300,7 @@ def test_a_list_left_by_another_clusters_janitor_is_finished_as_this_ones_catalo
     world.put(theirs, cluster=there)
     there.claim(SPACE.id, ours)
     world.now_s += HOUR_S
-    Run_(world, cluster=there).go(until=Pause)  # and it dies: both are in its list
+    Course(world, cluster=there).go(until=Pause)  # and it dies: both are in its list
     world.cluster.claim(SPACE.id, ours)
     world.now_s += 2 * RULES.lease_s
     begun_s = world.now_s
@@ -313,7 +316,7 @@ def test_what_the_store_does_not_delete_stays_in_the_list_for_the_next_run() -> 
     old = chain(1, objects=2)
     world.put(old)
     world.now_s += HOUR_S
-    run = Run_(world).go(until=Delete)
+    run = Course(world).go(until=Delete)
     first, second = world.names(old)
     answer = [False, True]
     del world.store.objects[second]
@@ -331,9 +334,9 @@ def test_what_the_store_does_not_delete_stays_in_the_list_for_the_next_run() -> 
 def test_of_two_janitors_the_second_ends_with_one_sentence_and_touches_nothing() -> None:
     world = World()
     old_and_new(world)
-    first = Run_(world).go(until=Pause)
+    first = Course(world).go(until=Pause)
     held = dict(world.store.objects)
-    second = Run_(world, name="b")
+    second = Course(world, name="b")
     with pytest.raises(JanitorError, match=r"another janitor works: janitor a renewed its lease \d+ s ago"):
         second.go()
     assert world.store.objects == held
@@ -343,7 +346,7 @@ def test_of_two_janitors_the_second_ends_with_one_sentence_and_touches_nothing()
 
 def test_of_two_that_find_no_lease_at_once_one_gets_it() -> None:
     world = World()
-    runs = [Run_(world, name=name).go(until=PutLease) for name in "ab"]
+    runs = [Course(world, name=name).go(until=PutLease) for name in "ab"]
     runs[1].go()
     with pytest.raises(JanitorError, match="took the lease"):
         runs[0].go()
@@ -352,9 +355,9 @@ def test_of_two_that_find_no_lease_at_once_one_gets_it() -> None:
 def test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_it() -> None:
     world = World()
     old, _ = old_and_new(world)
-    first = Run_(world).go(until=ClaimedLast, count=2)  # the grace is over
+    first = Course(world).go(until=ClaimedLast, count=2)  # the grace is over
     world.now_s += 10 * RULES.lease_s  # a long sleep
-    second = Run_(world, name="b").go(until=Pause)
+    second = Course(world, name="b").go(until=Pause)
     with pytest.raises(JanitorError, match="lease was lost"):
         first.go()
     assert first.did(Delete) == [] and set(world.names(old)) <= world.objects()
@@ -364,7 +367,7 @@ def test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_i
 def test_a_janitor_that_sleeps_past_its_lease_goes_on_when_nobody_took_it() -> None:
     world = World()
     old_and_new(world)
-    run = Run_(world).go(until=ClaimedLast, count=2)
+    run = Course(world).go(until=ClaimedLast, count=2)
     world.now_s += 10 * RULES.lease_s
     assert run.go().report.deleted == 1
 
@@ -380,8 +383,8 @@ def test_the_lease_is_renewed_before_it_is_needed_and_never_good_for_less_than_a
         if isinstance(effect, Delete):
             assert renewed_s[-1] + RULES.lease_s - world.now_s >= RULES.batch_s
 
-    Run_(world, RULES._replace(grace_s=600.0)).go(before=watch)
-    gaps = [later - earlier for earlier, later in zip(renewed_s, renewed_s[1:], strict=False)]
+    Course(world, RULES._replace(grace_s=600.0)).go(before=watch)
+    gaps = [later - earlier for earlier, later in pairwise(renewed_s)]
     assert max(gaps) < RULES.lease_s and len(gaps) > 10
 
 
@@ -431,7 +434,7 @@ def test_claims_from_a_clock_that_is_behind_make_no_object_older_than_the_store_
 def test_the_grace_is_the_janitors_own_time_whatever_the_stores_clock_does() -> None:
     world = World()
     old_and_new(world)
-    run = Run_(world).go(until=Pause)
+    run = Course(world).go(until=Pause)
     world.store._clock_ns = lambda: int((world.now_s + 10 * HOUR_S) * 1e9)
     run.go(until=Delete)
     assert sum(effect.seconds for effect in run.did(Pause)) == pytest.approx(RULES.grace_s)
@@ -443,7 +446,7 @@ def test_the_grace_is_the_janitors_own_time_whatever_the_stores_clock_does() -> 
 def test_nothing_is_deleted_while_the_catalog_stores_nothing() -> None:
     world = World()
     old_and_new(world)
-    run = Run_(world).go(until=Say)
+    run = Course(world).go(until=Say)
     world.cluster.stores_nothing = True
     with pytest.raises(JanitorError, match="has not stored within"):
         run.go()
@@ -455,7 +458,7 @@ def test_nothing_is_deleted_while_the_catalog_stores_nothing() -> None:
 def test_an_instance_that_lost_its_place_deletes_nothing() -> None:
     world = World()
     old_and_new(world)
-    run = Run_(world).go(until=Pause)
+    run = Course(world).go(until=Pause)
     world.cluster.epoch += 1  # type: ignore[assignment]
     with pytest.raises(JanitorError, match="took its place"):
         run.go()
@@ -465,11 +468,10 @@ def test_an_instance_that_lost_its_place_deletes_nothing() -> None:
 def test_a_listing_that_breaks_off_ends_the_run_before_anything_was_withdrawn() -> None:
     world = World()
     old_and_new(world)
-    run = Run_(world).go(until=ListPage)
+    run = Course(world).go(until=ListPage)
     said = len(world.cluster.said)
     with pytest.raises(PoolError, match="broke off"):
-        run.next = run.janitor.step(world.now_s, PoolError("the listing broke off"))
-        run.go()
+        run.fail(PoolError("the listing broke off"))
     assert len(world.cluster.said) == said
 
 
