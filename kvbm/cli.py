@@ -72,12 +72,12 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "clean up the object pool: claim what nobody claims, delete what is too old or too much",
         "kvbm-catalog gc --dry-run --set pools.object.url=s3://bucket/kv --set gc.ttl_s=604800 --set gc.quota_bytes=1000000000000",
     )
-    gc.description = (
-        "Clean up the object pool that pools.object names, as the only janitor of all clusters that share it: claim the objects nobody "
-        "claims, withdraw claims without an object, and withdraw, wait for gc.grace_s and delete what nobody has put or read for gc.ttl_s, "
-        "and the least recently used above gc.quota_bytes. It runs once, beside `kvbm-catalog serve` on the same database and stream. "
-        "What is not a block of kvbm's is never touched. While another janitor works it says so and returns 0."
-    )
+    gc.description = """Clean up the object pool that pools.object names, as the only janitor of all clusters that share it.
+
+It claims the objects nobody claims, withdraws claims without an object, and withdraws, waits for gc.grace_s and deletes
+what nobody has put or read for gc.ttl_s, and the least recently used above gc.quota_bytes. It runs beside `kvbm-catalog
+serve`, on the same database and stream. What is not a block of kvbm's is never touched. While another janitor works it
+says so and returns 0."""
     gc.add_argument(
         "--every",
         type=_seconds,
