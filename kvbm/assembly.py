@@ -333,7 +333,7 @@ def _open_janitor(settings: Settings, namespaces: Sequence[Namespace], objects: 
     mine = replace(
         settings,
         instance=replace(settings.instance, id=janitor_id(objects.name)),
-        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory")),
+        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
         offload=replace(settings.offload, host="never", nvme="never", object="never"),
         journal=replace(settings.journal, in_memory=True),
         samples=replace(settings.samples, rate=0.0),

@@ -322,10 +322,10 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(tmp_path: Path, mo
                 "pools.object.region": "us-east-1", "pools.object.timeout_s": 2, "gc.grace_s": 4, "gc.lease_s": 5,
             }  # fmt: skip
             command = [sys.executable, "-m", "kvbm", "catalog", "gc", *(f"--set={k}={v}" for k, v in flags.items())]
-            done = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=60, check=True)
+            done = carried_out([*command, "--dry-run"])
             assert "dry run: nothing is changed" in done.stdout and f"{2 * len(PROMPTS)}" in done.stdout
             assert names_in(opened(), ".kvbm/") == set()
-            done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+            done = carried_out([*command, "--json"])
             assert f'"objects":{2 * len(PROMPTS)}' in done.stdout
             going = subprocess.Popen(
                 [*command, "--every", "60", "--set=gc.grace_s=300", "--set=gc.quota_bytes=1"],
@@ -338,8 +338,14 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(tmp_path: Path, mo
             assert going.wait(30) == 130
             assert b'"holder":""' in bytes(opened().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
             assert len(names_in(opened())) == 2 * len(PROMPTS)
-            done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+            done = carried_out([*command, "--json"])
             assert '"lists":1' in done.stdout and names_in(opened()) == set()
+
+
+def carried_out(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def _get(name: str) -> Any:
