@@ -12,16 +12,16 @@ import random
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import TimeoutError as LateError
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from kvbm.core.errors import MissingExtraError, PoolError
 from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, ObjectMeta
+    from obstore import GetOptions, ListStream, ObjectMeta
     from obstore.store import AzureStore, ClientConfig, RetryConfig, S3Store
 
 PART_BYTES = 4 << 20  # of a range, where a large part is read in several; from two of them on
@@ -34,7 +34,10 @@ _LATE_S = 2.0  # after its deadline a call's end is certain; only a process that
 _STOP_S = 5.0
 _LONG_S = 3600.0  # no request ends by its length: its reads have a timeout, its call has a deadline
 
-_STATUS = re.compile(r"status code: (\d{3}) ?([A-Za-z ]*)")
+_STATUS = re.compile(
+    r"(?:status code: |\(code: )(\d{3}) ?([A-Za-z ]*)"
+)  # of a request; of one name in a request of many
+_BEYOND = re.compile(r"Wanted range starting at")  # some stores send the end of an object where nothing is left of it
 _CODE = re.compile(r"<Code>([A-Za-z0-9]+)</Code>|\"code\": ?\"([A-Za-z0-9]+)\"")
 _KIND = re.compile(r"kind: (Timeout|Connect|Interrupted|Decode|Request|Unknown)")
 _EARLY = re.compile(r"IncompleteBody|IncompleteMessage|UnexpectedEof|ConnectionReset|BrokenPipe|ConnectionAborted")
@@ -46,6 +49,7 @@ _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _NO_CONDITION = (400, 501)  # perhaps a store that knows no conditional put
 
 Answer = TypeVar("Answer")
+_Pages: TypeAlias = "ListStream[Sequence[ObjectMeta]]"
 
 
 class Limits(NamedTuple):
@@ -145,24 +149,21 @@ class BlobStore:
         attempt = 1
         while True:
             pages = self._pages(prefix, after)
-            try:
-                while True:
-                    [page] = self._run([_next_page(pages)], deadline_s)
-                    if isinstance(page, Refusal):
-                        raise PoolError(f"{self.name}: listing {prefix!r} behind {after!r}: {page.words}")
-                    if isinstance(page, _Failure):
-                        break
-                    if not page:
-                        return
-                    attempt = 1
-                    for meta in page:
-                        after = meta["path"]
-                        if after.startswith(prefix):
-                            yield _listed(meta)
-                        elif after > prefix:
-                            return  # names come in order
-            finally:
-                self._run([_end(pages)], deadline_s)
+            while True:
+                [page] = self._run([_next_page(pages)], deadline_s)
+                if isinstance(page, Refusal):
+                    raise PoolError(f"{self.name}: listing {prefix!r} behind {after!r}: {page.words}")
+                if isinstance(page, _Failure):
+                    break
+                if not page:
+                    return
+                attempt = 1
+                for meta in page:
+                    after = meta["path"]
+                    if after.startswith(prefix):
+                        yield _listed(meta)
+                    elif after > prefix:
+                        return  # names come in order
             if not page.again or attempt == _ATTEMPTS:
                 words = page._replace(attempts=attempt).refusal().words
                 raise PoolError(f"{self.name}: listing {prefix!r} behind {after!r}: {words}")
@@ -331,11 +332,9 @@ class BlobStore:
             found, tag = held
             if found != bytes(expected):
                 return Refusal(Trouble.TAKEN, f"{name} has changed")
-            answer = await self._ask(
-                lambda: self._obstore.put_async(
-                    self._blobs, name, _flat(body), use_multipart=False, mode={"e_tag": tag}
-                )
-            )
+            answer = await self._put_over(name, body, tag)
+            if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name) == held:
+                answer = await self._put_over(name, body, tag.strip('"'))  # Ceph 16 compares without the quotes
         if not isinstance(answer, _Failure):
             return None
         if answer.attempts > 1:  # an earlier attempt may have done it, whatever became of its answer
@@ -345,6 +344,12 @@ class BlobStore:
         if answer.trouble is Trouble.ABSENT:  # it was deleted meanwhile
             return Refusal(Trouble.TAKEN, f"{name} is gone")
         return answer.refusal()
+
+    async def _put_over(self, name: str, body: Body, tag: str) -> object:
+        """Put over the object with this ETag alone."""
+        return await self._ask(
+            lambda: self._obstore.put_async(self._blobs, name, _flat(body), use_multipart=False, mode={"e_tag": tag})
+        )
 
     async def _held(self, name: str) -> tuple[bytes, str] | _Failure:
         """A small object's bytes and ETag, of one answer."""
@@ -364,13 +369,10 @@ class BlobStore:
     async def _head(self, name: str) -> ObjectMeta | _Failure:
         return await self._ask(lambda: self._obstore.head_async(self._blobs, name))
 
-    async def _pages(self, prefix: str, after: str) -> AsyncIterator[Sequence[ObjectMeta]]:
+    def _pages(self, prefix: str, after: str) -> _Pages:
         """Pages below the prefix's folder: the client lists by whole folders."""
         folder, slash, _ = prefix.rpartition("/")
-        async for page in self._obstore.list(
-            self._blobs, folder if slash else None, offset=after or None, chunk_size=_PAGE
-        ):
-            yield page
+        return self._obstore.list(self._blobs, folder if slash else None, offset=after or None, chunk_size=_PAGE)
 
 
 NO_RETRIES: RetryConfig = {"max_retries": 0}  # the retries are ours: they count, jitter and heed the deadline
@@ -430,6 +432,8 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
 def read_failure(error: Exception) -> _Failure:
     """What an error of the client says about the store. The client has no fields for it; its words begin the same way each time."""
     text = str(error)
+    if _BEYOND.search(text):
+        return _Failure(Trouble.REFUSED, "416 InvalidRange", 416, again=False)
     status = _STATUS.search(text)
     if status is None:
         return _without_status(error, text)
@@ -473,20 +477,19 @@ def _without_status(error: Exception, text: str) -> _Failure:
             return _Failure(Trouble.REFUSED, _first_line(text), 0, again=False)
 
 
-async def _next_page(pages: AsyncIterator[Sequence[ObjectMeta]]) -> Sequence[ObjectMeta] | _Failure:
+async def _next_page(pages: _Pages) -> Sequence[ObjectMeta] | _Failure:
     async def ask() -> Sequence[ObjectMeta]:
-        return await anext(pages, ())
+        try:
+            return await anext(pages)
+        except StopAsyncIteration:
+            return ()
 
     return await _attempt(ask)
 
 
-async def _end(pages: Any) -> None:
-    await pages.aclose()
-
-
 def _listed(meta: ObjectMeta) -> Listed:
-    since = meta["last_modified"].timestamp()
-    return Listed(meta["path"], meta["size"], int(since * 1e9))
+    since_us = round(meta["last_modified"].timestamp() * 1e6)
+    return Listed(meta["path"], meta["size"], since_us * 1000)
 
 
 def _flat(body: Body) -> memoryview:

@@ -222,14 +222,15 @@ def _why_not(error: Exception | None, bucket: str, region: str, endpoint: str, w
     if lies_in and lies_in != region and status in (301, 307, 400):
         asked = f"not in {region!r}" if region else "not where it was asked for"
         return f"bucket {bucket!r} lies in region {lies_in!r}, {asked}; set pools.object.region = {lies_in!r}"
-    code = error.response.get("Error", {}).get("Code", "") or str(error)
+    code = error.response.get("Error", {}).get("Code", "")
+    said_so = f"{status} {code}".rstrip() if code != str(status) else str(status)  # a HEAD's answer has no words
     match status:
         case 404:
             return f"{where} has no bucket {bucket!r}; create it"
         case 401 | 403:
             return (
-                f"{where} refuses access to bucket {bucket!r} ({status} {code}): it is not ours, or the credentials, their"
+                f"{where} refuses access to bucket {bucket!r} ({said_so}): it is not ours, or the credentials, their"
                 " policy or this machine's clock are wrong"
             )
         case _:
-            return f"{where} answers {status} {code} for bucket {bucket!r}; check the region and the endpoint"
+            return f"{where} answers {said_so} for bucket {bucket!r}; check the region and the endpoint"
