@@ -305,8 +305,9 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
             )
 
         run = secrets.token_hex(8)
+        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(book.streams()).encode()).hexdigest()[:8]}"
         driver = Driver(
-            store, book, folder, lambda spaces: _open_janitor(settings, spaces, folder(1)), run, wanted.timeout_s, rules.batch_s,
+            store, book, folder, lambda spaces: _open_janitor(settings, spaces, folder(1)), cluster, run, wanted.timeout_s, rules.batch_s,
             dry_run,
         )  # fmt: skip
         opened.callback(driver.close)

@@ -16,6 +16,7 @@ from kvbm.janitor.janitor import Janitor, Rules
 from kvbm.janitor.report import Report
 from kvbm.pools.base import Proof
 from kvbm.pools.object import BlockObjects
+from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import Position
 from tests.object_pools import memory_objects
@@ -38,13 +39,27 @@ def chain(number: int, objects: int = 1, blocks: int = K) -> bytes:
     return b"".join(number.to_bytes(8, "big") + at.to_bytes(7, "big") + b"\x07" for at in range(objects * blocks))
 
 
+class _Store(MemoryStore):
+    def __init__(self, world: World) -> None:
+        super().__init__(clock_ns=lambda: int(world.now_s * SECOND_NS))
+        self._world = world
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        silent = Refusal(Trouble.SILENT, "no answer")
+        return [
+            silent if one.name in self._world.silent else answer
+            for one, answer in zip(gets, super().get(gets, deadline_s), strict=True)
+        ]
+
+
 class World:
     """One store, shared by clusters; each has claims, as its SQL would."""
 
     def __init__(self, blocks: int = K) -> None:
         self.now_s = 1_000_000.0  # of every clock that is right
         self.blocks = blocks
-        self.store = MemoryStore(clock_ns=lambda: int(self.now_s * SECOND_NS))
+        self.silent: set[str] = set()  # names of which the store says nothing
+        self.store = _Store(self)
         self.writer = memory_objects(BLOCK_BYTES, blocks, self.store)
         self.cluster = Cluster(self)
 
@@ -153,7 +168,7 @@ class Course:
         self.janitor = Janitor("pool", f"janitor {name}", f"run-{name}", rules, dry_run)
         self.asleep_s = 0.0
         self.driver = Driver(
-            world.store, self.cluster, lambda k: folder(world, k), lambda spaces: self.cluster, f"run-{name}", 1.0, rules.batch_s,
+            world.store, self.cluster, lambda k: folder(world, k), lambda spaces: self.cluster, f"cluster-{id(self.cluster)}", f"run-{name}", 1.0, rules.batch_s,
             dry_run, wall_clock_ns=lambda: int((world.now_s + ahead_s) * SECOND_NS), sleep=self._sleep,
         )  # type: ignore[arg-type]  # fmt: skip
         self.done: list[Effect[Any]] = []

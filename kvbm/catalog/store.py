@@ -240,6 +240,11 @@ class Store:
             async with self._engine.connect() as connection:
                 return await _position(connection, stream)
 
+    async def streams(self) -> list[str]:
+        """The names of all streams that were applied, in order."""
+        table = tables.positions
+        return [row["stream"] for row in await self._read(select(table.c.stream).order_by(table.c.stream))]
+
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         """How far each instance's stream has been applied."""
         rows = await self._read(select(tables.instance_positions))

@@ -34,6 +34,10 @@ class ClaimBook:
         """Those whose fields an instance has told."""
         return self._runner.run(self._store.namespaces())
 
+    def streams(self) -> list[str]:
+        """The names of the streams it was made from: another cluster's are others, for they tell when a stream was made."""
+        return self._runner.run(self._store.streams())
+
     def last(self, runs: Sequence[Run]) -> list[int]:
         """When a block of each run was last claimed; 0 where none is."""
         return self._runner.run(self._last(runs))

@@ -27,15 +27,18 @@ from kvbm.janitor.effects import (
     PutLease,
     ReadClaims,
     ReadLists,
+    ReadUsed,
     Say,
     Settle,
     Unread,
     WriteList,
+    WriteUsed,
 )
 from kvbm.janitor.holdings import parse
 from kvbm.janitor.janitor import Janitor
 from kvbm.janitor.lease import Found, Sight
 from kvbm.janitor.report import Report
+from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.manager import Manager
 from kvbm.pools.object import Described
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
@@ -63,6 +66,7 @@ class Driver:
     Args:
         folder: opens the objects of a k.
         begin: makes the janitor's instance.
+        cluster: a name that no other cluster of the store has.
         deadline_s: of one request to the store.
         batch_s: of a batch of deletions.
     """
@@ -73,6 +77,7 @@ class Driver:
         book: ClaimBook,
         folder: Callable[[int], Folder],
         begin: Callable[[list[Namespace]], Manager],
+        cluster: str,
         run: str,
         deadline_s: float,
         batch_s: float,
@@ -82,6 +87,7 @@ class Driver:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._store, self._book, self._new_folder, self._begin = store, book, folder, begin
+        self._used_name = f"{USED_PREFIX}{cluster}"
         self._run, self._deadline_s, self._batch_s, self._dry_run = run, deadline_s, batch_s, dry_run
         self._wall_clock_ns, self._sleep = wall_clock_ns, sleep
         self._folders: dict[int, Folder] = {}
@@ -103,30 +109,39 @@ class Driver:
                 return self._look()
             case PutLease(body, expected):
                 return self._put_lease(body, expected)
-            case Begin():
-                return self._begin_instance()
             case ReadLists():
                 return read_lists(self._store, self._deadline_s)
-            case ReadClaims():
-                return self._book.claims()
+            case ReadUsed():
+                return self._read_used()
+            case WriteUsed(body):
+                return self._write_used(body)
             case Names(blocks, run):
                 return self._folder(blocks).names(run.namespace, _split(run.hashes))
             case ListPage(after):
                 return self._page(after)
             case Describe(names):
                 return self._describe(names)
-            case Say():
-                return self._say(effect)
-            case Settle(fresh):
-                return self._settle(fresh)
-            case ClaimedLast(runs):
-                return self._book.last(runs)
             case WriteList():
                 return self._write_list(effect)
             case Delete(names):
                 return [refusal is None for refusal in self._store.delete(names, self._batch_s)]
             case Pause(seconds):
                 return self._sleep(seconds)
+            case _:
+                return self._do_with_catalog(effect)
+
+    def _do_with_catalog(self, effect: Effect[Any]) -> Any:
+        match effect:
+            case Begin():
+                return self._begin_instance()
+            case Say():
+                return self._say(effect)
+            case Settle(fresh):
+                return self._settle(fresh)
+            case ReadClaims():
+                return self._book.claims()
+            case ClaimedLast(runs):
+                return self._book.last(runs)
             case _:
                 raise AssertionError(effect)
 
@@ -199,6 +214,24 @@ class Driver:
                 refusal = self._store.replace(name, encode_list(names), bytes(held.body), self._deadline_s)
         if refusal is not None:
             raise self._trouble(f"change of {name}", refusal)
+
+    def _read_used(self) -> list[UsedList]:
+        listed = [entry for entry in self._store.listed(USED_PREFIX, self._deadline_s) if entry.name != self._used_name]
+        answers = self._store.get([Get(entry.name) for entry in listed], self._deadline_s) if listed else []
+        return [
+            UsedList(bytes(got.body), entry.modified_ns)
+            for entry, got in zip(listed, answers, strict=True)
+            if isinstance(got, Got)
+        ]
+
+    def _write_used(self, body: bytes) -> None:
+        (held,) = self._store.get([Get(self._used_name)], self._deadline_s)
+        if isinstance(held, Refusal) and held.trouble is not Trouble.ABSENT:
+            raise self._trouble(f"read of {self._used_name}", held)
+        before = bytes(held.body) if isinstance(held, Got) else None
+        refusal = self._store.replace(self._used_name, body, before, self._deadline_s)
+        if refusal is not None:
+            raise self._trouble(f"change of {self._used_name}", refusal)
 
     def _folder(self, blocks: int) -> Folder:
         if blocks not in self._folders:

@@ -12,6 +12,7 @@ import numpy as np
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NamespaceId
 from kvbm.janitor.lease import Sight
+from kvbm.janitor.used import UsedList
 
 A = TypeVar("A")
 
@@ -112,6 +113,18 @@ class ReadLists(Effect[dict[str, list[str]]]):
 @dataclass(frozen=True)
 class ReadClaims(Effect[Claimed]):
     """All claims of the pool, from SQL."""
+
+
+@dataclass(frozen=True)
+class ReadUsed(Effect[list[UsedList]]):
+    """What other clusters have left of what they use."""
+
+
+@dataclass(frozen=True)
+class WriteUsed(Effect[None]):
+    """Leave for other clusters what this one uses."""
+
+    body: bytes
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class Space:
     """One namespace: its claims, and which of them are the last block of an object that is there.
 
     Attributes:
-        sizes, modified_ns, blocks: of the object whose last block a row is; `blocks` 0 where it is none.
+        sizes, blocks: of the object whose last block a row is; `blocks` 0 where it is none.
+        known_ns: when that object was put, or was last used in another cluster.
     """
 
     def __init__(self, columns: ClaimColumns) -> None:
@@ -72,7 +73,7 @@ class Space:
         self.hashes = np.frombuffer(columns.hashes, dtype=_COLUMN)
         self.last_ns = columns.last_ns
         self.sizes = np.zeros(len(self.hashes), dtype=np.int64)
-        self.modified_ns = np.zeros(len(self.hashes), dtype=np.int64)
+        self.known_ns = np.zeros(len(self.hashes), dtype=np.int64)
         self.blocks = np.zeros(len(self.hashes), dtype=np.int64)
 
     def row(self, block: bytes) -> int | None:
@@ -83,13 +84,14 @@ class Space:
         """The hash of a row."""
         return self.hashes[row : row + 1].tobytes()
 
-    def take(self, row: int, blocks: int, seen: ObjectSeen) -> None:
-        """An object is there whose last block this is."""
-        self.blocks[row], self.sizes[row], self.modified_ns[row] = blocks, seen.size_bytes, seen.modified_ns
+    def take(self, row: int, blocks: int, seen: ObjectSeen, elsewhere_ns: int) -> None:
+        """An object is there whose last block this is; `elsewhere_ns`: when another cluster last used it."""
+        self.blocks[row], self.sizes[row] = blocks, seen.size_bytes
+        self.known_ns[row] = max(seen.modified_ns, elsewhere_ns)
 
     def used_ns(self) -> np.ndarray:
         """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
-        used_ns: np.ndarray = np.maximum(self.last_ns, self.modified_ns)
+        used_ns: np.ndarray = np.maximum(self.last_ns, self.known_ns)
         return used_ns
 
     def packed(self, rows: np.ndarray) -> bytes:

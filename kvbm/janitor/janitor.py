@@ -44,14 +44,17 @@ from kvbm.janitor.effects import (
     PutLease,
     ReadClaims,
     ReadLists,
+    ReadUsed,
     Run,
     Say,
     Settle,
     Unread,
     WriteList,
+    WriteUsed,
 )
 from kvbm.janitor.holdings import Chosen, Holdings, Space, column, expired, lacking, over_quota, parse
 from kvbm.janitor.report import Report
+from kvbm.janitor.used import UsedBy, UsedHere
 from kvbm.pools.withdrawn import KEPT_PREFIX, WITHDRAWN_PREFIX
 
 LIST_NAMES = 4096  # of one withdrawn list at most
@@ -60,6 +63,7 @@ BATCH_NAMES = 1000  # deleted by one call
 DESCRIBED_AT_ONCE = 512
 _RENEWALS = 3  # tried in a row, where the store takes so long that the lease is nearly over again
 _FIRST_NAME = f"{KEPT_PREFIX.removesuffix('/')}0"  # what sorts behind all that is kept besides blocks
+_USED_S = 30 * 86_400.0  # where nothing goes for its age, other clusters are told of uses so far back
 _SECOND_NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -247,6 +251,8 @@ class Janitor:
 
     def _go_through(self, holdings: Holdings) -> Steps[int]:
         """Hold the listing against the claims, and claim what is not claimed. Returns the bytes of what was found so."""
+        used_by, used_here = UsedBy((yield from _do(ReadUsed()))), UsedHere()
+        old_ns = self._store_now_ns() - self._older_ns()
         after, found_bytes = _FIRST_NAME, 0
         while page := (yield from _do(ListPage(after))):
             after = page[-1].name
@@ -261,13 +267,18 @@ class Janitor:
                     yield from self._learn_sealed(holdings, named.blocks)
                 place = holdings.place(named)
                 if place is not None:
-                    holdings.spaces[place.namespace].take(place.row, named.blocks, seen)
+                    space = holdings.spaces[place.namespace]
+                    space.take(place.row, named.blocks, seen, used_by.last_ns(seen.name))
+                    if space.last_ns[place.row] > old_ns:
+                        used_here.add(seen.name, int(space.last_ns[place.row]))
                 elif self._is_young(seen):
                     self.report.waiting += 1
                     holdings.young.append((seen.name, named.blocks))
                 else:
                     lonely.append(seen.name)
             found_bytes += yield from self._claim_found(holdings, lonely)
+        if not self._dry_run:
+            yield from _do(WriteUsed(used_here.body()))
         return found_bytes
 
     def _is_young(self, seen: ObjectSeen) -> bool:
@@ -369,7 +380,7 @@ class Janitor:
 
     def _older_ns(self) -> int:
         """The age from which objects go: clocks that are apart by less than is allowed make none go early."""
-        return int((self._rules.ttl_s + self._rules.skew_s) * _SECOND_NS)
+        return int(((self._rules.ttl_s or _USED_S) + self._rules.skew_s) * _SECOND_NS)
 
     def _withdraw(self, holdings: Holdings, chosen: Sequence[Chosen]) -> Steps[None]:
         """Withdraw the claims of some objects, wait, and delete what nobody has claimed since."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.core.errors import JanitorError, PoolError
 from kvbm.core.events import EvictReason
-from kvbm.core.ids import HASH_BYTES
+from kvbm.core.ids import HASH_BYTES, split_hashes
 from kvbm.janitor import lease as leases
 from kvbm.janitor.effects import (
     ClaimedLast,
@@ -23,6 +23,7 @@ from kvbm.janitor.effects import (
     WriteList,
 )
 from kvbm.janitor.report import as_json, as_words
+from kvbm.janitor.used import UsedBy, UsedHere, UsedList
 from kvbm.pools.stores.base import Put
 from kvbm.pools.withdrawn import LEASE_NAME, Withdrawn, decode_list, encode_list, read_lists
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
@@ -213,17 +214,7 @@ def test_a_store_that_does_not_answer_for_a_header_makes_nothing_missing() -> No
     world.cluster.claim(SPACE.id, chain(9))
     world.now_s += 500
 
-    class Silent(type(world.store)):  # type: ignore[misc]
-        def get(self, gets, deadline_s):  # type: ignore[no-untyped-def]
-            from kvbm.pools.stores.base import Refusal, Trouble
-
-            answers = super().get(gets, deadline_s)
-            return [
-                Refusal(Trouble.SILENT, "no answer") if one.name == names[0] else a
-                for one, a in zip(gets, answers, strict=True)
-            ]
-
-    world.store.__class__ = Silent
+    world.silent.add(names[0])
     report = gc(world)
     assert (report.unknown, report.missing_blocks) == (1, 0)
     assert world.cluster.holds(chain(1, objects=2))
@@ -326,6 +317,67 @@ def test_what_the_store_does_not_delete_stays_in_the_list_for_the_next_run() -> 
     assert read_lists(world.store, 1.0).popitem()[1] == [first]
     assert gc(world).deleted == 1
     assert (world.objects(), world.kept()) == (set(), set())
+
+
+def test_what_a_list_names_and_the_store_does_not_tell_of_stays_in_the_list() -> None:
+    world = World()
+    old, _ = old_and_new(world)
+    run = Course(world).go(until=Pause)  # and it dies
+    assert run.report.deleted == 0
+    world.now_s += 2 * RULES.lease_s
+    (name,) = world.names(old)
+    world.silent.add(name)
+    assert gc(world, name="b").unknown == 2  # in the list, and in the listing
+    assert [decode_list(world.store.objects[kept][0]) for kept in world.kept()] == [[name]]
+    world.silent.clear()
+    assert gc(world, name="c").deleted == 1
+    assert world.kept() == set()
+
+
+# -- several clusters ---------------------------------------------------------------------------------------------------
+
+
+def test_what_another_cluster_used_lately_stays_and_goes_once_that_one_is_gone_for_long() -> None:
+    world = World()
+    there = Cluster(world)
+    ours, theirs = chain(1), chain(2)
+    world.put(ours)
+    world.put(theirs)
+    there.claim(SPACE.id, theirs)
+    world.now_s += HOUR_S
+    there.claim(SPACE.id, theirs)
+    there.claim(SPACE.id, ours)
+    for block in split_hashes(ours):
+        there.times[SPACE.id, block] = 1  # there it is old too
+    gc(world, RULES._replace(ttl_s=0), cluster=there, name="there")
+    report = gc(world)
+    assert report.withdrawn == {"ttl": 1}
+    assert world.objects() == set(world.names(theirs))
+    world.now_s += RULES.ttl_s + RULES.skew_s + 1
+    assert gc(world).withdrawn == {"ttl": 1}
+    assert world.objects() == set()
+
+
+def test_above_a_quota_what_another_cluster_uses_goes_last() -> None:
+    world = World()
+    there = Cluster(world)
+    for number in range(3):
+        world.put(chain(number))
+        world.now_s += 10
+    there.claim(SPACE.id, chain(0))
+    gc(world, cluster=there, name="there")
+    size = len(world.store.objects[world.names(chain(0))[0]][0])
+    assert gc(world, RULES._replace(quota_bytes=size)).withdrawn == {"quota": 2}
+    assert world.objects() == set(world.names(chain(0)))
+
+
+def test_what_a_cluster_says_it_used_is_never_later_than_the_store_knows_and_nonsense_says_nothing() -> None:
+    here = UsedHere()
+    here.add("1/a", 50)
+    here.add("1/b", 500)
+    used = UsedBy([UsedList(here.body(), 100), UsedList(b"nonsense", 100), UsedList(here.body()[:-1], 100)])
+    assert (used.last_ns("1/a"), used.last_ns("1/b"), used.last_ns("1/c")) == (50, 100, 0)
+    assert UsedBy([]).last_ns("1/a") == 0
 
 
 # -- one at a time ------------------------------------------------------------------------------------------------------
