@@ -50,7 +50,6 @@ from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import BlockObjects
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
-from kvbm.pools.raw_coding import RAW_CODER
 from kvbm.pools.rows import NewArena
 from kvbm.pools.s3_pool import S3Pool
 from kvbm.pools.stores.base import Store
@@ -78,7 +77,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
 OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
-CODER: BlockCoder = RAW_CODER  # of blocks in objects
+CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 
 
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:

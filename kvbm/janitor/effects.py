@@ -129,7 +129,7 @@ class WriteUsed(Effect[None]):
 
 @dataclass(frozen=True)
 class Names(Effect[list[str]]):
-    """What the objects are named whose last blocks these are, `blocks` to an object."""
+    """What the objects are named whose last blocks these are, `blocks` to an object; none where nobody here can tell."""
 
     blocks: int
     run: Run

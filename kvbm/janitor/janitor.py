@@ -392,6 +392,8 @@ class Janitor:
         for namespace, blocks, group in _by_folder(chosen):
             yield from self._hold()
             names = yield from _do(Names(blocks, Run(namespace, b"".join(one.block for one in group))))
+            if not names:
+                continue  # the tenant's keys went meanwhile
             described = yield from self._describe(names)
             going += [
                 _Going(name, one, header, holdings.newest_ns(header.namespace, header.hashes))

@@ -754,9 +754,7 @@ class Manager:
         for first in range(begin, end, copy_blocks):
             last = min(first + copy_blocks, end)
             wanted = hashes[max(first, depth) * HASH_BYTES : last * HASH_BYTES]
-            stretches.append(
-                _Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted)
-            )
+            stretches.append(_Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
         return stretches
 
     def _submit(self, copies: list[_Planned], arrivals: _Arrivals) -> list[_Onboard]:
@@ -934,7 +932,12 @@ class Manager:
                 self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
                 hashes = hashes[: may_blocks * HASH_BYTES]
             copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
-            if copy is not None and wish.target == Tier.OBJECT and self.pools.object_blocks > 1 and copy.hashes != hashes:
+            if (
+                copy is not None
+                and wish.target == Tier.OBJECT
+                and self.pools.object_blocks > 1
+                and copy.hashes != hashes
+            ):
                 self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.OFFLOAD)
                 self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
                 copy = None
@@ -1011,9 +1014,7 @@ class Manager:
         self._offer(namespace, Tier.HBM, hashes[: prefix.depth * HASH_BYTES], 2, FIRST)
         return prefix
 
-    def _offer(
-        self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int, place: Place | None = None
-    ) -> None:
+    def _offer(self, namespace: NamespaceId, tier: Tier, hashes: bytes, uses: int, place: Place | None = None) -> None:
         if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, place):
             self._offload_wanted.set()
 

@@ -159,6 +159,8 @@ class BlobStore:
                     return
                 attempt = 1
                 for meta in page:
+                    if meta["path"] <= after:
+                        continue  # some stores know no beginning and send all
                     after = meta["path"]
                     if after.startswith(prefix):
                         yield _listed(meta)
