@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvbm.catalog.store import NamespaceRow
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes
@@ -15,7 +17,10 @@ from kvbm.janitor.effects import ClaimColumns, Claimed, Effect, Run
 from kvbm.janitor.janitor import Janitor, Rules
 from kvbm.janitor.report import Report
 from kvbm.pools.base import Proof
+from kvbm.pools.keys import keys_of_file
 from kvbm.pools.object import BlockObjects
+from kvbm.pools.object_header import header_bytes
+from kvbm.pools.sealing import Sealing
 from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import Position
@@ -55,12 +60,16 @@ class _Store(MemoryStore):
 class World:
     """One store, shared by clusters; each has claims, as its SQL would."""
 
-    def __init__(self, blocks: int = K) -> None:
+    def __init__(self, blocks: int = K, keys: Path | None = None) -> None:
+        """Args: keys: a file of tenants' keys; objects are sealed then."""
+        self.keys = keys
         self.now_s = 1_000_000.0  # of every clock that is right
         self.blocks = blocks
         self.silent: set[str] = set()  # names of which the store says nothing
         self.store = _Store(self)
-        self.writer = memory_objects(BLOCK_BYTES, blocks, self.store)
+        self.writer = memory_objects(
+            BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], wrappings=sealing(keys, blocks)
+        )
         self.cluster = Cluster(self)
 
     def put(
@@ -92,6 +101,7 @@ class Cluster:
         self.world = world
         self.times: dict[tuple[NamespaceId, bytes], int] = {}
         self.quotas: dict[str, int] = {}
+        self.told = [SPACE, OTHER]  # namespaces whose fields instances have told
         self.said: list[tuple[NamespaceId, bytes, EvictReason | None]] = []
         self.stores_nothing = False
         self.instance = InstanceId("janitor")
@@ -136,7 +146,7 @@ class Cluster:
         return Claimed(columns, self.quotas)
 
     def namespaces(self) -> list[Any]:
-        return []
+        return [NamespaceRow(id=space.id, fields=space, first_seen_ns=1) for space in self.told]
 
     def last(self, runs: Sequence[Run]) -> list[int]:
         return [max(self.times.get((run.namespace, block), 0) for block in split_hashes(run.hashes)) for run in runs]
@@ -219,7 +229,11 @@ class Course:
 
 def folder(world: World, blocks: int) -> BlockObjects:
     """What a janitor knows of objects: nothing but their k."""
-    return memory_objects(1, blocks, world.store)
+    return memory_objects(1, blocks, world.store, wrappings=sealing(world.keys, blocks))
+
+
+def sealing(keys: Path | None, blocks: int) -> Sealing | None:
+    return None if keys is None else Sealing(keys_of_file(str(keys)), blocks, header_bytes(blocks))
 
 
 def gc(world: World, rules: Rules = RULES, **options: Any) -> Report:

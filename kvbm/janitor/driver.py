@@ -28,6 +28,7 @@ from kvbm.janitor.effects import (
     ReadClaims,
     ReadLists,
     ReadUsed,
+    Run,
     Say,
     Settle,
     Unread,

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.janitor.effects import ClaimColumns, Claimed, ObjectSeen
+from kvbm.janitor.effects import ClaimColumns, Claimed, Header, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
 _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
@@ -106,6 +106,9 @@ class Holdings:
         spaces: by namespace.
         young: name and k of objects without a claim that may get one yet.
         found: packed hashes of objects that nobody claimed, by namespace.
+        nameless: namespaces of which nobody here can tell under what names they stand: whose tenant they are has not been said.
+        names: of the objects of those, by namespace and last block; their headers told.
+        untold: objects that look like ours and whose headers nobody here can read.
     """
 
     def __init__(self, claimed: Claimed) -> None:
@@ -113,6 +116,9 @@ class Holdings:
         self.quotas = claimed.quotas
         self.young: list[tuple[str, int]] = []
         self.found: dict[NamespaceId, list[bytes]] = {}
+        self.nameless: set[NamespaceId] = set()
+        self.names: dict[tuple[NamespaceId, bytes], str] = {}
+        self.untold = 0
         self._sealed: dict[int, tuple[np.ndarray, list[Place]]] = {}  # k → keys, ascending, and what each stands for
 
     def place(self, named: Named) -> Place | None:
@@ -124,6 +130,16 @@ class Holdings:
         space = self.spaces.get(named.namespace)
         row = None if space is None else space.row(named.key)
         return None if row is None else Place(named.namespace, row)
+
+    def take_by_header(self, header: Header, seen: ObjectSeen, elsewhere_ns: int) -> bool:
+        """An object is there that its name did not tell of; whether it is claimed."""
+        space, block = self.spaces.get(header.namespace), header.hashes[-HASH_BYTES:]
+        row = None if space is None else space.row(block)
+        if space is None or row is None or header.namespace not in self.nameless:
+            return False
+        space.take(row, len(header.hashes) // HASH_BYTES, seen, elsewhere_ns)
+        self.names[header.namespace, block] = seen.name
+        return True
 
     def newest_ns(self, namespace: NamespaceId, hashes: bytes) -> int:
         """When any block of an object was last claimed or used; 0 where none is claimed."""

@@ -257,7 +257,7 @@ class Janitor:
         while page := (yield from _do(ListPage(after))):
             after = page[-1].name
             yield from self._hold()
-            lonely: list[str] = []
+            lonely: list[ObjectSeen] = []
             for seen in page:
                 named = parse(seen.name)
                 if named is None or self._rules.only_blocks not in (0, named.blocks):
@@ -275,8 +275,8 @@ class Janitor:
                     self.report.waiting += 1
                     holdings.young.append((seen.name, named.blocks))
                 else:
-                    lonely.append(seen.name)
-            found_bytes += yield from self._claim_found(holdings, lonely)
+                    lonely.append(seen)
+            found_bytes += yield from self._claim_found(holdings, lonely, used_by)
         if not self._dry_run:
             yield from _do(WriteUsed(used_here.body()))
         return found_bytes
@@ -296,14 +296,22 @@ class Janitor:
             packed = space.hashes.tobytes()
             if packed:
                 first = yield from _do(Names(blocks, Run(namespace, packed[:HASH_BYTES])))
+                if not first:
+                    holdings.nameless.add(namespace)
                 parts = parse(first[0]) if first else None
                 if parts is not None and parts.namespace is None:
                     names[namespace] = yield from _do(Names(blocks, Run(namespace, packed)))
         holdings.learn_sealed(blocks, names)
 
-    def _claim_found(self, holdings: Holdings, names: Sequence[str]) -> Steps[int]:
+    def _claim_found(self, holdings: Holdings, lonely: Sequence[ObjectSeen], used_by: UsedBy) -> Steps[int]:
         """Claim objects that nobody claims, by their headers. Returns their bytes."""
-        headers = [header for _, header in (yield from self._describe(names)) if isinstance(header, Header)]
+        described = yield from self._describe([seen.name for seen in lonely])
+        headers: list[Header] = []
+        for seen, (name, header) in zip(lonely, described, strict=True):
+            if not isinstance(header, Header):
+                holdings.untold += 1
+            elif not holdings.take_by_header(header, seen, used_by.last_ns(name)):
+                headers.append(header)
         for header in headers:
             part = self.report.part(header.namespace)
             part.objects += 1
@@ -319,24 +327,38 @@ class Janitor:
         for space in holdings.spaces.values():
             placed = np.flatnonzero(space.blocks > 0)
             found = b"".join(holdings.found.get(space.namespace, []))
-            if int(space.blocks.sum()) == len(space.hashes):
-                continue
+            if int(space.blocks.sum()) == len(space.hashes) or (
+                space.namespace in holdings.nameless and holdings.untold
+            ):
+                continue  # the second: its objects may be among those that nobody here can open
             young = [name for name, blocks in holdings.young if blocks > 1]  # some of their blocks may be claimed
             if (space.blocks[placed] == 1).all() and not young:
                 present = np.union1d(space.hashes[placed], column(found))
             else:
-                headers = yield from self._headers_of(space, placed, young)
+                headers = yield from self._headers_of(holdings, space, placed, young)
                 if headers is None:
                     continue
                 present = column(b"".join(header.hashes for header in headers) + found)
             yield from self._mend_space(space, present, column(found))
 
-    def _headers_of(self, space: Space, placed: np.ndarray, young: Sequence[str]) -> Steps[list[Header] | None]:
+    def _names_of(
+        self, holdings: Holdings, namespace: NamespaceId, blocks: int, last: Sequence[bytes]
+    ) -> Steps[list[str]]:
+        """The names of objects that were seen, by their last blocks."""
+        if namespace in holdings.nameless:
+            return [holdings.names[namespace, block] for block in last]
+        return (yield from _do(Names(blocks, Run(namespace, b"".join(last)))))
+
+    def _headers_of(
+        self, holdings: Holdings, space: Space, placed: np.ndarray, young: Sequence[str]
+    ) -> Steps[list[Header] | None]:
         """The headers of all objects of a namespace; None where one cannot be told, so that nobody knows which claims are without."""
         names = list(young)
         for blocks in np.unique(space.blocks[placed]).tolist():
             rows = placed[space.blocks[placed] == blocks]
-            names += yield from _do(Names(blocks, Run(space.namespace, space.packed(rows))))
+            names += yield from self._names_of(
+                holdings, space.namespace, blocks, [space.block(row) for row in rows.tolist()]
+            )
         described = yield from self._describe(names)
         if any(header is Unread.UNKNOWN for _, header in described):
             return None
@@ -391,9 +413,7 @@ class Janitor:
         going: list[_Going] = []
         for namespace, blocks, group in _by_folder(chosen):
             yield from self._hold()
-            names = yield from _do(Names(blocks, Run(namespace, b"".join(one.block for one in group))))
-            if not names:
-                continue  # the tenant's keys went meanwhile
+            names = yield from self._names_of(holdings, namespace, blocks, [one.block for one in group])
             described = yield from self._describe(names)
             going += [
                 _Going(name, one, header, holdings.newest_ns(header.namespace, header.hashes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ from kvbm.janitor.effects import (
 )
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
+from kvbm.pools.keys import add_key
 from kvbm.pools.stores.base import Put
 from kvbm.pools.withdrawn import LEASE_NAME, Withdrawn, decode_list, encode_list, read_lists
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
@@ -249,6 +251,58 @@ def folder_of(world: World, blocks: int):  # type: ignore[no-untyped-def]
     from tests.object_pools import memory_objects
 
     return memory_objects(BLOCK_BYTES, blocks, world.store)
+
+
+# -- sealed objects, whose names tell nothing ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    made = tmp_path / "keys.toml"
+    add_key(made, "acme", "first")
+    add_key(made, "globex", "first")
+    return made
+
+
+def test_sealed_objects_age_and_are_repaired_like_others(keys: Path) -> None:
+    world = World(keys=keys)
+    _, new = old_and_new(world)
+    world.put(chain(3), OTHER)
+    assert all("/e/" in name for name in world.objects())
+    run = Course(world).go()
+    assert (run.report.deleted, run.report.found, run.report.foreign) == (1, 0, 0)
+    assert world.objects() == {*world.names(new), *world.names(chain(3), OTHER)}
+    before = set(world.cluster.times)
+    world.cluster.times.clear()
+    world.now_s += 100
+    assert gc(world).found == 2
+    assert set(world.cluster.times) == before
+
+
+def test_sealed_objects_of_a_namespace_nobody_has_told_of_age_too(keys: Path) -> None:
+    world = World(keys=keys)
+    world.cluster.told = []
+    old, new = chain(1), chain(2)
+    world.put(old)
+    world.now_s += HOUR_S
+    world.put(new)
+    report = gc(world)
+    assert (report.found, report.missing_blocks, report.deleted) == (0, 0, 1)
+    assert world.objects() == set(world.names(new)) and world.cluster.holds(new)
+
+
+def test_a_janitor_without_a_tenants_keys_leaves_its_objects_and_claims_alone(keys: Path, tmp_path: Path) -> None:
+    world = World(keys=keys)
+    world.put(chain(1))
+    world.put(chain(2), OTHER)
+    poorer = tmp_path / "poorer.toml"
+    add_key(poorer, "nobody", "first")
+    world.keys = poorer
+    world.now_s += 1000 * HOUR_S
+    claims = dict(world.cluster.times)
+    report = gc(world)
+    assert (report.foreign, report.deleted, report.missing_blocks) == (2, 0, 0)
+    assert world.cluster.times == claims and len(world.objects()) == 2
 
 
 # -- death at each step -------------------------------------------------------------------------------------------------
