@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,7 @@ from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraE
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
-from kvbm.core.layout import slots_in
+from kvbm.core.layout import blocks_of_object, slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
 from kvbm.core.residency import Residencies
@@ -44,15 +44,19 @@ from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.coding import BlockCoder
+from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
+from kvbm.pools.keys import KeySource, keys_of_command, keys_of_file
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import BlockObjects
+from kvbm.pools.object_header import header_bytes
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.rows import NewArena
-from kvbm.pools.s3_pool import S3Pool
+from kvbm.pools.sealing import Sealing
 from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
@@ -279,7 +283,17 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
     from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, run_once
 
     gc, wanted = settings.gc, settings.pools.object
-    rules = Rules(gc.ttl_s, gc.quota_bytes, gc.grace_s, gc.young_s, gc.skew_s, gc.lease_s)
+    is_sealed = bool(wanted.keys or wanted.keys_command)
+    rules = Rules(
+        gc.ttl_s,
+        gc.quota_bytes,
+        gc.grace_s,
+        gc.young_s,
+        gc.skew_s,
+        gc.lease_s,
+        only_blocks=wanted.blocks,
+        sealed=is_sealed,
+    )
     with ExitStack() as opened:
         store = new_store()
         opened.callback(store.close)
@@ -289,37 +303,53 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
             )
         if not settings.catalog.database:
             _make_data_dir(settings)
-        book = ClaimBook(_database_url(settings), store.name)
+        book = ClaimBook(_database_url(settings))
         opened.callback(book.close)
+        pool = _pool_of(store.name, wanted.blocks, is_sealed, book.pools())
+        book.use(pool)
 
-        def folder(blocks: int, block_bytes: int = 1) -> BlockObjects:
+        def folder(blocks: int) -> BlockObjects:
+            wrappings = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
             return BlockObjects(
-                store,
-                block_bytes,
-                _kernels(settings).checksums,
-                CODER,
-                blocks=blocks,
-                threads=1,
+                store, 1, _kernels(settings).checksums, CODER, blocks=blocks, wrappings=wrappings, name=pool, threads=1,
                 deadline_s=wanted.timeout_s,
-            )
+            )  # fmt: skip
 
-        run = secrets.token_hex(8)
+        run, me = secrets.token_hex(8), janitor_id(pool)
         cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(book.streams()).encode()).hexdigest()[:8]}"
         driver = Driver(
-            store, book, folder, lambda spaces: _open_janitor(settings, spaces, folder(1)), cluster, run, wanted.timeout_s, rules.batch_s,
-            dry_run,
+            store, book, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), cluster, run,
+            wanted.timeout_s, rules.batch_s, dry_run,
         )  # fmt: skip
         opened.callback(driver.close)
-        holder = (
-            f"{janitor_id(store.name)} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
-        )
-        return run_once(Janitor(store.name, holder, run, rules, dry_run), driver)
+        holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
+        log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
+        return report
+
+
+def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -> str:
+    """The pool's name among those that instances have said: a k that is what the shape gives anyway is not in it."""
+    marked = pool_name(store, blocks, is_sealed)
+    return marked if not blocks or marked in known else pool_name(store, 0, is_sealed)
+
+
+def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
+    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
+    marks = [f"blocks={blocks}"] if blocks else []
+    marks += ["sealed"] if is_sealed else []
+    return f"{store}#{','.join(marks)}" if marks else store
+
+
+def _key_source(settings: Settings) -> KeySource:
+    wanted = settings.pools.object
+    return keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
 
 
 def _open_store(settings: Settings) -> Store:
     """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
     wanted = settings.pools.object
-    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region)
+    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s)
 
 
 def janitor_id(pool: str) -> InstanceId:
@@ -327,12 +357,12 @@ def janitor_id(pool: str) -> InstanceId:
     return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
 
 
-def _open_janitor(settings: Settings, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
+def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
     """A manager that holds nothing and offloads nothing: what a janitor says things with."""
     replace = msgspec.structs.replace
     mine = replace(
         settings,
-        instance=replace(settings.instance, id=janitor_id(objects.name)),
+        instance=replace(settings.instance, id=me),
         pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
         offload=replace(settings.offload, host="never", nvme="never", object="never"),
         journal=replace(settings.journal, in_memory=True),
@@ -533,13 +563,50 @@ def _open_pools(
         keep(nvme)
     objects = object_pool
     if objects is None and wanted.object.url:
-        objects = S3Pool(
-            wanted.object.url, block_bytes, checksums, endpoint_url=wanted.object.endpoint,
-            region=wanted.object.region, deadline_s=wanted.object.timeout_s,
-            on_trouble=lambda message: log.warning("object.troubled", why=message),
-        )  # fmt: skip
+        objects = open_objects(settings, namespaces, block_bytes)
         opened.callback(objects.close)
     return Pools(slots, objects)
+
+
+def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int) -> BlockObjects:
+    """The object pool that `pools.object` names, for blocks of one shape.
+
+    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
+
+    Args:
+        namespaces: at least one.
+    Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
+    """
+    wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
+    blocks = wanted.blocks or usual
+    limits = Limits(requests_in_flight=wanted.requests)
+
+    def on_trouble(message: str) -> None:
+        log.warning("object.troubled", why=message)
+
+    sealing = None
+    if wanted.keys or wanted.keys_command:
+        sealing = Sealing(_key_source(settings), blocks, header_bytes(blocks), on_trouble)
+        sealing.check(namespaces)
+    with ExitStack() as opened:
+        store = open_store(
+            wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s,
+            limits=limits,
+        )  # fmt: skip
+        opened.callback(store.close)
+        for notice in getattr(store, "remarks", ()):
+            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
+        if wanted.front:
+            store = FrontedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
+            opened.callback(store.close)
+        name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
+        pool = BlockObjects(
+            store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, namespaces=namespaces,
+            compressed=wanted.compression == "auto", wrappings=sealing, look_s=wanted.look_s,
+            name=name, deadline_s=wanted.timeout_s, on_trouble=on_trouble,
+        )  # fmt: skip
+        opened.pop_all()
+        return pool
 
 
 def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:

@@ -91,12 +91,36 @@ class NvmeSettings(_Group, frozen=True):
 
 
 class ObjectSettings(_Group, frozen=True):
-    """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call."""
+    """The object pool, which all instances share.
+
+    Attributes:
+        url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
+        endpoint, region: of s3 and az, where they are not their makers' own.
+        name: of the pool, where instances reach one store by different addresses.
+        blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
+        compression: "auto": by the type of the elements, where it gains something; "off".
+        keys: file with tenants' keys, which encrypt their objects (`kvbm keys` makes one). "" for none.
+        keys_command: prints such a file, instead of it.
+        front: redis://…, a faster store before the one of `url`; it may forget, and is filled again. "" for none.
+        ttl_s: after which a Redis, as pool or in front, forgets an object; 0: when it has no room.
+        requests: to the store in flight.
+        timeout_s: deadline of one call; what is not there then is computed.
+        look_s: how often to look for what the janitor is about to delete; at most a third of its grace.
+    """
 
     url: str = ""
     endpoint: str = ""
     region: str = ""
+    name: str = ""
+    blocks: int = 0
+    compression: str = "auto"
+    keys: str = ""
+    keys_command: str = ""
+    front: str = ""
+    ttl_s: int = 0
+    requests: int = 8
     timeout_s: float = 10.0
+    look_s: float = 20.0
 
 
 class PoolsSettings(_Group, frozen=True):
@@ -252,8 +276,8 @@ class GcSettings(_Group, frozen=True):
     Attributes:
         ttl_s: objects go that nobody has put or read for so long; 0: never.
         quota_bytes: the least recently used objects go while the pool has more; 0: no limit.
-        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read.
-            Instances look for that word every third of it, so all of them should know it.
+        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read,
+            and three times `pools.object.look_s`, of every instance that shares the store.
         young_s: an object without a claim may still get one for so long.
         skew_s: how far the clocks of instances, janitor and store may be apart.
         lease_s: for how long a janitor that died keeps others away.
@@ -348,7 +372,7 @@ def check_settings(settings: Settings) -> None:
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")
-    _check_gc(settings.gc, settings.pools.object.timeout_s)
+    _check_gc(settings.gc, settings.pools.object)
     if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
         raise ConfigError(
             f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
@@ -370,6 +394,7 @@ def check_settings(settings: Settings) -> None:
         ("nats.timeout_s", settings.nats.timeout_s),
         ("nats.heartbeat_s", settings.nats.heartbeat_s),
         ("pools.object.timeout_s", settings.pools.object.timeout_s),
+        ("pools.object.look_s", settings.pools.object.look_s),
         ("catalog.liveness_s", settings.catalog.liveness_s),
     ):
         if not 0 < wait_s <= _LONGEST_S:
@@ -424,6 +449,7 @@ def _known(group: type[_Group] = Settings, prefix: str = "") -> Iterator[tuple[s
 
 
 _LONGEST_S = 1e6
+_MOST_BLOCKS = 1 << 12  # of an object
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
 _KNOWN = dict(_known())
@@ -499,18 +525,36 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    _check_objects(pools.object)
 
 
-def _check_gc(gc: GcSettings, timeout_s: float) -> None:
+def _check_objects(objects: ObjectSettings) -> None:
+    _one_of("pools.object.compression", objects.compression, ("auto", "off"))
+    if not 0 <= objects.blocks <= _MOST_BLOCKS:
+        raise ConfigError(
+            f"pools.object.blocks is {objects.blocks}; give 1 to {_MOST_BLOCKS}, or 0 for as many as fit 4 MiB"
+        )
+    if objects.requests < 1 or objects.ttl_s < 0:
+        name, value, least = ("requests", objects.requests, 1) if objects.requests < 1 else ("ttl_s", objects.ttl_s, 0)
+        raise ConfigError(f"pools.object.{name} is {value}; it must be at least {least}")
+    if objects.keys and objects.keys_command:
+        raise ConfigError("pools.object.keys and pools.object.keys_command are both set; keep one of them")
+    if objects.front and not objects.url:
+        raise ConfigError("pools.object.front is set without pools.object.url, the store it stands before; give both")
+    if objects.front and not objects.front.startswith(("redis://", "rediss://")):
+        raise ConfigError("pools.object.front is no Redis; write redis://host:port/database")
+
+
+def _check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
     for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
         if not 0 <= getattr(gc, name) < math.inf:
             raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
     if not 1 <= gc.lease_s <= _LONGEST_S:
         raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
-    if not 2 * timeout_s <= gc.grace_s <= _LONGEST_S:
+    if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:
         raise ConfigError(
-            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({timeout_s:g}), the longest a read takes: "
-            "instances hear of a deletion within a third of the grace, and reads that began before must end within the rest"
+            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({pool.timeout_s:g}) and three times "
+            f"pools.object.look_s ({pool.look_s:g}): instances hear of a deletion within look_s, and reads that began before must end"
         )
 
 

@@ -11,7 +11,7 @@ import structlog
 from hypothesis import settings
 
 from tests.ceph import Radosgw, radosgw
-from tests.object_stores import OBJECT_STORES, Place, azure_place, memory_place, radosgw_place, redis_place, s3_place
+from tests.object_stores import Place, place_in
 from tests.servers import azurite_server, fresh_database, postgres, redis_server, s3_server
 
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
@@ -82,19 +82,7 @@ def ceph() -> Iterator[Radosgw]:
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
     """An empty place in an object store; parametrize it with names of `OBJECT_STORES`."""
-    match getattr(request, "param", "memory"):
-        case "memory":
-            return memory_place()
-        case "s3":
-            return s3_place(request.getfixturevalue("s3_endpoint"))
-        case "azure":
-            return azure_place(request.getfixturevalue("azurite_endpoint"))
-        case "radosgw":
-            return radosgw_place(request.getfixturevalue("ceph"))
-        case "redis":
-            return redis_place(request.getfixturevalue("redis_url"))
-        case other:
-            raise AssertionError(f"{other!r} is none of {OBJECT_STORES}")
+    return place_in(getattr(request, "param", "memory"), request)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -175,6 +175,7 @@ class Course:
     ) -> None:
         self.world = world
         self.cluster = cluster or world.cluster
+        rules = rules._replace(sealed=world.keys is not None)
         self.janitor = Janitor("pool", f"janitor {name}", f"run-{name}", rules, dry_run)
         self.asleep_s = 0.0
         self.driver = Driver(

@@ -41,6 +41,23 @@ class Place(NamedTuple):
     environment: Mapping[str, str] = MappingProxyType({})
 
 
+def place_in(store: str, request: pytest.FixtureRequest) -> Place:
+    """An empty place in the object store of this name, for fixtures that are parametrized by more than that."""
+    match store:
+        case "memory":
+            return memory_place()
+        case "s3":
+            return s3_place(request.getfixturevalue("s3_endpoint"))
+        case "azure":
+            return azure_place(request.getfixturevalue("azurite_endpoint"))
+        case "radosgw":
+            return radosgw_place(request.getfixturevalue("ceph"))
+        case "redis":
+            return redis_place(request.getfixturevalue("redis_url"))
+        case other:
+            raise AssertionError(f"{other!r} is none of {OBJECT_STORES}")
+
+
 def memory_place() -> Place:
     """All of its stores are one."""
     store = MemoryStore(f"memory://{uuid.uuid4().hex}")

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvbm.catalog.store import NamespaceRow, Store
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach
 from kvbm.janitor.effects import ClaimColumns, Claimed, Run
 from kvbm.streams.base import ORIGIN, Position
 
 
 class ClaimBook:
-    """The claims of one pool. Every method raises CatalogError: the database does not answer, or refuses."""
+    """The claims of one pool, which `use` names. Every method raises CatalogError: the database does not answer, or refuses."""
 
-    def __init__(self, url: str, pool: str) -> None:
+    def __init__(self, url: str, pool: str = "") -> None:
         """Open the catalog's database. Raises CatalogError, MissingExtraError: as `Store.open`."""
         self._pool = pool
         self._runner = asyncio.Runner()
@@ -25,6 +25,15 @@ class ClaimBook:
         except BaseException:
             self._runner.close()
             raise
+
+    def pools(self) -> set[str]:
+        """The names of all pools of cluster reach that instances have declared."""
+        rows = self._runner.run(self._store.instances())
+        return {pool.name for row in rows for pool in row.pools if pool.reach == Reach.CLUSTER}
+
+    def use(self, pool: str) -> None:
+        """Speak of the claims of this pool from now on."""
+        self._pool = pool
 
     def claims(self) -> Claimed:
         """All claims, a namespace's together."""

@@ -52,7 +52,7 @@ from kvbm.janitor.effects import (
     WriteList,
     WriteUsed,
 )
-from kvbm.janitor.holdings import Chosen, Holdings, Space, column, expired, lacking, over_quota, parse
+from kvbm.janitor.holdings import Chosen, Holdings, Named, Space, column, expired, lacking, over_quota, parse
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import UsedBy, UsedHere
 from kvbm.pools.withdrawn import KEPT_PREFIX, WITHDRAWN_PREFIX
@@ -83,6 +83,7 @@ class Rules(NamedTuple):
         lease_s: for how long the lease is taken.
         settle_s: how long the catalog may take to store what was said.
         only_blocks: the k of this pool; 0: every k that is there.
+        sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
     """
 
     ttl_s: float
@@ -93,6 +94,7 @@ class Rules(NamedTuple):
     lease_s: float = 60.0
     settle_s: float = 60.0
     only_blocks: int = 0
+    sealed: bool = False
 
     @property
     def batch_s(self) -> float:
@@ -260,7 +262,7 @@ class Janitor:
             lonely: list[ObjectSeen] = []
             for seen in page:
                 named = parse(seen.name)
-                if named is None or self._rules.only_blocks not in (0, named.blocks):
+                if named is None or not self._is_ours(named):
                     self._count_foreign(seen.name, named is None)
                     continue
                 if named.namespace is None and not holdings.knows_sealed(named.blocks):
@@ -280,6 +282,11 @@ class Janitor:
         if not self._dry_run:
             yield from _do(WriteUsed(used_here.body()))
         return found_bytes
+
+    def _is_ours(self, named: Named) -> bool:
+        """Whether an object is of this pool; others may share the store."""
+        is_sealed = named.namespace is None
+        return self._rules.only_blocks in (0, named.blocks) and is_sealed == self._rules.sealed
 
     def _is_young(self, seen: ObjectSeen) -> bool:
         return self._store_now_ns() - seen.modified_ns < self._rules.young_s * _SECOND_NS

@@ -77,7 +77,7 @@ class Site:
                 "instance.data_dir": str(self.folder), "instance.cluster": self.name, "instance.id": instance,
                 "pools.hbm.slots": 64, "pools.hbm.device": "memory", "pools.host.slots": 64, "nats.url": self.server.url,
                 "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "catalog.database": self.database,
-                "journal.in_memory": True, "onboard.locate_s": 2.0, "onboard.wait_s": 10.0, "pools.object.timeout_s": 2.0,
+                "journal.in_memory": True, "onboard.locate_s": 2.0, "onboard.wait_s": 10.0, "pools.object.timeout_s": 1.0, "pools.object.look_s": 1.0,
                 **named,
             }
         )  # fmt: skip
@@ -319,7 +319,7 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(tmp_path: Path, mo
             flags: dict[str, Any] = {
                 "instance.data_dir": here.folder, "instance.cluster": "one", "nats.url": here.server.url,
                 "catalog.database": here.database, "pools.object.url": "s3://shared/kv", "pools.object.endpoint": endpoint,
-                "pools.object.region": "us-east-1", "pools.object.timeout_s": 2, "gc.grace_s": 4, "gc.lease_s": 5,
+                "pools.object.region": "us-east-1", "pools.object.timeout_s": 2, "pools.object.look_s": 1, "gc.grace_s": 4, "gc.lease_s": 5,
             }  # fmt: skip
             command = [sys.executable, "-m", "kvbm", "catalog", "gc", *(f"--set={k}={v}" for k, v in flags.items())]
             done = carried_out([*command, "--dry-run"])
