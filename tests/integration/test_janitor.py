@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from kvbm.core.ids import NamespaceId, Tier, split_hashes
 from kvbm.janitor import ClaimBook, Report
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager
-from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.base import Get, Got, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.withdrawn import LEASE_NAME, WITHDRAWN_PREFIX
@@ -82,9 +83,9 @@ class Site:
             }
         )  # fmt: skip
 
-    def instance(self, name: str) -> Manager:
+    def instance(self, name: str, look_s: float = 0.0) -> Manager:
         """A manager on the shared store, closed with everything."""
-        objects = memory_objects(BLOCK_BYTES, K, self.new_store())
+        objects = memory_objects(BLOCK_BYTES, K, self.new_store(), look_s=look_s, deadline_s=1.0)
         manager = open_manager(self.settings(name), [NAMESPACE], BLOCK_BYTES, object_pool=objects)
         self._opened.callback(manager.close)
         return manager
@@ -261,6 +262,64 @@ def test_every_claim_lost_from_sql_and_index_comes_back(tmp_path: Path) -> None:
         eventually(lambda: here.claims(store.name) == {}, "the claims are still there")
         assert here.gc().found == 2 * len(PROMPTS)
         eventually(lambda: all(here.depth(prompt) == DEPTH for prompt in PROMPTS), "the index lacks claims")
+
+
+class Watched(MemoryStore):
+    """A store that takes its time for reads, and knows which of them a deletion overtook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted = 0
+        self.overtaken: list[str] = []
+        self._deleted_s: dict[str, float] = {}
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        begun_s = time.monotonic()
+        time.sleep(random.random() * min(0.8, deadline_s))
+        answers = super().get(gets, deadline_s)
+        for one, answer in zip(gets, answers, strict=True):
+            if isinstance(answer, Refusal) and self._deleted_s.get(one.name, 0.0) > begun_s and one.name[0] != ".":
+                self.overtaken.append(one.name)
+        return answers
+
+    def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
+        for name in names:
+            self._deleted_s[name] = time.monotonic()
+        self.deleted += sum(name[0] != "." for name in names)
+        return super().delete(names, deadline_s)
+
+
+def test_no_object_is_deleted_under_a_reader(tmp_path: Path) -> None:
+    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used for a moment."""
+    store = Watched()
+    with site(tmp_path, "one", lambda: store) as here:
+        managers = [here.instance("a", look_s=0.5), here.instance("b", look_s=0.5)]
+        ending, hits, wrong = threading.Event(), [0, 0], list[BaseException]()
+
+        def read(which: int) -> None:
+            chosen = random.Random(which)
+            try:
+                while not ending.is_set():
+                    prompt = chosen.randrange(40)
+                    hits[which] += fetched(managers[which], prompt)
+                    for tier in (Tier.HBM, Tier.HOST):
+                        managers[which].evict(tier, hashes_of(prompt, DEPTH))
+            except BaseException as error:  # noqa: BLE001 - told below, in the thread that asks
+                wrong.append(error)
+
+        readers = [threading.Thread(target=read, args=[which]) for which in range(2)]
+        for reader in readers:
+            reader.start()
+        try:
+            for _ in range(3):
+                here.gc(ttl_s=0.5, skew_s=1.0, grace_s=3.0)
+        finally:
+            ending.set()
+            for reader in readers:
+                reader.join(30)
+        assert wrong == []
+        assert store.deleted > 0 and min(hits) > 0
+        assert store.overtaken == []
 
 
 def test_two_janitors_at_once_one_works_and_one_says_so(tmp_path: Path) -> None:
