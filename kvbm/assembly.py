@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 import secrets
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.config import Settings, check_settings
-from kvbm.core.errors import CatalogError, ConfigError, StreamError
-from kvbm.core.events import PoolStated
+from kvbm.config import HbmSettings, PoolsSettings, Settings, check_settings
+from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, StreamError
+from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import blocks_of_object, slots_in
@@ -45,7 +49,7 @@ from kvbm.pools.coding import BlockCoder
 from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
-from kvbm.pools.keys import keys_of_command, keys_of_file
+from kvbm.pools.keys import KeySource, keys_of_command, keys_of_file
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import BlockObjects
@@ -54,6 +58,7 @@ from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.pod import PodFolder
 from kvbm.pools.rows import NewArena
 from kvbm.pools.sealing import Sealing
+from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
@@ -63,6 +68,9 @@ from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread, unknown_run
 from kvbm.streams.server import shared_server
+
+if TYPE_CHECKING:
+    from kvbm.janitor.report import Report
 
 log = structlog.get_logger()
 
@@ -155,7 +163,7 @@ def open_manager(
             the layout that `paged_layout` gives them.
     Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
     """
-    if not namespaces:
+    if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
     instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
@@ -228,13 +236,12 @@ def run_catalog(settings: Settings) -> int:
         url = _nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             _make_data_dir(settings)
-        default_database = f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
         costs = msgspec.structs.asdict(settings.catalog.routing)
         weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
             credentials=credentials,
-            database_url=settings.catalog.database or default_database,
+            database_url=_database_url(settings),
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
             connect_s=settings.nats.timeout_s,
@@ -256,6 +263,128 @@ def run_catalog(settings: Settings) -> int:
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0
+
+
+def run_gc(
+    settings: Settings, dry_run: bool, tell: Callable[[Report], None], new_store: Callable[[], Store] | None = None
+) -> int:
+    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
+
+    Args:
+        tell: gets the report of each run.
+        new_store: opens a store to use instead of the one `pools.object` names.
+    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
+    """
+    check_settings(settings)
+    if new_store is None and not settings.pools.object.url:
+        raise ConfigError(
+            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
+        )
+    while True:
+        try:
+            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))
+        except (ConfigError, MissingExtraError):
+            raise
+        except KvbmError as error:
+            if not settings.gc.every_s:
+                raise
+            log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
+        if not settings.gc.every_s:
+            return 0
+        time.sleep(settings.gc.every_s)
+
+
+def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
+    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, run_once
+
+    gc, wanted = settings.gc, settings.pools.object
+    is_sealed = bool(wanted.keys or wanted.keys_command)
+    rules = Rules(
+        gc.ttl_s,
+        gc.quota_bytes,
+        gc.grace_s,
+        gc.young_s,
+        gc.skew_s,
+        gc.lease_s,
+        only_blocks=wanted.blocks,
+        sealed=is_sealed,
+    )
+    with ExitStack() as opened:
+        store = new_store()
+        opened.callback(store.close)
+        if not store.lists:
+            raise ConfigError(
+                f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor"
+            )
+        if not settings.catalog.database:
+            _make_data_dir(settings)
+        book = ClaimBook(_database_url(settings))
+        opened.callback(book.close)
+        pool = _pool_of(store.name, wanted.blocks, is_sealed, book.pools())
+        book.use(pool)
+
+        def folder(blocks: int) -> BlockObjects:
+            wrappings = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
+            return BlockObjects(
+                store, 1, _kernels(settings).checksums, CODER, blocks=blocks, wrappings=wrappings, name=pool, threads=1,
+                deadline_s=wanted.timeout_s,
+            )  # fmt: skip
+
+        run, me = secrets.token_hex(8), janitor_id(pool)
+        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(book.streams()).encode()).hexdigest()[:8]}"
+        driver = Driver(
+            store, book, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), cluster, run,
+            wanted.timeout_s, rules.batch_s, dry_run,
+        )  # fmt: skip
+        opened.callback(driver.close)
+        holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
+        log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
+        return report
+
+
+def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -> str:
+    """The pool's name among those that instances have said: a k that is what the shape gives anyway is not in it."""
+    marked = pool_name(store, blocks, is_sealed)
+    return marked if not blocks or marked in known else pool_name(store, 0, is_sealed)
+
+
+def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
+    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
+    marks = [f"blocks={blocks}"] if blocks else []
+    marks += ["sealed"] if is_sealed else []
+    return f"{store}#{','.join(marks)}" if marks else store
+
+
+def _key_source(settings: Settings) -> KeySource:
+    wanted = settings.pools.object
+    return keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
+
+
+def _open_store(settings: Settings) -> Store:
+    """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
+    wanted = settings.pools.object
+    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s)
+
+
+def janitor_id(pool: str) -> InstanceId:
+    """The instance a pool's janitor is in its cluster."""
+    return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
+
+
+def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
+    """A manager that holds nothing and offloads nothing: what a janitor says things with."""
+    replace = msgspec.structs.replace
+    mine = replace(
+        settings,
+        instance=replace(settings.instance, id=me),
+        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
+        offload=replace(settings.offload, host="never", nvme="never", object="never"),
+        journal=replace(settings.journal, in_memory=True),
+        samples=replace(settings.samples, rate=0.0),
+        catalog=replace(settings.catalog, url=""),
+    )
+    return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
 
 
 def catalog_client(url: str) -> CatalogClient:
@@ -388,6 +517,10 @@ def _nats_url(settings: Settings, opened: ExitStack) -> str:
     return server.url
 
 
+def _database_url(settings: Settings) -> str:
+    return settings.catalog.database or f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
+
+
 def _make_data_dir(settings: Settings) -> None:
     """Raises ConfigError: the folder cannot be made."""
     try:
@@ -408,7 +541,6 @@ def _open_pools(
     opened: ExitStack,
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
-    shape = namespaces[0]
     wanted, checksums = settings.pools, _kernels(settings).checksums
     in_memory = wanted.hbm.device == "memory"
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
@@ -442,7 +574,7 @@ def _open_pools(
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, shape, instance, checksums, OPEN_BLOCK_IO,
+            nvme_paths(settings), count, block_bytes, namespaces[0], instance, checksums, OPEN_BLOCK_IO,
             Reach.POD if wanted.nvme.folder else Reach.INSTANCE, io=wanted.nvme.io,
             direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
         )  # fmt: skip
@@ -453,7 +585,7 @@ def _open_pools(
     if wanted.nvme.folder:
         own = slots.get(Tier.NVME)
         pod = PodFolder(
-            pod_file(settings), settings.instance.cluster, block_bytes, shape, checksums, OPEN_BLOCK_IO,
+            pod_file(settings), settings.instance.cluster, block_bytes, namespaces[0], checksums, OPEN_BLOCK_IO,
             own.hints if isinstance(own, NvmePool) else None, wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth,
         )  # fmt: skip
         opened.callback(pod.close)
@@ -483,8 +615,7 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
 
     sealing = None
     if wanted.keys or wanted.keys_command:
-        source = keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
-        sealing = Sealing(source, blocks, header_bytes(blocks), on_trouble)
+        sealing = Sealing(_key_source(settings), blocks, header_bytes(blocks), on_trouble)
         sealing.check(namespaces)
     with ExitStack() as opened:
         store = open_store(
@@ -497,12 +628,11 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
         if wanted.front:
             store = FrontedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
             opened.callback(store.close)
-        marks = [f"blocks={blocks}"] if blocks != usual else []
-        marks += ["sealed"] if sealing is not None else []
+        name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
         pool = BlockObjects(
             store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, namespaces=namespaces,
             compressed=wanted.compression == "auto", wrappings=sealing, look_s=wanted.look_s,
-            name=f"{store.name}#{','.join(marks)}" if marks else "", deadline_s=wanted.timeout_s, on_trouble=on_trouble,
+            name=name, deadline_s=wanted.timeout_s, on_trouble=on_trouble,
         )  # fmt: skip
         opened.pop_all()
         return pool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ import structlog
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
-from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -66,7 +67,30 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
         "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
     )
     _add_settings(serve)
-    return _run(_serve_catalog, parser.parse_args(argv), "kvbm-catalog")
+    gc = _add_command(
+        commands,
+        "gc",
+        "clean up the object pool: claim what nobody claims, delete what is too old or too much",
+        "kvbm-catalog gc --dry-run --set pools.object.url=s3://bucket/kv --set gc.ttl_s=604800 --set gc.quota_bytes=1000000000000",
+    )
+    gc.description = """Clean up the object pool that pools.object names, as the only janitor of all clusters that share it.
+
+It claims the objects nobody claims, withdraws claims without an object, and withdraws, waits for gc.grace_s and deletes
+what nobody has put or read for gc.ttl_s, and the least recently used above gc.quota_bytes. It runs beside `kvbm-catalog
+serve`, on the same database and stream. What is not a block of kvbm's is never touched. While another janitor works it
+says so and returns 0."""
+    gc.add_argument(
+        "--every",
+        type=_seconds,
+        default=None,
+        metavar="S",
+        help="go on, with so many seconds between runs (gc.every_s)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
+    gc.add_argument("--json", action="store_true", help="print reports as JSON, one a line")
+    _add_settings(gc)
+    arguments = parser.parse_args(argv)
+    return _run(_collect_garbage if arguments.command == "gc" else _serve_catalog, arguments, "kvbm-catalog")
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
@@ -222,6 +246,17 @@ def _sample_count(text: str) -> int:
     return _count_between(text, 2, 1000)
 
 
+def _seconds(text: str) -> float:
+    """A time between runs; argparse names the option. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give seconds above 0, at most 1000000")
+    return seconds
+
+
 def _thread_count(text: str) -> int:
     """A number of threads; argparse names the option. Raises ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
@@ -360,6 +395,22 @@ def _serve_catalog(arguments: argparse.Namespace) -> int:
     if arguments.archive is not None:
         arguments.sets.append(f"catalog.archive={arguments.archive}")
     return run_catalog(_settings(arguments))
+
+
+def _collect_garbage(arguments: argparse.Namespace) -> int:
+    from kvbm.assembly import run_gc
+    from kvbm.janitor.report import as_json, as_words
+
+    if arguments.every is not None:
+        arguments.sets.append(f"gc.every_s={arguments.every}")
+    settings = _settings(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the lease is given back
+    words = as_json if arguments.json else as_words
+    try:
+        return run_gc(settings, arguments.dry_run, lambda report: print(words(report), flush=True))
+    except JanitorBusyError as error:
+        print(f"kvbm-catalog: {error}", file=sys.stderr)
+        return 0
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -290,6 +290,29 @@ class CatalogSettings(_Group, frozen=True):
     tenant_secrets: dict[str, str] = {}
 
 
+class GcSettings(_Group, frozen=True):
+    """The janitor of the object pool, `kvbm-catalog gc`. All janitors of one store should have the same.
+
+    Attributes:
+        ttl_s: objects go that nobody has put or read for so long; 0: never.
+        quota_bytes: the least recently used objects go while the pool has more; 0: no limit.
+        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read,
+            and three times `pools.object.look_s`, of every instance that shares the store.
+        young_s: an object without a claim may still get one for so long.
+        skew_s: how far the clocks of instances, janitor and store may be apart.
+        lease_s: for how long a janitor that died keeps others away.
+        every_s: between two runs; 0: one run.
+    """
+
+    ttl_s: float = 7 * 86_400.0
+    quota_bytes: int = 0
+    grace_s: float = 60.0
+    young_s: float = 60.0
+    skew_s: float = 60.0
+    lease_s: float = 60.0
+    every_s: float = 0.0
+
+
 class Settings(_Group, frozen=True):
     """Everything that can be set.
 
@@ -308,6 +331,7 @@ class Settings(_Group, frozen=True):
     rounds: RoundsSettings = RoundsSettings()
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
+    gc: GcSettings = GcSettings()
     tenants: dict[str, TenantSettings] = {}
 
 
@@ -375,6 +399,7 @@ def check_settings(settings: Settings) -> None:
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")
+    _check_gc(settings.gc, settings.pools.object)
     if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
         raise ConfigError(
             f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
@@ -569,6 +594,19 @@ def _check_objects(objects: ObjectSettings) -> None:
         raise ConfigError("pools.object.front is set without pools.object.url, the store it stands before; give both")
     if objects.front and not objects.front.startswith(("redis://", "rediss://")):
         raise ConfigError("pools.object.front is no Redis; write redis://host:port/database")
+
+
+def _check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
+    for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
+        if not 0 <= getattr(gc, name) < math.inf:
+            raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
+    if not 1 <= gc.lease_s <= _LONGEST_S:
+        raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
+    if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:
+        raise ConfigError(
+            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({pool.timeout_s:g}) and three times "
+            f"pools.object.look_s ({pool.look_s:g}): instances hear of a deletion within look_s, and reads that began before must end"
+        )
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

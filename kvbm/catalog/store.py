@@ -251,6 +251,11 @@ class Store:
             row["stream"]: Mark(row["stream_sequence"], row["fingerprint"]) for row in await self._read(select(table))
         }
 
+    async def streams(self) -> list[str]:
+        """The names of all streams that were applied, in order."""
+        table = tables.positions
+        return [row["stream"] for row in await self._read(select(table.c.stream).order_by(table.c.stream))]
+
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         """How far each instance's stream has been applied."""
         rows = await self._read(select(tables.instance_positions))

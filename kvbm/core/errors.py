@@ -20,6 +20,7 @@ KvbmError
 │   └── FencedError        another run or a newer epoch may publish an instance's events now
 ├── CatalogError           the catalog or its database does not answer or refuses
 ├── JanitorError           a janitor may not work, or not go on
+│   └── JanitorBusyError   another janitor works on the pool now
 ├── MissingExtraError      an optional part of kvbm is not installed
 └── TraceError             a workload trace that cannot be read
 """
@@ -150,6 +151,10 @@ class CatalogError(KvbmError):
 
 class JanitorError(KvbmError):
     """A janitor of a pool may not work, or not go on; the message says why. What it has left undone the next run finishes."""
+
+
+class JanitorBusyError(JanitorError):
+    """Another janitor works on the pool now; there is nothing to do, and a later run may find something."""
 
 
 class MissingExtraError(KvbmError):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvbm.janitor.book import ClaimBook
 from kvbm.janitor.driver import Driver, run_once
 from kvbm.janitor.janitor import Janitor, Rules
-from kvbm.janitor.report import Report, as_json, as_words
+from kvbm.janitor.report import Report
 
-__all__ = ["Driver", "Janitor", "Report", "Rules", "as_json", "as_words", "run_once"]
+__all__ = ["ClaimBook", "Driver", "Janitor", "Report", "Rules", "run_once"]

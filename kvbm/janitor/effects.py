@@ -12,8 +12,9 @@ import numpy as np
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NamespaceId
 from kvbm.janitor.lease import Sight
+from kvbm.janitor.used import UsedList
 
-A = TypeVar("A", covariant=True)
+A = TypeVar("A")
 
 
 class ObjectSeen(NamedTuple):
@@ -115,8 +116,20 @@ class ReadClaims(Effect[Claimed]):
 
 
 @dataclass(frozen=True)
+class ReadUsed(Effect[list[UsedList]]):
+    """What other clusters have left of what they use."""
+
+
+@dataclass(frozen=True)
+class WriteUsed(Effect[None]):
+    """Leave for other clusters what this one uses."""
+
+    body: bytes
+
+
+@dataclass(frozen=True)
 class Names(Effect[list[str]]):
-    """What the objects are named whose last blocks these are, `blocks` to an object."""
+    """What the objects are named whose last blocks these are, `blocks` to an object; none where nobody here can tell."""
 
     blocks: int
     run: Run

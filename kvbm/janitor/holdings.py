@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.janitor.effects import ClaimColumns, Claimed, ObjectSeen
+from kvbm.janitor.effects import ClaimColumns, Claimed, Header, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
 _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
@@ -64,7 +64,8 @@ class Space:
     """One namespace: its claims, and which of them are the last block of an object that is there.
 
     Attributes:
-        sizes, modified_ns, blocks: of the object whose last block a row is; `blocks` 0 where it is none.
+        sizes, blocks: of the object whose last block a row is; `blocks` 0 where it is none.
+        known_ns: when that object was put, or was last used in another cluster.
     """
 
     def __init__(self, columns: ClaimColumns) -> None:
@@ -72,7 +73,7 @@ class Space:
         self.hashes = np.frombuffer(columns.hashes, dtype=_COLUMN)
         self.last_ns = columns.last_ns
         self.sizes = np.zeros(len(self.hashes), dtype=np.int64)
-        self.modified_ns = np.zeros(len(self.hashes), dtype=np.int64)
+        self.known_ns = np.zeros(len(self.hashes), dtype=np.int64)
         self.blocks = np.zeros(len(self.hashes), dtype=np.int64)
 
     def row(self, block: bytes) -> int | None:
@@ -83,13 +84,15 @@ class Space:
         """The hash of a row."""
         return self.hashes[row : row + 1].tobytes()
 
-    def take(self, row: int, blocks: int, seen: ObjectSeen) -> None:
-        """An object is there whose last block this is."""
-        self.blocks[row], self.sizes[row], self.modified_ns[row] = blocks, seen.size_bytes, seen.modified_ns
+    def take(self, row: int, blocks: int, seen: ObjectSeen, elsewhere_ns: int) -> None:
+        """An object is there whose last block this is; `elsewhere_ns`: when another cluster last used it."""
+        self.blocks[row], self.sizes[row] = blocks, seen.size_bytes
+        self.known_ns[row] = max(seen.modified_ns, elsewhere_ns)
 
     def used_ns(self) -> np.ndarray:
         """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
-        return np.maximum(self.last_ns, self.modified_ns)
+        used_ns: np.ndarray = np.maximum(self.last_ns, self.known_ns)
+        return used_ns
 
     def packed(self, rows: np.ndarray) -> bytes:
         """The hashes of rows."""
@@ -103,6 +106,9 @@ class Holdings:
         spaces: by namespace.
         young: name and k of objects without a claim that may get one yet.
         found: packed hashes of objects that nobody claimed, by namespace.
+        nameless: namespaces of which nobody here can tell under what names they stand: whose tenant they are has not been said.
+        names: of the objects of those, by namespace and last block; their headers told.
+        untold: objects that look like ours and whose headers nobody here can read.
     """
 
     def __init__(self, claimed: Claimed) -> None:
@@ -110,6 +116,9 @@ class Holdings:
         self.quotas = claimed.quotas
         self.young: list[tuple[str, int]] = []
         self.found: dict[NamespaceId, list[bytes]] = {}
+        self.nameless: set[NamespaceId] = set()
+        self.names: dict[tuple[NamespaceId, bytes], str] = {}
+        self.untold = 0
         self._sealed: dict[int, tuple[np.ndarray, list[Place]]] = {}  # k → keys, ascending, and what each stands for
 
     def place(self, named: Named) -> Place | None:
@@ -121,6 +130,16 @@ class Holdings:
         space = self.spaces.get(named.namespace)
         row = None if space is None else space.row(named.key)
         return None if row is None else Place(named.namespace, row)
+
+    def take_by_header(self, header: Header, seen: ObjectSeen, elsewhere_ns: int) -> bool:
+        """An object is there that its name did not tell of; whether it is claimed."""
+        space, block = self.spaces.get(header.namespace), header.hashes[-HASH_BYTES:]
+        row = None if space is None else space.row(block)
+        if space is None or row is None or header.namespace not in self.nameless:
+            return False
+        space.take(row, len(header.hashes) // HASH_BYTES, seen, elsewhere_ns)
+        self.names[header.namespace, block] = seen.name
+        return True
 
     def newest_ns(self, namespace: NamespaceId, hashes: bytes) -> int:
         """When any block of an object was last claimed or used; 0 where none is claimed."""
@@ -214,7 +233,8 @@ def lacking(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 def column(hashes: bytes) -> np.ndarray:
     """Packed hashes as a sorted column."""
-    return np.sort(np.frombuffer(hashes, dtype=_COLUMN))
+    sorted_hashes: np.ndarray = np.sort(np.frombuffer(hashes, dtype=_COLUMN))
+    return sorted_hashes
 
 
 def _find(keys: np.ndarray, key: bytes) -> int | None:

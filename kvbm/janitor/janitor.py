@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
 
-from kvbm.core.errors import JanitorError, KvbmError
+from kvbm.core.errors import JanitorBusyError, JanitorError, KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, hash_count
 from kvbm.janitor import lease as leases
@@ -43,14 +44,17 @@ from kvbm.janitor.effects import (
     PutLease,
     ReadClaims,
     ReadLists,
+    ReadUsed,
     Run,
     Say,
     Settle,
     Unread,
     WriteList,
+    WriteUsed,
 )
-from kvbm.janitor.holdings import Chosen, Holdings, Space, column, expired, lacking, over_quota, parse
+from kvbm.janitor.holdings import Chosen, Holdings, Named, Space, column, expired, lacking, over_quota, parse
 from kvbm.janitor.report import Report
+from kvbm.janitor.used import UsedBy, UsedHere
 from kvbm.pools.withdrawn import KEPT_PREFIX, WITHDRAWN_PREFIX
 
 LIST_NAMES = 4096  # of one withdrawn list at most
@@ -59,6 +63,7 @@ BATCH_NAMES = 1000  # deleted by one call
 DESCRIBED_AT_ONCE = 512
 _RENEWALS = 3  # tried in a row, where the store takes so long that the lease is nearly over again
 _FIRST_NAME = f"{KEPT_PREFIX.removesuffix('/')}0"  # what sorts behind all that is kept besides blocks
+_USED_S = 30 * 86_400.0  # where nothing goes for its age, other clusters are told of uses so far back
 _SECOND_NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -78,6 +83,7 @@ class Rules(NamedTuple):
         lease_s: for how long the lease is taken.
         settle_s: how long the catalog may take to store what was said.
         only_blocks: the k of this pool; 0: every k that is there.
+        sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
     """
 
     ttl_s: float
@@ -88,6 +94,7 @@ class Rules(NamedTuple):
     lease_s: float = 60.0
     settle_s: float = 60.0
     only_blocks: int = 0
+    sealed: bool = False
 
     @property
     def batch_s(self) -> float:
@@ -153,12 +160,10 @@ class Janitor:
             chosen = self._choose(holdings, more_bytes)
             for at in range(0, len(chosen), WAVE_NAMES):
                 yield from self._withdraw(holdings, chosen[at : at + WAVE_NAMES])
-        except KvbmError as error:
-            try:
+        except KvbmError:
+            with suppress(KvbmError):  # it ends by itself
                 yield from self._give_lease_back()
-            except KvbmError:
-                pass  # it ends by itself
-            raise error
+            raise
         yield from self._give_lease_back()
 
     def _take_lease(self) -> Steps[None]:
@@ -176,7 +181,7 @@ class Janitor:
             return
         lease = leases.claimed(sight.lease, self._holder, self._run, self._rules.lease_s)
         if not (yield from self._put_lease(lease, sight.lease.body, asked_s)):
-            raise JanitorError("another janitor took the lease just now; nothing to do")
+            raise JanitorBusyError("another janitor took the lease just now; nothing to do")
 
     def _put_lease(self, lease: leases.Lease, expected: bytes, asked_s: float) -> Steps[bool]:
         body = leases.encode(lease)
@@ -248,28 +253,40 @@ class Janitor:
 
     def _go_through(self, holdings: Holdings) -> Steps[int]:
         """Hold the listing against the claims, and claim what is not claimed. Returns the bytes of what was found so."""
+        used_by, used_here = UsedBy((yield from _do(ReadUsed()))), UsedHere()
+        old_ns = self._store_now_ns() - self._older_ns()
         after, found_bytes = _FIRST_NAME, 0
         while page := (yield from _do(ListPage(after))):
             after = page[-1].name
             yield from self._hold()
-            lonely: list[str] = []
+            lonely: list[ObjectSeen] = []
             for seen in page:
                 named = parse(seen.name)
-                if named is None or self._rules.only_blocks not in (0, named.blocks):
+                if named is None or not self._is_ours(named):
                     self._count_foreign(seen.name, named is None)
                     continue
                 if named.namespace is None and not holdings.knows_sealed(named.blocks):
                     yield from self._learn_sealed(holdings, named.blocks)
                 place = holdings.place(named)
                 if place is not None:
-                    holdings.spaces[place.namespace].take(place.row, named.blocks, seen)
+                    space = holdings.spaces[place.namespace]
+                    space.take(place.row, named.blocks, seen, used_by.last_ns(seen.name))
+                    if space.last_ns[place.row] > old_ns:
+                        used_here.add(seen.name, int(space.last_ns[place.row]))
                 elif self._is_young(seen):
                     self.report.waiting += 1
                     holdings.young.append((seen.name, named.blocks))
                 else:
-                    lonely.append(seen.name)
-            found_bytes += yield from self._claim_found(holdings, lonely)
+                    lonely.append(seen)
+            found_bytes += yield from self._claim_found(holdings, lonely, used_by)
+        if not self._dry_run:
+            yield from _do(WriteUsed(used_here.body()))
         return found_bytes
+
+    def _is_ours(self, named: Named) -> bool:
+        """Whether an object is of this pool; others may share the store."""
+        is_sealed = named.namespace is None
+        return self._rules.only_blocks in (0, named.blocks) and is_sealed == self._rules.sealed
 
     def _is_young(self, seen: ObjectSeen) -> bool:
         return self._store_now_ns() - seen.modified_ns < self._rules.young_s * _SECOND_NS
@@ -286,14 +303,22 @@ class Janitor:
             packed = space.hashes.tobytes()
             if packed:
                 first = yield from _do(Names(blocks, Run(namespace, packed[:HASH_BYTES])))
+                if not first:
+                    holdings.nameless.add(namespace)
                 parts = parse(first[0]) if first else None
                 if parts is not None and parts.namespace is None:
                     names[namespace] = yield from _do(Names(blocks, Run(namespace, packed)))
         holdings.learn_sealed(blocks, names)
 
-    def _claim_found(self, holdings: Holdings, names: Sequence[str]) -> Steps[int]:
+    def _claim_found(self, holdings: Holdings, lonely: Sequence[ObjectSeen], used_by: UsedBy) -> Steps[int]:
         """Claim objects that nobody claims, by their headers. Returns their bytes."""
-        headers = [header for _, header in (yield from self._describe(names)) if isinstance(header, Header)]
+        described = yield from self._describe([seen.name for seen in lonely])
+        headers: list[Header] = []
+        for seen, (name, header) in zip(lonely, described, strict=True):
+            if not isinstance(header, Header):
+                holdings.untold += 1
+            elif not holdings.take_by_header(header, seen, used_by.last_ns(name)):
+                headers.append(header)
         for header in headers:
             part = self.report.part(header.namespace)
             part.objects += 1
@@ -309,24 +334,38 @@ class Janitor:
         for space in holdings.spaces.values():
             placed = np.flatnonzero(space.blocks > 0)
             found = b"".join(holdings.found.get(space.namespace, []))
-            if int(space.blocks.sum()) == len(space.hashes):
-                continue
+            if int(space.blocks.sum()) == len(space.hashes) or (
+                space.namespace in holdings.nameless and holdings.untold
+            ):
+                continue  # the second: its objects may be among those that nobody here can open
             young = [name for name, blocks in holdings.young if blocks > 1]  # some of their blocks may be claimed
             if (space.blocks[placed] == 1).all() and not young:
                 present = np.union1d(space.hashes[placed], column(found))
             else:
-                headers = yield from self._headers_of(space, placed, young)
+                headers = yield from self._headers_of(holdings, space, placed, young)
                 if headers is None:
                     continue
                 present = column(b"".join(header.hashes for header in headers) + found)
             yield from self._mend_space(space, present, column(found))
 
-    def _headers_of(self, space: Space, placed: np.ndarray, young: Sequence[str]) -> Steps[list[Header] | None]:
+    def _names_of(
+        self, holdings: Holdings, namespace: NamespaceId, blocks: int, last: Sequence[bytes]
+    ) -> Steps[list[str]]:
+        """The names of objects that were seen, by their last blocks."""
+        if namespace in holdings.nameless:
+            return [holdings.names[namespace, block] for block in last]
+        return (yield from _do(Names(blocks, Run(namespace, b"".join(last)))))
+
+    def _headers_of(
+        self, holdings: Holdings, space: Space, placed: np.ndarray, young: Sequence[str]
+    ) -> Steps[list[Header] | None]:
         """The headers of all objects of a namespace; None where one cannot be told, so that nobody knows which claims are without."""
         names = list(young)
         for blocks in np.unique(space.blocks[placed]).tolist():
             rows = placed[space.blocks[placed] == blocks]
-            names += yield from _do(Names(blocks, Run(space.namespace, space.packed(rows))))
+            names += yield from self._names_of(
+                holdings, space.namespace, blocks, [space.block(row) for row in rows.tolist()]
+            )
         described = yield from self._describe(names)
         if any(header is Unread.UNKNOWN for _, header in described):
             return None
@@ -370,7 +409,7 @@ class Janitor:
 
     def _older_ns(self) -> int:
         """The age from which objects go: clocks that are apart by less than is allowed make none go early."""
-        return int((self._rules.ttl_s + self._rules.skew_s) * _SECOND_NS)
+        return int(((self._rules.ttl_s or _USED_S) + self._rules.skew_s) * _SECOND_NS)
 
     def _withdraw(self, holdings: Holdings, chosen: Sequence[Chosen]) -> Steps[None]:
         """Withdraw the claims of some objects, wait, and delete what nobody has claimed since."""
@@ -381,7 +420,7 @@ class Janitor:
         going: list[_Going] = []
         for namespace, blocks, group in _by_folder(chosen):
             yield from self._hold()
-            names = yield from _do(Names(blocks, Run(namespace, b"".join(one.block for one in group))))
+            names = yield from self._names_of(holdings, namespace, blocks, [one.block for one in group])
             described = yield from self._describe(names)
             going += [
                 _Going(name, one, header, holdings.newest_ns(header.namespace, header.hashes))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.core.errors import JanitorError
+from kvbm.core.errors import JanitorBusyError
 
 SLACK_S = 5.0  # a store's times may be whole seconds, and of several machines
 
@@ -73,10 +73,10 @@ def encode(lease: Lease) -> bytes:
 
 
 def claimed(found: Found, holder: str, run: str, held_s: float) -> Lease:
-    """The lease that takes the place of what was found. Raises JanitorError: another janitor has it."""
+    """The lease that takes the place of what was found. Raises JanitorBusyError: another janitor has it."""
     there = decode(found.body)
     if there is not None and there.holder and there.run != run and found.age_s < there.held_s + SLACK_S:
-        raise JanitorError(
+        raise JanitorBusyError(
             f"another janitor works: {there.holder} renewed its lease {found.age_s:.0f} s ago, for {there.held_s:g} s; nothing to do"
         )
     return Lease(holder=holder, run=run, epoch=1 + (there.epoch if there is not None else 0), held_s=held_s)

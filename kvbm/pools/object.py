@@ -235,7 +235,7 @@ class BlockObjects:
         return wrapping.names(namespace, hashes)
 
     def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
-        """What objects hold, by their headers alone; None for what is no object of this pool, or of a tenant whose keys are not here."""
+        """What objects hold, by their headers alone, of whatever block_bytes; None for what is not what its name says, or whose keys are not here."""
         wrappings = [self._wrappings.of_name(name) for name in names]
         mine = [index for index, wrapping in enumerate(wrappings) if wrapping is not None]
         described: list[Described | Refusal | None] = [None] * len(names)
@@ -333,7 +333,9 @@ class BlockObjects:
     def _new_headers(self, proof: Proof, lengths: np.ndarray, codings: np.ndarray) -> np.ndarray:
         return encode_object_headers(proof, lengths, codings, self.blocks, self.block_bytes, self._checksum_rows)
 
-    def _headers(self, wrapping: Wrapping, found: Sequence[tuple[str, Got]]) -> tuple[Headers, dict[int, Refusal]]:
+    def _headers(
+        self, wrapping: Wrapping, found: Sequence[tuple[str, Got]], block_bytes: int | None
+    ) -> tuple[Headers, dict[int, Refusal]]:
         """What the headers say of objects, or of parts of them that begin where they do; and which cannot be opened."""
         room = bytearray(self._header_bytes * len(found))
         unopened = {}
@@ -345,7 +347,7 @@ class BlockObjects:
                 room[place * self._header_bytes : (place + 1) * self._header_bytes] = header
         headers = np.frombuffer(room, dtype=np.uint8).reshape(len(found), self._header_bytes)
         sizes = [got.size_bytes - wrapping.extra_bytes for _, got in found]
-        return decode_object_headers(headers, sizes, self.blocks, self.block_bytes, self._checksum_rows), unopened
+        return decode_object_headers(headers, sizes, self.blocks, block_bytes, self._checksum_rows), unopened
 
     def _take(
         self,
@@ -369,7 +371,7 @@ class BlockObjects:
                 there.append((index, answer))
         if not there:
             return
-        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there], self.block_bytes)
         for place, (index, got) in enumerate(there):
             if refusal := unopened.get(place):
                 call.troubles.append(refusal.words)
@@ -394,7 +396,7 @@ class BlockObjects:
         answers = self.store.get([Get(names[index], 0, wrapping.lead_bytes) for index in taken], call.left_s())
         there = [(index, answer) for index, answer in zip(taken, answers, strict=True) if isinstance(answer, Got)]
         call.troubles += [answer.words for answer in answers if isinstance(answer, Refusal)]
-        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there], self.block_bytes)
         same = []
         for place, (index, got) in enumerate(there):
             if refusal := unopened.get(place):
@@ -413,7 +415,7 @@ class BlockObjects:
         return same
 
     def _describe_one(self, wrapping: Wrapping, name: str, got: Got) -> Described | Refusal | None:
-        headers, unopened = self._headers(wrapping, [(name, got)])
+        headers, unopened = self._headers(wrapping, [(name, got)], None)
         if unopened:
             return unopened[0]
         namespace, hashes = NamespaceId(headers.namespaces[0]), headers.hashes[0]

@@ -117,13 +117,14 @@ def encode_object_headers(
 
 
 def decode_object_headers(
-    headers: np.ndarray, sizes: Sequence[int], blocks: int, block_bytes: int, checksums: ChecksumRows
+    headers: np.ndarray, sizes: Sequence[int], blocks: int, block_bytes: int | None, checksums: ChecksumRows
 ) -> Headers:
     """What these headers say, each held to its own CRC and to the size of its object.
 
     Args:
         headers: (m, header_bytes) uint8.
         sizes: m, bytes of the whole objects.
+        block_bytes: None: whatever they say.
     """
     layout = _layout(blocks)
     fields = headers.view(layout)[:, 0]
@@ -131,7 +132,8 @@ def decode_object_headers(
     body_bytes = fields["body_bytes"].astype(np.int64)
     whole = fields["crc"] == checksums(np.ascontiguousarray(headers[:, :-_CRC_BYTES]))
     whole &= (fields["magic"] == OBJECT_MAGIC) & (fields["version"] == OBJECT_VERSION)
-    whole &= (fields["block_count"] == blocks) & (fields["block_bytes"] == block_bytes)
+    whole &= fields["block_count"] == blocks
+    whole &= block_bytes is None or fields["block_bytes"] == block_bytes
     whole &= (fields["header_bytes"] == layout.itemsize) & (fields["hash"] == table["hash"][:, -1])
     whole &= body_bytes == table["length"].sum(axis=1, dtype=np.int64)
     whole &= np.asarray(sizes, dtype=np.int64) == layout.itemsize + body_bytes

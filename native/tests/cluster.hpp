@@ -401,8 +401,14 @@ class Model {
       withdraw(instance, gone->namespace_id, gone->tier, gone->hashes);
     } else if (const auto* const moved = std::get_if<BlocksMigrated>(&event)) {
       gain(instance, moved->namespace_id, moved->target, moved->hashes, false);
-      if (const auto* const source = std::get_if<Tier>(&moved->source); source != nullptr && !moved->kept) {
+      const auto* const source = std::get_if<Tier>(&moved->source);
+      if (source != nullptr && !moved->kept) {
         withdraw(instance, moved->namespace_id, *source, moved->hashes);
+      } else if (source != nullptr) {
+        const TierModel& from = instance.tiers[static_cast<std::size_t>(*source)];
+        if (from.is_declared ? from.is_cluster : *source == Tier::kObject) {  // it was read there, so it is there
+          gain(instance, moved->namespace_id, *source, moved->hashes, false);
+        }
       }
     } else if (const auto* const told = std::get_if<ResidenciesStated>(&event)) {
       TierModel& tier = instance.tiers[static_cast<std::size_t>(told->tier)];

@@ -477,6 +477,35 @@ def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url:
     with_store(database_url, work)
 
 
+def test_a_pools_claims_come_with_their_times_page_by_page_and_single_ones_when_asked(database_url: str) -> None:
+    run, other = hashes(2500, seed=5), hashes(3, seed=6)
+
+    async def work(store: Store) -> None:
+        await store.apply(batch(0, 1, claims=(claim(run, FIRST, 10), claim(other, SECOND, 20))))
+        await store.apply(batch(1, 2, claims=(claim(run[:32], SECOND, 30),)))
+        pool = claim(run, FIRST, 10).pool
+        for chunk_rows in (7, 5000):
+            found: dict[bytes, int] = {}
+            async for chunk in store.claim_times(pool, chunk_rows):
+                blocks = split_hashes(chunk.hashes)
+                assert blocks == sorted(blocks) and len(blocks) == len(chunk.last_ns) <= chunk_rows
+                found |= dict(zip(blocks, chunk.last_ns, strict=True))
+            assert found == {
+                **dict.fromkeys(split_hashes(run), 10), **dict.fromkeys(split_hashes(run[:32]), 30),
+                **dict.fromkeys(split_hashes(other), 20),
+            }  # fmt: skip
+        assert [chunk async for chunk in store.claim_times("another pool")] == []
+        namespace = claim(run, FIRST, 10).namespace
+        asked = await store.last_claimed(pool, namespace, run + hashes(2, seed=9))
+        assert (len(asked), asked[run[:16]], asked[run[-16:]]) == (2500, 30, 10)
+        assert await store.last_claimed(pool, namespace, b"") == {}
+        assert await store.last_claimed("another pool", namespace, run) == {}
+        assert await store.streams() == [batch(0, 1).stream]
+        assert await store.tenant_quotas() == {}
+
+    with_store(database_url, work)
+
+
 def test_random_claims_leave_what_a_set_would_hold(database_url: str) -> None:
     chance = random.Random(20)
     blocks = split_hashes(hashes(12))

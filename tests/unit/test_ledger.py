@@ -363,6 +363,16 @@ def test_a_missing_object_is_said_only_of_a_pool_of_cluster_reach() -> None:
         ledger.forget(HBM, NAMESPACE.id, blocks(1), EvictReason.MISSING)
 
 
+def test_what_was_found_in_a_pool_of_cluster_reach_is_claimed_by_who_found_it() -> None:
+    ledger = make_ledger()
+    ledger.claim(OBJECT, NAMESPACE.id, blocks(1, 2), InstanceId("finder"))
+    [event] = said(ledger)
+    assert isinstance(event, BlocksMigrated)
+    assert (event.source, event.target, event.kept, event.hashes) == (InstanceId("finder"), OBJECT, True, blocks(1, 2))
+    with pytest.raises(LedgerError, match="not a pool of cluster reach"):
+        ledger.claim(HBM, NAMESPACE.id, blocks(1), InstanceId("finder"))
+
+
 # -- what an engine asks ------------------------------------------------------------------------------------------------
 
 

@@ -195,6 +195,8 @@ def test_claims_pass_through_and_are_held_by_nobody() -> None:
     assert [change.hash for change in made.evolve(migrated(blocks(1), [], target=OBJECT)).claimed] == [block(1)]
     assert [change.hash for change in made.evolve(evicted(blocks(1, 9), OBJECT)).unclaimed] == [block(1), block(9)]
     assert (made.held[OBJECT], made.digest) == ({}, digest)
+    read = migrated(blocks(5), [3], source=OBJECT, target=HBM)
+    assert [change.hash for change in fold(BEFORE).evolve(read).claimed] == [block(5)]  # what was read there is there
     for event in (stated(1, blocks(1), [], OBJECT), ended(1, 1, OBJECT), stated(2, blocks(2), [], OBJECT)):
         assert made.evolve(event).withdrawn == []
     assert (made.held[OBJECT], made.digest) == ({}, digest)

@@ -1,0 +1,429 @@
+"""The janitor among real parts: nats-servers, catalogs with SQL, managers, and one store that several clusters share."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager, run_gc
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.config import Settings, load_settings
+from kvbm.core.errors import JanitorBusyError, KvbmError
+from kvbm.core.ids import NamespaceId, Tier, split_hashes
+from kvbm.janitor import ClaimBook, Report
+from kvbm.locate.http import CatalogClient
+from kvbm.manager.manager import Manager
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
+from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.stores.opening import open_store
+from kvbm.pools.withdrawn import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
+from kvbm.streams.server import EmbeddedServer
+from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of, serve
+from tests.object_pools import memory_objects
+from tests.servers import S3_CREDENTIALS, s3_server
+
+K = 4
+DEPTH = 8  # blocks of a prompt: two objects
+WAIT_S = 30.0
+PROMPTS = range(6)
+Claims = dict[NamespaceId, set[bytes]]
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+
+
+class Site:
+    """A cluster: a nats-server, a catalog with its database, and instances that share a store with other clusters."""
+
+    def __init__(self, folder: Path, name: str, new_store: Callable[[], Store], opened: ExitStack) -> None:
+        self.folder, self.name, self.new_store = folder / name, name, new_store
+        self.folder.mkdir(parents=True)
+        self.server = EmbeddedServer.start(self.folder / "nats")
+        opened.callback(self.server.stop)
+        self.database = f"sqlite+aiosqlite:///{self.folder / 'catalog.db'}"
+        self._catalog = CatalogThread(
+            ServiceSettings(
+                nats_url=self.server.url, database_url=self.database, cluster=name, listen="127.0.0.1:0", store_every_s=0.02,
+                whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
+            ),
+            NATIVE,
+            NATIVE_INDEX,
+        )  # fmt: skip
+        self._catalog.start()
+        opened.callback(self._catalog.stop)
+        self.client = CatalogClient(self._catalog.url)
+        opened.callback(self.client.close)
+        self.client.wait_ready(WAIT_S)
+        self._opened = opened
+
+    def settings(self, instance: str, **flags: object) -> Settings:
+        named = {key.replace("__", "."): value for key, value in flags.items()}
+        return load_settings(
+            flags={
+                "instance.data_dir": str(self.folder), "instance.cluster": self.name, "instance.id": instance,
+                "pools.hbm.slots": 64, "pools.hbm.device": "memory", "pools.host.slots": 64, "nats.url": self.server.url,
+                "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "catalog.database": self.database,
+                "journal.in_memory": True, "onboard.locate_s": 2.0, "onboard.wait_s": 10.0, "pools.object.timeout_s": 1.0, "pools.object.look_s": 1.0,
+                **named,
+            }
+        )  # fmt: skip
+
+    def instance(self, name: str, look_s: float = 0.0) -> Manager:
+        """A manager on the shared store, closed with everything."""
+        objects = memory_objects(BLOCK_BYTES, K, self.new_store(), look_s=look_s, deadline_s=1.0)
+        manager = open_manager(self.settings(name), [NAMESPACE], BLOCK_BYTES, object_pool=objects)
+        self._opened.callback(manager.close)
+        return manager
+
+    def gc(self, **rules: object) -> Report:
+        """One run of the janitor."""
+        wanted: dict[str, object] = {
+            "ttl_s": 0.0,
+            "grace_s": 4.0,
+            "young_s": 0.0,
+            "skew_s": 30.0,
+            "lease_s": 10.0,
+        } | rules
+        reports: list[Report] = []
+        flags = {f"gc__{key}": value for key, value in wanted.items()}
+        assert run_gc(self.settings("unused", **flags), False, reports.append, self.new_store) == 0
+        return reports[0]
+
+    def claims(self, pool: str) -> Claims:
+        """What SQL knows."""
+        book = ClaimBook(self.database, pool)
+        try:
+            columns = book.claims().columns
+        finally:
+            book.close()
+        return {column.namespace: set(map(bytes, split_hashes(column.hashes))) for column in columns}
+
+    def depth(self, prompt: int) -> int:
+        """How much of a prompt the catalog's index says that the pool holds."""
+        answer = self.client.lookup(NAMESPACE, hashes_of(prompt, DEPTH))
+        return max((pool.depth for pool in answer.pools), default=0)
+
+
+@contextmanager
+def site(folder: Path, name: str, new_store: Callable[[], Store]) -> Iterator[Site]:
+    with ExitStack() as opened:
+        yield Site(folder, name, new_store, opened)
+
+
+@pytest.fixture(params=["memory", "s3"])
+def new_store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Store]]:
+    """Opens the same store again and again."""
+    if request.param == "memory":
+        store = MemoryStore()
+        yield lambda: store
+        return
+    import boto3
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_CREDENTIALS["secret_access_key"])
+    with s3_server() as endpoint:
+        boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="shared")
+        yield lambda: open_store("s3://shared/kv", endpoint=endpoint, region="us-east-1")
+
+
+def names_in(store: Store, prefix: str = "") -> set[str]:
+    return {entry.name for entry in store.listed(prefix, 5.0) if prefix or not entry.name.startswith(".kvbm/")}
+
+
+def compute(site: Site, managers: list[Manager]) -> None:
+    """The instances serve prompts, and all of it comes into the store and the catalog."""
+    for prompt in PROMPTS:
+        serve(managers[prompt % len(managers)], prompt, DEPTH)
+    for manager in managers:
+        assert manager.settle(WAIT_S)
+    eventually(lambda: all(site.depth(prompt) == DEPTH for prompt in PROMPTS), "the catalog has not all claims")
+
+
+def fetched(manager: Manager, prompt: int) -> int:
+    """Blocks of a prompt that came from the object pool, every byte checked."""
+    return serve(manager, prompt, DEPTH).prefix.hits.get(Tier.OBJECT, 0)
+
+
+def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_after_the_first_is_gone(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    with site(tmp_path, "first", new_store) as first:
+        compute(first, [first.instance("a"), first.instance("b")])
+    with site(tmp_path, "second", new_store) as second:
+        one, two = second.instance("a"), second.instance("b")
+        assert fetched(one, 100) == 0  # it knows of nothing yet
+        report = second.gc()
+        assert report.found == 2 * len(PROMPTS)
+        for prompt in PROMPTS:
+            eventually(lambda prompt=prompt: second.depth(prompt) == DEPTH, "the index lacks claims")  # type: ignore[misc]
+            assert fetched((one, two)[prompt % 2], prompt) == DEPTH
+        janitor = next(one for one in second.client.instances() if one.instance.startswith("janitor-"))
+        assert janitor.state == "stopped"
+
+
+def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc_and_rounds(
+    new_store: Callable[[], Store], tmp_path: Path
+) -> None:
+    """New database, new stream: nothing is left but the store and the NVMe file of one instance."""
+
+    def manager_of(here: Site) -> Manager:
+        settings = here.settings(
+            "a", pools__nvme__slots=64, journal__in_memory=False, instance__data_dir=str(tmp_path / "kept")
+        )
+        return open_manager(settings, [NAMESPACE], BLOCK_BYTES, object_pool=memory_objects(BLOCK_BYTES, K, new_store()))
+
+    with site(tmp_path, "before", new_store) as before:
+        with manager_of(before) as manager:
+            compute(before, [manager])
+            pool = manager.pools.object.name  # type: ignore[union-attr]
+            held = set(manager.held(Tier.NVME))
+            eventually(lambda: before.claims(pool), "SQL has no claims")
+        claims = before.claims(pool)
+    with site(tmp_path, "after", new_store) as after, manager_of(after) as manager:
+        assert set(manager.held(Tier.NVME)) == held
+        after.gc()  # what the instance's journal still has is published again as well
+        assert after.claims(pool) == claims
+        eventually(lambda: all(after.depth(prompt) == DEPTH for prompt in PROMPTS), "the index lacks claims")
+        summary = next(one for one in after.client.instances() if one.instance == "a")
+        eventually(lambda: int(_digest_of(after, "a"), 16) == manager.digest()[1], "the digests differ")
+        assert summary.epoch == manager.epoch
+        assert after.gc().found == 0
+
+
+def _digest_of(here: Site, instance: str) -> str:
+    found = here.client.instance(instance)
+    assert found is not None
+    return found.digest
+
+
+def test_what_nobody_uses_goes_and_what_is_read_stays(new_store: Callable[[], Store], tmp_path: Path) -> None:
+    with site(tmp_path, "one", new_store) as here:
+        manager = here.instance("a")
+        compute(here, [manager])
+        store = new_store()
+        assert len(names_in(store)) == 2 * len(PROMPTS)
+        time.sleep(3.0)
+        reader = here.instance("b")
+        assert fetched(reader, 0) == DEPTH
+        report = here.gc(ttl_s=2.5, skew_s=0.5)
+        assert report.withdrawn == {"ttl": 2 * (len(PROMPTS) - 1)}
+        assert report.deleted == 2 * (len(PROMPTS) - 1)
+        objects = memory_objects(BLOCK_BYTES, K, store)
+        assert names_in(store) == set(objects.names(NAMESPACE.id, split_hashes(hashes_of(0, DEPTH))[K - 1 :: K]))
+        assert names_in(store, WITHDRAWN_PREFIX) == set()
+        assert here.claims(objects.name) == {NAMESPACE.id: set(map(bytes, split_hashes(hashes_of(0, DEPTH))))}
+        eventually(lambda: here.depth(1) == 0 and here.depth(0) == DEPTH, "the index keeps what is gone")
+
+
+def test_death_between_put_and_event_leaves_an_object_that_the_next_run_claims(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with site(tmp_path, "one", lambda: store) as here:
+        from kvbm.core.ids import Epoch
+        from kvbm.pools.base import Proof
+
+        objects = memory_objects(BLOCK_BYTES, K, store)
+        rows = rows_of(hashes_of(3, DEPTH))
+        assert all(objects.put(rows, Proof(NAMESPACE.id, Epoch(1), hashes_of(3, DEPTH), NATIVE.checksums(rows))))
+        manager = here.instance("a")
+        assert fetched(manager, 3) == 0
+        manager.evict(Tier.HBM, hashes_of(3, DEPTH))
+        manager.evict(Tier.HOST, hashes_of(3, DEPTH))
+        here.gc()
+        eventually(lambda: here.depth(3) == DEPTH, "the object is not claimed")
+        fresh = here.instance("b")
+        assert fetched(fresh, 3) == DEPTH
+
+
+def test_every_claim_lost_from_sql_and_index_comes_back(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with site(tmp_path, "one", lambda: store) as here:
+        manager = here.instance("a")
+        compute(here, [manager])
+        everything = b"".join(hashes_of(prompt, DEPTH) for prompt in PROMPTS)
+        from kvbm.core.events import EvictReason
+
+        manager.withdraw(NAMESPACE.id, everything, EvictReason.CLEARED)
+        eventually(lambda: here.claims(store.name) == {}, "the claims are still there")
+        assert here.gc().found == 2 * len(PROMPTS)
+        eventually(lambda: all(here.depth(prompt) == DEPTH for prompt in PROMPTS), "the index lacks claims")
+
+
+class Watched(MemoryStore):
+    """A store that takes its time for reads, and knows which of them a deletion overtook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deleted = 0
+        self.overtaken: list[str] = []
+        self.late_readers: list[threading.Thread] = []
+        self._deleted_s: dict[str, float] = {}
+
+    def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
+        for name, body in puts:
+            if name.startswith(WITHDRAWN_PREFIX):  # readers that began a moment ago, and take as long as they may
+                for late in decode_list(body):
+                    self.late_readers.append(threading.Thread(target=self._read_slowly, args=[late, 0.9]))
+                    self.late_readers[-1].start()
+        return super().put(puts, deadline_s)
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        return self._read_slowly_all(gets, deadline_s, random.random() * min(0.5, deadline_s))
+
+    def _read_slowly(self, name: str, seconds: float) -> None:
+        self._read_slowly_all([Get(name)], 1.0, seconds)
+
+    def _read_slowly_all(self, gets: Sequence[Get], deadline_s: float, seconds: float) -> list[Got | Refusal]:
+        begun_s = time.monotonic()
+        time.sleep(seconds)
+        answers = super().get(gets, deadline_s)
+        for one, answer in zip(gets, answers, strict=True):
+            if isinstance(answer, Refusal) and self._deleted_s.get(one.name, 0.0) > begun_s and one.name[0] != ".":
+                self.overtaken.append(one.name)
+        return answers
+
+    def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
+        for name in names:
+            self._deleted_s[name] = time.monotonic()
+        self.deleted += sum(name[0] != "." for name in names)
+        return super().delete(names, deadline_s)
+
+
+def test_no_object_is_deleted_under_a_reader(tmp_path: Path) -> None:
+    """Two instances read, and put again what is gone, as fast as they can, while the janitor deletes what nobody used for a moment."""
+    store = Watched()
+    with site(tmp_path, "one", lambda: store) as here:
+        managers = [here.instance("a", look_s=0.5), here.instance("b", look_s=0.5)]
+        ending, hits, wrong = threading.Event(), [0, 0], list[BaseException]()
+
+        def read(which: int) -> None:
+            chosen = random.Random(which)
+            try:
+                while not ending.is_set():
+                    prompt = chosen.randrange(40)
+                    hits[which] += fetched(managers[which], prompt)
+                    for tier in (Tier.HBM, Tier.HOST):
+                        managers[which].evict(tier, hashes_of(prompt, DEPTH))
+            except BaseException as error:  # noqa: BLE001 - told below, in the thread that asks
+                wrong.append(error)
+
+        readers = [threading.Thread(target=read, args=[which]) for which in range(2)]
+        for reader in readers:
+            reader.start()
+        try:
+            for _ in range(3):
+                here.gc(ttl_s=0.5, skew_s=1.0, grace_s=3.0)
+        finally:
+            ending.set()
+            for reader in readers:
+                reader.join(30)
+        for late in store.late_readers:
+            late.join(5)
+        assert wrong == []
+        assert store.deleted > 0 and store.late_readers and min(hits) > 0
+        assert store.overtaken == []
+
+
+def test_two_janitors_at_once_one_works_and_one_says_so(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with site(tmp_path, "one", lambda: store) as one, site(tmp_path, "two", lambda: store) as two:
+        compute(one, [one.instance("a")])
+        time.sleep(1.5)
+        ended: list[Report | KvbmError] = []
+
+        def work(here: Site) -> None:
+            try:
+                ended.append(here.gc(ttl_s=1.0, skew_s=0.2))
+            except KvbmError as error:
+                ended.append(error)
+
+        threads = [threading.Thread(target=work, args=[here]) for here in (one, one, two, two)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        busy = [entry for entry in ended if isinstance(entry, JanitorBusyError)]
+        reports = [entry for entry in ended if isinstance(entry, Report)]
+        assert (len(busy), len(reports)) == (3, 1), ended
+        assert "another janitor" in str(busy[0])
+
+
+def test_a_janitor_is_never_given_a_prompt(tmp_path: Path) -> None:
+    store = MemoryStore()
+    with site(tmp_path, "one", lambda: store) as here:
+        here.instance("a")
+        settings = here.settings("janitor-x")
+        from kvbm.core.events import JANITOR
+
+        with open_manager(settings, [NAMESPACE], BLOCK_BYTES, JANITOR, memory_objects(BLOCK_BYTES, K, store)):
+            eventually(lambda: len(here.client.instances()) == 2, "the catalog does not know both")
+            ranked = here.client.route(NAMESPACE, hashes_of(1, DEPTH), 128).ranked
+            assert [one.instance for one in ranked] == ["a"]
+
+
+# -- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_works_on_a_bucket_and_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import boto3
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_CREDENTIALS["access_key_id"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_CREDENTIALS["secret_access_key"])
+    with s3_server() as endpoint:
+        boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="shared")
+
+        def opened() -> Store:
+            return open_store("s3://shared/kv", endpoint=endpoint, region="us-east-1")
+
+        with site(tmp_path, "one", opened) as here:
+            compute(here, [here.instance("a")])
+            flags: dict[str, Any] = {
+                "instance.data_dir": here.folder, "instance.cluster": "one", "nats.url": here.server.url,
+                "catalog.database": here.database, "pools.object.url": "s3://shared/kv", "pools.object.endpoint": endpoint,
+                "pools.object.region": "us-east-1", "pools.object.timeout_s": 2, "pools.object.look_s": 1, "gc.grace_s": 4, "gc.lease_s": 5,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "kvbm", "catalog", "gc", *(f"--set={k}={v}" for k, v in flags.items())]
+            done = carried_out([*command, "--dry-run"])
+            assert "dry run: nothing is changed" in done.stdout and f"{2 * len(PROMPTS)}" in done.stdout
+            assert names_in(opened(), ".kvbm/") == set()
+            done = carried_out([*command, "--json"])
+            assert f'"objects":{2 * len(PROMPTS)}' in done.stdout
+            going = subprocess.Popen(
+                [*command, "--every", "60", "--set=gc.grace_s=300", "--set=gc.quota_bytes=1"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            eventually(lambda: names_in(opened(), WITHDRAWN_PREFIX), "nothing was withdrawn")
+            second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert second.returncode == 0 and "another janitor works: janitor-" in second.stderr
+            going.send_signal(signal.SIGTERM)
+            assert going.wait(30) == 130
+            assert b'"holder":""' in bytes(opened().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
+            assert len(names_in(opened())) == 2 * len(PROMPTS)
+            done = carried_out([*command, "--json"])
+            assert '"lists":1' in done.stdout and names_in(opened()) == set()
+
+
+def carried_out(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def _get(name: str) -> Any:
+    from kvbm.pools.stores.base import Get
+
+    return Get(name)
