@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.kvbm-installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
+AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo test test-objects faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,8 +29,14 @@ setup: $(STAMP)  ## virtual environment, native build, everything the other targ
 demo: setup  ## the whole line on embedded defaults, then a table; fails when any check fails
 	$(BIN)/kvbm demo
 
-test: setup  ## all tests; starts its own nats-server, PostgreSQL and S3 server
+$(AZURITE):
+	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
+
+test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
+	$(BIN)/python -m pytest --objects -m objects $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants, and a short crash loop over real processes
 	$(BIN)/python -m pytest -n $(JOBS) tests/faults $(PYTEST_ARGS)
@@ -63,7 +70,7 @@ bench: setup  ## what one core of this machine does: `kvbm bench all`
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint type contract native-test fuzz-short test  ## what CI runs
+check: lint type contract native-test fuzz-short test test-objects  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

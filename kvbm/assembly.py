@@ -23,7 +23,7 @@ from kvbm.core.errors import CatalogError, ConfigError, StreamError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
-from kvbm.core.layout import slots_in
+from kvbm.core.layout import blocks_of_object, slots_in
 from kvbm.core.ledger import Ledger, Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, WriteBudget
 from kvbm.core.residency import Residencies
@@ -41,15 +41,20 @@ from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.coding import BlockCoder
+from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
+from kvbm.pools.keys import keys_of_command, keys_of_file
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
+from kvbm.pools.object import BlockObjects
+from kvbm.pools.object_header import header_bytes
 from kvbm.pools.paged import NewSegmentCopies, PagedTensor
 from kvbm.pools.pod import PodFolder
-from kvbm.pools.raw_coding import RAW_CODER
 from kvbm.pools.rows import NewArena
-from kvbm.pools.s3_pool import S3Pool
+from kvbm.pools.sealing import Sealing
+from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
@@ -70,7 +75,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_ARENA: NewArena = _native.Arena
 OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
-CODER: BlockCoder = RAW_CODER  # of blocks in objects
+CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 
 
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
@@ -450,13 +455,52 @@ def _open_pools(
         pod.start()
     objects = object_pool
     if objects is None and wanted.object.url:
-        objects = S3Pool(
-            wanted.object.url, block_bytes, checksums, endpoint_url=wanted.object.endpoint,
-            region=wanted.object.region, deadline_s=wanted.object.timeout_s,
-            on_trouble=lambda message: log.warning("object.troubled", why=message),
-        )  # fmt: skip
+        objects = open_objects(settings, namespaces, block_bytes)
         opened.callback(objects.close)
     return Pools(slots, objects, pod)
+
+
+def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int) -> BlockObjects:
+    """The object pool that `pools.object` names, for blocks of one shape.
+
+    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
+
+    Args:
+        namespaces: at least one.
+    Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
+    """
+    wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
+    blocks = wanted.blocks or usual
+    limits = Limits(requests_in_flight=wanted.requests)
+
+    def on_trouble(message: str) -> None:
+        log.warning("object.troubled", why=message)
+
+    sealing = None
+    if wanted.keys or wanted.keys_command:
+        source = keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
+        sealing = Sealing(source, blocks, header_bytes(blocks), on_trouble)
+        sealing.check(namespaces)
+    with ExitStack() as opened:
+        store = open_store(
+            wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s,
+            limits=limits,
+        )  # fmt: skip
+        opened.callback(store.close)
+        for notice in getattr(store, "remarks", ()):
+            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
+        if wanted.front:
+            store = FrontedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
+            opened.callback(store.close)
+        marks = [f"blocks={blocks}"] if blocks != usual else []
+        marks += ["sealed"] if sealing is not None else []
+        pool = BlockObjects(
+            store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, namespaces=namespaces,
+            compressed=wanted.compression == "auto", wrappings=sealing, look_s=wanted.look_s,
+            name=f"{store.name}#{','.join(marks)}" if marks else "", deadline_s=wanted.timeout_s, on_trouble=on_trouble,
+        )  # fmt: skip
+        opened.pop_all()
+        return pool
 
 
 def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:

@@ -94,17 +94,38 @@ class NvmeSettings(_Group, frozen=True):
 
 
 class ObjectSettings(_Group, frozen=True):
-    """The object pool. `url`: s3://bucket/prefix, "" for none. `timeout_s`: deadline of one call.
+    """The object pool, which all instances share.
 
     Attributes:
+        url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
+        endpoint, region: of s3 and az, where they are not their makers' own.
+        name: of the pool, where instances reach one store by different addresses.
+        blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
+        compression: "auto": by the type of the elements, where it gains something; "off".
+        keys: file with tenants' keys, which encrypt their objects (`kvbm keys` makes one). "" for none.
+        keys_command: prints such a file, instead of it.
+        front: redis://…, a faster store before the one of `url`; it may forget, and is filled again. "" for none.
+        ttl_s: after which a Redis, as pool or in front, forgets an object; 0: when it has no room.
+        requests: to the store in flight.
+        timeout_s: deadline of one call; what is not there then is computed.
+        look_s: how often to look for what the janitor is about to delete; at most a third of its grace.
         write_budget_bytes_s: bytes a second that may be put in the long run, as `pools.nvme.write_budget_bytes_s`. 0: no limit.
     """
 
     url: str = ""
     endpoint: str = ""
     region: str = ""
+    name: str = ""
+    blocks: int = 0
+    compression: str = "auto"
+    keys: str = ""
+    keys_command: str = ""
+    front: str = ""
+    ttl_s: int = 0
+    requests: int = 8
     timeout_s: float = 10.0
     write_budget_bytes_s: int = 0
+    look_s: float = 20.0
 
 
 class PoolsSettings(_Group, frozen=True):
@@ -354,6 +375,7 @@ def check_settings(settings: Settings) -> None:
         ("nats.timeout_s", settings.nats.timeout_s),
         ("nats.heartbeat_s", settings.nats.heartbeat_s),
         ("pools.object.timeout_s", settings.pools.object.timeout_s),
+        ("pools.object.look_s", settings.pools.object.look_s),
         ("catalog.liveness_s", settings.catalog.liveness_s),
     ):
         if not 0 < wait_s <= _LONGEST_S:
@@ -408,6 +430,7 @@ def _known(group: type[_Group] = Settings, prefix: str = "") -> Iterator[tuple[s
 
 
 _LONGEST_S = 1e6
+_MOST_BLOCKS = 1 << 12  # of an object
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
 _KNOWN = dict(_known())
@@ -487,6 +510,24 @@ def _check_pools(pools: PoolsSettings) -> None:
         raise ConfigError(
             "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"
         )
+    _check_objects(pools.object)
+
+
+def _check_objects(objects: ObjectSettings) -> None:
+    _one_of("pools.object.compression", objects.compression, ("auto", "off"))
+    if not 0 <= objects.blocks <= _MOST_BLOCKS:
+        raise ConfigError(
+            f"pools.object.blocks is {objects.blocks}; give 1 to {_MOST_BLOCKS}, or 0 for as many as fit 4 MiB"
+        )
+    if objects.requests < 1 or objects.ttl_s < 0:
+        name, value, least = ("requests", objects.requests, 1) if objects.requests < 1 else ("ttl_s", objects.ttl_s, 0)
+        raise ConfigError(f"pools.object.{name} is {value}; it must be at least {least}")
+    if objects.keys and objects.keys_command:
+        raise ConfigError("pools.object.keys and pools.object.keys_command are both set; keep one of them")
+    if objects.front and not objects.url:
+        raise ConfigError("pools.object.front is set without pools.object.url, the store it stands before; give both")
+    if objects.front and not objects.front.startswith(("redis://", "rediss://")):
+        raise ConfigError("pools.object.front is no Redis; write redis://host:port/database")
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -10,7 +10,9 @@ import pytest
 import structlog
 from hypothesis import settings
 
-from tests.servers import fresh_database, postgres
+from tests.ceph import Radosgw, radosgw
+from tests.object_stores import Place, place_in
+from tests.servers import azurite_server, fresh_database, postgres, redis_server, s3_server
 
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
 settings.load_profile("untimed")
@@ -49,5 +51,52 @@ def database_url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(f"{request.param}_url"))
 
 
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server (moto): quick, and believes any secret."""
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def azurite_endpoint() -> Iterator[str]:
+    """The account of an Azurite."""
+    with azurite_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def redis_url() -> Iterator[str]:
+    """A Redis; what tests do in it lies under prefixes of their own."""
+    with redis_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def ceph() -> Iterator[Radosgw]:
+    """A radosgw: an S3 server that checks what Amazon checks."""
+    with radosgw() as running:
+        yield running
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Place:
+    """An empty place in an object store; parametrize it with names of `OBJECT_STORES`."""
+    return place_in(getattr(request, "param", "memory"), request)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write what text scenarios do now into their files")
+    parser.addoption(
+        "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it."""
+    if config.getoption("--objects"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("objects")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("objects")]

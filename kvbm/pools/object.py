@@ -1,7 +1,8 @@
 """OBJECT: blocks in a store of objects, k to an object, found by namespace and hash, without slots and without an owner.
 
 An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so that objects of two k never meet; object_header.py says
-what is in one. What a pool keeps besides blocks lies under ".kvbm/".
+what is in one, sealing.py how it is encrypted and named where a tenant's keys are given. What a pool keeps besides blocks lies under
+".kvbm/"; names that the janitor has withdrawn there are neither put nor got.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from kvbm.core.errors import LayoutError
+from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding, Encoded
+from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding
+from kvbm.pools.front import FrontedStore
 from kvbm.pools.object_header import MOST_BLOCKS, Headers, decode_object_headers, encode_object_headers, header_bytes
-from kvbm.pools.run import check_chain, check_objects, check_proof, check_size
+from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.withdrawn import Withdrawn
+from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
 _LOTS = 4  # parts of a call, so that some objects are coded while others are on their way
 _LATE_S = 0.5  # how long after its deadline a store may still answer
@@ -96,6 +100,8 @@ class BlockObjects:
         blocks: int = 1,
         namespaces: Iterable[Namespace] = (),
         compressed: bool = True,
+        wrappings: Wrappings | None = None,
+        look_s: float = 0.0,
         name: str = "",
         threads: int = 8,
         deadline_s: float = 10.0,
@@ -107,6 +113,8 @@ class BlockObjects:
             blocks: k, blocks of an object.
             namespaces: those known from the start, as by `admit`.
             compressed: whether blocks are coded by the type of their elements.
+            wrappings: how objects are named and wrapped; None: plainly. They are for the same k.
+            look_s: how often to look for what is withdrawn, and for changes of `wrappings`; 0: never.
             name: "" for the store's.
             threads: that wait for the store; 1: the caller's own.
             deadline_s: of a whole call; what is not done then is trouble.
@@ -128,28 +136,42 @@ class BlockObjects:
         self._deadline_s = deadline_s
         self._on_trouble = on_trouble
         self._header_bytes = header_bytes(blocks)
+        self._plain = Plain(blocks, self._header_bytes)
+        self._wrappings: Wrappings = wrappings or self._plain
         self._namespaces: dict[NamespaceId, Namespace] = {}
         self._object_bytes: dict[NamespaceId, int] = {}  # of the last object of a namespace that passed by
+        self._refused: set[NamespaceId] = set()  # of which it has been said
         self._stats = ObjectStats()
-        self._lock = threading.Lock()  # of the counters and of `closed`
+        self._lock = threading.Lock()  # of the counters, `refused` and `closed`
         self._closed = False
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-object") if threads > 1 else None
         self.admit(namespaces)
+        self._look_s = look_s
+        self._withdrawn = Withdrawn(store, look_s, deadline_s) if look_s and store.lists else None
+        self._ending = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="kvbm-object-watch", daemon=True) if look_s else None
+        if self._watcher is not None:
+            self._watcher.start()
 
     def admit(self, namespaces: Iterable[Namespace]) -> None:
-        """Learn how the blocks of these namespaces are coded; those of others stay raw."""
+        """Learn how the blocks of these namespaces are coded and whose they are; those of others stay raw."""
         self._namespaces |= {namespace.id: namespace for namespace in namespaces}
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """Put each object that is not there yet; for each block whether the store now holds it."""
         count = check_objects(self.name, check_proof(self.name, rows, proof, self.block_bytes, at), self.blocks)
         indexes = np.arange(count * self.blocks) if at is None else np.asarray(at, dtype=np.int64)
-        names = self.names(proof.namespace, _last_hashes(proof.hashes, self.blocks))
+        wrapping = self._wrapping(proof.namespace)
+        if isinstance(wrapping, Refusal):
+            return [False] * len(indexes)
+        names = wrapping.names(proof.namespace, _last_hashes(proof.hashes, self.blocks))
+        if gone := self._gone(names):
+            return self._put_others(rows, proof, indexes, [name not in gone for name in names])
         call = _Call("put", count, self._deadline_s)
         stored_bytes = [0] * count
 
         def start(lot: slice) -> Future[list[Refusal | None]]:
-            bodies = self._encode(rows, proof, indexes, lot)
+            bodies = self._encode(wrapping, names[lot], rows, self._part(proof, lot), self._part_of(indexes, lot))
             stored_bytes[lot] = [len(body) for body in bodies]
             puts = [Put(name, body) for name, body in zip(names[lot], bodies, strict=True)]
             return self._submit(self.store.put, puts, call)
@@ -163,7 +185,7 @@ class BlockObjects:
                     taken.append(index)
                 else:
                     call.troubles.append(refusal.words)
-        found = self._same(proof, [names[index] for index in taken], taken, call) if taken else []
+        found = self._same(wrapping, proof, names, taken, call) if taken else []
         self._count_puts(proof.namespace, [stored_bytes[index] for index in new], len(found), count)
         self._report(call, count - len(new) - len(found))
         held = np.zeros(count, dtype=bool)
@@ -178,53 +200,52 @@ class BlockObjects:
         # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + wanted) of their blocks.
         begin, end = first // self.blocks, -(-(first + wanted) // self.blocks) if wanted else first // self.blocks
         lead, step = first - begin * self.blocks, self.blocks * HASH_BYTES
-        hashes = chain[begin * step : end * step]
-        targets = np.full((end - begin, self.blocks), -1, dtype=np.int64)
-        targets.ravel()[lead : lead + wanted] = np.arange(wanted) if at is None else at
-        outcomes = np.full(targets.shape, ReadOutcome.FAILED, dtype=np.uint8)
-        sums = np.zeros(targets.shape, dtype=np.uint32)
-        names = self.names(namespace, _last_hashes(hashes, self.blocks))
+        wrapping = self._wrapping(namespace)
+        if isinstance(wrapping, Refusal):
+            return all_failed(wanted)
+        asked = _Asked(namespace, chain[begin * step : end * step], self.blocks, rows)
+        asked.targets.ravel()[lead : lead + wanted] = np.arange(wanted) if at is None else at
+        names = wrapping.names(namespace, _last_hashes(asked.chain, self.blocks))
         call = _Call("get", end - begin, self._deadline_s)
 
-        def start(lot: slice) -> Future[list[Got | Refusal]]:
+        def gets(indexes: Iterable[int]) -> list[Get]:
             expected_bytes = self._object_bytes.get(namespace, 0)
-            return self._submit(self.store.get, [Get(name, expected_bytes=expected_bytes) for name in names[lot]], call)
+            return [Get(names[index], expected_bytes=expected_bytes) for index in indexes]
+
+        def start(lot: slice) -> Future[list[Got | Refusal]]:
+            return self._submit(self.store.get, gets(range(lot.start, lot.stop)), call)
 
         for lot, answers in self._answers(call, start):
-            there = []
-            for index, answer in enumerate(answers, lot.start):
-                if isinstance(answer, Got):
-                    there.append((index, answer))
-                elif answer.trouble is Trouble.ABSENT:
-                    outcomes[index] = ReadOutcome.MISSING
-                else:
-                    call.troubles.append(answer.words)
-            self._decode(namespace, hashes, there, rows, targets, outcomes, sums)
-        self._count_gets(outcomes)
-        self._report(call, int((outcomes[:, 0] == ReadOutcome.FAILED).sum()))
-        asked = slice(lead, lead + wanted)
-        return ReadResult([_OUTCOMES[outcome] for outcome in outcomes.ravel()[asked].tolist()], sums.ravel()[asked])
+            self._take(wrapping, asked, names, range(lot.start, lot.stop), answers, call)
+            doubted = [index for index in range(lot.start, lot.stop) if asked.is_corrupt(index)]
+            if doubted and isinstance(self.store, FrontedStore):
+                behind = self.store.doubted(gets(doubted), call.left_s())
+                self._take(wrapping, asked, names, doubted, behind, call)
+        self._count_gets(asked.outcomes)
+        self._report(call, int((asked.outcomes[:, 0] == ReadOutcome.FAILED).sum()))
+        part = slice(lead, lead + wanted)
+        outcomes = [_OUTCOMES[outcome] for outcome in asked.outcomes.ravel()[part].tolist()]
+        return ReadResult(outcomes, asked.sums.ravel()[part])
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
-        """What the objects are named whose last blocks have these hashes."""
-        folder = f"{self.blocks}/{namespace.hex()}"
-        return [f"{folder}/{block_hash.hex()}" for block_hash in hashes]
+        """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""
+        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
+        if isinstance(wrapping, Refusal):
+            raise PoolError(f"OBJECT pool {self.name}: {wrapping.words}")
+        return wrapping.names(namespace, hashes)
 
-    def describe(self, names: Sequence[str]) -> list[Described | Refusal]:
-        """What objects hold, by their headers alone. Trouble is an answer, and so is an object that is not of this pool."""
-        gets = [Get(name, 0, self._header_bytes) for name in names]
-        answers = self.store.get(gets, self._deadline_s) if gets else []
-        there = [index for index, answer in enumerate(answers) if isinstance(answer, Got)]
-        headers = self._headers([answer for answer in answers if isinstance(answer, Got)])
-        described: list[Described | Refusal] = [
-            answer if isinstance(answer, Refusal) else Refusal(Trouble.REFUSED, f"{name} is no object of this pool")
-            for name, answer in zip(names, answers, strict=True)
-        ]
-        for place, index in enumerate(there):
-            namespace, hashes = NamespaceId(headers.namespaces[place]), headers.hashes[place]
-            if headers.whole[place] and self.names(namespace, [hashes[-HASH_BYTES:]]) == [names[index]]:
-                size_bytes = self._header_bytes + int(headers.body_bytes[place])
-                described[index] = Described(namespace, hashes, Epoch(int(headers.epochs[place])), size_bytes)
+    def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
+        """What objects hold, by their headers alone; None for what is no object of this pool, or of a tenant whose keys are not here."""
+        wrappings = [self._wrappings.of_name(name) for name in names]
+        mine = [index for index, wrapping in enumerate(wrappings) if wrapping is not None]
+        described: list[Described | Refusal | None] = [None] * len(names)
+        gets = [Get(names[index], 0, wrappings[index].lead_bytes) for index in mine]  # type: ignore[union-attr]
+        for index, answer in zip(mine, self.store.get(gets, self._deadline_s) if gets else (), strict=True):
+            wrapping = wrappings[index]
+            assert wrapping is not None
+            described[index] = (
+                answer if isinstance(answer, Refusal) else self._describe_one(wrapping, names[index], answer)
+            )
         return described
 
     def listed(self, after: str = "") -> Iterator[Listed]:
@@ -240,39 +261,66 @@ class BlockObjects:
         with self._lock:
             return self._stats
 
+    def look(self) -> None:
+        """See now what is withdrawn, and whether keys have changed."""
+        self._wrappings.refresh()
+        if self._withdrawn is not None:
+            self._withdrawn.look()
+
     def close(self) -> None:
         """Drop what has not begun, wait for what has (bounded by the deadline), close the store. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        self._ending.set()
         if self._workers is not None:
             self._workers.shutdown(wait=True, cancel_futures=True)
+        if self._watcher is not None:
+            self._watcher.join(self._deadline_s + _LATE_S)
         self.store.close()
 
     # -- blocks and objects -------------------------------------------------------------------------------------------
 
-    def _encode(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray, lot: slice) -> list[memoryview]:
-        """Some objects of a run, each in one piece. A copy of the rows: a late request must not see them reused."""
-        blocks = slice(lot.start * self.blocks, lot.stop * self.blocks)
-        part = proof._replace(
-            hashes=proof.hashes[blocks.start * HASH_BYTES : blocks.stop * HASH_BYTES], checksums=proof.checksums[blocks]
-        )
-        coding = self._coding(proof.namespace)
-        if coding is Coding.RAW:
-            return self._encode_raw(rows, part, indexes[blocks])
-        encoded = self._coder.encode(rows, indexes[blocks], coding)
-        headers = self._new_headers(part, encoded.lengths, encoded.codings)
-        ends = np.cumsum(encoded.lengths, dtype=np.int64)[self.blocks - 1 :: self.blocks].tolist()
-        bodies = []
-        for header, begin, end in zip(headers, [0, *ends], ends, strict=False):
-            body = np.empty(len(header) + end - begin, dtype=np.uint8)
-            body[: len(header)] = header
-            body[len(header) :] = encoded.body[begin:end]
-            bodies.append(body.data)
-        return bodies
+    def _part(self, proof: Proof, lot: slice) -> Proof:
+        """Of some objects of a run."""
+        hashes = proof.hashes[lot.start * self.blocks * HASH_BYTES : lot.stop * self.blocks * HASH_BYTES]
+        return proof._replace(hashes=hashes, checksums=self._part_of(proof.checksums, lot))
 
-    def _encode_raw(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray) -> list[memoryview]:
+    def _part_of(self, column: np.ndarray, lot: slice) -> np.ndarray:
+        part: np.ndarray = column[lot.start * self.blocks : lot.stop * self.blocks]
+        return part
+
+    def _gone(self, names: Sequence[str]) -> set[str]:
+        """Which of these names are withdrawn."""
+        return self._withdrawn.among(names) if self._withdrawn is not None else set()
+
+    def _put_others(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray, others_of: Sequence[bool]) -> list[bool]:
+        """Put the objects of a run that are not withdrawn."""
+        kept = np.array(others_of).repeat(self.blocks)
+        hashes = np.frombuffer(proof.hashes, dtype="V16")[kept].tobytes()
+        others = proof._replace(hashes=hashes, checksums=proof.checksums[kept])
+        held = np.zeros(len(indexes), dtype=bool)
+        held[kept] = self.put(rows, others, indexes[kept].tolist()) if kept.any() else False
+        return [bool(ok) for ok in held]
+
+    def _encode(
+        self, wrapping: Wrapping, names: Sequence[str], rows: np.ndarray, proof: Proof, indexes: np.ndarray
+    ) -> list[memoryview]:
+        """Objects, each in one piece. A copy of the rows: a late request must not see them reused."""
+        coding = self._coding(proof.namespace)
+        if coding is Coding.RAW and wrapping is self._plain:
+            return self._copy(rows, proof, indexes)
+        encoded = self._coder.encode(rows, indexes, coding)
+        headers = self._new_headers(proof, encoded.lengths, encoded.codings)
+        ends = np.cumsum(encoded.lengths, dtype=np.int64)[self.blocks - 1 :: self.blocks].tolist()
+        return [
+            wrapping.wrap(name, header, encoded.body[begin:end])
+            for name, header, begin, end in zip(names, headers, [0, *ends[:-1]], ends, strict=True)
+        ]
+
+    def _copy(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray) -> list[memoryview]:
+        """Objects of raw blocks without a wrapping, copied once."""
         lengths = np.full(len(indexes), self.block_bytes, dtype=np.uint32)
         headers = self._new_headers(proof, lengths, np.full(len(indexes), Coding.RAW, dtype=np.uint8))
         bodies = np.empty((len(headers), self._header_bytes + self.blocks * self.block_bytes), dtype=np.uint8)
@@ -285,65 +333,113 @@ class BlockObjects:
     def _new_headers(self, proof: Proof, lengths: np.ndarray, codings: np.ndarray) -> np.ndarray:
         return encode_object_headers(proof, lengths, codings, self.blocks, self.block_bytes, self._checksum_rows)
 
-    def _headers(self, found: Sequence[Got]) -> Headers:
-        """What the headers say that objects, or parts of them, begin with. One that is cut short says nothing."""
-        headers = np.zeros((len(found), self._header_bytes), dtype=np.uint8)
-        for header, got in zip(headers, found, strict=True):
-            begin = np.frombuffer(got.body, dtype=np.uint8)[: self._header_bytes]
-            header[: len(begin)] = begin
-        sizes = [got.size_bytes for got in found]
-        return decode_object_headers(headers, sizes, self.blocks, self.block_bytes, self._checksum_rows)
+    def _headers(self, wrapping: Wrapping, found: Sequence[tuple[str, Got]]) -> tuple[Headers, dict[int, Refusal]]:
+        """What the headers say of objects, or of parts of them that begin where they do; and which cannot be opened."""
+        room = bytearray(self._header_bytes * len(found))
+        unopened = {}
+        for place, (name, got) in enumerate(found):
+            header = wrapping.open_header(name, got.body)
+            if isinstance(header, Refusal):
+                unopened[place] = header
+            elif len(header) == self._header_bytes:
+                room[place * self._header_bytes : (place + 1) * self._header_bytes] = header
+        headers = np.frombuffer(room, dtype=np.uint8).reshape(len(found), self._header_bytes)
+        sizes = [got.size_bytes - wrapping.extra_bytes for _, got in found]
+        return decode_object_headers(headers, sizes, self.blocks, self.block_bytes, self._checksum_rows), unopened
 
-    def _decode(
+    def _take(
         self,
-        namespace: NamespaceId,
-        chain: bytes,
-        there: Sequence[tuple[int, Got]],
-        rows: np.ndarray,
-        targets: np.ndarray,
-        outcomes: np.ndarray,
-        sums: np.ndarray,
+        wrapping: Wrapping,
+        asked: _Asked,
+        names: Sequence[str],
+        indexes: Sequence[int],
+        answers: Sequence[Got | Refusal],
+        call: _Call,
     ) -> None:
-        """Fill rows from objects that were read; `there` has the place of each among `targets`, `outcomes` and `sums`."""
+        """Fill rows from what was read of some objects. Trouble and what is not theirs become outcomes."""
+        there = []
+        gone = self._gone(names)
+        for index, answer in zip(indexes, answers, strict=True):
+            asked.outcomes[index] = ReadOutcome.FAILED
+            if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
+                asked.outcomes[index] = ReadOutcome.MISSING
+            elif isinstance(answer, Refusal):
+                call.troubles.append(answer.words)
+            else:
+                there.append((index, answer))
         if not there:
             return
-        headers = self._headers([got for _, got in there])
-        step = self.blocks * HASH_BYTES
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
         for place, (index, got) in enumerate(there):
-            outcomes[index] = ReadOutcome.CORRUPT
-            same = headers.namespaces[place] == namespace
-            same = same and headers.hashes[place] == chain[index * step : (index + 1) * step]
-            if not (same and headers.whole[place] and len(got.body) == got.size_bytes):
+            if refusal := unopened.get(place):
+                call.troubles.append(refusal.words)
                 continue
-            self._object_bytes[namespace] = got.size_bytes
-            body = np.frombuffer(got.body, dtype=np.uint8)[self._header_bytes :]
-            encoded = Encoded(body, headers.lengths[place], headers.codings[place])
-            good, sums[index] = self._coder.decode(*encoded, rows, targets[index])
-            outcomes[index][good & (sums[index] == headers.checksums[place])] = ReadOutcome.GOOD
+            asked.outcomes[index] = ReadOutcome.CORRUPT
+            same = headers.whole[place] and headers.namespaces[place] == asked.namespace
+            if not (same and headers.hashes[place] == asked.hashes(index) and len(got.body) == got.size_bytes):
+                continue
+            body = wrapping.open_blocks(names[index], got.body)
+            if body is None:
+                continue
+            self._object_bytes[asked.namespace] = got.size_bytes
+            lengths, codings = headers.lengths[place], headers.codings[place]
+            good, sums = self._coder.decode(body, lengths, codings, asked.rows, asked.targets[index])
+            asked.sums[index] = sums
+            asked.outcomes[index][good & (sums == headers.checksums[place])] = ReadOutcome.GOOD
 
-    def _same(self, proof: Proof, names: Sequence[str], indexes: Sequence[int], call: _Call) -> list[int]:
-        """Which of the objects that are there hold the blocks that were to be put."""
-        answers = self.store.get([Get(name, 0, self._header_bytes) for name in names], call.left_s())
-        headers = self._headers([answer if isinstance(answer, Got) else Got(b"", 0) for answer in answers])
-        step = self.blocks * HASH_BYTES
+    def _same(
+        self, wrapping: Wrapping, proof: Proof, names: Sequence[str], taken: Sequence[int], call: _Call
+    ) -> list[int]:
+        """Which of the objects whose names are taken are there with the blocks that were to be put."""
+        answers = self.store.get([Get(names[index], 0, wrapping.lead_bytes) for index in taken], call.left_s())
+        there = [(index, answer) for index, answer in zip(taken, answers, strict=True) if isinstance(answer, Got)]
+        call.troubles += [answer.words for answer in answers if isinstance(answer, Refusal)]
+        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there])
         same = []
-        for place, (index, answer) in enumerate(zip(indexes, answers, strict=True)):
-            hashes = proof.hashes[index * step : (index + 1) * step]
-            if isinstance(answer, Refusal):
-                call.troubles.append(answer.words)
+        for place, (index, got) in enumerate(there):
+            if refusal := unopened.get(place):
+                call.troubles.append(refusal.words)
             elif not headers.whole[place]:
                 call.troubles.append(
-                    f"{names[place]} is there with {answer.size_bytes} bytes that are no whole object; delete it"
+                    f"{names[index]} is there with {got.size_bytes} bytes that are no whole object; delete it"
                 )
-            elif headers.namespaces[place] != proof.namespace or headers.hashes[place] != hashes:
-                call.troubles.append(f"{names[place]} is there and holds other blocks; delete it")
+            elif (
+                headers.namespaces[place] != proof.namespace
+                or headers.hashes[place] != self._part(proof, slice(index, index + 1)).hashes
+            ):
+                call.troubles.append(f"{names[index]} is there and holds other blocks; delete it")
             else:
                 same.append(index)
         return same
 
+    def _describe_one(self, wrapping: Wrapping, name: str, got: Got) -> Described | Refusal | None:
+        headers, unopened = self._headers(wrapping, [(name, got)])
+        if unopened:
+            return unopened[0]
+        namespace, hashes = NamespaceId(headers.namespaces[0]), headers.hashes[0]
+        if not headers.whole[0] or wrapping.names(namespace, [hashes[-HASH_BYTES:]]) != [name]:
+            return None
+        return Described(namespace, hashes, Epoch(int(headers.epochs[0])), got.size_bytes)
+
     def _coding(self, namespace: NamespaceId) -> Coding:
         known = self._namespaces.get(namespace) if self._compressed else None
         return ELEMENT_CODINGS.get(known.kv_dtype, Coding.RAW) if known is not None else Coding.RAW
+
+    def _wrapping(self, namespace: NamespaceId) -> Wrapping | Refusal:
+        """That of a namespace; a refusal is said once."""
+        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
+        if isinstance(wrapping, Refusal):
+            with self._lock:
+                is_new = namespace not in self._refused
+                self._refused.add(namespace)
+            if is_new:
+                self._on_trouble(f"OBJECT pool {self.name}: {wrapping.words}; its blocks are neither put nor got")
+        return wrapping
+
+    def _watch(self) -> None:
+        self.look()
+        while not self._ending.wait(self._look_s / 2):
+            self.look()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -416,6 +512,33 @@ class BlockObjects:
                 corrupt_objects=stats.corrupt_objects + len(outcomes) - good - missing - failed,
                 failed_objects=stats.failed_objects + failed,
             )
+
+
+class _Asked:
+    """Blocks that are wanted of m objects.
+
+    Attributes:
+        chain: packed hashes of all blocks of the objects.
+        targets: (m, k): the row of each block, below 0 where it is not wanted.
+        outcomes, sums: (m, k): how each read ended, and its checksum.
+    """
+
+    def __init__(self, namespace: NamespaceId, chain: bytes, blocks: int, rows: np.ndarray) -> None:
+        self.namespace = namespace
+        self.chain = chain
+        self.rows = rows
+        self._step = blocks * HASH_BYTES
+        self.targets = np.full((len(chain) // self._step, blocks), -1, dtype=np.int64)
+        self.outcomes = np.full(self.targets.shape, ReadOutcome.FAILED, dtype=np.uint8)
+        self.sums = np.zeros(self.targets.shape, dtype=np.uint32)
+
+    def hashes(self, index: int) -> bytes:
+        """Of one object's blocks."""
+        return self.chain[index * self._step : (index + 1) * self._step]
+
+    def is_corrupt(self, index: int) -> bool:
+        """Whether one of an object's blocks that are wanted is not what it should be."""
+        return bool(((self.outcomes[index] == ReadOutcome.CORRUPT) & (self.targets[index] >= 0)).any())
 
 
 class _Call:

@@ -16,7 +16,8 @@ All integers are little-endian; k is `block_count`. Version 1 held one block und
                      0  16  sequence hash
                     16   4  CRC-32C of the block's bytes, decoded
                     20   4  encoded bytes
-                    24   4  coding, a number of `coding.Coding`
+                    24   1  coding, a number of `coding.Coding`
+                    25   3  zero
     64+28k      4  CRC-32C of all the bytes above
 
 Behind it follow the encoded blocks, one behind the other, and nothing more. The same object may be computed twice and differ in
@@ -50,7 +51,7 @@ _FIXED = [
     ("header_bytes", "<u4"),
     ("body_bytes", "<u8"),
 ]
-_BLOCK = np.dtype([("hash", "V16"), ("checksum", "<u4"), ("length", "<u4"), ("coding", "<u4")])
+_BLOCK = np.dtype([("hash", "V16"), ("checksum", "<u4"), ("length", "<u4"), ("coding", "u1"), ("zero", "u1", 3)])
 _CRC_BYTES = 4
 
 
@@ -62,7 +63,8 @@ class Headers(NamedTuple):
         namespaces: m namespace ids.
         hashes: m packed runs of k hashes.
         epochs: m epochs of writers.
-        checksums, lengths, codings: (m, k) u32.
+        checksums, lengths: (m, k) u32.
+        codings: (m, k) u8.
         body_bytes: m sizes of bodies.
     """
 
@@ -140,9 +142,9 @@ def decode_object_headers(
         [fields["namespace"][index].tobytes() for index in range(len(headers))],
         [packed[at : at + step] for at in range(0, len(packed), step)],
         fields["epoch"],
-        table["checksum"],
-        table["length"],
-        table["coding"],
+        np.ascontiguousarray(table["checksum"]),
+        np.ascontiguousarray(table["length"]),
+        np.ascontiguousarray(table["coding"]),
         body_bytes,
     )
 

@@ -39,9 +39,10 @@ def read_lists(store: Store, deadline_s: float) -> dict[str, list[str]]:
 
 
 class Withdrawn:
-    """The withdrawn names as an instance knows them, looked at where they are needed, so that they are never older than said.
+    """The withdrawn names as an instance knows them, looked at where they are needed, so that they are not older than said.
 
-    Any thread may ask; one looks while the others wait for it. A look that fails changes nothing, and is tried again at the next.
+    Any thread may ask; while one looks the others go by what was known. A pool asks oftener than that by itself, so that hardly a request
+    has to look. A look that fails changes nothing, and is tried again at the next.
 
     Args:
         every_s: the oldest an answer may be: a third of the grace.
@@ -57,14 +58,18 @@ class Withdrawn:
 
     def among(self, names: Sequence[str]) -> set[str]:
         """Which of these are withdrawn."""
-        with self._lock:
-            now_s = self._clock()
-            if now_s - self._looked_s >= self._every_s:
-                self._looked_s = now_s
-                try:
-                    lists = read_lists(self._store, self._deadline_s)
-                except PoolError:
-                    pass  # a store that does not answer gives no blocks either
-                else:
-                    self._names = frozenset(name for names in lists.values() for name in names)
-            return self._names.intersection(names)
+        if self._clock() - self._looked_s >= self._every_s and self._lock.acquire(blocking=False):
+            try:
+                self.look()
+            finally:
+                self._lock.release()
+        return set(self._names.intersection(names)) if self._names else set()
+
+    def look(self) -> None:
+        """Look now."""
+        self._looked_s = self._clock()
+        try:
+            lists = read_lists(self._store, self._deadline_s)
+        except PoolError:
+            return  # a store that does not answer gives no blocks either
+        self._names = frozenset(name for names in lists.values() for name in names)

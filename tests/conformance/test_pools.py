@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +15,18 @@ from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
+from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
+from kvbm.pools.keys import add_key, keys_of_file
 from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
-from kvbm.pools.s3_pool import S3Pool
+from kvbm.pools.object_header import header_bytes
+from kvbm.pools.sealing import Sealing
+from kvbm.pools.stores.memory import MemoryStore
 from tests.object_pools import memory_objects
+from tests.object_stores import OBJECT_STORES, place_in
 from tests.pool_runs import SHAPE, Run, part, random_run
-from tests.servers import S3_CREDENTIALS, s3_server
 
 SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
@@ -71,29 +75,34 @@ def verifying_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[S
     made.close()
 
 
-@pytest.fixture(scope="module")
-def s3_endpoint() -> Iterator[str]:
-    with s3_server() as endpoint:
-        yield endpoint
+KINDS = [(1, False, False), (4, False, False), (4, True, False), (2, True, True)]  # k, sealed, fronted
 
 
-def _s3(endpoint: str) -> S3Pool:
-    import boto3
-
-    bucket = f"kvbm-{uuid.uuid4().hex}"
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="test", aws_secret_access_key="test"
-    )
-    client.create_bucket(Bucket=bucket)
-    return S3Pool(f"s3://{bucket}/blocks", BLOCK_BYTES, checksums, endpoint_url=endpoint, **S3_CREDENTIALS)
+def _object_pools() -> Iterator[Any]:
+    """Every store with k = 4 and sealed; a store in memory with everything else."""
+    for store in OBJECT_STORES:
+        name, marks = (store, ()) if isinstance(store, str) else (store.values[0], store.marks)
+        for k, sealed, fronted in KINDS if name == "memory" else [(4, True, False)]:
+            words = [str(name), str(k), *["sealed"] * sealed, *["fronted"] * fronted]
+            yield pytest.param((name, k, sealed, fronted), id="-".join(words), marks=marks)
 
 
-@pytest.fixture(params=["memory-1", "memory-4", "s3"])
-def object_pool(request: pytest.FixtureRequest) -> Iterator[ObjectPool]:
-    store, _, blocks = request.param.partition("-")
-    made: ObjectPool = (
-        memory_objects(BLOCK_BYTES, int(blocks)) if store == "memory" else _s3(request.getfixturevalue("s3_endpoint"))
-    )
+@pytest.fixture(params=_object_pools())
+def object_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectPool]:
+    name, k, sealed, fronted = request.param
+    place = place_in(name, request)
+    store = place.open()
+    if fronted:
+        store = FrontedStore(MemoryStore("memory://front"), store)
+    sealing = None
+    if sealed:
+        for tenant in ("", "somebody else"):
+            add_key(tmp_path / "keys.toml", tenant, "1")
+        sealing = Sealing(keys_of_file(str(tmp_path / "keys.toml")), k, header_bytes(k))
+    made: ObjectPool = memory_objects(
+        BLOCK_BYTES, k, store, wrappings=sealing, namespaces=[SHAPE, OTHER_NAMESPACE],
+        threads=1 if name == "memory" else 8, deadline_s=60.0,
+    )  # fmt: skip
     yield made
     made.close()
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
-from kvbm.core.ids import HASH_BYTES
-from kvbm.pools.base import ReadOutcome
+from kvbm._native import checksums
+from kvbm.core.ids import HASH_BYTES, Epoch, Namespace
+from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.pools.coding import ELEMENT_CODINGS
 from kvbm.pools.object import Described
 from kvbm.pools.object_header import header_bytes
-from kvbm.pools.stores.base import Put, Refusal, Trouble
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.withdrawn import WITHDRAWN_PREFIX, encode_list
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run
 
@@ -141,11 +148,10 @@ def test_objects_describe_themselves(shop: Shop) -> None:
     found = shop.pool.describe([first, second, third, absent, f"{K}/readme.txt"])
     assert found[0] == Described(run.namespace, run.hashes[:step], run.proof.epoch, size_bytes)
     assert found[2] == Described(run.namespace, run.hashes[2 * step :], run.proof.epoch, size_bytes)
-    assert [answer.trouble for answer in found if isinstance(answer, Refusal)] == [
-        Trouble.REFUSED,
-        Trouble.ABSENT,
-        Trouble.REFUSED,
-    ]
+    assert found[1] is None
+    assert isinstance(found[3], Refusal) and found[3].trouble is Trouble.ABSENT
+    assert found[4] is None
+    assert shop.pool.describe(["5/elsewhere"]) == [None]
     assert shop.pool.describe([]) == []
 
 
@@ -188,3 +194,98 @@ def test_a_call_of_many_objects_has_them_all(shop: Shop) -> None:
     assert pool.get(run.namespace, run.hashes, rows).outcomes == [GOOD] * 37 * K
     assert (rows == run.rows).all()
     pool.close()
+
+
+def test_what_is_withdrawn_is_missing_and_is_not_put(shop: Shop) -> None:
+    run = random_run(3 * K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    first, second, _ = shop.names(run)
+    pool = memory_objects(BLOCK_BYTES, K, shop.store, look_s=1000.0)
+    pool.look()
+    assert pool.put(run.rows, run.proof) == [True] * 3 * K
+    shop.store.put(
+        [Put(f"{WITHDRAWN_PREFIX}7", encode_list([second])), Put(f"{WITHDRAWN_PREFIX}8", b"\xff no list")], 1.0
+    )
+    pool.look()
+    assert pool.get(run.namespace, run.hashes, run.room()).outcomes == [GOOD] * K + [MISSING] * K + [GOOD] * K
+    shop.store.delete([first, second], 1.0)
+    assert pool.put(run.rows, run.proof) == [True] * K + [False] * K + [True] * K
+    assert first in shop.store.objects
+    assert second not in shop.store.objects
+    shop.store.delete([f"{WITHDRAWN_PREFIX}7"], 1.0)
+    pool.look()
+    assert pool.put(run.rows, run.proof) == [True] * 3 * K
+    pool.close()
+
+
+def test_a_pool_looks_for_what_is_withdrawn_by_itself(shop: Shop) -> None:
+    run = random_run(K, BLOCK_BYTES)
+    shop.pool.put(run.rows, run.proof)
+    pool = memory_objects(BLOCK_BYTES, K, shop.store, look_s=0.02)
+    shop.store.put([Put(f"{WITHDRAWN_PREFIX}1", encode_list(shop.names(run)))], 1.0)
+    deadline = time.monotonic() + 30
+    while pool.get(run.namespace, run.hashes, run.room()).outcomes != [MISSING] * K:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pool.close()
+
+
+class Late(MemoryStore):
+    """A store that answers when it is told to, whatever the deadline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_answer = threading.Event()
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        self.may_answer.wait(30)
+        return super().get(gets, deadline_s)
+
+    def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
+        self.may_answer.wait(30)
+        return super().put(puts, deadline_s)
+
+
+def test_an_answer_after_the_deadline_touches_nothing() -> None:
+    store, troubles = Late(), []
+    pool = memory_objects(BLOCK_BYTES, K, store, threads=4, deadline_s=0.05, on_trouble=troubles.append)
+    run = random_run(8 * K, BLOCK_BYTES)
+    held = run.rows.copy()
+    assert pool.put(run.rows, run.proof) == [False] * 8 * K
+    run.rows[:] = 0
+    rows = run.room()
+    assert pool.get(run.namespace, run.hashes, rows).outcomes == [FAILED] * 8 * K
+    assert len(troubles) == 2
+    assert "no answer within 0.05 s" in troubles[0]
+    store.may_answer.set()
+    pool.close()
+    assert (rows == run.room()).all()
+    late = memory_objects(BLOCK_BYTES, K, store).get(run.namespace, run.hashes, rows)
+    good = [index for index, outcome in enumerate(late.outcomes) if outcome is GOOD]
+    assert good and (rows[good] == held[good]).all()  # what was late is what was to be put, not what the rows became
+
+
+@pytest.mark.parametrize("kv_dtype", sorted(ELEMENT_CODINGS))
+def test_blocks_are_coded_by_their_elements_and_come_back(kv_dtype: str) -> None:
+    namespace = Namespace(model="tiny", block_tokens=16, kv_dtype=kv_dtype)
+    values = np.random.default_rng(1).standard_normal((12, 4096)).astype(np.float32)
+    rows = {"float32": values, "float16": values.astype(np.float16)}.get(kv_dtype)
+    if rows is None:
+        rows = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16, or any pairs of bytes with few high ones
+    rows = np.ascontiguousarray(rows).view(np.uint8).reshape(12, -1)
+    if kv_dtype.startswith("float8"):
+        rows = np.ascontiguousarray(rows[:, 1::2])
+    proof = Proof(namespace.id, Epoch(3), bytes(range(12 * HASH_BYTES)), checksums(rows))
+    store = MemoryStore()
+    pool = memory_objects(rows.shape[1], K, store, namespaces=[namespace])
+    reader = memory_objects(rows.shape[1], K, store)  # which does not know the namespace
+    assert pool.put(rows, proof) == [True] * 12
+    put = pool.stats().namespaces[namespace.id]
+    assert put.raw_bytes == rows.size
+    assert put.stored_bytes == sum(len(body) for body, _ in store.objects.values()) < rows.size
+    read = np.zeros_like(rows)
+    assert reader.get(namespace.id, proof.hashes, read).outcomes == [GOOD] * 12
+    assert (read == rows).all()
+    plain = memory_objects(rows.shape[1], K, namespaces=[namespace], compressed=False)
+    plain.put(rows, proof)
+    assert plain.stats().namespaces[namespace.id].stored_bytes > rows.size

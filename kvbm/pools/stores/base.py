@@ -53,7 +53,7 @@ class Get(NamedTuple):
 
     name: str
     first: int = 0
-    count: int | None = None
+    count: int | None = None  # type: ignore[assignment]  # hides tuple's method, which nobody asks a request for
     expected_bytes: int = 0
 
 

@@ -14,7 +14,7 @@ from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.locate.http import CatalogClient
-from kvbm.pools.s3_pool import bucket_of, s3_client
+from kvbm.pools.stores.s3 import bucket_of, s3_client
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.nats import ServerView, look
 from kvbm.streams.permissions import catalog_inbox, instance_inbox

@@ -1,0 +1,214 @@
+"""The keys of tenants whose objects are encrypted: a TOML file, or what a command prints.
+
+    [tenants.acme]
+    names = "<32 bytes, base64>"        # makes names; never changed, or everything put before is lost
+    current = "2026-11"                 # seals what is put
+    keys.2026-10 = "<32 bytes, base64>" # each opens what it has sealed
+    keys.2026-11 = "<32 bytes, base64>"
+
+Blocks of namespaces without a tenant have the keys of [tenants.""]. To rotate: add a key everywhere, then make it current, then take
+the old one away once nothing it has sealed is wanted any more. `kvbm keys` writes such files.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvbm.core.errors import ConfigError
+
+KEY_BYTES = 32
+KEY_ID_BYTES = 8
+TAG_BYTES = 8
+_COMMAND_WAIT_S = 10.0
+
+
+class TenantKeys(NamedTuple):
+    """What seals and opens the objects of one tenant.
+
+    Attributes:
+        names: key of names.
+        current: id of the key that seals.
+        keys: by id, 8 bytes made of the key itself.
+    """
+
+    tenant: str
+    names: bytes
+    current: bytes
+    keys: Mapping[bytes, bytes]
+
+    @property
+    def tag(self) -> str:
+        """What stands for the tenant in names, 16 hex digits that tell a stranger nothing."""
+        return digest(self.names, b"kvbm.tenant.v1", self.tenant.encode())[:TAG_BYTES].hex()
+
+
+class KeySource(NamedTuple):
+    """Where keys come from.
+
+    Attributes:
+        load: reads them. Raises ConfigError.
+        changed: something that differs when a new read may find other keys; None when only a read can tell.
+    """
+
+    words: str
+    load: Callable[[], dict[str, TenantKeys]]
+    changed: Callable[[], object]
+
+
+def digest(key: bytes, purpose: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA-256 of parts, for one purpose."""
+    return hmac.digest(key, b"\0".join((purpose, *parts)), hashlib.sha256)
+
+
+def keys_of_file(path: str) -> KeySource:
+    """Keys that stand in a file; it may be replaced while we run."""
+    where = f"pools.object.keys {path}"
+
+    def load() -> dict[str, TenantKeys]:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "no text"
+            raise ConfigError(
+                f"{where} cannot be read ({why}); make one with: kvbm keys {path} --tenant NAME"
+            ) from None
+        return parse_keys(text, where)
+
+    def changed() -> object:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    return KeySource(where, load, changed)
+
+
+def keys_of_command(command: str, wait_s: float = _COMMAND_WAIT_S) -> KeySource:
+    """Keys that a command prints, as the file has them. It gets no shell and no input, and `wait_s` at most."""
+    where = f"pools.object.keys_command {command!r}"
+
+    def load() -> dict[str, TenantKeys]:
+        try:
+            done = subprocess.run(  # the operator's own words, from the settings
+                shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=wait_s, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"{where} has not ended within {wait_s:g} s; make it faster, or use pools.object.keys"
+            ) from None
+        except (OSError, ValueError, IndexError) as error:
+            raise ConfigError(f"{where} cannot be run ({error}); give a program with its arguments") from None
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise ConfigError(
+                f"{where} ended with status {done.returncode} ({said[-1] if said else 'without a word'}); run it by hand"
+            )
+        return parse_keys(done.stdout.decode(errors="replace"), where)
+
+    return KeySource(where, load, lambda: None)
+
+
+def parse_keys(text: str, where: str) -> dict[str, TenantKeys]:
+    """Keys by tenant. No message shows a key.
+
+    Raises: ConfigError: which tenant, which entry, and what to write.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not TOML ({error}); correct it") from None
+    tenants = tree.get("tenants")
+    if not isinstance(tenants, dict) or not tenants or set(tree) != {"tenants"}:
+        raise ConfigError(f"{where} has no keys; write a table [tenants.NAME] for each tenant, and nothing else")
+    return {tenant: _tenant_keys(tenant, table, where) for tenant, table in tenants.items()}
+
+
+def new_key() -> str:
+    """A key as a file has it."""
+    return base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode()
+
+
+def add_key(path: Path, tenant: str, name: str) -> None:
+    """Give a tenant a new current key in a file, which is made if it is not there, and readable to its owner alone.
+
+    Raises: ConfigError: the file cannot be used, or the tenant has a key of this name.
+    """
+    where = f"{path}"
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        tree: dict[str, Any] = tomllib.loads(text) if text else {"tenants": {}}
+        if text:
+            parse_keys(text, where)
+        table = tree["tenants"].setdefault(tenant, {"names": new_key(), "keys": {}})
+        if name in table["keys"]:
+            raise ConfigError(f"{where}: tenant {tenant!r} has a key {name!r} already; give another --name")
+        table["current"] = name
+        table["keys"][name] = new_key()
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(_written(tree["tenants"]))
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{where} cannot be used ({error}); give a file of keys, or one that is not there") from None
+
+
+def _tenant_keys(tenant: str, table: object, where: str) -> TenantKeys:
+    """Raises ConfigError."""
+    of = f"{where}, tenant {tenant!r}"
+    if not isinstance(table, dict) or not isinstance(table.get("keys"), dict) or not table["keys"]:
+        raise ConfigError(f"{of}: it has no keys; write keys.NAME = a key of {KEY_BYTES} bytes in base64")
+    unknown = sorted(set(table) - {"names", "current", "keys"})
+    if unknown:
+        raise ConfigError(f"{of}: there is no entry {unknown[0]!r}; it has names, current and keys")
+    keys = {name: _key(key, f"{of}: keys.{name}") for name, key in table["keys"].items()}
+    current = table.get("current")
+    if current not in keys:
+        raise ConfigError(f"{of}: current is {current!r}; write the name of one of its keys: {', '.join(keys)}")
+    names = _key(table.get("names"), f"{of}: names")
+    return TenantKeys(tenant, names, _key_id(keys[current]), {_key_id(key): key for key in keys.values()})
+
+
+def _key(text: object, where: str) -> bytes:
+    """Raises ConfigError."""
+    try:
+        key = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(
+            f"{where} is no key of {KEY_BYTES} bytes in base64; write one, as `openssl rand -base64 32` prints it"
+        )
+    return key
+
+
+def _key_id(key: bytes) -> bytes:
+    """What an envelope calls a key: made of the key, so that two keys never share it and its name can be changed."""
+    return digest(key, b"kvbm.key.v1")[:KEY_ID_BYTES]
+
+
+def _written(tenants: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = []
+    for tenant, table in tenants.items():
+        lines += [
+            f"[tenants.{json.dumps(tenant)}]",
+            f"names = {json.dumps(table['names'])}",
+            f"current = {json.dumps(table['current'])}",
+        ]
+        lines += [f"keys.{json.dumps(name)} = {json.dumps(key)}" for name, key in table["keys"].items()]
+        lines += [""]
+    return "\n".join(lines)

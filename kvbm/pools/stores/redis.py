@@ -1,0 +1,280 @@
+"""Valkey and Redis as a store: a cache of cluster reach that forgets by itself, so it lists nothing and no janitor visits it.
+
+An object is a string. Requests of one kind travel in pipelines, a few connections side by side, so that a slow answer holds up its own
+connection alone. Where memory is short the server evicts (`maxmemory-policy allkeys-lru`) or refuses, which is a refusal here.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
+from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
+from kvbm.pools.stores.blobs import LIMITS, Limits
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+_SCHEMES = ("redis", "rediss")
+_ATTEMPTS = 3  # of one pipeline, within the deadline of its call
+_FIRST_DELAY_S = 0.02
+_LONGEST_DELAY_S = 0.5
+_PIPELINE_BYTES = 16 << 20  # bodies of one pipeline
+_PIPELINE = 256  # requests of one pipeline
+
+# The value only if it is what was expected; one script is one step for everybody.
+_REPLACE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], ARGV[2], 'KEEPTTL') return 1 end
+return 0
+"""
+
+Answer = TypeVar("Answer")
+Asked = TypeVar("Asked")
+
+
+class RedisStore:
+    """See the module; the promises are those of `Store`. Methods: any thread."""
+
+    def __init__(self, name: str, client: Redis, prefix: str, ttl_s: int, connections: int) -> None:
+        self.name = name
+        self.lists = False
+        self._client = client
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._ttl_s = ttl_s
+        self._connections = connections
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers = ThreadPoolExecutor(connections, thread_name_prefix="kvbm-redis")
+
+    def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
+        """As `Store.put`."""
+        return self._run(puts, self._put_run, deadline_s, [len(put.body) for put in puts])
+
+    def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        """As `Store.get`."""
+        return self._run(gets, self._get_run, deadline_s, [get.expected_bytes or get.count or 0 for get in gets])
+
+    def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
+        """As `Store.delete`. The server frees the memory behind our back."""
+        return self._run(names, self._delete_run, deadline_s, [0] * len(names))
+
+    def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
+        """Raises PoolError: a cache is not listed; what it has forgotten needs no janitor."""
+        raise PoolError(f"{self.name}: a cache that forgets by itself is not listed; list the object store behind it")
+
+    def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
+        """As `Store.replace`. What is replaced so does not expire."""
+        [answer] = self._run([(name, bytes(body), expected)], self._replace_run, deadline_s, [len(body)])
+        return answer
+
+    def close(self) -> None:
+        """As `Store.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    def _run(
+        self,
+        asked: Sequence[Asked],
+        work: Callable[[Sequence[Asked]], list[Answer | Refusal]],
+        deadline_s: float,
+        sizes: Sequence[int],
+    ) -> list[Answer | Refusal]:
+        """Work on all of a run in pipelines, until the deadline; SILENT for what is not answered then."""
+        end = time.monotonic() + deadline_s
+        pipelines = _split(sizes, self._connections)
+        futures: list[Future[list[Answer | Refusal]]] = []
+        with self._lock:
+            if not self._closed:
+                futures = [self._workers.submit(_attempts, work, asked[at], end) for at in pipelines]
+        if not futures:
+            return [Refusal(Trouble.SILENT, "the store is closed here")] * len(asked)
+        wait(futures, timeout=deadline_s)
+        answers: list[Answer | Refusal] = []
+        for at, future in zip(pipelines, futures, strict=True):
+            if future.done() and not future.cancelled():
+                answers += future.result()
+            else:
+                future.cancel()  # one that has begun ends by the timeout of its socket
+                answers += [Refusal(Trouble.SILENT, f"no answer within {deadline_s:g} s")] * (at.stop - at.start)
+        return answers
+
+    def _put_run(self, puts: Sequence[Put]) -> list[Refusal | None]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name, body in puts:
+                value = body if isinstance(body, bytes) else memoryview(body)
+                pipeline.set(self._prefix + name, value, nx=True, ex=self._ttl_s or None)
+            said = pipeline.execute(raise_on_error=False)
+        taken = (Refusal(Trouble.TAKEN, f"{put.name} is there") for put in puts)
+        return [_refusal(one) or (None if one else there) for one, there in zip(said, taken, strict=True)]
+
+    def _get_run(self, gets: Sequence[Get]) -> list[Got | Refusal]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for get in gets:
+                key = self._prefix + get.name
+                pipeline.strlen(key)
+                if get.first == 0 and get.count is None:
+                    pipeline.get(key)
+                else:
+                    pipeline.exists(key) if get.count == 0 else pipeline.getrange(key, get.first, _last(get))
+            said = pipeline.execute(raise_on_error=False)
+        return [self._got(get, *said[2 * at : 2 * at + 2]) for at, get in enumerate(gets)]
+
+    def _got(self, get: Get, length: Any, body: Any) -> Got | Refusal:
+        """A part by its two answers. They may lie on both sides of an eviction: then it is gone."""
+        for one in (length, body):
+            refusal = _refusal(one)
+            if refusal is not None:
+                return refusal
+        part = b"" if get.count == 0 else body
+        whole = get.first == 0 and get.count is None
+        wanted = max(0, length - get.first) if get.count is None else max(0, min(get.count, length - get.first))
+        gone = not length and (not self._client.exists(self._prefix + get.name) if not whole else body is None)
+        if gone or part is None or len(part) != wanted:
+            return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
+        return Got(part, length)
+
+    def _delete_run(self, names: Sequence[str]) -> list[Refusal | None]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.unlink(self._prefix + name)
+            return [_refusal(one) for one in pipeline.execute(raise_on_error=False)]
+
+    def _replace_run(self, asked: Sequence[tuple[str, bytes, Body | None]]) -> list[Refusal | None]:
+        answers: list[Refusal | None] = []
+        for name, body, expected in asked:
+            key = self._prefix + name
+            if expected is None:
+                done: Any = self._client.set(key, body, nx=True)
+            else:
+                done = self._client.eval(_REPLACE, 1, key, bytes(expected), body)
+            answers.append(None if done else Refusal(Trouble.TAKEN, f"{name} has changed"))
+        return answers
+
+
+def open_redis_store(
+    url: str,
+    *,
+    name: str = "",
+    ttl_s: int = 0,
+    limits: Limits = LIMITS,
+    open_wait_s: float = 4.0,
+) -> RedisStore:
+    """Connect, and ask once.
+
+    Args:
+        url: redis://user:password@host:port/database?prefix=kvbm, rediss:// for TLS; further options as redis-py takes them.
+        name: where instances reach one server by different addresses; "" derives it from the url, without its password.
+        ttl_s: after which an object is forgotten, 0 for never.
+    Raises: MissingExtraError: no redis-py. ConfigError: a url that is none. PoolError: the server refuses or does not answer.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _SCHEMES or not parts.hostname:
+        raise ConfigError(f"{_shown(url)!r} is no redis://host:port/database; correct it")
+    options = parse_qsl(parts.query)
+    prefix = dict(options).get("prefix", "").strip("/")
+    bare = urlunsplit(parts._replace(query=urlencode([(key, value) for key, value in options if key != "prefix"])))
+    name = name or f"{_shown(urlunsplit(parts._replace(query='')))}{f'?prefix={prefix}' if prefix else ''}"
+    try:
+        from redis import Redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import RedisError
+        from redis.retry import Retry
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("redis", "redis") from error
+    wait_s = min(limits.connect_timeout_s, open_wait_s)
+    try:
+        client = Redis.from_url(
+            bare,
+            socket_connect_timeout=wait_s,
+            socket_timeout=min(limits.read_timeout_s, open_wait_s),
+            retry=Retry(NoBackoff(), 0),  # the retries are ours: they heed the deadline
+            health_check_interval=0,
+            max_connections=None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{_shown(url)!r}: {error}; correct it") from None
+    try:
+        client.ping()
+    except (RedisError, OSError) as error:
+        client.close()
+        raise PoolError(f"OBJECT pool {name}: {_why_not(error)}") from None
+    return RedisStore(name, client, prefix, ttl_s, limits.requests_in_flight)
+
+
+def _attempts(
+    work: Callable[[Sequence[Asked]], list[Answer | Refusal]], asked: Sequence[Asked], end: float
+) -> list[Answer | Refusal]:
+    """One pipeline, again on another connection where the first was cut, as far as the deadline leaves time."""
+    from redis.exceptions import RedisError
+
+    attempt = 1
+    while True:
+        try:
+            return work(asked)
+        except (RedisError, OSError) as error:
+            refusal = _refusal(error) or Refusal(Trouble.REFUSED, str(error))
+        delay_s = random.uniform(0.0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (attempt - 1)))  # full jitter
+        again = refusal.trouble is Trouble.SILENT and attempt < _ATTEMPTS
+        if not again or time.monotonic() + delay_s >= end:
+            words = f"{refusal.words} after {attempt} attempts" if attempt > 1 else refusal.words
+            return [Refusal(refusal.trouble, words)] * len(asked)
+        time.sleep(delay_s)
+        attempt += 1
+
+
+def _split(sizes: Sequence[int], connections: int) -> list[slice]:
+    """A run in pipelines: enough for every connection, none above the limits."""
+    share = max(1, min(_PIPELINE, -(-len(sizes) // connections)))
+    slices: list[slice] = []
+    first, held = 0, 0
+    for at, size in enumerate(sizes):
+        if at > first and (at - first == share or held + size > _PIPELINE_BYTES):
+            slices.append(slice(first, at))
+            first, held = at, 0
+        held += size
+    if len(sizes) > first:
+        slices.append(slice(first, len(sizes)))
+    return slices
+
+
+def _last(get: Get) -> int:
+    """The last byte of a part as GETRANGE counts, which includes it; -1 is the end."""
+    return -1 if get.count is None else get.first + get.count - 1
+
+
+def _refusal(said: object) -> Refusal | None:
+    """What an exception among the answers means; None for any other answer."""
+    if not isinstance(said, Exception):
+        return None
+    from redis.exceptions import AuthenticationError, ConnectionError, NoPermissionError, TimeoutError
+
+    match said:
+        case AuthenticationError() | NoPermissionError():
+            return Refusal(Trouble.DENIED, str(said))
+        case ConnectionError() | TimeoutError() | OSError():
+            return Refusal(Trouble.SILENT, str(said))
+        case _:
+            return Refusal(Trouble.REFUSED, str(said))
+
+
+def _why_not(error: Exception) -> str:
+    refusal = _refusal(error)
+    if refusal is not None and refusal.trouble is Trouble.DENIED:
+        return f"the server refuses access ({error}); check user and password in the URL"
+    return f"the server does not answer ({error}); check the address and the network"
+
+
+def _shown(url: str) -> str:
+    """A URL without user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

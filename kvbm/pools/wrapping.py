@@ -1,0 +1,86 @@
+"""How objects are named, and how header and blocks become the bytes of one: as they are here, encrypted in sealing.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.pools.stores.base import Body, Refusal
+
+
+class Wrapping(Protocol):
+    """Names, wraps and opens the objects of some namespaces.
+
+    Attributes:
+        lead_bytes: of a wrapped object, those that come before its blocks: enough to open the header.
+        extra_bytes: by which a wrapped object is larger than header and blocks.
+    """
+
+    lead_bytes: int
+    extra_bytes: int
+
+    def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
+        """What objects are named whose last blocks have these hashes."""
+
+    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> memoryview:
+        """An object as it is put, a copy of its header and its encoded blocks."""
+
+    def open_header(self, name: str, body: Body) -> bytes | Refusal:
+        """The header of an object, of which `body` is all or the first `lead_bytes`; b"" when it is none. A refusal: it cannot be told."""
+
+    def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
+        """The encoded blocks of an object whose header has been opened; None when they are none."""
+
+
+class Wrappings(Protocol):
+    """Which wrapping is whose."""
+
+    def of(self, namespace: NamespaceId, known: Namespace | None) -> Wrapping | Refusal:
+        """That of a namespace; `known` is what it stands for, if somebody has said. A refusal: it has none."""
+
+    def of_name(self, name: str) -> Wrapping | None:
+        """That of an object; None when the name is none of ours."""
+
+    def refresh(self) -> None:
+        """Look whether something has changed; may block for seconds."""
+
+
+class Plain:
+    """Objects as they are, each under the namespace and hash in hex; one for all namespaces."""
+
+    extra_bytes = 0
+
+    def __init__(self, blocks: int, header_bytes: int) -> None:
+        self.lead_bytes = header_bytes
+        self._folder = f"{blocks}/"
+
+    def of(self, namespace: NamespaceId, known: Namespace | None) -> Wrapping | Refusal:
+        """As `Wrappings.of`."""
+        return self
+
+    def of_name(self, name: str) -> Wrapping | None:
+        """As `Wrappings.of_name`."""
+        return self if name.startswith(self._folder) else None
+
+    def refresh(self) -> None:
+        """Nothing changes."""
+
+    def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
+        """As `Wrapping.names`."""
+        folder = f"{self._folder}{namespace.hex()}/"
+        return [folder + block_hash.hex() for block_hash in hashes]
+
+    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> memoryview:
+        """As `Wrapping.wrap`."""
+        return np.concatenate((header, blocks)).data
+
+    def open_header(self, name: str, body: Body) -> bytes | Refusal:
+        """As `Wrapping.open_header`."""
+        return bytes(memoryview(body)[: self.lead_bytes])
+
+    def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
+        """As `Wrapping.open_blocks`; not a copy."""
+        return np.frombuffer(body, dtype=np.uint8)[self.lead_bytes :]

@@ -1,0 +1,446 @@
+"""Stores behind a server that fails: every fault ends in the right word, within the deadline."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from kvbm.core.errors import ConfigError, PoolError
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.blobs import PART_BYTES, Limits
+from kvbm.pools.stores.opening import open_store
+from tests.faulty_http import Fault, FaultyServer, faulty
+from tests.object_stores import Place, azure_place, boto3_client, redis_place, s3_place
+from tests.servers import free_port, redis_server, s3_server
+
+DEADLINE_S = 1.5
+LATE_S = 8.0  # what a busy machine may add; a stall that is not ended lasts a minute
+LIMITS = Limits(requests_in_flight=4, connect_timeout_s=0.5, read_timeout_s=0.5)
+BODY = b"what lies there" * 100
+
+KINDS = {"s3": "s3_endpoint", "azure": "azurite_endpoint"}
+
+
+class Broken:
+    """A store that is opened while all is well, and the server that breaks it."""
+
+    def __init__(self, server: FaultyServer, store: Store) -> None:
+        self.server = server
+        self.store = store
+
+    def breaks(self, *faults: Fault) -> None:
+        """From now on."""
+        self.server.faults[:] = faults
+        self.server.asked.clear()
+        self.server.most_at_once = 0
+
+
+@pytest.fixture(params=KINDS)
+def broken(request: pytest.FixtureRequest) -> Iterator[Broken]:
+    endpoint = request.getfixturevalue(KINDS[request.param])
+    with faulty(endpoint) as server:
+        place: Place = (s3_place if request.param == "s3" else azure_place)(endpoint)
+        with closing(place.open(endpoint=server.url, limits=LIMITS)) as store:
+            assert store.put([Put("name", BODY), Put("other", BODY[::-1])], 20) == [None, None]
+            yield Broken(server, store)
+
+
+only_s3 = pytest.mark.parametrize("broken", ["s3"], indirect=True)
+
+
+def all_of(store: Store) -> list[Refusal | None]:
+    """Every kind of call, one after the other; what each said. None for what was done."""
+    got = store.get([Get("name"), Get("name", 10, 10)], DEADLINE_S)
+    answers: list[Refusal | None] = [answer if isinstance(answer, Refusal) else None for answer in got]
+    answers += store.put([Put("new", BODY)], DEADLINE_S)
+    answers += store.delete(["gone"], DEADLINE_S)
+    answers.append(store.replace("lease", b"mine", None, DEADLINE_S))
+    return answers
+
+
+def within(deadlines: float, work: Callable[[], object]) -> None:
+    """The work ends when its deadlines do, give or take a busy machine."""
+    begin = time.monotonic()
+    work()
+    assert time.monotonic() - begin < deadlines * DEADLINE_S + LATE_S
+
+
+@pytest.mark.parametrize(
+    ("fault", "trouble", "words"),
+    [
+        (Fault("status", 500, "InternalError"), Trouble.REFUSED, "500 InternalError after 4 attempts"),
+        (Fault("status", 503, "SlowDown"), Trouble.REFUSED, "503 SlowDown after 4 attempts"),
+        (Fault("status", 503), Trouble.REFUSED, "503 Service Unavailable after 4 attempts"),
+        (Fault("status", 403, "AccessDenied"), Trouble.DENIED, "403 AccessDenied"),
+        (Fault("status", 401, "Unauthorized"), Trouble.DENIED, "401 Unauthorized"),
+        (Fault("status", 400, "ExpiredToken"), Trouble.DENIED, "400 ExpiredToken"),
+        (Fault("status", 403, "RequestTimeTooSkewed"), Trouble.DENIED, "clock"),
+        (Fault("status", 404, "NoSuchBucket"), Trouble.REFUSED, "404 NoSuchBucket"),
+        (Fault("never"), Trouble.SILENT, "no answer"),
+        (Fault("reset"), Trouble.SILENT, "after 4 attempts"),
+    ],
+)
+def test_a_fault_of_every_request_has_its_word(broken: Broken, fault: Fault, trouble: Trouble, words: str) -> None:
+    broken.breaks(fault)
+
+    def ask() -> None:
+        for answer in all_of(broken.store):
+            assert answer is not None
+            assert answer.trouble is trouble, answer
+            assert words in answer.words
+
+    within(5, ask)
+    with pytest.raises(PoolError, match=r"listing ''"):
+        list(broken.store.listed("", DEADLINE_S))
+    broken.breaks()
+    assert [answer for answer in all_of(broken.store) if answer is not None] == []
+
+
+def test_what_is_not_there_is_absent_and_nobody_is_asked_twice(broken: Broken) -> None:
+    broken.breaks()
+    [answer] = broken.store.get([Get("missing")], DEADLINE_S)
+    assert isinstance(answer, Refusal)
+    assert answer.trouble is Trouble.ABSENT
+    assert len(broken.server.asked) == 1
+
+
+@pytest.mark.parametrize("kind", ["slow", "never"])
+def test_a_stall_costs_the_deadline_and_never_more(broken: Broken, kind: str) -> None:
+    broken.breaks(Fault(kind, times=1_000))
+
+    def ask() -> None:
+        answers = broken.store.get([Get("name")] * 20, DEADLINE_S)
+        assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {Trouble.SILENT}
+        assert len([answer for answer in answers if isinstance(answer, Got)]) == 0
+
+    within(1, ask)
+    broken.breaks()
+    [answer] = broken.store.get([Get("name")], 20)
+    assert isinstance(answer, Got)
+
+
+def test_one_that_stalls_does_not_hold_up_the_others(broken: Broken) -> None:
+    broken.breaks(Fault("never", times=1))
+    answers = broken.store.get([Get("name")] * 8, 20)
+    assert [bytes(answer.body) for answer in answers if isinstance(answer, Got)] == [BODY] * 8
+    assert len(broken.server.asked) == 9  # it was asked again
+
+
+@pytest.mark.parametrize("kind", ["cut", "reset"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_answer_that_is_cut_is_asked_for_again(broken: Broken, kind: str, times: int) -> None:
+    broken.breaks(Fault(kind, times=times))
+    [answer] = broken.store.get([Get("name")], 20)
+    assert isinstance(answer, Got), answer
+    assert bytes(answer.body) == BODY
+    assert len(broken.server.asked) == times + 1
+
+
+def test_a_body_shorter_than_was_said_is_never_taken_for_whole(broken: Broken) -> None:
+    broken.breaks(Fault("cut", method="GET"))
+    answers = broken.store.get([Get("name"), Get("name", 100, 50), Get("name", 0, None, 2 * PART_BYTES)], 20)
+    for answer in answers:
+        assert isinstance(answer, Refusal)
+        assert answer.trouble is Trouble.REFUSED
+        assert "the answer ended early after 4 attempts" in answer.words
+
+
+def test_another_objects_bytes_come_as_they_are_for_the_pool_to_judge(broken: Broken) -> None:
+    broken.breaks()
+    broken.store.get([Get("other")], 20)
+    broken.breaks(Fault("again"))
+    [answer] = broken.store.get([Get("name")], 20)
+    assert isinstance(answer, Got)
+    assert bytes(answer.body) == BODY[::-1]
+
+
+def test_an_error_that_passes_is_not_seen(broken: Broken) -> None:
+    broken.breaks(Fault("status", 503, "SlowDown", times=3))
+    assert broken.store.put([Put("new", BODY)], 20) == [None]
+    broken.breaks(Fault("status", 500, "InternalError", times=2))
+    assert len(list(broken.store.listed("", 20))) == 3
+
+
+def test_a_put_that_was_done_but_not_said_is_taken(broken: Broken) -> None:
+    broken.breaks(Fault("deaf", 500, "InternalError", times=1, method="PUT"))
+    [answer] = broken.store.put([Put("new", BODY)], 20)
+    assert answer is not None
+    assert answer.trouble is Trouble.TAKEN  # the pool looks what lies there
+    [found] = broken.store.get([Get("new")], 20)
+    assert isinstance(found, Got)
+    assert bytes(found.body) == BODY
+
+
+@pytest.mark.parametrize("expected", [None, b"mine"])
+def test_a_replacement_that_was_done_but_not_said_is_done(broken: Broken, expected: bytes | None) -> None:
+    if expected is not None:
+        assert broken.store.replace("lease", expected, None, 20) is None
+    broken.breaks(Fault("deaf", 500, "InternalError", times=1, method="PUT"))
+    assert broken.store.replace("lease", b"still mine", expected, 20) is None
+    [found] = broken.store.get([Get("lease")], 20)
+    assert isinstance(found, Got)
+    assert bytes(found.body) == b"still mine"
+
+
+def test_a_run_never_has_more_requests_under_way_than_allowed(broken: Broken) -> None:
+    broken.breaks(Fault("late", delay_s=0.05))
+    answers: list[list[Refusal | None]] = []
+    threads = [
+        threading.Thread(
+            target=lambda at=at: answers.append(  # type: ignore[misc]
+                broken.store.put([Put(f"{at}/{of}", BODY) for of in range(10)], 20)
+            )
+        )
+        for at in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [[None] * 10] * 3
+    assert 2 <= broken.server.most_at_once <= LIMITS.requests_in_flight
+
+
+def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
+    broken.breaks(Fault("never"))
+    answers: list[Got | Refusal] = []
+    waiting = threading.Thread(target=lambda: answers.extend(broken.store.get([Get("name")] * 3, 60)))
+    waiting.start()
+    while not broken.server.asked:
+        time.sleep(0.01)
+    broken.store.close()
+    waiting.join(LATE_S)
+    assert not waiting.is_alive()
+    assert {answer.trouble for answer in answers if isinstance(answer, Refusal)} == {Trouble.SILENT}
+
+
+@only_s3
+def test_a_store_without_conditional_puts_is_asked_first(broken: Broken) -> None:
+    broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
+    assert [answer and answer.trouble for answer in broken.store.put([Put("new", b"x"), Put("name", b"x")], 20)] == [
+        None, Trouble.TAKEN
+    ]  # fmt: skip
+    broken.breaks(Fault("status", 501, "NotImplemented", header="if-none-match"))
+    assert broken.store.put([Put("newer", b"x")], 20) == [None]
+    assert [asked.method for asked in broken.server.asked] == ["HEAD", "PUT"]  # it is told once
+    [answer] = broken.store.get([Get("name")], 20)
+    assert isinstance(answer, Got)
+    assert bytes(answer.body) == BODY
+
+
+@only_s3
+def test_a_conflict_with_another_put_is_tried_again(broken: Broken) -> None:
+    broken.breaks(Fault("status", 409, "ConditionalRequestConflict", times=2, method="PUT"))
+    assert broken.store.put([Put("new", b"x")], 20) == [None]
+    assert len(broken.server.asked) == 3
+
+
+@only_s3
+def test_names_that_cannot_be_deleted_together_are_deleted_one_by_one(broken: Broken) -> None:
+    broken.breaks(Fault("status", 501, "NotImplemented", method="POST"))
+    assert broken.store.delete(["name", "never", "other"], 20) == [None] * 3
+    assert list(broken.store.listed("", 20)) == []
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def refusal_to_open(place: Place, **options: object) -> str:
+    with pytest.raises(PoolError) as caught:
+        place.open(**{"open_wait_s": 5.0, **options})
+    said = str(caught.value)
+    assert "\n" not in said
+    assert said.startswith("OBJECT pool ")
+    return said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_that_is_denied_is_named(kind: str, request: pytest.FixtureRequest) -> None:
+    endpoint = request.getfixturevalue(KINDS[kind])
+    with faulty(endpoint) as server:
+        server.faults.append(Fault("status", 403, "AccessDenied"))
+        place: Place = (s3_place if kind == "s3" else azure_place)(endpoint)
+        assert "refuses access to" in (said := refusal_to_open(place, endpoint=server.url))
+        assert "it is not ours" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_endpoint_that_says_nothing_is_named_within_seconds(kind: str, request: pytest.FixtureRequest) -> None:
+    endpoint = request.getfixturevalue(KINDS[kind])
+    with faulty(endpoint) as server:
+        place: Place = (s3_place if kind == "s3" else azure_place)(endpoint)
+        server.faults.append(Fault("never"))
+        begin = time.monotonic()
+        assert "does not answer" in refusal_to_open(place, endpoint=server.url, open_wait_s=0.5)
+        assert time.monotonic() - begin < LATE_S
+    nobody = f"http://127.0.0.1:{free_port()}/devstoreaccount1"
+    assert "does not answer" in refusal_to_open(place, endpoint=nobody)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_that_is_missing_is_named(kind: str, request: pytest.FixtureRequest) -> None:
+    endpoint = request.getfixturevalue(KINDS[kind])
+    environment = (s3_place if kind == "s3" else azure_place)(endpoint).environment
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(PoolError, match="'nowhere'; create it"):
+            open_store(f"{'s3' if kind == 's3' else 'az'}://nowhere/blocks", endpoint=endpoint, open_wait_s=20)
+
+
+def test_a_bucket_of_another_region_is_named_with_its_region(s3_endpoint: str) -> None:
+    client = boto3_client(s3_endpoint, "test", "test")
+    client.create_bucket(Bucket="far-away-kvbm", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    with faulty(s3_endpoint) as server:
+        server.faults.append(Fault("status", 400, "AuthorizationHeaderMalformed", region="eu-west-1"))
+        place = s3_place(s3_endpoint)
+        said = refusal_to_open(place, endpoint=server.url)
+    assert "lies in region 'eu-west-1', not in 'us-east-1'; set pools.object.region = 'eu-west-1'" in said
+
+
+def test_credentials_come_from_the_chain_and_are_asked_for_again(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-chain")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "a-session")
+    bucket = s3_place(s3_endpoint).url
+    with faulty(s3_endpoint) as server, closing(open_store(bucket, endpoint=server.url, open_wait_s=20)) as store:
+        assert store.put([Put("name", b"x")], 20) == [None]
+        asked = server.asked[-1]
+    assert "Credential=from-the-chain/" in asked.headers["authorization"]
+    assert asked.headers["x-amz-security-token"] == "a-session"
+
+
+def test_without_credentials_the_sentence_says_so(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = s3_place(s3_endpoint).url
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    with pytest.raises(PoolError, match="no credentials for bucket"):
+        open_store(bucket, endpoint=s3_endpoint, open_wait_s=20)
+
+
+def test_a_lifecycle_that_deletes_blocks_is_remarked_on(s3_endpoint: str) -> None:
+    place = s3_place(s3_endpoint)
+    bucket = place.url.split("/")[2]
+    rules = [
+        {"ID": "a", "Status": "Enabled", "Filter": {"Prefix": "blocks/"}, "Expiration": {"Days": 7}},
+        {"ID": "b", "Status": "Enabled", "Filter": {"Prefix": "elsewhere/"}, "Expiration": {"Days": 1}},
+        {"ID": "c", "Status": "Disabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 2}},
+    ]
+    boto3_client(s3_endpoint, "test", "test").put_bucket_lifecycle_configuration(
+        Bucket=bucket, LifecycleConfiguration={"Rules": rules}
+    )
+    with closing(place.open()) as store:
+        assert store.expiry_days == 7  # type: ignore[attr-defined]
+        assert "after 7 days" in store.remarks[0]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "bucket/x",
+        "http://bucket",
+        "s3://",
+        "s3://UPPER/x",
+        "s3://bucket/a b",
+        "az://account",
+        "redis://",
+        "az://A/b",
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"correct it|begin it with"):
+        open_store(url)
+
+
+def test_a_server_that_is_gone_costs_the_deadline_at_most() -> None:
+    with s3_server() as endpoint:
+        store = s3_place(endpoint).open(limits=LIMITS)
+    with closing(store):
+
+        def ask() -> None:
+            for answer in [*store.put([Put(f"{at}", b"x") for at in range(20)], DEADLINE_S), *all_of(store)]:
+                assert answer is not None
+                assert answer.trouble is Trouble.SILENT
+
+        within(6, ask)
+
+
+# -- radosgw and Redis ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.objects
+@pytest.mark.parametrize("place", ["radosgw"], indirect=True)
+def test_a_wrong_secret_is_denied(place: Place) -> None:
+    said = refusal_to_open(place, secret_access_key="wrong", open_wait_s=20.0)
+    assert "refuses access to bucket" in said
+    assert "403" in said
+
+
+@pytest.mark.objects
+@pytest.mark.parametrize("place", ["radosgw"], indirect=True)
+def test_a_clock_that_is_wrong_is_named(place: Place) -> None:
+    """Ceph refuses what is signed fifteen minutes ago: the server between holds a signed request's date to be old."""
+    with faulty(place.endpoint) as server, closing(place.open(endpoint=server.url)) as store:
+        server.faults.append(Fault("dated", header="x-amz-date"))
+        [answer] = store.put([Put("other", b"x")], 20)
+    assert isinstance(answer, Refusal)
+    assert answer.trouble is Trouble.DENIED
+    assert "clock" in answer.words
+
+
+@pytest.mark.objects
+def test_a_redis_that_is_gone_or_stalls_is_silent_within_the_deadline() -> None:
+    with redis_server() as url:
+        place = redis_place(url)
+        store = place.open(limits=LIMITS)
+        assert store.put([Put("name", b"x")], 20) == [None]
+    with closing(store):
+
+        def ask() -> None:
+            for answer in all_of(store):
+                assert answer is not None
+                assert answer.trouble is Trouble.SILENT, answer
+
+        within(5, ask)
+    said = refusal_to_open(place)
+    assert "does not answer" in said
+
+
+@pytest.mark.objects
+def test_a_redis_with_a_password_wants_it_and_its_name_does_not_tell_it() -> None:
+    with redis_server("--requirepass", "secret") as url:
+        assert "refuses access" in refusal_to_open(redis_place(url))
+        said = refusal_to_open(redis_place(url.replace("//", "//default:wrong@")))
+        assert "refuses access" in said
+        assert "wrong@" not in said
+        with closing(redis_place(url.replace("//", "//default:secret@")).open()) as store:
+            assert store.put([Put("name", b"x")], 20) == [None]
+            assert "secret" not in store.name
+
+
+@pytest.mark.objects
+def test_a_redis_forgets_after_its_ttl_and_refuses_when_full(redis_url: str) -> None:
+    with closing(redis_place(redis_url).open(ttl_s=1)) as store:
+        assert store.put([Put("name", b"x")], 20) == [None]
+        end = time.monotonic() + 30
+        while isinstance(store.get([Get("name")], 20)[0], Got):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    small = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    with redis_server(*small) as url, closing(redis_place(url).open()) as store:
+        answers = store.put([Put(f"{at}", bytes(1 << 20)) for at in range(8)], 20)
+    refused = [answer for answer in answers if answer is not None]
+    assert refused
+    assert {answer.trouble for answer in refused} == {Trouble.REFUSED}
+    assert "maxmemory" in refused[0].words
