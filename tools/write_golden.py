@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import VERSION, Frame, encode_frame
@@ -30,6 +33,8 @@ from kvbm.core.events import (
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
 from kvbm.core.residency import residency_mix
+from kvbm.pools.coding_reference import encode_block
+from tests.coded_blocks import golden_cases
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
@@ -140,6 +145,16 @@ def frame() -> Frame:
     )  # fmt: skip
 
 
+def coded_blocks() -> bytes:
+    """Each block of `golden_cases`: coding asked for and got (u8), bytes, coded bytes and CRC-32C of the block (u32), the coded bytes."""
+    parts = []
+    for case in golden_cases():
+        coded, coding = encode_block(case.block, case.coding)
+        sizes = struct.pack("<BBIII", case.coding, coding, len(case.block), len(coded), crc32c(case.block.tobytes()))
+        parts += [sizes, coded]
+    return b"".join(parts)
+
+
 def plain(value: object) -> object:
     """A frame as plain values that JSON can show, so that a person can review it: bytes in hex, members by name."""
     if isinstance(value, bytes):
@@ -162,6 +177,7 @@ def golden_files() -> dict[str, bytes]:
         "sequence_hashes.json": text(hash_cases()),
         "checksums.json": text(checksum_cases()),
         "digests.json": text(digest_cases()),
+        "coded_blocks_v1.bin": coded_blocks(),
         f"frame_v{VERSION}.bin": encode_frame(frame()),
         f"frame_v{VERSION}.json": text(plain(frame())),
     }

@@ -580,7 +580,7 @@ CodedBlock BlockEncoder::encode(std::span<const std::uint8_t> block, Coding codi
   if (bytes + block.size() / kLeastGain < block.size()) {
     return {bytes, coding};
   }
-  std::memcpy(out, block.data(), block.size());
+  std::copy(block.begin(), block.end(), out);
   return {block.size(), Coding::kRaw};
 }
 
@@ -876,8 +876,10 @@ bool BlockDecoder::decode(std::span<const std::uint8_t> coded, Coding coding, st
   if (coded.size() != row.size()) {
     return false;
   }
-  checksum = stream_copy_crc32c(row.data(), coded.data(), row.size());
-  streamed_is_seen();
+  if (!row.empty()) {
+    checksum = stream_copy_crc32c(row.data(), coded.data(), row.size());
+    streamed_is_seen();
+  }
   return true;
 }
 
