@@ -39,6 +39,7 @@ from kvbm.manager.samples import Samples
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
+from kvbm.pools.coding import DecodeBlocks, EncodeBlocks
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.memory import MemoryPool
@@ -74,6 +75,8 @@ def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
 
 
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
+encode_blocks: EncodeBlocks = _native.encode_blocks
+decode_blocks: DecodeBlocks = _native.decode_blocks
 random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
 

@@ -49,7 +49,7 @@ def code_lengths(counts: np.ndarray) -> Lengths:
     Args:
         counts: 256, how often each symbol occurs.
     """
-    present = sorted((int(counts[symbol]), symbol) for symbol in np.flatnonzero(counts))
+    present = sorted((int(counts[symbol]), symbol) for symbol in np.flatnonzero(counts).tolist())
     if len(present) < 2:
         return {symbol: 0 for _, symbol in present}
     total, least = int(counts.sum()), 1
@@ -114,8 +114,9 @@ def join(symbols: np.ndarray, rests: np.ndarray) -> np.ndarray:
     planes = np.column_stack((rests, symbols)).astype(np.uint8)
     if planes.shape[1] == 1:
         return planes.ravel()
-    turned = planes.view(f"<u{planes.shape[1]}")
-    return (turned >> 1 | turned << 8 * planes.shape[1] - 1).astype(turned.dtype).view(np.uint8).ravel()
+    turned = planes.view(f"<u{planes.shape[1]}").ravel()
+    words: np.ndarray = (turned >> 1 | turned << 8 * planes.shape[1] - 1).astype(turned.dtype)
+    return words.view(np.uint8)
 
 
 def stream_bounds(elements: int) -> list[tuple[int, int]]:

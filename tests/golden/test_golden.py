@@ -98,7 +98,7 @@ def coded_blocks() -> list[tuple[int, int, int, bytes]]:
     """Coding asked for and got, CRC-32C of the block, its coded bytes."""
     data, at, found = (HERE / "coded_blocks_v1.bin").read_bytes(), 0, []
     while at < len(data):
-        asked, got, block_bytes, coded_bytes, crc = struct.unpack_from("<BBIII", data, at)
+        asked, got, _, coded_bytes, crc = struct.unpack_from("<BBIII", data, at)
         at += struct.calcsize("<BBIII") + coded_bytes
         found.append((asked, got, crc, data[at - coded_bytes : at]))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_every_count_of_symbols_has_a_whole_code_of_short_words(counts: list[int
     lengths = code_lengths(np.array(counts))
     assert set(lengths) == {symbol for symbol, count in enumerate(counts) if count}
     codes = sorted(codes_of(lengths).values()) if lengths else []
-    assert all(not later.startswith(code) for code, later in zip(codes, codes[1:], strict=False))
+    assert all(not later.startswith(code) for code, later in itertools.pairwise(codes))
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,22 +144,26 @@ def test_normal_numbers_shrink_as_far_as_their_exponents_let_them() -> None:
     assert 0.98 * limit < blocks.size / encoded.body.size < limit
 
 
-@pytest.mark.parametrize("place", ["wide", "row", "lengths", "coding"])
-def test_arrays_that_do_not_fit_are_refused(place: str) -> None:
-    rows, one = np.zeros((2, 64), dtype=np.uint8), np.zeros(1, dtype=np.int64)
-    u32, u8 = np.zeros(1, dtype=np.uint32), np.zeros(1, dtype=np.uint8)
+ROWS, ONE, LENGTH, CODING = (
+    np.zeros((2, 64), np.uint8),
+    np.zeros(1, np.int64),
+    np.zeros(1, np.uint32),
+    np.zeros(1, np.uint8),
+)
+UNFIT = {
+    "bytes of a row that lie apart": lambda: ENCODE(ROWS[:, ::2], ONE, 1),
+    "a row that is not there": lambda: ENCODE(ROWS, ONE + 2, 1),
+    "a row below the first": lambda: ENCODE(ROWS, ONE - 1, 1),
+    "an unknown coding": lambda: ENCODE(ROWS, ONE, len(Coding)),
+    "more lengths than rows": lambda: DECODE(CODING, np.zeros(2, np.uint32), CODING, ROWS, ONE),
+    "a row to fill that is not there": lambda: DECODE(CODING, LENGTH, CODING, ROWS, ONE + 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_arrays_that_do_not_fit_are_refused(what: str) -> None:
     with pytest.raises(LayoutError):
-        match place:
-            case "wide":
-                ENCODE(rows[:, ::2], one, 1)
-            case "row":
-                ENCODE(rows, one + 2, 1)
-            case "lengths":
-                DECODE(u8, np.zeros(2, dtype=np.uint32), u8, rows, one)
-            case "coding":
-                ENCODE(rows, one, len(Coding))
-    with pytest.raises(LayoutError):
-        DECODE(u8, u32, u8, rows, one + 2)
+        UNFIT[what]()
 
 
 def test_several_threads_code_at_once() -> None:
