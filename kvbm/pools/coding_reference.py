@@ -44,7 +44,7 @@ class CodingError(ValueError):
 def code_lengths(counts: np.ndarray) -> Lengths:
     """Bits of each symbol's code: Huffman's, of two equally light parts the symbol before the pair, the rarest first.
 
-    Where a code would get longer than MOST_BITS, rare symbols count as more: as 1, then as 1/4096 of all or twice what it was.
+    A symbol counts as at least 1 + 1/4096 of all, and as twice that again and again while a code is longer than MOST_BITS.
 
     Args:
         counts: 256, how often each symbol occurs.
@@ -52,12 +52,12 @@ def code_lengths(counts: np.ndarray) -> Lengths:
     present = sorted((int(counts[symbol]), symbol) for symbol in np.flatnonzero(counts).tolist())
     if len(present) < 2:
         return {symbol: 0 for _, symbol in present}
-    total, least = int(counts.sum()), 1
+    least = 1 + (int(counts.sum()) >> 12)
     while True:
         depths = _depths([max(count, least) for count, _ in present])
         if max(depths) <= MOST_BITS:
             return {symbol: depth for (_, symbol), depth in zip(present, depths, strict=True)}
-        least = max(2 * least, total >> 12)
+        least *= 2
 
 
 def _depths(weights: list[int]) -> list[int]:
@@ -221,10 +221,10 @@ def _plan(streams: list[np.ndarray], tables: _Slots) -> _Plan:
 
 
 def _second_group(counts: list[np.ndarray], most: int) -> int:
-    """Streams (a bit each) rather like the one least like the first; 0 when all are alike."""
+    """Streams (a bit each) rather like the one least like the first; 0 when all are alike, but for what chance makes of so many symbols."""
     from_first = [int(np.abs(counts[0] - other).sum()) for other in counts]
     farthest = int(np.argmax(from_first))
-    if 2 * from_first[farthest] <= most:
+    if 2 * from_first[farthest] <= most + 4 * int(np.count_nonzero(sum(counts))):
         return 0
     from_farthest = [int(np.abs(counts[farthest] - other).sum()) for other in counts]
     return sum(1 << at for at in range(1, STREAMS) if from_farthest[at] < from_first[at])

@@ -155,8 +155,8 @@ CodeLengths code_lengths(const SymbolCounts& counts) noexcept {
     return lengths;
   }
   std::sort(leaves.begin(), leaves.begin() + static_cast<std::ptrdiff_t>(count));
-  // Where the rarest would get too long a code they count for more, until it is short enough.
-  for (std::uint64_t least = 1;; least = std::max(2 * least, total >> 12)) {
+  // The rarest count for more than they are, and for more again until their codes are short enough.
+  for (std::uint64_t least = 1 + (total >> 12);; least *= 2) {
     std::array<std::uint64_t, 512> weights;  // leaves, then the nodes over them in the order they are made
     std::array<std::uint16_t, 512> parents;
     for (std::size_t leaf = 0; leaf < count; ++leaf) {
@@ -327,11 +327,13 @@ KVBM_INLINE std::size_t write_stream_as(const std::uint8_t* symbols, std::size_t
   return write_stream(symbols, count, codes, out);
 }
 
-// Bytes of a table as it is kept.
-std::size_t table_bytes(const SymbolCounts& counts) noexcept {
-  const auto present = static_cast<std::size_t>(std::count_if(counts.begin(), counts.end(), [](std::uint32_t count) { return count != 0; }));
-  return kBitmapBytes + (present + 1) / 2;
+// How many symbols occur.
+std::size_t present_in(const SymbolCounts& counts) noexcept {
+  return static_cast<std::size_t>(std::count_if(counts.begin(), counts.end(), [](std::uint32_t count) { return count != 0; }));
 }
+
+// Bytes of a table as it is kept.
+std::size_t table_bytes(const SymbolCounts& counts) noexcept { return kBitmapBytes + (present_in(counts) + 1) / 2; }
 
 // A table as it is kept: which symbols occur, then the lengths of their codes, two a byte, low half first. Returns its bytes.
 std::size_t write_table(const SymbolCounts& counts, const CodeLengths& lengths, std::uint8_t* out) noexcept {
@@ -396,14 +398,15 @@ std::size_t distance(const SymbolCounts& one, const SymbolCounts& other) noexcep
   return sum;
 }
 
-// Which streams (bits) are rather like the one that is least like the first; 0 when all are alike.
-std::uint8_t second_group(const std::array<SymbolCounts, kStreams>& counts, std::size_t most) noexcept {
+// Which streams (bits) are rather like the one that is least like the first; 0 when all are alike, but for what chance makes of so many
+// symbols.
+std::uint8_t second_group(const std::array<SymbolCounts, kStreams>& counts, std::size_t most, std::size_t present) noexcept {
   std::array<std::size_t, kStreams> from_first{};
   for (std::size_t stream = 1; stream < kStreams; ++stream) {
     from_first[stream] = distance(counts[0], counts[stream]);
   }
   const auto farthest = static_cast<std::size_t>(std::max_element(from_first.begin(), from_first.end()) - from_first.begin());
-  if (2 * from_first[farthest] <= most) {
+  if (2 * from_first[farthest] <= most + 4 * present) {
     return 0;
   }
   std::uint8_t group = 0;
@@ -519,7 +522,7 @@ BlockEncoder::Plan BlockEncoder::plan_of(std::size_t most) const noexcept {
   plan.slots = slot == 0 ? 0 : 0xFF;
   plan.fresh = static_cast<std::uint8_t>(fresh << slot);
   plan.bits = all.least_bits(slot);
-  const std::uint8_t second = second_group(counts_, most);
+  const std::uint8_t second = second_group(counts_, most, present_in(all.counts));
   if (second == 0) {
     return plan;
   }
