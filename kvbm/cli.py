@@ -173,7 +173,7 @@ def _add_bench(commands: _Commands) -> None:
     bench.add_argument(
         "what",
         choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "pools", "all"],
-        help="which part",
+        help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV",
     )
     bench.add_argument(
         "--live", type=_live_count, action="append", metavar="N",

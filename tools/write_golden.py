@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import struct
 import sys
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import VERSION, Frame, encode_frame
@@ -34,7 +37,9 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceH
 from kvbm.core.kernels import reference_checksums
 from kvbm.core.residency import residency_mix
 from kvbm.pools.base import Proof
+from kvbm.pools.coding_reference import encode_block
 from kvbm.pools.object_header import OBJECT_VERSION, encode_object_headers
+from tests.coded_blocks import golden_cases
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
@@ -154,6 +159,16 @@ def object_bytes() -> bytes:
     return encode_object_headers(proof, lengths, codings, 4, 24, reference_checksums).tobytes() + rows.tobytes()
 
 
+def coded_blocks() -> bytes:
+    """Each block of `golden_cases`: coding asked for and got (u8), bytes, coded bytes and CRC-32C of the block (u32), the coded bytes."""
+    parts = []
+    for case in golden_cases():
+        coded, coding = encode_block(case.block, case.coding)
+        sizes = struct.pack("<BBIII", case.coding, coding, len(case.block), len(coded), crc32c(case.block.tobytes()))
+        parts += [sizes, coded]
+    return b"".join(parts)
+
+
 def plain(value: object) -> object:
     """A frame as plain values that JSON can show, so that a person can review it: bytes in hex, members by name."""
     if isinstance(value, bytes):
@@ -176,6 +191,7 @@ def golden_files() -> dict[str, bytes]:
         "sequence_hashes.json": text(hash_cases()),
         "checksums.json": text(checksum_cases()),
         "digests.json": text(digest_cases()),
+        "coded_blocks_v1.bin": coded_blocks(),
         f"frame_v{VERSION}.bin": encode_frame(frame()),
         f"frame_v{VERSION}.json": text(plain(frame())),
         f"object_v{OBJECT_VERSION}.bin": object_bytes(),

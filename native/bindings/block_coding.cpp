@@ -52,7 +52,7 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
   }
   const std::size_t count = at.shape(0);
   const std::size_t block_bytes = rows.shape(1);
-  auto body = std::make_unique_for_overwrite<std::uint8_t[]>(count * block_bytes + kEncodeSlack);
+  auto body = std::make_unique_for_overwrite<std::uint8_t[]>(count * block_bytes + encode_slack(block_bytes));
   auto lengths = std::make_unique_for_overwrite<std::uint32_t[]>(count);
   auto codings = std::make_unique_for_overwrite<std::uint8_t[]>(count);
   std::size_t bytes = 0;

@@ -16,8 +16,11 @@ from kvbm import _native
 from kvbm.core import checksum, codec, hashing, residency
 from kvbm.core.ids import Epoch, Namespace, Tier, split_hashes
 from kvbm.pools.base import Proof, ReadOutcome
+from kvbm.pools.coding import Coding
+from kvbm.pools.coding_reference import decode_block, encode_block
 from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
+from tests.coded_blocks import golden_cases
 from tests.object_pools import memory_objects
 
 HERE = Path(__file__).parent
@@ -93,6 +96,34 @@ def test_a_frame_of_every_version_is_read_and_written_the_same(language: str, ve
 def test_the_golden_frame_has_every_kind_of_event():
     frame, _ = codec.decode_frame((HERE / f"frame_v{codec.VERSION}.bin").read_bytes())
     assert {type(event) for event in frame.events} == set(codec.Event.__args__)
+
+
+def coded_blocks() -> list[tuple[int, int, int, bytes]]:
+    """Coding asked for and got, CRC-32C of the block, its coded bytes."""
+    data, at, found = (HERE / "coded_blocks_v1.bin").read_bytes(), 0, []
+    while at < len(data):
+        asked, got, _, coded_bytes, crc = struct.unpack_from("<BBIII", data, at)
+        at += struct.calcsize("<BBIII") + coded_bytes
+        found.append((asked, got, crc, data[at - coded_bytes : at]))
+    return found
+
+
+@pytest.mark.parametrize("number", range(len(golden_cases())), ids=[case.name for case in golden_cases()])
+@BOTH
+def test_coded_blocks_are_read_and_written_the_same(language: str, number: int):
+    asked, got, crc, coded = coded_blocks()[number]
+    block = golden_cases()[number].block
+    assert checksum.crc32c(block.tobytes()) == crc
+    if language == "python":
+        assert encode_block(block, Coding(asked)) == (coded, got)
+        assert decode_block(coded, Coding(got), len(block)) == block.tobytes()
+        return
+    one = np.zeros(1, dtype=np.int64)
+    encoded = _native.encode_blocks(block[None], one, asked)
+    assert (encoded.body.tobytes(), encoded.codings.tolist()) == (coded, [got])
+    rows = np.zeros_like(block[None])
+    good, sums = _native.decode_blocks(encoded.body, encoded.lengths, encoded.codings, rows, one)
+    assert (good.tolist(), sums.tolist()) == ([True], [crc]) and np.array_equal(rows[0], block)
 
 
 def test_the_tool_that_wrote_these_files_would_write_them_again():

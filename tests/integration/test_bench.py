@@ -70,6 +70,10 @@ POOL_KEYS = {
     "host_copy_over_memcpy",
     "metadata_blocks_per_s",
     "nvme_read_p99_over_p50_loaded",
+    "bf16_ratio",
+    "encode_gb_per_s",
+    "decode_gb_per_s",
+    "fp8_ratio_over_limit",
 }
 FIO_KEYS = {"nvme_read_over_fio", "nvme_write_over_fio"}
 POOLS = ["bench", "pools", "--samples", "2", "--file-mib", "16"]

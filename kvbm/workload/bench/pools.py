@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
+from kvbm.workload.bench.coding import CodingOptions, bench_coding, steps_of
 from kvbm.workload.bench.fio import Fio, FioError, find_fio
 from kvbm.workload.bench.hbm import HbmOptions, bench_hbm
 from kvbm.workload.bench.host import Memory
@@ -65,6 +66,7 @@ def bench_pools(options: PoolsOptions, pairs: int, seed: int) -> Found:
         run.host()
         run.hbm()
         run.metadata()
+        run.coding()
         return Found(run.rows, run.numbers, tuple(run.notes))
 
 
@@ -214,6 +216,17 @@ class _Run:
         row.goal = _GOALS["metadata_blocks_per_s"]
         self.rows.append(row)
         self.numbers["metadata_blocks_per_s"] = row.value * 1e6
+
+    def coding(self) -> None:
+        """Lossless coding of KV: how much smaller, how fast a core."""
+        options = CodingOptions()
+        if self._options.file_bytes < _HOST_BYTES:  # a small run codes little
+            options = CodingOptions(layers=4, blocks=2, steps=2)
+        step = self._part("coding", steps_of(options))
+        found = bench_coding(self._pairs, self._seed, options, step)
+        self.rows += found.rows
+        self.numbers |= found.numbers
+        self.notes += found.notes
 
     def _rates(self, what: str, values: Sequence[float]) -> None:
         if values:

@@ -85,6 +85,10 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_copy_over_memcpy: _Ratio = UNSET
     metadata_blocks_per_s: _Ratio = UNSET
     nvme_read_p99_over_p50_loaded: _Ratio = UNSET
+    bf16_ratio: _Ratio = UNSET
+    encode_gb_per_s: _Ratio = UNSET
+    decode_gb_per_s: _Ratio = UNSET
+    fp8_ratio_over_limit: _Ratio = UNSET
     hbm_read_over_memcpy: float | None = None
     hbm_write_over_memcpy: float | None = None
     hbm_read_over_copies: float | None = None
