@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from botocore.awsrequest import AWSPreparedRequest, AWSResponse
 from botocore.compat import HTTPHeaders
+from kvbm.pools.s3_pool import S3Pool, store_name
 
 from kvbm._native import checksums
 from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import split_hashes
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.s3_pool import S3Pool, store_name
 from tests.pool_runs import Run, random_run
 from tests.servers import S3_CREDENTIALS, free_port, s3_server
 
