@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
+    _add_keys(commands)
     _add_command(commands, "settings", "print every setting with its default, as TOML")
     return _run(_dispatch, parser.parse_args(arguments), "kvbm")
 
@@ -271,6 +272,26 @@ def _add_permissions(commands: _Commands) -> None:
     )
 
 
+def _add_keys(commands: _Commands) -> None:
+    keys = _add_command(
+        commands, "keys",
+        "give a tenant a new current key in a file of keys, as pools.object.keys; the file is made if it is not there",
+        "kvbm keys keys.toml --tenant acme --name 2026-11",
+    )  # fmt: skip
+    keys.add_argument(
+        "file", type=Path, metavar="FILE", help="readable to its owner alone; keep a copy where keys are kept"
+    )
+    keys.add_argument(
+        "--tenant", default="", metavar="NAME", help="whose objects; without it, those of namespaces without a tenant"
+    )
+    keys.add_argument(
+        "--name",
+        default="1",
+        metavar="NAME",
+        help="of the new key; older ones stay, and open what they sealed (default 1)",
+    )
+
+
 def _dispatch(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
@@ -291,6 +312,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.pools,
                 arguments.json,
             )
+        case "keys":
+            from kvbm.pools.keys import add_key
+
+            add_key(arguments.file, arguments.tenant, arguments.name)
+            print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
+            return 0
         case "bench":
             from kvbm.workload.bench import BenchOptions, PoolsOptions, run_bench
 

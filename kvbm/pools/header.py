@@ -1,9 +1,9 @@
-"""The 64 bytes before a block's bytes, wherever it can be read without its owner's memory: NVME slots and objects.
+"""The 64 bytes before a block's bytes in a slot that can be read without its owner's memory. Objects have object_header.py.
 
 All integers are little-endian.
 
     at  bytes  field
-     0      4  magic: "KVBS" in a slot, "KVBO" in an object
+     0      4  magic: "KVBS"
      4      2  version
      6      2  block_count: blocks that follow, 1 in this version
      8     16  namespace id
@@ -31,7 +31,6 @@ from kvbm.pools.base import Proof
 HEADER_BYTES = 64
 VERSION = 1
 SLOT_MAGIC = b"KVBS"
-OBJECT_MAGIC = b"KVBO"
 
 _PROVED_BYTES = 60  # what the header's own CRC covers
 _HEADER = np.dtype(
