@@ -85,6 +85,8 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_copy_over_memcpy: _Ratio = UNSET
     metadata_blocks_per_s: _Ratio = UNSET
     nvme_read_p99_over_p50_loaded: _Ratio = UNSET
+    object_put_over_client: _Ratio = UNSET
+    object_get_over_client: _Ratio = UNSET
     hbm_read_over_memcpy: float | None = None
     hbm_write_over_memcpy: float | None = None
     hbm_read_over_copies: float | None = None
