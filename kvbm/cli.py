@@ -195,6 +195,11 @@ def _add_bench(commands: _Commands) -> None:
         "--file-mib", type=_file_mib, default=2048, metavar="N",
         help="of pools: size of the pool's file, which fio works on too (default 2048)",
     )  # fmt: skip
+    bench.add_argument(
+        "--s3", metavar="URL",
+        help="of pools: s3://bucket/prefix of a store to put objects into, and delete them again; credentials from the environment",
+    )  # fmt: skip
+    bench.add_argument("--endpoint", default="", metavar="URL", help="of --s3, where it is not Amazon's")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 
 
@@ -354,11 +359,12 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
             return 0
         case "bench":
-            from kvbm.workload.bench import BenchOptions, PoolsOptions, run_bench
+            from kvbm.workload.bench import BenchOptions, ObjectsOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
             samples = arguments.samples or (5 if arguments.what == "pools" else 7)
-            pools = PoolsOptions(arguments.dir, arguments.file_mib << 20)
+            objects = ObjectsOptions(arguments.s3, arguments.endpoint) if arguments.s3 else None
+            pools = PoolsOptions(arguments.dir, arguments.file_mib << 20, objects=objects)
             options = BenchOptions(arguments.what, live, arguments.replacements, samples, arguments.seed, pools)
             return run_bench(options, arguments.json)
         case "doctor":

@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvbm.cli import main
 from kvbm.workload.bench.fio import FioError, find_fio
+from kvbm.workload.bench.objects import ObjectsOptions, bench_objects
+from kvbm.workload.bench.objects import steps_of as objects_steps
+from tests.object_stores import s3_place
 
 KEYS = {
     "hash": {"hash_blocks_per_s"},
@@ -155,3 +159,18 @@ def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Pat
         bench.wait()
     assert bench.returncode == 130 and words.strip() == "kvbm: interrupted"
     assert not folder.exists()
+
+
+def test_the_object_pool_is_measured_beside_the_bare_client(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = s3_place(s3_endpoint)
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    steps: list[None] = []
+    found = bench_objects(
+        ObjectsOptions(place.url, s3_endpoint, "us-east-1", blocks=4), 2, 1, lambda: steps.append(None)
+    )
+    assert set(found.numbers) == {"object_put_over_client", "object_get_over_client"}
+    assert all(number and number > 0 for number in found.numbers.values())
+    assert len(steps) == objects_steps(2)
+    with closing(place.open()) as store:
+        assert list(store.listed("", 20)) == []  # nothing is left behind

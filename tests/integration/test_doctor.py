@@ -25,6 +25,7 @@ from kvbm.catalog.database import open_database
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
+from kvbm.core.errors import KvbmError
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.credentials import Credentials, keep_seed
 from kvbm.streams.nats import NatsStream
@@ -32,7 +33,7 @@ from kvbm.streams.permissions import ServerUser, server_config
 from kvbm.streams.server import EmbeddedServer, shared_server
 from kvbm.workload.doctor import DoctorOptions, disks, examine, run, services
 from kvbm.workload.doctor.deadline import Asked, Late, run_apart
-from kvbm.workload.doctor.finding import Finding, Result, ok
+from kvbm.workload.doctor.finding import Finding, Result, ok, refused
 from kvbm.workload.doctor.plan import plan_of
 from tests.faults.processes.disk import Disk as SmallDisk
 from tests.nats_fixture import fresh_nats
@@ -419,7 +420,10 @@ def object_finding(folder: Path, bucket: str, endpoint: str) -> Finding:
         pools__object__region="us-east-1",
     )
     with aws_credentials():
-        return services.judge_objects(services.look_at_objects(settings), settings)
+        try:
+            return services.judge_objects(services.look_at_objects(settings), settings)
+        except KvbmError as error:
+            return refused("object store", error)
 
 
 def test_a_store_takes_gives_and_forgets_an_object(tmp_path: Path) -> None:
@@ -432,8 +436,10 @@ def test_a_store_takes_gives_and_forgets_an_object(tmp_path: Path) -> None:
         client.create_bucket(Bucket=bucket)
         expect(object_finding(tmp_path, bucket, endpoint), Result.OK, "put, read back and deleted", "conditional put")
         assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
-        expect(object_finding(tmp_path, "kvbm-absent", endpoint), Result.PROBLEM, "create the bucket 'kvbm-absent'")
-    expect(object_finding(tmp_path, bucket, endpoint), Result.PROBLEM, "start the store")
+        expect(
+            object_finding(tmp_path, "kvbm-absent", endpoint), Result.PROBLEM, "no bucket 'kvbm-absent'", "create it"
+        )
+    expect(object_finding(tmp_path, bucket, endpoint), Result.PROBLEM, "does not answer", "check pools.object.endpoint")
 
 
 class Store:
@@ -463,6 +469,7 @@ def store() -> Iterator[tuple[Store, str]]:
         def answer(self, status: int, body: bytes = b"") -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"one"')
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
@@ -480,7 +487,10 @@ def store() -> Iterator[tuple[Store, str]]:
             self.serve(lambda: self.answer(200))
 
         def do_GET(self) -> None:
-            self.serve(lambda: self.answer(200, state.held[self.path]))
+            if self.path in state.held:
+                self.serve(lambda: self.answer(200, state.held[self.path]))
+            else:
+                self.refuse(404, "NoSuchKey")
 
         def do_DELETE(self) -> None:
             def work() -> None:
@@ -527,12 +537,12 @@ def test_a_store_that_refuses_a_step_is_named_and_keeps_nothing(tmp_path: Path) 
         state.answers = {"DELETE": (403, "AccessDenied")}
         found = object_finding(tmp_path, "bucket", endpoint)
         (name,) = state.held
-        expect(found, Result.PROBLEM, "s3:DeleteObject", name.removeprefix("/bucket/"))
+        expect(found, Result.PROBLEM, "s3:DeleteObject", name.removeprefix("/bucket/blocks/"))
 
 
 def test_a_url_of_objects_that_is_none_is_a_problem(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, pools__object__url="http://bucket")
-    expect(found_in(settings, "object store"), Result.PROBLEM, "is no s3://bucket/prefix")
+    expect(found_in(settings, "object store"), Result.PROBLEM, "begin it with one of s3://")
 
 
 # -- the catalog ------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from kvbm.core.errors import ConfigError, PoolError
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, Trouble
 from kvbm.pools.stores.blobs import PART_BYTES, Limits
 from kvbm.pools.stores.opening import open_store
+from kvbm.pools.stores.s3 import store_name
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_stores import Place, azure_place, boto3_client, redis_place, s3_place
 from tests.servers import free_port, redis_server, s3_server
@@ -361,6 +362,20 @@ def test_a_lifecycle_that_deletes_blocks_is_remarked_on(s3_endpoint: str) -> Non
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"correct it|begin it with"):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "name"),
+    [
+        ("", "s3://bucket/a/b"),
+        ("https://s3.eu-west-1.amazonaws.com", "s3://bucket/a/b"),
+        ("http://MinIO.local:9000/", "s3://bucket/a/b?endpoint=minio.local:9000"),
+        ("https://store.example:443", "s3://bucket/a/b?endpoint=store.example"),
+        ("https://store.example", "s3://bucket/a/b?endpoint=store.example"),
+    ],
+)
+def test_a_store_has_one_name_however_it_is_written(endpoint: str, name: str) -> None:
+    assert store_name("bucket", "a/b", endpoint) == name
 
 
 def test_a_server_that_is_gone_costs_the_deadline_at_most() -> None:

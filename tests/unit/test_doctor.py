@@ -10,6 +10,7 @@ import pytest
 from kvbm.config import load_settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import MissingExtraError
+from kvbm.pools.stores.base import Trouble
 from kvbm.streams.nats import ServerView, StreamView
 from kvbm.workload.doctor import disks, gpu, machine, services
 from kvbm.workload.doctor.agreement import judge_settings
@@ -464,7 +465,7 @@ def test_a_machine_without_the_catalogs_libraries_runs_no_catalog() -> None:
     expect(services.refused_database(error, configured), PROBLEM, "pip install")
 
 
-OBJECTS = services.Objects("s3://b/x", "", "", 200, True, "", 0.005)
+OBJECTS = services.Objects("s3://b/x", "", None, "", True, "", 0.005)
 
 
 @pytest.mark.parametrize(
@@ -472,13 +473,12 @@ OBJECTS = services.Objects("s3://b/x", "", "", 200, True, "", 0.005)
     [
         ({}, OK, "conditional put"),
         ({"conditional": False}, WARNING, "If-None-Match"),
-        ({"failed": "bucket", "status": 404, "why": "404 Not Found"}, PROBLEM, "create the bucket 'bbb'"),
-        ({"failed": "bucket", "status": 403, "why": "403 Forbidden"}, PROBLEM, "credentials"),
-        ({"failed": "bucket", "status": 0, "why": "NoCredentialsError: none"}, PROBLEM, "AWS_ACCESS_KEY_ID"),
-        ({"failed": "bucket", "status": 0, "why": "ConnectTimeoutError"}, PROBLEM, "start the store"),
-        ({"failed": "put", "status": 507, "why": "507 StorageFull"}, PROBLEM, "free room"),
-        ({"failed": "put", "status": 301, "why": "301 Moved"}, PROBLEM, "pools.object.region"),
-        ({"failed": "delete", "status": 403, "why": "403", "left": "x/k"}, PROBLEM, "x/k is left there"),
+        ({"failed": "put", "trouble": Trouble.DENIED, "why": "403 AccessDenied"}, PROBLEM, "credentials"),
+        ({"failed": "put", "trouble": Trouble.SILENT, "why": "no connection"}, PROBLEM, "start the store"),
+        ({"failed": "put", "trouble": Trouble.REFUSED, "why": "507 StorageFull"}, PROBLEM, "free room"),
+        ({"failed": "put", "trouble": Trouble.REFUSED, "why": "301 Moved"}, PROBLEM, "pools.object.region"),
+        ({"failed": "get", "trouble": Trouble.REFUSED, "why": "other bytes came back"}, PROBLEM, "cannot be read"),
+        ({"failed": "delete", "trouble": Trouble.DENIED, "why": "403", "left": "x/k"}, PROBLEM, "x/k is left there"),
     ],
 )
 def test_a_store_that_refuses_a_step_is_named_with_it(facts: dict[str, Any], result: Result, words: str) -> None:

@@ -96,6 +96,7 @@ class BlobStore:
     """See the module; the promises are those of `Store`. Methods: any thread.
 
     Attributes:
+        conditional: false once the store has said that it knows no conditional put; then each put is preceded by a question.
         remarks: what is worth saying once about the bucket, in sentences.
         expiry_days: after how many days the bucket's own lifecycle deletes what lies under the prefix; None: it does not, or does not say.
     """
@@ -126,7 +127,7 @@ class BlobStore:
         self._blobs = blobs
         self._deleting_singly = deleting_singly or blobs
         self._on_close = on_close
-        self._conditional = True  # until the store says it knows no conditional put
+        self.conditional = True  # until the store says it knows no conditional put
         self._read_timeout_s = limits.read_timeout_s
         self._lock = threading.Lock()
         self._closed = False
@@ -244,7 +245,7 @@ class BlobStore:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def _put_one(self, put: Put) -> Refusal | None:
-        if not self._conditional:
+        if not self.conditional:
             return await self._put_looking_first(put)
         answer = await self._create(put.name, put.body)
         if not isinstance(answer, _Failure):
@@ -252,7 +253,7 @@ class BlobStore:
         if answer.status not in _NO_CONDITION or answer.trouble is Trouble.DENIED:
             return answer.refusal()
         refusal = await self._put_looking_first(put)
-        self._conditional = bool(refusal)
+        self.conditional = bool(refusal)
         return refusal
 
     async def _put_looking_first(self, put: Put) -> Refusal | None:

@@ -27,6 +27,8 @@ from kvbm.workload.bench.host import Memory
 from kvbm.workload.bench.measure import Found, Row, percentile, row_of
 from kvbm.workload.bench.metadata import bench_metadata
 from kvbm.workload.bench.nvme import CALLERS, Latencies, Slots, rates_beside_fio
+from kvbm.workload.bench.objects import ObjectsOptions, bench_objects
+from kvbm.workload.bench.objects import steps_of as objects_steps
 
 _MIB = 1 << 20
 _BLOCKS_BYTES = (_MIB, 4 * _MIB)
@@ -51,11 +53,13 @@ class PoolsOptions(NamedTuple):
         folder: on the device that is measured; made if need be. None: `tmp` in the data folder.
         file_bytes: of the pool's file, which fio works on too.
         depth: blocks in flight, ours and fio's.
+        objects: where the object store is; None: it is left out.
     """
 
     folder: Path | None = None
     file_bytes: int = 2 << 30
     depth: int = 32
+    objects: ObjectsOptions | None = None
 
 
 def bench_pools(options: PoolsOptions, pairs: int, seed: int) -> Found:
@@ -67,6 +71,7 @@ def bench_pools(options: PoolsOptions, pairs: int, seed: int) -> Found:
         run.hbm()
         run.metadata()
         run.coding()
+        run.objects()
         return Found(run.rows, run.numbers, tuple(run.notes))
 
 
@@ -224,6 +229,17 @@ class _Run:
             options = CodingOptions(layers=4, blocks=2, steps=2)
         step = self._part("coding", steps_of(options))
         found = bench_coding(self._pairs, self._seed, options, step)
+        self.rows += found.rows
+        self.numbers |= found.numbers
+        self.notes += found.notes
+
+    def objects(self) -> None:
+        """Puts and gets of the object pool beside the bare client."""
+        if self._options.objects is None:
+            self.notes.append("OBJECT: no store was named (--s3 s3://bucket/prefix), so its rows are left out")
+            return
+        step = self._part("OBJECT", objects_steps(self._pairs))
+        found = bench_objects(self._options.objects, self._pairs, self._seed, step)
         self.rows += found.rows
         self.numbers |= found.numbers
         self.notes += found.notes

@@ -89,6 +89,8 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     encode_gb_per_s: _Ratio = UNSET
     decode_gb_per_s: _Ratio = UNSET
     fp8_ratio_over_limit: _Ratio = UNSET
+    object_put_over_client: _Ratio = UNSET
+    object_get_over_client: _Ratio = UNSET
     hbm_read_over_memcpy: float | None = None
     hbm_write_over_memcpy: float | None = None
     hbm_read_over_copies: float | None = None

@@ -14,7 +14,9 @@ from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.locate.http import CatalogClient
-from kvbm.pools.stores.s3 import bucket_of, s3_client
+from kvbm.pools.stores.base import Get, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.nats import ServerView, look
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
@@ -27,7 +29,7 @@ _OLDEST_NATS = (2, 10)
 _GOOD_NATS = (2, 12)
 _FAR_S = 0.05
 _ASK_S = PROBE_S - 1.0  # of the probes' five, so that what was begun can be ended
-_OBJECT_ASK_S = 1.0  # of one request to the object store; two attempts each, and the object has to be deleted as well
+_OBJECT_ASK_S = 0.9  # of one request to the object store, twice that for the first: five in all
 
 
 # -- NATS -------------------------------------------------------------------------------------------------------------
@@ -195,122 +197,91 @@ class Objects(NamedTuple):
     """One small object put, put again, read and deleted.
 
     Attributes:
-        place: where. failed: which step was refused, "" for none; `why` and `status` of it.
-        conditional: a second put with the condition that nothing is there was refused, as it should be.
+        place: where. failed: which step was refused, "" for none; `why` of it, in kind and in words.
+        conditional: a second put was refused because something is there, by the store itself, as it should be.
         left: name of an object that could not be deleted.
     """
 
     place: str
     failed: str
+    trouble: Trouble | None
     why: str
-    status: int
     conditional: bool
     left: str
     round_trip_s: float
 
 
 def look_at_objects(settings: Settings) -> Objects:
-    """See `Objects`. Raises ConfigError, MissingExtraError."""
+    """See `Objects`. Raises ConfigError, MissingExtraError, PoolError: there is no store, and what to do."""
     wanted = settings.pools.object
-    bucket, prefix = bucket_of(wanted.url)
+    limits = Limits(requests_in_flight=1, connect_timeout_s=_OBJECT_ASK_S, read_timeout_s=_OBJECT_ASK_S)
+    store = open_store(
+        wanted.url, endpoint=wanted.endpoint, region=wanted.region, ttl_s=wanted.ttl_s, limits=limits,
+        open_wait_s=2 * _OBJECT_ASK_S,
+    )  # fmt: skip
+    name, body = f".kvbm/doctor/{secrets.token_hex(16)}", secrets.token_bytes(4096)
     try:
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ModuleNotFoundError:
-        raise MissingExtraError("boto3", "s3") from None
-    key = f"{prefix}/kvbm-doctor/{secrets.token_hex(16)}".lstrip("/")
-    body, step, conditional, left = secrets.token_bytes(4096), "bucket", True, ""
-    try:
-        client = s3_client(wanted.endpoint, wanted.region, "", "", _OBJECT_ASK_S, _OBJECT_ASK_S, 1)
-    except (BotoCoreError, ValueError) as error:
-        return Objects(wanted.url, step, str(error), 0, False, "", 0.0)
-    is_put, round_trip_s = False, 0.0
-    try:
-        client.head_bucket(Bucket=bucket)
-        step, is_put = "put", True  # from here something may be there, whatever the answer
-        try:
-            client.put_object(Bucket=bucket, Key=key, Body=body, IfNoneMatch="*")
-        except ClientError as error:
-            if _status(error) not in (400, 501):
-                raise
-            conditional = False  # as the pool takes it
-            client.put_object(Bucket=bucket, Key=key, Body=body)
-        step, begin_s = "get", time.perf_counter()
-        with client.get_object(Bucket=bucket, Key=key)["Body"] as read:
-            if read.read() != body:
-                return Objects(wanted.url, step, "other bytes came back", 200, conditional, left, 0.0)
-        round_trip_s = time.perf_counter() - begin_s
-        if conditional:
-            conditional = _refuses_second(client, bucket, key, body)
-        step, is_put = "delete", False
-        client.delete_object(Bucket=bucket, Key=key)
-    except ClientError as error:
-        left = key if step == "delete" else ""
-        code = error.response.get("Error", {}).get("Code", str(error))
-        return Objects(wanted.url, step, f"{_status(error)} {code}", _status(error), conditional, left, round_trip_s)
-    except (BotoCoreError, OSError) as error:
-        left = key if step == "delete" else ""
-        return Objects(wanted.url, step, f"{type(error).__name__}: {error}", 0, conditional, left, round_trip_s)
+        facts = _step(store, Objects(store.name, "", None, "", True, "", 0.0), name, body)
+        [refusal] = store.delete(
+            [name], _OBJECT_ASK_S
+        )  # also after a put that failed: it may have been done, and not said
+        if refusal is None:
+            return facts
+        left = name if facts.failed != "put" else ""
+        return facts if facts.failed else facts._replace(
+            failed="delete", trouble=refusal.trouble, why=refusal.words, left=left
+        )  # fmt: skip
     finally:
-        if is_put:
-            try:
-                client.delete_object(Bucket=bucket, Key=key)
-            except (ClientError, BotoCoreError, OSError):
-                pass  # what kept it from being put keeps it from being there
-        client.close()
-    return Objects(wanted.url, "", "", 200, conditional, left, round_trip_s)
+        store.close()
 
 
-def _refuses_second(client: Any, bucket: str, key: str, body: bytes) -> bool:
-    from botocore.exceptions import ClientError
-
-    try:
-        client.put_object(Bucket=bucket, Key=key, Body=body, IfNoneMatch="*")
-    except ClientError as error:
-        if _status(error) in (409, 412):
-            return True
-        raise
-    return False
-
-
-def _status(error: Any) -> int:
-    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+def _step(store: Store, facts: Objects, name: str, body: bytes) -> Objects:
+    """Put, read and put again, until something is refused."""
+    [put] = store.put([Put(name, body)], _OBJECT_ASK_S)
+    if put is not None:
+        return facts._replace(failed="put", trouble=put.trouble, why=put.words)
+    begin_s = time.perf_counter()
+    [got] = store.get([Get(name)], _OBJECT_ASK_S)
+    round_trip_s = time.perf_counter() - begin_s
+    if isinstance(got, Refusal):
+        return facts._replace(failed="get", trouble=got.trouble, why=got.words)
+    if bytes(got.body) != body:
+        return facts._replace(failed="get", trouble=Trouble.REFUSED, why="other bytes came back")
+    [again] = store.put([Put(name, body)], _OBJECT_ASK_S)
+    if again is not None and again.trouble is not Trouble.TAKEN:
+        return facts._replace(failed="put", trouble=again.trouble, why=again.words)
+    return facts._replace(
+        conditional=again is not None and getattr(store, "conditional", True), round_trip_s=round_trip_s
+    )
 
 
 def judge_objects(facts: Objects, settings: Settings) -> Finding:
-    """Bucket reached; put, conditional put, get and delete work."""
+    """The store is reached; put, conditional put, get and delete work."""
     check = "object store"
-    endpoint = settings.pools.object.endpoint or "Amazon's endpoint"
-    where = f"{facts.place} at {endpoint}"
     if facts.failed:
-        found = f"{where}: {_STEPS[facts.failed]} ({facts.why})"
+        found = f"{facts.place}: {_STEPS[facts.failed]} ({facts.why})"
         if facts.left:
-            return problem(
-                check, f"{found}; {facts.left} is left there", "allow s3:DeleteObject under the prefix, and delete it"
-            )
-        return problem(check, found, _object_fix(facts, settings))
-    found = f"{where}: put, read back and deleted, {milliseconds(facts.round_trip_s)} a read of 4 KiB"
+            fix = "allow deleting under the prefix (s3:DeleteObject), and delete it"
+            return problem(check, f"{found}; {facts.left} is left there", fix)
+        return problem(check, found, _object_fix(facts))
+    found = f"{facts.place}: put, read back and deleted, {milliseconds(facts.round_trip_s)} a read of 4 KiB"
     if not facts.conditional:
-        fix = "use a store with If-None-Match (S3, MinIO, Ceph 19): without it each put is preceded by a question"
+        fix = "use a store with If-None-Match (S3, Azure, Ceph): without it each put is preceded by a question"
         return warning(check, f"{found}; no conditional put", fix)
     return ok(check, f"{found}, conditional put")
 
 
 _STEPS = {
-    "bucket": "the bucket cannot be had", "put": "an object cannot be put", "get": "what was put cannot be read",
-    "delete": "what was put cannot be deleted",
+    "put": "an object cannot be put", "get": "what was put cannot be read", "delete": "what was put cannot be deleted",
 }  # fmt: skip
 
 
-def _object_fix(facts: Objects, settings: Settings) -> str:
-    if facts.status == 404 and facts.failed == "bucket":
-        return f"create the bucket {bucket_of(settings.pools.object.url)[0]!r}, or correct pools.object.url"
-    if facts.status in (401, 403):
-        return "check the credentials (AWS_ACCESS_KEY_ID, profile, role) and the policy: s3:ListBucket, Get-, Put-, DeleteObject"
-    if facts.status in (507, 503) or "Full" in facts.why or "Quota" in facts.why:
+def _object_fix(facts: Objects) -> str:
+    if facts.trouble is Trouble.DENIED:
+        return "check the credentials and their policy: list, get, put and delete under the prefix"
+    if any(word in facts.why for word in ("503", "507", "Full", "Quota", "maxmemory")):
         return "free room in the store, or raise its quota"
-    if "Credentials" in facts.why:
-        return "give credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role"
-    if not facts.status:
+    if facts.trouble is Trouble.SILENT:
         return "start the store, or correct pools.object.endpoint"
     return "check pools.object.region and pools.object.endpoint"
 
