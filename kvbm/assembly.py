@@ -295,7 +295,7 @@ def run_gc(
 
 
 def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
-    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, run_once
+    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, TenantPart, run_once
 
     gc, wanted = settings.gc, settings.pools.object
     is_sealed = bool(wanted.keys or wanted.keys_command)
@@ -308,6 +308,9 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
         gc.lease_s,
         only_blocks=wanted.blocks,
         sealed=is_sealed,
+        parts={
+            tenant: TenantPart(share.weight, share.object_bytes or None) for tenant, share in settings.tenants.items()
+        },
     )
     with ExitStack() as opened:
         store = new_store()

@@ -402,6 +402,12 @@ class CatalogService:
                 for tier, count in view.counts.items()
             },
             claims=self._index.claim_counts(),
+            put_bytes={
+                (instance, namespace.hex()): sizes
+                for instance in self._index.instances()
+                if (pulse := self._liveness.last(instance)) is not None
+                for namespace, sizes in pulse.heartbeat.put_bytes.items()
+            },
         )
 
     def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:

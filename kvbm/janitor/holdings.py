@@ -7,6 +7,7 @@ are read to their end, so the claim of the last block tells when the object was 
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.core.policy import OTHERS
 from kvbm.janitor.effects import ClaimColumns, Claimed, Header, ObjectSeen
 
 _PLAIN = re.compile(r"([1-9][0-9]{0,4})/([0-9a-f]{32})/([0-9a-f]{32})")
@@ -171,8 +173,27 @@ def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Chosen]:
         yield from _chosen(space, rows, EvictReason.TTL)
 
 
+class TenantPart(NamedTuple):
+    """What a tenant may have of a pool.
+
+    Attributes:
+        weight: its part of a pool that is full, at least 1.
+        quota_bytes: what it may have at most; None: what SQL says, or no limit.
+    """
+
+    weight: int = 1
+    quota_bytes: int | None = None
+
+
+_Entry = tuple[int, NamespaceId, int]  # (when it was used, namespace, row)
+
+
 def over_quota(
-    holdings: Holdings, gone: Mapping[NamespaceId, set[bytes]], quota_bytes: int, more_bytes: int
+    holdings: Holdings,
+    gone: Mapping[NamespaceId, set[bytes]],
+    quota_bytes: int,
+    more_bytes: int,
+    parts: Mapping[str, TenantPart] | None = None,
 ) -> list[Chosen]:
     """The least recently used objects, as many as stand above what a tenant, and then the whole pool, may have.
 
@@ -180,40 +201,65 @@ def over_quota(
         gone: those that go anyway.
         quota_bytes: of the whole pool; 0: no limit.
         more_bytes: what the pool has beside the objects that can be chosen.
+        parts: of tenants, where they have some: who has most for its weight gives up first what the pool has too much.
     """
+    parts = parts or {}
     chosen: list[Chosen] = []
-    left: list[tuple[int, NamespaceId, int]] = []  # (used, namespace, row)
-    by_tenant: dict[str, list[tuple[int, NamespaceId, int]]] = {}
+    shared: dict[str, list[_Entry]] = {}  # by whose share they are of; all in one where nobody has one
+    by_tenant: dict[str, list[_Entry]] = {}
     for space in holdings.spaces.values():
         going = gone.get(space.namespace, set())
         rows = [int(row) for row in np.flatnonzero(space.blocks > 0) if space.block(int(row)) not in going]
         used_ns = space.used_ns()
         by_tenant.setdefault(space.tenant, []).extend((int(used_ns[row]), space.namespace, row) for row in rows)
     for tenant, entries in by_tenant.items():
-        entries.sort()
-        count = _first_above(holdings, entries, holdings.quotas.get(tenant), 0)
+        named = parts.get(tenant, TenantPart())
+        quota = holdings.quotas.get(tenant) if named.quota_bytes is None else named.quota_bytes
+        count = _first_above(holdings, entries, quota)
         chosen += [_one(holdings, entry) for entry in entries[:count]]
-        left += entries[count:]
-    left.sort()
-    count = _first_above(holdings, left, quota_bytes or None, more_bytes)
-    return chosen + [_one(holdings, entry) for entry in left[:count]]
+        shared.setdefault(tenant if tenant in parts else OTHERS, []).extend(entries[count:])
+    if others := shared.get(OTHERS):
+        count = _first_above(holdings, others, parts.get(OTHERS, TenantPart()).quota_bytes)
+        chosen += [_one(holdings, entry) for entry in others[:count]]
+        shared[OTHERS] = others[count:]
+    if quota_bytes:
+        chosen += [_one(holdings, entry) for entry in _above(holdings, shared, quota_bytes, more_bytes, parts)]
+    return chosen
 
 
-def _first_above(
-    holdings: Holdings, entries: Sequence[tuple[int, NamespaceId, int]], quota_bytes: int | None, more_bytes: int
-) -> int:
-    """How many, from the first on, must go so that the rest is within a quota."""
-    if quota_bytes is None:
-        return 0
-    sizes = [int(holdings.spaces[namespace].sizes[row]) for _, namespace, row in entries]
-    over, count = sum(sizes) + more_bytes - quota_bytes, 0
-    while over > 0 and count < len(sizes):
-        over -= sizes[count]
-        count += 1
-    return count
+def _first_above(holdings: Holdings, entries: list[_Entry], quota_bytes: int | None) -> int:
+    """Sorts objects by when they were used. Returns how many, from the first on, must go so that the rest is within a quota."""
+    entries.sort()
+    return 0 if quota_bytes is None else len(_above(holdings, {OTHERS: entries}, quota_bytes, 0, {}))
 
 
-def _one(holdings: Holdings, entry: tuple[int, NamespaceId, int]) -> Chosen:
+def _above(
+    holdings: Holdings,
+    shared: Mapping[str, Sequence[_Entry]],
+    quota_bytes: int,
+    more_bytes: int,
+    parts: Mapping[str, TenantPart],
+) -> list[_Entry]:
+    """Which must go so that the rest is within a quota: always the next of the share with most bytes for its weight."""
+    left = {
+        share: deque((entry, int(holdings.spaces[entry[1]].sizes[entry[2]])) for entry in entries)
+        for share, entries in shared.items()
+    }
+    held = {share: sum(size for _, size in entries) for share, entries in left.items()}
+    over, going = sum(held.values()) + more_bytes - quota_bytes, []
+    while over > 0 and any(left.values()):
+        share = max(
+            (share for share in left if left[share]),
+            key=lambda share: held[share] / parts.get(share, TenantPart()).weight,
+        )
+        entry, size = left[share].popleft()
+        going.append(entry)
+        held[share] -= size
+        over -= size
+    return going
+
+
+def _one(holdings: Holdings, entry: _Entry) -> Chosen:
     _, namespace, row = entry
     return next(_chosen(holdings.spaces[namespace], np.array([row]), EvictReason.QUOTA))
 

@@ -52,7 +52,18 @@ from kvbm.janitor.effects import (
     WriteList,
     WriteUsed,
 )
-from kvbm.janitor.holdings import Chosen, Holdings, Named, Space, column, expired, lacking, over_quota, parse
+from kvbm.janitor.holdings import (
+    Chosen,
+    Holdings,
+    Named,
+    Space,
+    TenantPart,
+    column,
+    expired,
+    lacking,
+    over_quota,
+    parse,
+)
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import UsedBy, UsedHere
 from kvbm.pools.withdrawn import KEPT_PREFIX, WITHDRAWN_PREFIX
@@ -83,6 +94,7 @@ class Rules(NamedTuple):
         lease_s: for how long the lease is taken.
         settle_s: how long the catalog may take to store what was said.
         only_blocks: the k of this pool; 0: every k that is there.
+        parts: of tenants, by name; OTHERS for all that are not named.
         sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
     """
 
@@ -95,6 +107,7 @@ class Rules(NamedTuple):
     settle_s: float = 60.0
     only_blocks: int = 0
     sealed: bool = False
+    parts: Mapping[str, TenantPart] = {}
 
     @property
     def batch_s(self) -> float:
@@ -405,7 +418,7 @@ class Janitor:
         gone: dict[NamespaceId, set[bytes]] = {}
         for one in chosen:
             gone.setdefault(one.namespace, set()).add(one.block)
-        return chosen + over_quota(holdings, gone, self._rules.quota_bytes, more_bytes)
+        return chosen + over_quota(holdings, gone, self._rules.quota_bytes, more_bytes, self._rules.parts)
 
     def _older_ns(self) -> int:
         """The age from which objects go: clocks that are apart by less than is allowed make none go early."""

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ from kvbm.manager.samples import Sampled, SampleSink
 from kvbm.manager.source import EventSource
 from kvbm.manager.staging import Staging
 from kvbm.manager.workers import Workers
-from kvbm.pools.base import ReadOutcome
+from kvbm.pools.base import ObjectStats, ReadOutcome
 from kvbm.pools.hbm import HbmPool
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
 
@@ -71,6 +71,7 @@ log = structlog.get_logger()
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
 _STAGING_BYTES = 64 << 20
+_TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
 _RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
@@ -105,6 +106,7 @@ class ManagerStats(NamedTuple):
         late_slots: slots, at both ends, held by onboards that run on after their request.
         quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
         shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for new ones.
+        objects: what the object pool has counted; None where there is none.
     """
 
     created_blocks: int
@@ -123,6 +125,7 @@ class ManagerStats(NamedTuple):
     late_slots: int
     quarantined_slots: int
     shares: dict[Tier, list[ShareCounts]]
+    objects: ObjectStats | None
 
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
@@ -572,6 +575,7 @@ class Manager:
                 {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(), dict(self._offloader.skipped),
                 _slots_held(self._late_running), _slots_held(self._quarantined),
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
+                None if self.pools.object is None else self.pools.object.stats(),
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -581,10 +585,12 @@ class Manager:
             namespaces = tuple(self._namespaces)
             epoch = self._ledger.epoch
         offset = published.offset if published.epoch == epoch else Offset(0)
+        pool = self.pools.object
+        put_bytes = {} if pool is None else dict(islice(pool.stats().namespaces.items(), _TOLD_NAMESPACES))
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens, running_requests=self._load.running_requests, free_slots=free,
-            namespaces=namespaces, stopping=self._stopped,
+            namespaces=namespaces, stopping=self._stopped, put_bytes=put_bytes,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------

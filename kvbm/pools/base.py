@@ -94,6 +94,34 @@ class SlotPool(Protocol):
         """Give back memory, files and locks. Idempotent."""
 
 
+class NamespaceBytes(NamedTuple):
+    """What was put of a namespace: bytes as in memory, and as they lie in the store. The first over the second is the ratio."""
+
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
+class ObjectStats(NamedTuple):
+    """What a pool has counted since it was made.
+
+    Attributes:
+        put_objects: put by this pool.
+        found_objects: that were there already when they were to be put.
+        refused_objects: that were not put for some trouble.
+        got_objects, missing_objects, corrupt_objects, failed_objects: how reads ended.
+        namespaces: bytes put, by namespace.
+    """
+
+    put_objects: int = 0
+    found_objects: int = 0
+    refused_objects: int = 0
+    got_objects: int = 0
+    missing_objects: int = 0
+    corrupt_objects: int = 0
+    failed_objects: int = 0
+    namespaces: dict[NamespaceId, NamespaceBytes] = {}  # noqa: RUF012  # never changed in place
+
+
 class ObjectPool(Protocol):
     """A pool of cluster reach: no slots, no owner, blocks are found by namespace and hash.
 
@@ -134,6 +162,9 @@ class ObjectPool(Protocol):
             at: as everywhere; n is its length, or the number of rows.
         Raises: LayoutError: the chain is no multiple of k, or has fewer than `first` + n blocks.
         """
+
+    def stats(self) -> ObjectStats:
+        """What was counted since the pool was made."""
 
     def close(self) -> None:
         """Give back connections. Idempotent."""

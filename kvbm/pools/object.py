@@ -18,7 +18,7 @@ import numpy as np
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
-from kvbm.pools.base import Proof, ReadOutcome, ReadResult
+from kvbm.pools.base import NamespaceBytes, ObjectStats, Proof, ReadOutcome, ReadResult
 from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding
 from kvbm.pools.front import FrontedStore
 from kvbm.pools.object_header import MOST_BLOCKS, Headers, decode_object_headers, encode_object_headers, header_bytes
@@ -46,34 +46,6 @@ class Described(NamedTuple):
     hashes: bytes
     epoch: Epoch
     size_bytes: int
-
-
-class NamespaceBytes(NamedTuple):
-    """What was put of a namespace: bytes as in memory, and as they lie in the store. The first over the second is the ratio."""
-
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-
-
-class ObjectStats(NamedTuple):
-    """What a pool has counted since it was made.
-
-    Attributes:
-        put_objects: put by this pool.
-        found_objects: that were there already when they were to be put.
-        refused_objects: that were not put for some trouble.
-        got_objects, missing_objects, corrupt_objects, failed_objects: how reads ended.
-        namespaces: bytes put, by namespace.
-    """
-
-    put_objects: int = 0
-    found_objects: int = 0
-    refused_objects: int = 0
-    got_objects: int = 0
-    missing_objects: int = 0
-    corrupt_objects: int = 0
-    failed_objects: int = 0
-    namespaces: dict[NamespaceId, NamespaceBytes] = {}  # noqa: RUF012  # never changed in place
 
 
 class BlockObjects:

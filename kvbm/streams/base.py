@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
@@ -107,6 +107,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         namespaces: namespaces it has used.
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
+        put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
     """
 
     instance: InstanceId
@@ -121,6 +122,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     free_slots: dict[Tier, int] = {}
     namespaces: tuple[NamespaceId, ...] = ()
     stopping: bool = False
+    put_bytes: Mapping[NamespaceId, tuple[int, int]] = {}
 
 
 class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ class CatalogNumbers(NamedTuple):
     Attributes:
         stored_sequence: messages up to here are in SQL.
         claims: blocks claimed, by pool.
+        put_bytes: what instances have put in the object pool, by instance and namespace: bytes in memory, and in the store.
         residencies: blocks held, by instance and tier.
     """
 
@@ -67,6 +68,7 @@ class CatalogNumbers(NamedTuple):
     indexed_blocks: int
     residencies: dict[tuple[str, str], int]
     claims: dict[str, int]
+    put_bytes: dict[tuple[str, str], tuple[int, int]]
 
 
 _COUNTERS = {
@@ -165,3 +167,12 @@ class _Numbers(Collector):
         for pool, count in sorted(now.claims.items()):
             claims.add_metric([pool], count)
         yield claims
+        put = CounterMetricFamily(
+            "kvbm_catalog_object_put_bytes",
+            "Bytes an instance has put in the object pool: raw in memory, stored in the store; raw over stored is the ratio.",
+            labels=["instance", "namespace", "form"],
+        )
+        for (instance, namespace), sizes in sorted(now.put_bytes.items()):
+            for form, count in zip(("raw", "stored"), sizes, strict=True):
+                put.add_metric([instance, namespace, form], count)
+        yield put

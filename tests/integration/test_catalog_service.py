@@ -445,6 +445,20 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
 
 
+def test_metrics_tell_how_much_smaller_a_namespace_became(running: Running) -> None:
+    a = running.instance("a")
+    a.create(0, 5)
+    a.publish()
+    a.beat(put_bytes={SPACE.id: (3000, 2000)})
+
+    def sizes() -> dict[str, float]:
+        families = text_string_to_metric_families(running.client.metrics())
+        put = [s for f in families for s in f.samples if s.name == "kvbm_catalog_object_put_bytes_total"]
+        return {s.labels["form"]: s.value for s in put if s.labels["namespace"] == SPACE.id.hex()}
+
+    eventually(lambda: sizes() == {"raw": 3000, "stored": 2000})
+
+
 def test_a_locator_asks_for_claims_and_backs_off_while_the_catalog_is_away(running: Running) -> None:
     positions = prepared(running)
     running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)

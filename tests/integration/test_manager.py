@@ -85,6 +85,19 @@ def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
         assert serve(manager, 1, 6).prefix.hits == {Tier.HBM: 3, Tier.HOST: 2, Tier.NVME: 1}
 
 
+def test_a_manager_tells_what_it_has_put_in_the_object_pool() -> None:
+    with make_manager(SLOTS, objects=memory_objects(BLOCK_BYTES)) as manager:
+        serve(manager, 1, 6)
+        assert manager.settle(5)
+        counted = manager.stats().objects
+        assert counted is not None
+        raw, stored = counted.namespaces[NAMESPACE.id]
+        assert (counted.put_objects, raw) == (6, 6 * BLOCK_BYTES)
+        assert manager.heartbeat(Position(1, 0)).put_bytes == {NAMESPACE.id: (raw, stored)}  # type: ignore[arg-type]
+    with make_manager(SLOTS) as manager:
+        assert manager.stats().objects is None
+
+
 def test_the_journal_folds_to_the_live_state_and_digest() -> None:
     log = MemoryLog()
     objects = memory_objects(BLOCK_BYTES)

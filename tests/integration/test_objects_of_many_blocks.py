@@ -19,7 +19,7 @@ from kvbm.manager.groups import groups_of
 from kvbm.manager.manager import Manager
 from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
-from kvbm.pools.base import ObjectPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object import BlockObjects
 from kvbm.streams.memory import MemoryLog
 from tests.integration.test_late_copies import OutOfReach, _Jittery
@@ -110,6 +110,9 @@ class Asked:
         if self.spoils is not None:
             return ReadResult([*result.outcomes[:-1], self.spoils], result.checksums)
         return result
+
+    def stats(self) -> ObjectStats:
+        return self.pool.stats()
 
     def close(self) -> None:
         self.pool.close()

@@ -10,6 +10,8 @@ import pytest
 from kvbm.core.errors import JanitorError, PoolError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
+from kvbm.core.policy import OTHERS
+from kvbm.janitor import TenantPart
 from kvbm.janitor import lease as leases
 from kvbm.janitor.effects import (
     ClaimedLast,
@@ -102,6 +104,34 @@ def test_a_tenant_above_its_quota_loses_its_own_blocks_alone() -> None:
     assert report.withdrawn == {"quota": 1}
     assert world.objects() == {*world.names(chain(2), OTHER), *world.names(chain(1)), *world.names(chain(3))}
     assert report.parts[OTHER.id.hex()].tenant == "globex"
+
+
+def test_a_tenants_part_is_its_quota_and_its_weight_where_the_pool_is_full() -> None:
+    world = World()
+    runs = [chain(number) for number in range(8)]
+    for number, run in enumerate(runs):
+        world.put(run, OTHER if number < 4 else SPACE)
+        world.now_s += 1
+    size = len(world.store.objects[world.names(runs[4])[0]][0])
+    world.cluster.quotas = {"globex": size}
+    parts = {"globex": TenantPart(1, 3 * size), OTHERS: TenantPart(3)}
+    report = gc(world, RULES._replace(parts=parts))
+    assert report.withdrawn == {"quota": 1}  # its own part goes before what SQL says
+    assert gc(world, RULES._replace(parts=parts, quota_bytes=4 * size)).withdrawn == {"quota": 3}
+    left = [*world.names(runs[3], OTHER), *(name for run in runs[5:] for name in world.names(run))]
+    assert world.objects() == set(left)  # 1 to 3, though those of globex are all older
+
+
+def test_all_without_a_part_of_their_own_have_one_quota_together() -> None:
+    world = World()
+    runs = [chain(number) for number in range(4)]
+    for number, run in enumerate(runs):
+        world.put(run, SPACE if number % 2 else OTHER)
+        world.now_s += 1
+    size = len(world.store.objects[world.names(runs[1])[0]][0])
+    report = gc(world, RULES._replace(parts={OTHERS: TenantPart(1, 2 * size)}))
+    assert report.withdrawn == {"quota": 2}
+    assert world.objects() == {*world.names(runs[2], OTHER), *world.names(runs[3])}
 
 
 def test_no_time_and_no_quota_mean_that_nothing_goes() -> None:

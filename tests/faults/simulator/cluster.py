@@ -31,7 +31,7 @@ from kvbm.config import (
 from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.manager.manager import Manager
-from kvbm.pools.base import Proof, ReadResult
+from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
 from tests.faults.simulator.kernel import Clock, Process, Thread, Violation, Waiter, World
@@ -105,6 +105,9 @@ class SlowObjects:
     ) -> ReadResult:
         nap(self._world, 0.01)
         return self.inner.get(namespace, chain, rows, at, first)
+
+    def stats(self) -> ObjectStats:
+        return self.inner.stats()
 
     def close(self) -> None:
         return
