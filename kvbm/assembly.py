@@ -22,7 +22,7 @@ import structlog
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.config import HbmSettings, PoolsSettings, Settings, check_settings
+from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
@@ -276,6 +276,7 @@ def run_gc(
     Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
     """
     check_settings(settings)
+    check_gc(settings.gc, settings.pools.object)
     if new_store is None and not settings.pools.object.url:
         raise ConfigError(
             "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"

@@ -399,7 +399,6 @@ def check_settings(settings: Settings) -> None:
     ):
         if count < 1:
             raise ConfigError(f"{key} is {count}; it must be at least 1")
-    _check_gc(settings.gc, settings.pools.object)
     if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
         raise ConfigError(
             f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
@@ -596,7 +595,8 @@ def _check_objects(objects: ObjectSettings) -> None:
         raise ConfigError("pools.object.front is no Redis; write redis://host:port/database")
 
 
-def _check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
+def check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
+    """Refuse what a janitor cannot go by. Raises ConfigError: which setting, and what to write."""
     for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
         if not 0 <= getattr(gc, name) < math.inf:
             raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")

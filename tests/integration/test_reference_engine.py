@@ -330,7 +330,7 @@ def test_the_largest_request_that_fits_the_pool_is_served() -> None:
 def test_slots_that_never_come_back_fail_the_request_instead_of_waiting_for_ever() -> None:
     manager = new_manager(slots=10)
     serve(new_engine(manager), [SHARED])
-    kept = manager.allocate(6)
+    kept = manager.allocate(6, NAMESPACE.id)
     assert kept is not None
     (finished,) = serve(new_engine(manager), [SHARED])
     assert manager.calls["acquire"] == 2  # the prefix of 4 blocks stayed held while it waited

@@ -47,9 +47,7 @@ def speed_of_mix(folder: Path, file_bytes: int, block_bytes: int, read_share: fl
         file = Path(temporary) / "mix"
         try:
             fio = find_fio(Path(temporary))
-            fio.rate(
-                "write", file, file_bytes, block_bytes, _DEPTH, random=False
-            )  # a block never written reads as nothing
+            fio.rate("write", file, file_bytes, block_bytes, _DEPTH)  # a block never written reads as nothing
         except FioError:
             return None
         command = [
