@@ -7,7 +7,8 @@ at a time write, and a replica whose `previous` no longer holds learns that and 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from enum import Enum
 from itertools import groupby
 from typing import Any, NamedTuple, Self
@@ -43,6 +44,7 @@ from kvbm.streams.base import START, Mark
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
+_END_S = 5.0  # for a batch under way when whoever stores it is stopped
 
 
 class InstanceState(Enum):
@@ -217,6 +219,9 @@ class Store:
             raise LayoutError(
                 f"a batch from position {batch.previous} to {batch.stream_sequence} does not move forward"
             )
+        return await _to_its_end(self._write(batch))
+
+    async def _write(self, batch: StoreBatch) -> Applied:
         withdrawn, claimed = _net_claims(batch.claims)
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             async with self._engine.begin() as connection:
@@ -351,6 +356,22 @@ class Store:
 
 
 # -- the position -----------------------------------------------------------------------------------------------------
+
+
+async def _to_its_end(transaction: Coroutine[Any, Any, Applied]) -> Applied:
+    """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little then.
+
+    A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody collects it.
+    """
+    task = asyncio.ensure_future(transaction)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        ended, _ = await asyncio.wait([task], timeout=_END_S)
+        for one in ended:
+            if not one.cancelled():
+                one.exception()  # nobody asks for it any more
+        raise
 
 
 async def _position(connection: AsyncConnection, stream: str) -> Mark:

@@ -308,6 +308,23 @@ def test_applying_twice_is_applying_once(database_url: str) -> None:
     with_store(database_url, work)
 
 
+def test_a_batch_whose_storing_is_cancelled_ends_whole_and_leaves_no_lock(database_url: str) -> None:
+    async def work(store: Store) -> None:
+        for attempt in range(60):
+            at = await store.position(STREAM)
+            run = hashes(50, seed=attempt)
+            storing = asyncio.create_task(store.apply(batch(at, at + 1, claims=(claim(run),))))
+            await asyncio.sleep(attempt * 1e-4)
+            storing.cancel()
+            await asyncio.wait([storing])
+            stored = await store.position(STREAM)
+            assert len(await claimed(store)) == 50 * stored
+            if stored == at:  # it had not begun
+                await store.apply(batch(at, at + 1, claims=(claim(run),)))  # fails where a lock has stayed
+
+    with_store(database_url, work)
+
+
 def test_a_position_never_moves_back(database_url: str) -> None:
     async def work(store: Store) -> None:
         assert await store.apply(batch(0, 10))
