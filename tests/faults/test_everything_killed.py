@@ -104,7 +104,7 @@ def test_an_instance_killed_again_and_again_while_it_puts_leaves_whole_objects_a
 ) -> None:
     dice = random.Random(6)
     with Cluster(tmp_path, "one", place) as cluster:
-        for _ in range(4):
+        for _ in range(3):
             (worker,) = cluster.instances("a", **NVME)
             there = _count(place)
             worker.send(op="burst", blocks=100_000)
