@@ -114,12 +114,18 @@ class Cluster:
     # -- as instances and the janitor say it ----------------------------------------------------------------------------
 
     def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
+        assert len(set(split_hashes(hashes))) == len(split_hashes(hashes)), (
+            "a real ledger refuses a run that names a block twice"
+        )
         self.said.append((namespace, hashes, None))
         self.offset += 1
         for block in split_hashes(hashes):
             self.times[namespace, block] = max(self.stamp(), self.times.get((namespace, block), 0))
 
     def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
+        assert len(set(split_hashes(hashes))) == len(split_hashes(hashes)), (
+            "a real ledger refuses a run that names a block twice"
+        )
         self.said.append((namespace, hashes, reason))
         self.offset += 1
         for block in split_hashes(hashes):

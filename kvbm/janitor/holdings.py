@@ -1,7 +1,8 @@
 """What a pool is claimed to hold beside what its listing shows, in columns: a pool may have tens of millions of blocks.
 
 An object is known among the claims by its last block, the one that names it. A claim is renewed by whoever reads an object, and objects
-are read to their end, so the claim of the last block tells when the object was last used.
+are read to their end, so the claim of the last block tells when the object was last used. Prompts that part within an object share the
+blocks before: several objects hold these, and their claims stand for all of them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Space:
         self.sizes = np.zeros(len(self.hashes), dtype=np.int64)
         self.known_ns = np.zeros(len(self.hashes), dtype=np.int64)
         self.blocks = np.zeros(len(self.hashes), dtype=np.int64)
+        self._shared = np.empty(0, dtype=_COLUMN)  # ascending: blocks of several objects
+        self._holders = np.empty(0, dtype=np.int64)  # how many hold each of them
+        self._knows_shared = True
 
     def row(self, block: bytes) -> int | None:
         """Where a block is claimed."""
@@ -95,6 +99,34 @@ class Space:
         """When each object was last claimed, used or put, whichever is latest: no clock that runs behind makes it older than it is."""
         used_ns: np.ndarray = np.maximum(self.last_ns, self.known_ns)
         return used_ns
+
+    def learn_shared(self, held: np.ndarray | None) -> None:
+        """Learn which blocks are in several objects: `held` are those of all objects, repeats included; None: nobody can tell."""
+        self._knows_shared = held is not None
+        if held is not None:
+            blocks, counts = np.unique(held, return_counts=True)
+            self._shared, self._holders = blocks[counts > 1], counts[counts > 1]
+
+    def own(self, hashes: bytes) -> bytes:
+        """Those blocks of an object that no other object holds; its last one always is."""
+        return b"".join(block for block, row in self._with_rows(hashes) if row is None)
+
+    def leave(self, hashes: bytes) -> bytes:
+        """An object goes. Returns those of its blocks that no other holds any more."""
+        last: list[bytes] = []
+        for block, row in self._with_rows(hashes):
+            if row is not None and row >= 0:
+                self._holders[row] -= 1
+            if row is None or (row >= 0 and not self._holders[row]):
+                last.append(block)
+        return b"".join(last)
+
+    def _with_rows(self, hashes: bytes) -> Iterator[tuple[bytes, int | None]]:
+        """The blocks of an object, each with its row among those shared: None where it is the object's own, -1 where nobody can tell."""
+        for at in range(0, len(hashes), HASH_BYTES):
+            block = hashes[at : at + HASH_BYTES]
+            is_last = at + HASH_BYTES == len(hashes)
+            yield block, (_find(self._shared, block) if self._knows_shared else None if is_last else -1)
 
     def packed(self, rows: np.ndarray) -> bytes:
         """The hashes of rows."""
@@ -144,7 +176,7 @@ class Holdings:
         return True
 
     def newest_ns(self, namespace: NamespaceId, hashes: bytes) -> int:
-        """When any block of an object was last claimed or used; 0 where none is claimed."""
+        """When any of some blocks was last claimed or used; 0 where none is claimed."""
         space = self.spaces[namespace]
         rows = (space.row(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES))
         return max((int(space.last_ns[row]) for row in rows if row is not None), default=0)

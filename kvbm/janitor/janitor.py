@@ -5,8 +5,8 @@
 1. the lease, so that over all clusters of a store one janitor works; the two clocks are compared
 2. the withdrawn lists that another has left: their grace begins anew, and what nobody has claimed since is deleted
 3. the claims, from SQL, beside the store's listing: objects without a claim are claimed; claims without an object withdrawn
-4. what is older than its time, and what stands above a quota: its claims are withdrawn and the catalog has that; its names are
-   written into the store, where every instance sees them; the grace passes; what nobody has claimed since is deleted, the list goes
+4. what is older than its time, and what stands above a quota: the claims of the blocks that no other object holds are withdrawn and
+   the catalog has that; its names are written into the store, where every instance sees them; the grace passes; what nobody has claimed since is deleted, the list goes
 
 It may die anywhere. Claims withdrawn and no list: the next run finds objects without a claim and claims them, so they live once
 more. A list: the next run, of whatever cluster, begins its grace anew, and deletes or lets go. An object deleted and named still:
@@ -258,7 +258,8 @@ class Janitor:
         for number, (name, names) in enumerate(sorted(found.items())):
             yield from self._hold()
             headers = yield from self._describe(names)
-            lists[name] = _List(tuple(names), {one: header for one, header in headers if isinstance(header, Header)})
+            known = {one: _Listed(header, header.hashes) for one, header in headers if isinstance(header, Header)}
+            lists[name] = _List(tuple(names), known)
             unknown = {one for one, header in headers if header is Unread.UNKNOWN}
             lists[name].waiting.update(unknown)
             self._lists = max(self._lists, number + 1)
@@ -343,22 +344,25 @@ class Janitor:
         return sum(header.size_bytes for header in headers)
 
     def _mend(self, holdings: Holdings) -> Steps[None]:
-        """Bring claims to what objects hold, in each namespace where their numbers differ."""
+        """Bring claims to what objects hold, in each namespace where their numbers differ; they do where objects share blocks, too."""
         for space in holdings.spaces.values():
             placed = np.flatnonzero(space.blocks > 0)
             found = b"".join(holdings.found.get(space.namespace, []))
-            if int(space.blocks.sum()) == len(space.hashes) or (
-                space.namespace in holdings.nameless and holdings.untold
-            ):
-                continue  # the second: its objects may be among those that nobody here can open
+            if int(space.blocks.sum()) == len(space.hashes):
+                continue
+            if space.namespace in holdings.nameless and holdings.untold:
+                space.learn_shared(None)  # its objects may be among those that nobody here can open
+                continue
             young = [name for name, blocks in holdings.young if blocks > 1]  # some of their blocks may be claimed
             if (space.blocks[placed] == 1).all() and not young:
                 present = np.union1d(space.hashes[placed], column(found))
             else:
                 headers = yield from self._headers_of(holdings, space, placed, young)
-                if headers is None:
+                held = None if headers is None else column(b"".join(header.hashes for header in headers) + found)
+                space.learn_shared(held)
+                if held is None:
                     continue
-                present = column(b"".join(header.hashes for header in headers) + found)
+                present = np.unique(held)
             yield from self._mend_space(space, present, column(found))
 
     def _names_of(
@@ -435,14 +439,18 @@ class Janitor:
             yield from self._hold()
             names = yield from self._names_of(holdings, namespace, blocks, [one.block for one in group])
             described = yield from self._describe(names)
-            going += [
-                _Going(name, one, header, holdings.newest_ns(header.namespace, header.hashes))
-                for (name, header), one in zip(described, group, strict=True)
-                if isinstance(header, Header)
-            ]
+            for (name, header), one in zip(described, group, strict=True):
+                if isinstance(header, Header):
+                    own = holdings.spaces[header.namespace].own(header.hashes)
+                    going.append(_Going(name, one, header, own, holdings.newest_ns(header.namespace, own)))
         going = yield from self._still_unused(going)
         for reason in dict.fromkeys(entry.chosen.reason for entry in going):
-            yield from self._say(_runs(entry.header for entry in going if entry.chosen.reason is reason), reason)
+            left = [
+                Run(entry.header.namespace, holdings.spaces[entry.header.namespace].leave(entry.header.hashes))
+                for entry in going
+                if entry.chosen.reason is reason
+            ]
+            yield from self._say(_runs(left), reason)
         for entry in going:
             self._count_withdrawn(entry.chosen)
         yield from self._settle()
@@ -452,18 +460,20 @@ class Janitor:
             part = going[at : at + LIST_NAMES]
             self._lists += 1
             name = f"{WITHDRAWN_PREFIX}{self._lease.epoch:012d}-{self._lists:06d}"
-            lists[name] = _List(tuple(entry.name for entry in part), {entry.name: entry.header for entry in part})
+            lists[name] = _List(
+                tuple(entry.name for entry in part), {entry.name: _Listed(entry.header, entry.own) for entry in part}
+            )
             yield from _do(WriteList(name, lists[name].names))
         if lists:
             yield from self._finish(lists)
 
     def _still_unused(self, going: Sequence[_Going]) -> Steps[list[_Going]]:
-        """Those of the chosen of which no block was claimed or used since SQL was read, or within its time."""
+        """Those of the chosen of which no block of their own was claimed or used since SQL was read, or within its time."""
         old_ns = self._store_now_ns() - self._older_ns()
         left: list[_Going] = []
         for at in range(0, len(going), DESCRIBED_AT_ONCE):
             part = going[at : at + DESCRIBED_AT_ONCE]
-            last = yield from _do(ClaimedLast(tuple(_run(entry.header) for entry in part)))
+            last = yield from _do(ClaimedLast(tuple(Run(entry.header.namespace, entry.own) for entry in part)))
             for entry, last_ns in zip(part, last, strict=True):
                 if last_ns <= entry.last_ns and (entry.chosen.reason is not EvictReason.TTL or last_ns < old_ns):
                     left.append(entry)
@@ -478,18 +488,18 @@ class Janitor:
             yield from self._hold()
         yield from self._settle()
         for name, listed in lists.items():
-            entries = list(listed.headers.items())
+            entries = list(listed.known.items())
             left = set(listed.waiting)
             for at in range(0, len(entries), BATCH_NAMES):
                 left |= yield from self._finish_some(entries[at : at + BATCH_NAMES])
             yield from self._hold()
             yield from _do(WriteList(name, tuple(one for one in listed.names if one in left), listed.names))
 
-    def _finish_some(self, entries: Sequence[tuple[str, Header]]) -> Steps[set[str]]:
+    def _finish_some(self, entries: Sequence[tuple[str, _Listed]]) -> Steps[set[str]]:
         """Delete a batch as far as it is not claimed. Returns what is to be tried again."""
-        last = yield from _do(ClaimedLast(tuple(_run(header) for _, header in entries)))
-        kept = [header for (_, header), ns in zip(entries, last, strict=True) if ns]
-        free = [entry for entry, ns in zip(entries, last, strict=True) if not ns]
+        last = yield from _do(ClaimedLast(tuple(Run(one.header.namespace, one.own) for _, one in entries)))
+        kept = [one.header for (_, one), ns in zip(entries, last, strict=True) if ns]
+        free = [(name, one.header) for (name, one), ns in zip(entries, last, strict=True) if not ns]
         self.report.kept += len(kept)
         yield from self._say(_runs(kept))  # whole objects: what claimed it may have claimed some of its blocks
         if not free:
@@ -531,20 +541,34 @@ class Janitor:
             yield from _do(Say(tuple(runs), withdrawn))
 
 
-class _List:
-    """A withdrawn list: its names, what those that are there hold, and those of which nobody knows."""
+class _Listed(NamedTuple):
+    """An object in a withdrawn list: what it holds, and those of its blocks whose claim says that somebody wants it."""
 
-    def __init__(self, names: tuple[str, ...], headers: dict[str, Header]) -> None:
-        self.names, self.headers = names, headers
+    header: Header
+    own: bytes
+
+
+class _List:
+    """A withdrawn list: its names, those that are there, and those of which nobody knows."""
+
+    def __init__(self, names: tuple[str, ...], known: dict[str, _Listed]) -> None:
+        self.names, self.known = names, known
         self.waiting: set[str] = set()
 
 
 class _Going(NamedTuple):
-    """An object that was chosen, what it proves to hold, and when SQL said that any block of it was last claimed."""
+    """An object that was chosen.
+
+    Attributes:
+        header: what it proves to hold.
+        own: blocks that no other object holds.
+        last_ns: when SQL said that any of these was last claimed.
+    """
 
     name: str
     chosen: Chosen
     header: Header
+    own: bytes
     last_ns: int
 
 
@@ -553,17 +577,13 @@ def _do(effect: Effect[T]) -> Steps[T]:
     return cast(T, (yield effect))
 
 
-def _run(header: Header) -> Run:
-    return Run(header.namespace, header.hashes)
-
-
-def _runs(headers: Iterator[Header] | Sequence[Header]) -> list[Run]:
+def _runs(held: Sequence[Header | Run]) -> list[Run]:
     """The blocks of objects, those of a namespace together, each once."""
     blocks: dict[NamespaceId, dict[bytes, None]] = {}
-    for header in headers:
-        known = blocks.setdefault(header.namespace, {})
-        for at in range(0, len(header.hashes), HASH_BYTES):
-            known[header.hashes[at : at + HASH_BYTES]] = None
+    for one in held:
+        known = blocks.setdefault(one.namespace, {})
+        for at in range(0, len(one.hashes), HASH_BYTES):
+            known[one.hashes[at : at + HASH_BYTES]] = None
     return [Run(namespace, b"".join(known)) for namespace, known in blocks.items()]
 
 

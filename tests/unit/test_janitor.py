@@ -140,6 +140,77 @@ def test_no_time_and_no_quota_mean_that_nothing_goes() -> None:
     assert gc(world, RULES._replace(ttl_s=0)).withdrawn == {}
 
 
+# -- prompts that part within an object --------------------------------------------------------------------------------
+
+
+def parting(count: int) -> tuple[bytes, list[bytes]]:
+    """Objects of prompts whose first two blocks are the same, and these two."""
+    shared = chain(1)[: 2 * HASH_BYTES]
+    return shared, [shared + chain(10 + at)[2 * HASH_BYTES :] for at in range(count)]
+
+
+def test_blocks_that_objects_share_are_claimed_again_once() -> None:
+    world = World()
+    shared, objects = parting(3)
+    for one in objects:
+        world.put(one)
+    world.cluster.withdraw(SPACE.id, shared, EvictReason.MISSING)
+    world.now_s += 200
+    report = gc(world)
+    assert (report.mended_blocks, report.missing_blocks) == (2, 0)
+    assert all(world.cluster.holds(one) for one in objects)
+    assert gc(world).mended_blocks == 0
+
+
+def test_an_object_goes_though_another_with_blocks_of_it_is_read_all_the_time_and_that_one_stays_claimed_whole() -> (
+    None
+):
+    world = World()
+    shared, (old, busy) = parting(2)
+    world.put(old)
+    world.now_s += HOUR_S
+    world.put(busy)
+
+    def read(effect: Effect[object]) -> None:
+        if type(effect) in (ClaimedLast, Pause, ListPage):
+            assert world.cluster.holds(busy)
+            world.cluster.claim(SPACE.id, busy)
+
+    report = Course(world).go(before=read).report
+    assert (report.withdrawn, report.used, report.kept, report.deleted) == ({"ttl": 1}, 0, 0, 1)
+    assert world.objects() == set(world.names(busy))
+    assert world.cluster.holds(busy) and world.cluster.holds_none(old[len(shared) :])
+    report = gc(world)
+    assert (report.mended_blocks, report.missing_blocks, report.found) == (0, 0, 0)
+
+
+def test_when_all_objects_with_a_block_go_its_claim_goes() -> None:
+    world = World()
+    _, objects = parting(3)
+    for one in objects:
+        world.put(one)
+    world.now_s += HOUR_S
+    assert gc(world).deleted == 3
+    assert all(world.cluster.holds_none(one) for one in objects) and world.objects() == set()
+
+
+def test_where_the_store_does_not_tell_who_shares_what_an_object_loses_the_claim_that_names_it_and_the_next_run_the_others() -> (
+    None
+):
+    world = World()
+    shared, (old, busy) = parting(2)
+    world.put(old)
+    world.now_s += HOUR_S
+    (name,) = world.put(busy)
+    world.silent.add(name)
+    assert gc(world).deleted == 1
+    assert world.cluster.holds(busy) and world.cluster.holds_none(old[-HASH_BYTES:])
+    world.silent.clear()
+    world.now_s += 200
+    assert gc(world).missing_blocks == 1
+    assert world.cluster.holds(busy) and world.cluster.holds_none(old[len(shared) :])
+
+
 # -- a claim during the grace -------------------------------------------------------------------------------------------
 
 

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,8 +26,8 @@ from kvbm.workload.processes import Child, ProcessError, free_port
 from tests import servers
 from tests.faults.processes.disk import Disk
 from tests.faults.processes.proxy import Proxy, ProxyHub
+from tests.faults.processes.told import ROOT, ToldWorker
 
-ROOT = Path(__file__).parents[3]
 CLUSTER = "crash"
 START_WAIT_S = 40.0
 DISK_BYTES = 96 << 20
@@ -347,8 +345,7 @@ class WorkerParty(Party):
             "pools.hbm.device": "memory",
             **settings,
         }
-        self._child: Child | None = None
-        self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._child: ToldWorker | None = None
 
     @property
     def journal(self) -> Path:
@@ -364,12 +361,8 @@ class WorkerParty(Party):
         """Start it and wait until it serves."""
         self._seed += 1
         flags = self._flags | {key.replace("__", "."): value for key, value in settings.items()}
-        command = [sys.executable, "-m", "tests.faults.processes.worker", str(self._seed), str(self._rate)]
-        command += [f"{key}={value}" for key, value in flags.items()]
-        self._child = Child(self.name, command, self._logs, {"PYTHONPATH": str(ROOT)}, spoken=True)
-        self._answers = queue.SimpleQueue()
-        threading.Thread(target=self._listen, args=(self._child, self._answers), daemon=True).start()
-        self._expect(START_WAIT_S, "start")
+        self._child = ToldWorker(self.name, self._logs, self._seed, self._rate, flags, self.wrong)
+        self._child.expect(START_WAIT_S, "start")
         self.expected = True
 
     def pid(self) -> int:
@@ -391,7 +384,7 @@ class WorkerParty(Party):
             return
         self.send(op="stop")
         try:
-            self._expect(20.0, "stop")
+            self._child.expect(20.0, "stop")
             self._child.process.wait(10)
         except (ProcessError, subprocess.TimeoutExpired):
             pass
@@ -407,40 +400,13 @@ class WorkerParty(Party):
 
     def send(self, **command: object) -> None:
         """One command."""
-        assert self._child is not None and self._child.process.stdin is not None
-        try:
-            self._child.process.stdin.write(msgspec.json.encode(command) + b"\n")
-            self._child.process.stdin.flush()
-        except (BrokenPipeError, ValueError):
-            pass
+        assert self._child is not None
+        self._child.send(**command)
 
     def ask(self, wait_s: float = 30.0, **command: object) -> dict[str, Any]:
         """Send a command and wait for its answer. Raises ProcessError."""
-        self.send(**command)
-        return self._expect(wait_s, str(command["op"]))
-
-    def _expect(self, wait_s: float, what: str) -> dict[str, Any]:
         assert self._child is not None
-        try:
-            answer = self._answers.get(timeout=wait_s)
-        except queue.Empty:
-            raise self._child.failure(f"did not answer {what!r} within {wait_s:g} s") from None
-        if answer["event"] == "died":
-            raise self._child.failure(f"died at {what!r}")
-        return answer
-
-    def _listen(self, child: Child, answers: queue.SimpleQueue[dict[str, Any]]) -> None:
-        assert child.process.stdout is not None
-        try:
-            for line in child.process.stdout:
-                answer = msgspec.json.decode(line)
-                if answer["event"] == "wrong_bytes":
-                    self.wrong.append(answer)
-                else:
-                    answers.put(answer)
-        except ValueError:
-            pass  # the pipe was closed, or a line was cut by kill -9
-        answers.put({"event": "died"})
+        return self._child.ask(wait_s, **command)
 
 
 def _signal(process_id: int, which: int) -> None:

@@ -2,12 +2,15 @@
 
     python -m tests.faults.processes.worker SEED RATE KEY=VALUE…
 
+With RATE 0 it serves nothing before it is told to.
+
 In:
     {"op": "pause"} {"op": "resume"}          stop and go on serving prompts; a pause is answered when nothing moves any more
     {"op": "status"}                          offsets, digest, counters
     {"op": "state"}                           the same, and what each tier holds
     {"op": "clock", "offset_s": 3600}         step the wall clock that frames and heartbeats are stamped with
     {"op": "restate"}                         a round
+    {"op": "serve", "family": 1, "branch": 2} one prompt; answered with its depth, by tier, before anything was computed
     {"op": "burst", "blocks": 100000}         create so many blocks as fast as it goes
     {"op": "stop"}                            a clean end; so is the end of the input
 Out: {"event": "ready" | "done" | "status" | "wrong_bytes" | "stopped" | "error", …}.
@@ -22,7 +25,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -56,8 +59,8 @@ class Worker:
 
     def __init__(self, seed: int, rate: float, flags: dict[str, str]) -> None:
         self._random = random.Random(seed)
-        self._pause_s = 1.0 / rate
-        self._paused = False
+        self._pause_s = 1.0 / (rate or 1.0)
+        self._paused = rate == 0
         self._clock_offset_ns = 0
         self._served = self._wrong = self._short = 0
         self._burst_left = 0
@@ -111,6 +114,9 @@ class Worker:
             case "restate":
                 self.manager.restate()
                 say(event="done", op="restate")
+            case "serve":
+                hits = self._serve_one(prompt_hashes(command["family"], command["branch"]))
+                say(event="done", op="serve", hits={tier.name: count for tier, count in hits.items() if count})
             case "burst":
                 self._burst_left = int(command["blocks"])
             case "stop":
@@ -124,7 +130,8 @@ class Worker:
         return {
             "epoch": manager.epoch, "applied": offset, "digest": f"{digest:016x}", "durable": manager.durable(),
             "published": [published.epoch, published.offset], "served": self._served, "wrong": self._wrong,
-            "short": self._short, "corrupt": stats.corrupt_blocks, "verified": stats.verified_reads,
+            "short": self._short, "corrupt": stats.corrupt_blocks, "trouble": stats.trouble,
+            "verified": stats.verified_reads,
             "counts": {tier.name: counts.held for tier, counts in stats.pools.items()},
             "hits": {tier.name: count for tier, count in stats.hit_blocks.items()},
         }  # fmt: skip
@@ -139,7 +146,11 @@ class Worker:
                 self.manager.evict(tier, b"".join(dice.sample(held, min(8, len(held)))), EvictReason.CLEARED)
             return
         depth = dice.randrange(1, STEM_BLOCKS + LEAF_BLOCKS + 1)
-        hashes = prompt_hashes(dice.randrange(FAMILIES), dice.randrange(BRANCHES), depth)
+        self._serve_one(prompt_hashes(dice.randrange(FAMILIES), dice.randrange(BRANCHES), depth))
+
+    def _serve_one(self, hashes: bytes) -> Mapping[Tier, int]:
+        """Acquire, check, compute the rest. Returns how many blocks came from where."""
+        depth = len(hashes) // HASH_BYTES
         prefix = self.manager.acquire(NAMESPACE.id, hashes)
         at = prefix.depth * HASH_BYTES
         self._check(hashes[:at], prefix.slots)
@@ -154,6 +165,7 @@ class Worker:
                 slots = slots + self.manager.create(NAMESPACE.id, parent, prefix.depth, hashes[at:], fresh)
         self.manager.unpin(slots)
         self._served += 1
+        return prefix.hits
 
     def _check(self, hashes: bytes, slots: Sequence[int]) -> None:
         if not slots:
