@@ -101,7 +101,7 @@ def _pool(options: ObjectsOptions) -> Iterator[BlockObjects]:
     settings = load_settings(
         flags={
             "pools.object.url": url, "pools.object.endpoint": options.endpoint, "pools.object.region": options.region,
-            "pools.object.timeout_s": str(_DEADLINE_S), "pools.object.look_s": "1e6", "pools.object.blocks": "1",
+            "pools.object.timeout_s": str(_DEADLINE_S), "pools.object.look_s": "3600", "gc.grace_s": "86400", "pools.object.blocks": "1",
         }
     )  # fmt: skip
     pool = open_objects(settings, [_namespace()], BLOCK_BYTES)
