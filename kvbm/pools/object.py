@@ -27,8 +27,8 @@ from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Troubl
 from kvbm.pools.withdrawn import Withdrawn
 from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
-_LOT = 2  # objects of a call that go together, coded while others are on their way
-_LOTS_UNDER_WAY = 8  # of a call; bounds what is kept of bodies
+_LOT = 4  # objects of a call that go together, coded while others are on their way
+_LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
 _LATE_S = 0.5  # how long after its deadline a store may still answer
 _OUTCOMES = tuple(ReadOutcome)
 
