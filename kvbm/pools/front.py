@@ -115,10 +115,10 @@ class FrontedStore:
     def _offer(self, puts: Sequence[Put]) -> None:
         with self._lock:
             for put in puts:
-                if self._closed or self._waiting_bytes + len(put.body) > _WAITING_BYTES:
+                if self._closed or self._waiting_bytes + put.size_bytes > _WAITING_BYTES:
                     return
                 self._waiting.append(put)
-                self._waiting_bytes += len(put.body)
+                self._waiting_bytes += put.size_bytes
             self._lock.notify_all()
 
     def _fill(self) -> None:
@@ -134,7 +134,7 @@ class FrontedStore:
                     if refusal is not None:
                         self._note(refusal)
             with self._lock:
-                self._waiting_bytes -= sum(len(put.body) for put in puts)
+                self._waiting_bytes -= sum(put.size_bytes for put in puts)
                 self._filling = False
                 self._lock.notify_all()
 

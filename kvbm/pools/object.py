@@ -27,7 +27,8 @@ from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Troubl
 from kvbm.pools.withdrawn import Withdrawn
 from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
-_LOTS = 4  # parts of a call, so that some objects are coded while others are on their way
+_LOT = 4  # objects of a call that go together, coded while others are on their way
+_LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
 _LATE_S = 0.5  # how long after its deadline a store may still answer
 _OUTCOMES = tuple(ReadOutcome)
 
@@ -143,9 +144,8 @@ class BlockObjects:
         stored_bytes = [0] * count
 
         def start(lot: slice) -> Future[list[Refusal | None]]:
-            bodies = self._encode(wrapping, names[lot], rows, self._part(proof, lot), self._part_of(indexes, lot))
-            stored_bytes[lot] = [len(body) for body in bodies]
-            puts = [Put(name, body) for name, body in zip(names[lot], bodies, strict=True)]
+            puts = self._encode(wrapping, names[lot], rows, self._part(proof, lot), self._part_of(indexes, lot))
+            stored_bytes[lot] = [put.size_bytes for put in puts]
             return self._submit(self.store.put, puts, call)
 
         new, taken = [], []
@@ -278,32 +278,17 @@ class BlockObjects:
 
     def _encode(
         self, wrapping: Wrapping, names: Sequence[str], rows: np.ndarray, proof: Proof, indexes: np.ndarray
-    ) -> list[memoryview]:
-        """Objects, each in one piece. A copy of the rows: a late request must not see them reused."""
-        coding = self._coding(proof.namespace)
-        if coding is Coding.RAW and wrapping is self._plain:
-            return self._copy(rows, proof, indexes)
-        encoded = self._coder.encode(rows, indexes, coding)
-        headers = self._new_headers(proof, encoded.lengths, encoded.codings)
+    ) -> list[Put]:
+        """Objects to be put. Copies of the rows: a late request must not see them reused."""
+        encoded = self._coder.encode(rows, indexes, self._coding(proof.namespace))
+        headers = encode_object_headers(
+            proof, encoded.lengths, encoded.codings, self.blocks, self.block_bytes, self._checksum_rows
+        )
         ends = np.cumsum(encoded.lengths, dtype=np.int64)[self.blocks - 1 :: self.blocks].tolist()
         return [
-            wrapping.wrap(name, header, encoded.body[begin:end])
+            Put(name, wrapping.wrap(name, header, encoded.body[begin:end]))
             for name, header, begin, end in zip(names, headers, [0, *ends[:-1]], ends, strict=True)
         ]
-
-    def _copy(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray) -> list[memoryview]:
-        """Objects of raw blocks without a wrapping, copied once."""
-        lengths = np.full(len(indexes), self.block_bytes, dtype=np.uint32)
-        headers = self._new_headers(proof, lengths, np.full(len(indexes), Coding.RAW, dtype=np.uint8))
-        bodies = np.empty((len(headers), self._header_bytes + self.blocks * self.block_bytes), dtype=np.uint8)
-        bodies[:, : self._header_bytes] = headers
-        for body, which in zip(bodies, indexes.reshape(-1, self.blocks), strict=True):
-            blocks = body[self._header_bytes :].reshape(self.blocks, self.block_bytes)
-            np.take(rows, which, axis=0, out=blocks, mode="clip")  # "raise" would buffer; the indexes have been checked
-        return [body.data for body in bodies]
-
-    def _new_headers(self, proof: Proof, lengths: np.ndarray, codings: np.ndarray) -> np.ndarray:
-        return encode_object_headers(proof, lengths, codings, self.blocks, self.block_bytes, self._checksum_rows)
 
     def _headers(
         self, wrapping: Wrapping, found: Sequence[tuple[str, Got]], block_bytes: int | None
@@ -421,7 +406,7 @@ class BlockObjects:
         self, ask: Callable[[Sequence[Request], float], Answer], requests: Sequence[Request], call: _Call
     ) -> Future[Answer]:
         if self._workers is not None:
-            return self._workers.submit(ask, requests, call.left_s())
+            return self._workers.submit(lambda: ask(requests, call.left_s()))
         answered: Future[Answer] = Future()
         answered.set_result(ask(requests, call.left_s()))
         return answered
@@ -431,18 +416,20 @@ class BlockObjects:
     ) -> Iterator[tuple[slice, list[Answer]]]:
         """Lots of a call's objects with their answers, as they come, until all are there or the deadline has passed."""
         pending: dict[Future[list[Answer]], slice] = {}
-        size = max(1, -(-call.count // _LOTS))
-        for begin in range(0, call.count, size):
-            with self._lock:
-                closed = self._closed
-            if closed or call.left_s() <= 0:
-                call.troubles.append("the pool is closed" if closed else call.silence())
-                break
-            lot = slice(begin, min(begin + size, call.count))
-            pending[start(lot)] = lot
-        while pending:
+        begin = 0
+        while begin < call.count or pending:
+            while begin < call.count and len(pending) < _LOTS_UNDER_WAY:
+                with self._lock:
+                    closed = self._closed
+                if closed or call.left_s() <= 0:
+                    call.troubles.append("the pool is closed" if closed else call.silence())
+                    begin = call.count
+                    break
+                lot = slice(begin, min(begin + _LOT, call.count))
+                pending[start(lot)] = lot
+                begin = lot.stop
             done, _ = wait(pending, timeout=call.left_s() + _LATE_S, return_when=FIRST_COMPLETED)
-            if not done:
+            if pending and not done:
                 call.troubles.append(call.silence())
                 break
             for future in sorted(done, key=lambda answered: pending[answered].start):

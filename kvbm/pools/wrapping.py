@@ -25,8 +25,8 @@ class Wrapping(Protocol):
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
         """What objects are named whose last blocks have these hashes."""
 
-    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> memoryview:
-        """An object as it is put, a copy of its header and its encoded blocks."""
+    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> Body | tuple[Body, ...]:
+        """An object as it is put; it may be a view of its header and its encoded blocks, which nobody changes."""
 
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
         """The header of an object, of which `body` is all or the first `lead_bytes`; b"" when it is none. A refusal: it cannot be told."""
@@ -73,9 +73,9 @@ class Plain:
         folder = f"{self._folder}{namespace.hex()}/"
         return [folder + block_hash.hex() for block_hash in hashes]
 
-    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> memoryview:
-        """As `Wrapping.wrap`."""
-        return np.concatenate((header, blocks)).data
+    def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> Body | tuple[Body, ...]:
+        """As `Wrapping.wrap`; not a copy."""
+        return header.data, blocks.data
 
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
         """As `Wrapping.open_header`."""

@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "kvbm/spare_buffers.hpp"
 #include "python.hpp"
 
 namespace kvbm::bindings {
@@ -44,6 +45,26 @@ void check_rows(const Array& rows, const Indexes& at, bool may_skip) {
   }
 }
 
+constexpr std::size_t kSpareBytes = std::size_t{64} << 20;  // as many as the requests that a store has in flight take
+
+// Of the bodies of all pools. Never destroyed: arrays may be left when the process ends.
+SpareBuffers& spare_bodies() {
+  static auto* const spare = new SpareBuffers(kSpareBytes);
+  return *spare;
+}
+
+// As array_of, over the first `count` bytes; the buffer is a spare one again when nobody has the array or a view of it.
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> array_over(Buffer buffer, std::size_t count) {
+  auto owned = std::make_unique<Buffer>(std::move(buffer));
+  std::uint8_t* const data = owned->bytes.get();
+  const nb::capsule owner(owned.get(), [](void* held) noexcept {
+    const std::unique_ptr<Buffer> last(static_cast<Buffer*>(held));
+    spare_bodies().give(std::move(*last));
+  });
+  owned.release();
+  return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(data, {count}, owner);
+}
+
 nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding) {
   check_rows(rows, at, false);
   if (coding >= kCodings || rows.shape(1) > UINT32_MAX) {
@@ -52,7 +73,7 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
   }
   const std::size_t count = at.shape(0);
   const std::size_t block_bytes = rows.shape(1);
-  auto body = std::make_unique_for_overwrite<std::uint8_t[]>(count * block_bytes + encode_slack(block_bytes));
+  Buffer body = spare_bodies().take(count * block_bytes + encode_slack(block_bytes));
   auto lengths = std::make_unique_for_overwrite<std::uint32_t[]>(count);
   auto codings = std::make_unique_for_overwrite<std::uint8_t[]>(count);
   std::size_t bytes = 0;
@@ -61,14 +82,14 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
     const auto encoder = std::make_unique<BlockEncoder>();
     for (std::size_t entry = 0; entry < count; ++entry) {
       const std::span block(rows.data() + at.data()[entry] * rows.stride(0), block_bytes);
-      const CodedBlock coded = encoder->encode(block, static_cast<Coding>(coding), body.get() + bytes);
+      const CodedBlock coded = encoder->encode(block, static_cast<Coding>(coding), body.bytes.get() + bytes);
       lengths[entry] = static_cast<std::uint32_t>(coded.bytes);
       codings[entry] = static_cast<std::uint8_t>(coded.coding);
       bytes += coded.bytes;
     }
   }
   const nb::object encoded = nb::module_::import_("kvbm.pools.coding").attr("Encoded");
-  return encoded(array_of(std::move(body), bytes), array_of(std::move(lengths), count), array_of(std::move(codings), count));
+  return encoded(array_over(std::move(body), bytes), array_of(std::move(lengths), count), array_of(std::move(codings), count));
 }
 
 nb::tuple decode_blocks(const Body& body, const Lengths& lengths, const Codings& codings, const Target& rows,

@@ -167,7 +167,7 @@ def test_the_object_pool_is_measured_beside_the_bare_client(s3_endpoint: str, mo
         monkeypatch.setenv(name, value)
     steps: list[None] = []
     found = bench_objects(
-        ObjectsOptions(place.url, s3_endpoint, "us-east-1", blocks=4), 2, 1, lambda: steps.append(None)
+        ObjectsOptions(place.url, s3_endpoint, "us-east-1", objects=4), 2, 1, lambda: steps.append(None)
     )
     assert set(found.numbers) == {"object_put_over_client", "object_get_over_client"}
     assert all(number and number > 0 for number in found.numbers.values())

@@ -37,10 +37,23 @@ class Refusal(NamedTuple):
 
 
 class Put(NamedTuple):
-    """An object to be put, if nothing has its name."""
+    """An object to be put, if nothing has its name.
+
+    Attributes:
+        body: the bytes, or parts that make them, one behind the other.
+    """
 
     name: str
-    body: Body
+    body: Body | tuple[Body, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the object."""
+        return sum(map(len, self.body)) if isinstance(self.body, tuple) else len(self.body)
+
+    def flat(self) -> Body:
+        """The body in one piece; a copy when it has parts."""
+        return b"".join(self.body) if isinstance(self.body, tuple) else self.body
 
 
 class Get(NamedTuple):

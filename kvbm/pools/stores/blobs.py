@@ -1,7 +1,7 @@
 """The data plane of stores that speak HTTP: whole runs through obstore, a bounded number of requests in flight.
 
 One thread with an event loop carries every request of a store, because there a request can be dropped the moment its deadline passes.
-Bytes neither cross that thread nor are copied: a put sends from the caller's buffer, a get hands on the buffer that was received into,
+Bytes neither cross that thread nor are copied: a put sends from the caller's buffers, a get hands on the buffer that was received into,
 unless it was read in several ranges. The handle (credentials, bucket, region) is that of s3.py and azure.py.
 """
 
@@ -263,7 +263,7 @@ class BlobStore:
             return Refusal(Trouble.TAKEN, f"{put.name} is there")
         if found.trouble is not Trouble.ABSENT:
             return found.refusal()
-        body = _flat(put.body)
+        body = _sent(put.body)
         answer = await self._ask(lambda: self._obstore.put_async(self._blobs, put.name, body, use_multipart=False))
         return answer.refusal() if isinstance(answer, _Failure) else None
 
@@ -373,10 +373,10 @@ class BlobStore:
 
         return await self._ask(read)
 
-    async def _create(self, name: str, body: Body) -> object:
-        flat = _flat(body)
+    async def _create(self, name: str, body: Body | tuple[Body, ...]) -> object:
+        sent = _sent(body)
         return await self._ask(
-            lambda: self._obstore.put_async(self._blobs, name, flat, use_multipart=False, mode="create")
+            lambda: self._obstore.put_async(self._blobs, name, sent, use_multipart=False, mode="create")
         )
 
     async def _head(self, name: str) -> ObjectMeta | _Failure:
@@ -503,6 +503,11 @@ async def _next_page(pages: _Pages) -> Sequence[ObjectMeta] | _Failure:
 def _listed(meta: ObjectMeta) -> Listed:
     since_us = round(meta["last_modified"].timestamp() * 1e6)
     return Listed(meta["path"], meta["size"], since_us * 1000)
+
+
+def _sent(body: Body | tuple[Body, ...]) -> memoryview | list[memoryview]:
+    """As the client sends it, without a copy: parts leave one behind the other in one request."""
+    return [_flat(part) for part in body] if isinstance(body, tuple) else _flat(body)
 
 
 def _flat(body: Body) -> memoryview:

@@ -26,11 +26,11 @@ class MemoryStore:
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """As `Store.put`."""
         answers: list[Refusal | None] = []
-        for name, body in puts:
-            offered = (bytes(body), self._clock_ns())
+        for put in puts:
+            offered = (bytes(put.flat()), self._clock_ns())
             with self._lock:
-                held = self.objects.setdefault(name, offered)
-            answers.append(None if held is offered else Refusal(Trouble.TAKEN, f"{name} is there"))
+                held = self.objects.setdefault(put.name, offered)
+            answers.append(None if held is offered else Refusal(Trouble.TAKEN, f"{put.name} is there"))
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:

@@ -54,7 +54,7 @@ class RedisStore:
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """As `Store.put`."""
-        return self._run(puts, self._put_run, deadline_s, [len(put.body) for put in puts])
+        return self._run(puts, self._put_run, deadline_s, [put.size_bytes for put in puts])
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         """As `Store.get`."""
@@ -110,9 +110,10 @@ class RedisStore:
 
     def _put_run(self, puts: Sequence[Put]) -> list[Refusal | None]:
         with self._client.pipeline(transaction=False) as pipeline:
-            for name, body in puts:
+            for put in puts:
+                body = put.flat()
                 value = body if isinstance(body, bytes) else memoryview(body)
-                pipeline.set(self._prefix + name, value, nx=True, ex=self._ttl_s or None)
+                pipeline.set(self._prefix + put.name, value, nx=True, ex=self._ttl_s or None)
             said = pipeline.execute(raise_on_error=False)
         taken = (Refusal(Trouble.TAKEN, f"{put.name} is there") for put in puts)
         return [_refusal(one) or (None if one else there) for one, there in zip(said, taken, strict=True)]

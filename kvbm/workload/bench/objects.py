@@ -1,8 +1,9 @@
 """The object pool beside the bare client: the same bytes through the same number of requests, pair by pair.
 
 The bare client is obstore, the fastest of those measured on radosgw with objects of 4 MiB, on an event loop of its own, without
-checksums, compression, headers, deadlines and retries. Two kinds of bytes are put and got: bfloat16 numbers, which the pool makes
-smaller, and random ones, which it cannot.
+checksums, compression, headers, deadlines and retries. Both sides begin and end in memory of the caller's: a put sends rows, a get
+fills rows, for which the bare client copies each body as it arrives. Two kinds of bytes are put and got: bfloat16 KV of the published
+shape (coding.py), which is what the pool is for and gives the numbers, and random bytes, which do not become smaller.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object import BlockObjects
 from kvbm.pools.stores.blobs import LIMITS, client_options
 from kvbm.pools.stores.s3 import bucket_of
+from kvbm.workload.bench.coding import published_kv
 from kvbm.workload.bench.measure import Found, Row, row_of
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
-BLOCK_BYTES = 4 << 20
+_LAYERS = 32  # of the published shape: 2 MiB a block of 16 tokens
+_BLOCK_BYTES = _LAYERS << 16
+_BLOCKS_OF_OBJECT = 2  # what the pool chooses for such blocks
+_OBJECT_BYTES = _BLOCK_BYTES * _BLOCKS_OF_OBJECT
 _GOAL = "≥ 0.90"
 _DEADLINE_S = 120
 _EPOCH = Epoch(1)
@@ -40,13 +45,13 @@ class ObjectsOptions(NamedTuple):
 
     Attributes:
         url: s3://bucket/prefix; what is put there goes again. endpoint, region: of the store; credentials come from boto3's chain.
-        blocks: of 4 MiB, put and got in one run.
+        objects: of 4 MiB, put and got in one run.
     """
 
     url: str
     endpoint: str = ""
     region: str = ""
-    blocks: int = 48
+    objects: int = 48
 
 
 class _Rates(NamedTuple):
@@ -59,15 +64,15 @@ class _Rates(NamedTuple):
 
 
 def bench_objects(options: ObjectsOptions, pairs: int, seed: int, step: Callable[[], object] = lambda: None) -> Found:
-    """Rows, and the numbers `object_put_over_client` and `object_get_over_client`: the medians of the kind of bytes that does worse.
+    """Rows, and the numbers `object_put_over_client` and `object_get_over_client`: the medians of bfloat16 KV.
 
     Args:
         step: called after each of `steps_of(pairs)`.
     Raises: PoolError: the store is not there or refuses. ConfigError, MissingExtraError.
     """
     rows: list[Row] = []
-    ratios: dict[str, list[float]] = {"put": [], "get": []}
-    for what, blocks in (("bfloat16", _numbers(options.blocks, seed)), ("random", _noise(options.blocks, seed))):
+    numbers: dict[str, float | None] = {}
+    for what, blocks in (("bfloat16 KV", _published(options.objects, seed)), ("random", _noise(options.objects, seed))):
         with _pool(options) as pool:
             rates = _measure(pool, _bare_store(options), blocks, pairs, step)
             counted = pool.stats().namespaces
@@ -78,13 +83,14 @@ def bench_objects(options: ObjectsOptions, pairs: int, seed: int, step: Callable
             row = row_of(
                 f"OBJECT {verb}s over the bare client, {what}", "", [a / b for a, b in zip(ours, bare, strict=True)]
             )
-            row.goal = _GOAL
             rows.append(row)
-            ratios[verb].append(row.value)
-    numbers: dict[str, float | None] = {f"object_{verb}_over_client": min(found) for verb, found in ratios.items()}
+            if f"object_{verb}_over_client" not in numbers:  # of the first kind
+                row.goal = _GOAL
+                numbers[f"object_{verb}_over_client"] = row.value
     note = (
-        f"OBJECT: {options.url} at {options.endpoint or 'the default endpoint'}, runs of {options.blocks} blocks of"
-        f" {BLOCK_BYTES >> 20} MiB, {LIMITS.requests_in_flight} requests in flight, compression and checksums on; MB/s of the blocks' own bytes"
+        f"OBJECT: {options.url} at {options.endpoint or 'the default endpoint'}, runs of {options.objects} objects of"
+        f" {_OBJECT_BYTES >> 20} MiB, {LIMITS.requests_in_flight} requests in flight, compression and checksums on; MB/s of the blocks' own bytes;"
+        " the bare client copies what it gets into rows, as the pool does"
     )
     return Found(rows, numbers, (note,))
 
@@ -101,10 +107,10 @@ def _pool(options: ObjectsOptions) -> Iterator[BlockObjects]:
     settings = load_settings(
         flags={
             "pools.object.url": url, "pools.object.endpoint": options.endpoint, "pools.object.region": options.region,
-            "pools.object.timeout_s": str(_DEADLINE_S), "pools.object.look_s": "1e6", "pools.object.blocks": "1",
+            "pools.object.timeout_s": str(_DEADLINE_S), "pools.object.look_s": "3600", "gc.grace_s": "86400", "pools.object.blocks": str(_BLOCKS_OF_OBJECT),
         }
     )  # fmt: skip
-    pool = open_objects(settings, [_namespace()], BLOCK_BYTES)
+    pool = open_objects(settings, [_namespace()], _BLOCK_BYTES)
     try:
         yield pool
     finally:
@@ -138,22 +144,22 @@ def _measure(pool: BlockObjects, bare: S3Store, blocks: np.ndarray, pairs: int, 
     """Pairs in turn, each begun by the other side than the one before; the first pair warms up and does not count."""
     import obstore
 
-    count = len(blocks)
-    bodies = [memoryview(row) for row in blocks]
+    count = len(blocks) // _BLOCKS_OF_OBJECT
+    bodies = [row.data for row in blocks.reshape(count, -1)]
     names = [f"{at:04}" for at in range(count)]
-    rows = np.empty_like(blocks)
-    hashes = secrets.token_bytes(count * HASH_BYTES)
+    rows, bare_rows = np.empty_like(blocks), np.empty((count, _OBJECT_BYTES), dtype=np.uint8)
+    hashes = secrets.token_bytes(len(blocks) * HASH_BYTES)
     proof = Proof(_namespace().id, _EPOCH, hashes, NATIVE.checksums(blocks))
 
     async def bare_put(at: int) -> None:
         await obstore.put_async(bare, names[at], bodies[at], mode="create", use_multipart=False)
 
-    async def bare_get(at: int) -> object:
+    async def bare_get(at: int) -> None:
         answer = await obstore.get_async(bare, names[at])
-        body = memoryview(await answer.bytes_async())
-        if len(body) != BLOCK_BYTES:
+        body = np.frombuffer(memoryview(await answer.bytes_async()), dtype=np.uint8)
+        if len(body) != _OBJECT_BYTES:
             raise PoolError("the bare client got an object that is not whole; the store fails")
-        return body
+        bare_rows[at] = body
 
     def put() -> None:
         if not all(pool.put(blocks, proof)):
@@ -179,33 +185,32 @@ def _measure(pool: BlockObjects, bare: S3Store, blocks: np.ndarray, pairs: int, 
                 if pair:
                     kept.append(blocks.nbytes / took)
                 step()
-        if not np.array_equal(rows, blocks):
+        if not (np.array_equal(rows, blocks) and np.array_equal(bare_rows.reshape(blocks.shape), blocks)):
             raise PoolError(f"OBJECT pool {pool.name}: other bytes came back than were put")
         pool.store.delete([one.name for one in pool.store.listed("", _DEADLINE_S)], _DEADLINE_S)
         obstore.delete(bare, names)
     return rates
 
 
-async def _side_by_side(work: Callable[[int], Awaitable[object]], count: int) -> list[object]:
-    """As many at a time as the pool has requests in flight; what they give is there at the end, as the pool's rows are."""
+async def _side_by_side(work: Callable[[int], Awaitable[None]], count: int) -> None:
+    """As many at a time as the pool has requests in flight."""
     free = asyncio.Semaphore(LIMITS.requests_in_flight)
 
-    async def one(at: int) -> object:
+    async def one(at: int) -> None:
         async with free:
-            return await work(at)
+            await work(at)
 
-    return await asyncio.gather(*(one(at) for at in range(count)))
-
-
-def _numbers(count: int, seed: int) -> np.ndarray:
-    """Blocks of normal numbers as bfloat16."""
-    values = np.random.default_rng(seed).standard_normal((count, BLOCK_BYTES // 2), dtype=np.float32)
-    halves: np.ndarray = (values.view(np.uint32) >> 16).astype(np.uint16)
-    return halves.view(np.uint8)
+    await asyncio.gather(*(one(at) for at in range(count)))
 
 
-def _noise(count: int, seed: int) -> np.ndarray:
-    return np.frombuffer(np.random.default_rng(seed).bytes(count * BLOCK_BYTES), dtype=np.uint8).reshape(count, -1)
+def _published(objects: int, seed: int) -> np.ndarray:
+    return published_kv(_LAYERS, objects * _BLOCKS_OF_OBJECT, seed).rows
+
+
+def _noise(objects: int, seed: int) -> np.ndarray:
+    return np.frombuffer(np.random.default_rng(seed).bytes(objects * _OBJECT_BYTES), dtype=np.uint8).reshape(
+        -1, _BLOCK_BYTES
+    )
 
 
 def _megabytes(rates: list[float]) -> list[float]:
