@@ -18,6 +18,7 @@ sleep between looking and deleting, what it deletes late costs a miss, never a w
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar, cast
@@ -75,6 +76,7 @@ DESCRIBED_AT_ONCE = 512
 _RENEWALS = 3  # tried in a row, where the store takes so long that the lease is nearly over again
 _FIRST_NAME = f"{KEPT_PREFIX.removesuffix('/')}0"  # what sorts behind all that is kept besides blocks
 _USED_S = 30 * 86_400.0  # where nothing goes for its age, other clusters are told of uses so far back
+_LOOK_CLOSER_RUNS = 4  # one run in so many reads headers also where numbers say that nothing differs
 _SECOND_NS = 1_000_000_000
 
 T = TypeVar("T")
@@ -344,11 +346,15 @@ class Janitor:
         return sum(header.size_bytes for header in headers)
 
     def _mend(self, holdings: Holdings) -> Steps[None]:
-        """Bring claims to what objects hold, in each namespace where their numbers differ; they do where objects share blocks, too."""
+        """Bring claims to what objects hold, in each namespace where their numbers differ; they do where objects share blocks, too.
+
+        Blocks that objects share and claims without an object can make up for each other in the numbers, so some runs look closer.
+        """
+        looks_closer = zlib.crc32(self._run.encode()) % _LOOK_CLOSER_RUNS == 0
         for space in holdings.spaces.values():
             placed = np.flatnonzero(space.blocks > 0)
             found = b"".join(holdings.found.get(space.namespace, []))
-            if int(space.blocks.sum()) == len(space.hashes):
+            if int(space.blocks.sum()) == len(space.hashes) and not looks_closer:
                 continue
             if space.namespace in holdings.nameless and holdings.untold:
                 space.learn_shared(None)  # its objects may be among those that nobody here can open

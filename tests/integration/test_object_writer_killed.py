@@ -38,12 +38,12 @@ class FolderStore:
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         answers: list[Refusal | None] = []
-        for name, body in puts:
-            path = self._path(name)
+        for put in puts:
+            path = self._path(put.name)
             if path.exists():
-                answers.append(Refusal(Trouble.TAKEN, f"{name} is there"))
+                answers.append(Refusal(Trouble.TAKEN, f"{put.name} is there"))
                 continue
-            path.write_bytes(body)
+            path.write_bytes(put.flat())
             answers.append(None)
             self._left -= 1
             if self._left == 0:

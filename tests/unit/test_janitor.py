@@ -194,6 +194,22 @@ def test_when_all_objects_with_a_block_go_its_claim_goes() -> None:
     assert all(world.cluster.holds_none(one) for one in objects) and world.objects() == set()
 
 
+def test_shared_blocks_that_make_up_for_claims_without_an_object_in_the_numbers_are_found_out_within_some_runs() -> (
+    None
+):
+    world = World()
+    shared, objects = parting(2)
+    for run in objects:
+        world.put(run)
+    gone = chain(77)[: len(shared)]
+    world.cluster.claim(SPACE.id, gone)  # as many as are counted twice
+    world.now_s += RULES.young_s + RULES.skew_s + 1
+    for number in range(16):
+        gc(world, name=f"n{number}")
+    assert world.cluster.holds_none(gone)
+    assert all(world.cluster.holds(run) for run in objects)
+
+
 def test_where_the_store_does_not_tell_who_shares_what_an_object_loses_the_claim_that_names_it_and_the_next_run_the_others() -> (
     None
 ):
