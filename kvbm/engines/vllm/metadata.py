@@ -51,9 +51,11 @@ class Plan:
 
     Attributes:
         host: where HOST is; None while there is nothing to do.
+        is_idle: the step has no model work, so that waiting a little for copies holds up nobody.
     """
 
     host: HostShare | None = None
+    is_idle: bool = False
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
 
