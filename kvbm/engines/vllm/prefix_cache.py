@@ -112,6 +112,8 @@ class PrefixCacheWatch:
     def _cache_full_blocks(
         self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
     ) -> Any:
+        if self._pool.cached_block_hash_to_block is not self._map:
+            self.flush()
         self._fresh = fresh = []
         try:
             return self._fill(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)

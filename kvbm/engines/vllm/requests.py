@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
-from kvbm.manager.engine_hbm import Acquiring
+
+if TYPE_CHECKING:
+    from kvbm.manager.engine_hbm import Acquiring
 
 DerivedHashes = Callable[[bytes, Sequence[bytes]], bytes]
 
