@@ -6,7 +6,6 @@ connector then does nothing. Nothing raised here reaches vLLM after the start: t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -120,7 +119,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin nothing new from now on. Copies under way end properly."""
         if self._scheduler is not None and not self._scheduler.refusal:
             self._scheduler.refusal = why
-            log.warning("connector.failed", why=why, remedy="the engine goes on without kvbm; report it", exc_info=error)
+            log.warning(
+                "connector.failed", why=why, remedy="the engine goes on without kvbm; report it", exc_info=error
+            )
         elif self._worker is not None:
             self._worker.refuse(why)
 
