@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvbm.assembly import NATIVE, open_manager
+from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import (
     HbmSettings,
     HostSettings,
@@ -28,7 +28,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_slots
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
-from kvbm.manager.manager import Manager
+from kvbm.manager.engine_hbm import EngineHbmManager
 
 BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 64
 _numbers = count()
@@ -114,7 +114,7 @@ def bytes_of(digest: bytes, group: int) -> np.ndarray:
 class Engine:
     """vLLM's scheduler and one worker, in script."""
 
-    def __init__(self, manager: Manager, groups: list[Group], namespaces: list[Namespace]) -> None:
+    def __init__(self, manager: EngineHbmManager, groups: list[Group], namespaces: list[Namespace]) -> None:
         self.manager, self.groups = manager, groups
         self.pool = Pool()
         self.hbm = np.zeros((HBM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
@@ -235,9 +235,11 @@ def settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
     )
 
 
-def opened(folder: Path, groups: list[Group], host_slots: int, nvme_slots: int) -> tuple[Manager, list[Namespace]]:
+def opened(
+    folder: Path, groups: list[Group], host_slots: int, nvme_slots: int
+) -> tuple[EngineHbmManager, list[Namespace]]:
     namespaces = [Namespace(model="m", block_tokens=BLOCK_TOKENS, kv_group=group.id) for group in groups]
-    return open_manager(settings(folder, host_slots, nvme_slots), namespaces, BLOCK_BYTES, "vllm"), namespaces
+    return open_engine_manager(settings(folder, host_slots, nvme_slots), namespaces, BLOCK_BYTES, "vllm"), namespaces
 
 
 FULL = [Group(0, BLOCK_TOKENS, BLOCK_TOKENS)]

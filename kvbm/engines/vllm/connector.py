@@ -25,7 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm.metadata import Answers, Plan
-from kvbm.engines.vllm.opening import Served, open_scheduler, serve
+from kvbm.engines.vllm.opening import open_scheduler, serve
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
 from kvbm.engines.vllm.worker import Worker
@@ -98,22 +98,22 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
-        self._served: Served | None = serve(
-            vllm_config, kv_cache_config, self._kv_transfer_config, is_telling=role == KVConnectorRole.SCHEDULER
-        )
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        served = serve(vllm_config, kv_cache_config, is_telling=is_scheduler)
         self._loads: dict[int, str] = {}  # jobs the worker was given → their requests
         self._failed: set[str] = set()
         self._answers = Answers()
         self._plan = Plan()
         self._scheduler_stats = KvbmStats()
-        if self._served is None:
+        if served is None:
             return
-        if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = open_scheduler(self._served)
+        if is_scheduler:
+            self._scheduler = open_scheduler(served, self._kv_transfer_config.kv_connector_extra_config)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
+                self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            self._worker = Worker(
-                get_tensor_model_parallel_rank(), self._served.ranks, self._served.regions, kv_cache_config
-            )
+            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, served.regions, kv_cache_config)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""

@@ -26,8 +26,7 @@ from kvbm.core.kernels import Kernels
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
 from kvbm.engines.vllm.requests import Ask, Group, GroupNamespace, RequestState
-from kvbm.manager.engine_hbm import Acquiring, Store
-from kvbm.manager.manager import Manager
+from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 
 log = structlog.get_logger()
 
@@ -89,7 +88,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: EngineHbmManager,
         kernels: Kernels,
         groups: Sequence[Group],
         namespaces_of: Callable[[Any], Sequence[GroupNamespace]],
@@ -206,9 +205,13 @@ class Scheduler:
             for index, group in enumerate(self._groups):
                 end = end_tokens // group.block_tokens
                 begin = max(computed_tokens // group.block_tokens, group.first_needed(end))
-                wanted = state.hashes(index, begin, end, self._derive)
-                if wanted:
-                    acquiring = self.manager.begin_acquire(state.namespaces[index].id, wanted)
+                chain_begin = (
+                    0 if group.window_blocks is None else begin
+                )  # objects lie where the chain's beginning puts them
+                wanted = state.hashes(index, chain_begin, end, self._derive)
+                if len(wanted) > (begin - chain_begin) * HASH_BYTES:
+                    namespace = state.namespaces[index].id
+                    acquiring = self.manager.begin_acquire(namespace, wanted, first=begin - chain_begin)
                     runs.append((group, begin, acquiring))
         if len(runs) == 1 and runs[0][2].done and not runs[0][2].depth:
             runs[0][2].release()

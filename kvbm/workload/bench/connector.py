@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from kvbm.assembly import NATIVE, open_manager
+from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import (
     HbmSettings,
     HostSettings,
@@ -64,7 +64,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
             nats=NatsSettings(enabled=False),
             journal=JournalSettings(in_memory=True),
         )
-        with open_manager(settings, [namespace], _BLOCK_BYTES, "bench") as manager:
+        with open_engine_manager(settings, [namespace], _BLOCK_BYTES, "bench") as manager:
             space = GroupNamespace(namespace.id, namespace.root())
             group = Group(0, _BLOCK_TOKENS, _BLOCK_TOKENS)
             host = HostShare(os.getpid(), -1, 0, prompts * _BLOCKS, _BLOCK_BYTES, _BLOCK_BYTES)
