@@ -263,10 +263,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._answers = self._worker.finish(_IDLE_WAIT_S if self._plan.is_idle else 0.0)
         self._plan = Plan()
         for job in self._answers.loaded:
-            results.finished_recving.add(self._loads.pop(job))
-        for job in self._answers.failed:
-            if (request_id := self._loads.pop(job, None)) is not None:
-                results.finished_recving.add(request_id)
+            request_id = self._loads.pop(job)
+            results.finished_recving.add(request_id)
+            if job in self._answers.failed:
                 results.failed_recving.add(request_id)
         return results
 

@@ -78,7 +78,7 @@ class Answers:
 
     Attributes:
         stored: job → rank's part → how it ended. Ranks that hold the same KV as another answer for no part and store nothing.
-        loaded: job → how many ranks have carried it out.
+        loaded: load job → how many ranks are over with it, well or not.
         failed: load job → why it failed on some rank.
         refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or HOST
             cannot be mapped.

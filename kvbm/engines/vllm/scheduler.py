@@ -100,7 +100,7 @@ class Scheduler:
         self.manager, self.counters = manager, Counters()
         self.duplicates = 0
         self.refusal = ""  # why nothing is served any more
-        self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
+        self._derive, self._join = kernels.derived_hashes, getattr(kernels, "joined_checksums", None)
         self._groups, self._namespaces_of, self._ranks, self._host = groups, namespaces_of, ranks, host
         self._align_tokens, self._clock = align_tokens, clock
         self._pool: Any = None
@@ -399,6 +399,8 @@ class Scheduler:
 
     def answered(self, answers: Answers) -> None:
         """Take in what ranks have finished."""
+        for job, why in answers.failed.items():
+            self._fail_load(job, why)
         for job, count in answers.loaded.items():
             total = self._load_answers.get(job, 0) + count
             if total < self._ranks.ranks:
@@ -406,8 +408,6 @@ class Scheduler:
             else:
                 self._load_answers.pop(job, None)
                 self._end_load(job)
-        for job, why in answers.failed.items():
-            self._fail_load(job, why)
         for job, parts in answers.stored.items():
             known = self._store_answers.setdefault(job, {})
             known.update(parts)
