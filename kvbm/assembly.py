@@ -77,8 +77,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums, _native.encode_frame,
-    _native.decode_frame, _native.scan_frames,
+    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums,
+    _native.joined_checksums, _native.encode_frame, _native.decode_frame, _native.scan_frames,
 )  # fmt: skip
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
