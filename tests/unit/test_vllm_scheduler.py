@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvbm.manager.engine_hbm import EngineHbmManager
 from msgspec.structs import replace
 
 from kvbm.assembly import NATIVE, open_engine_manager
@@ -29,6 +28,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_slots
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
+from kvbm.manager.engine_hbm import EngineHbmManager
 
 BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 64
 _numbers = count()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -40,8 +40,7 @@ _FLUSH_S = 10.0
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass
@@ -64,25 +63,19 @@ class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-def _harmless(
-    otherwise: Callable[[], Result],
-) -> Callable[
-    [Callable[Concatenate[KvbmConnector, Arguments], Result]], Callable[Concatenate[KvbmConnector, Arguments], Result]
-]:
+def _harmless(otherwise: Callable[[], Any]) -> Callable[[Call], Call]:
     """A call of vLLM's that may fail without harm: from then on nothing new is begun, and `otherwise` is answered."""
 
-    def decorate(
-        call: Callable[Concatenate[KvbmConnector, Arguments], Result],
-    ) -> Callable[Concatenate[KvbmConnector, Arguments], Result]:
+    def decorate(call: Call) -> Call:
         @wraps(call)
-        def harmless(self: KvbmConnector, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        def harmless(self: KvbmConnector, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the engine must not hear of it
                 self.give_up(f"{call.__name__} has failed: {error!r}", error)
                 return otherwise()
 
-        return harmless
+        return cast(Call, harmless)
 
     return decorate
 

@@ -63,7 +63,6 @@ class _Told(NamedTuple):
     """Counters of others, as they were told last; named as `numbers.COUNTERS` are."""
 
     duplicates: int
-    stores_skipped: int
     late_acquires: int
     verified_reads: int
     corrupt_blocks: int
@@ -79,6 +78,7 @@ class Scheduler:
         ranks: how rows of HOST are parted.
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
+        stores_all: every computed block is wanted in HOST, so what does not get there is counted.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class Scheduler:
         ranks: Ranks,
         host: HostShare,
         align_tokens: int,
+        stores_all: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.refusal = ""  # why nothing is served any more
         self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
         self._groups, self._namespaces_of, self._ranks, self._host = groups, namespaces_of, ranks, host
-        self._align_tokens, self._clock = align_tokens, clock
+        self._align_tokens, self._stores_all, self._clock = align_tokens, stores_all, clock
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
@@ -112,7 +113,7 @@ class Scheduler:
         self._queued_tokens = 0
         self._running = 0
         self._numbers = Numbers()
-        self._told = _Told(0, 0, 0, 0, 0)
+        self._told = _Told(0, 0, 0, 0)
         self._tell_at_s = 0.0
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
@@ -347,10 +348,12 @@ class Scheduler:
                 first = begin + at - len(blocks)
                 hashes = state.hashes(index, first, begin + at, self._derive)
                 store = self.manager.begin_store(namespace, state.parent(index, first), first, hashes, uses)
+                taken = [] if store is None else [blocks[i] for i in store.at]
                 if store is not None:
-                    taken = [blocks[i] for i in store.at]
                     self._pool.touch(taken)
                     runs.append(_Run(store, taken))
+                if self._stores_all:
+                    self._numbers.add("stores_skipped", len(blocks) - len(taken))
             elif at < total:
                 at += 1
 
@@ -465,7 +468,6 @@ class Scheduler:
         stats, numbers = self.manager.stats(), self._numbers
         told = _Told(
             0 if self._watch is None else self._watch.duplicates,
-            stats.skipped.get(Skipped.ROOM, 0),
             stats.late_copies,
             stats.verified_reads,
             stats.corrupt_blocks,
