@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from kvbm.assembly import NATIVE, REFERENCE, open_engine_manager
+from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import ObjectSettings, Settings
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import Tier
+from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.metadata import HostShare, Ranks
