@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -407,6 +408,52 @@ def test_a_batch_that_cannot_be_hashed_is_refused_in_the_same_words(arguments: t
     for function in (hashing.sequence_hashes_batch, _native.sequence_hashes_batch):
         with pytest.raises(LayoutError) as raised:
             function(*arguments)  # type: ignore[operator, arg-type]
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
+def digests_of(width: int) -> st.SearchStrategy[list[bytes]]:
+    return st.lists(st.binary(min_size=width, max_size=width), max_size=9)
+
+
+@given(
+    digests=st.integers(0, 140).flatmap(digests_of) | st.lists(st.binary(max_size=80), max_size=12) | digests_of(32),
+    root=hashes,
+)
+def test_hashes_derived_from_digests_agree(digests: list[bytes], root: bytes):
+    expected = hashing.derived_hashes(root, digests)
+    assert len(expected) == 16 * len(digests)
+    assert _native.derived_hashes(root, digests) == expected
+    assert _native.derived_hashes(root, tuple(digests)) == expected
+    assert _native.derived_hashes(root, deque(digests)) == expected  # type: ignore[arg-type]
+
+
+def test_many_digests_derive_as_each_alone():
+    digests = [index.to_bytes(32, "big") for index in range(5000)]  # so many that other threads run meanwhile
+    assert _native.derived_hashes(ROOT, digests) == hashing.derived_hashes(ROOT, digests)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (b"short", []),
+        (bytearray(16), [b"d"]),
+        (None, [b"d"]),
+        ("r" * 16, [b"d"]),
+        (ROOT, [b"d", "text"]),
+        (ROOT, [b"d", b"e", None, 7]),
+        (ROOT, [bytearray(32)]),
+        (ROOT, [memoryview(b"d")]),
+        (ROOT, [np.zeros(32, dtype=np.uint8)]),
+        (ROOT, b"digest"),
+    ],
+    ids=range(10),
+)
+def test_digests_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
+    words = []
+    for function in (hashing.derived_hashes, _native.derived_hashes):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)  # type: ignore[operator]
         words.append(str(raised.value))
     assert words[0] == words[1]
 
