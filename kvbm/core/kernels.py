@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.core.checksum import crc32c
+from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
 from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
@@ -97,6 +97,7 @@ class Kernels(NamedTuple):
     derived_hashes: DerivedHashes
     crc32c: Checksum
     checksums: ChecksumRows
+    joined_checksums: JoinedChecksums
     encode_frame: EncodeFrame
     decode_frame: DecodeFrame
     scan_frames: ScanFrames
@@ -106,6 +107,12 @@ class ChecksumRows(Protocol):
     """Signature of `reference_checksums`."""
 
     def __call__(self, rows: np.ndarray) -> np.ndarray: ...
+
+
+class JoinedChecksums(Protocol):
+    """Signature of `checksum.joined_checksums`."""
+
+    def __call__(self, checksums: np.ndarray, part_bytes: int) -> np.ndarray: ...
 
 
 def reference_checksums(rows: np.ndarray) -> np.ndarray:
@@ -176,8 +183,9 @@ class LedgerTwin(Protocol):
 
 
 REFERENCE = Kernels(
-    "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames
-)
+    "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, joined_checksums, encode_frame, decode_frame,
+    scan_frames,
+)  # fmt: skip
 
 
 NewLedger = Callable[
