@@ -44,10 +44,17 @@ class InstanceSettings(_Group, frozen=True):
 
 
 class HbmSettings(_Group, frozen=True):
-    """The HBM pool. `device`: "auto", "cpu", "cuda", or "memory" for a pool without torch."""
+    """The HBM pool.
+
+    Attributes:
+        owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
+            is needed, and `device` says nothing.
+        device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
+    """
 
     slots: int = 0
     capacity_bytes: int = 0
+    owner: str = "kvbm"
     device: str = "auto"
 
 
@@ -335,25 +342,42 @@ class Settings(_Group, frozen=True):
     tenants: dict[str, TenantSettings] = {}
 
 
+class Sources(NamedTuple):
+    """What messages call the places settings come from."""
+
+    path: str = "--config"
+    flags: str = "flags (--set)"
+
+
+_COMMAND_LINE = Sources()
+
+
 def load_settings(
-    path: Path | None = None, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    sources: Sources = _COMMAND_LINE,
 ) -> Settings:
     """Settings from a TOML file, overridden by the environment, overridden by flags.
 
     Args:
         environment: variables that begin with KVBM_ count; none when omitted.
         flags: dotted key → value.
+        defaults: dotted key → value, where whoever asks has others than `Settings`.
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
     """
     tree: dict[str, Any] = {}
+    for key, value in (defaults or {}).items():
+        _put(tree, key, value, "defaults")
     if path is not None:
-        for key, value in _leaves(_read_toml(path)):
+        for key, value in leaves(_read_toml(path, sources.path)):
             _put(tree, key, value, str(path))
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
     for key, value in (flags or {}).items():
-        _put(tree, key, value, "flags (--set)")
+        _put(tree, key, value, sources.flags)
     settings = msgspec.convert(tree, Settings)
     check_settings(settings)
     return settings
@@ -444,11 +468,11 @@ class _Known(NamedTuple):
     default: Any
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct --config") from None
+        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct {source}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"settings file {path} is not TOML (byte {error.start} is no text); give a text file"
@@ -457,11 +481,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"settings file {path} is not TOML ({error}); correct it") from None
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted keys with their values."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
         else:
             yield name, value
 
@@ -554,6 +579,7 @@ def _is_http(url: str) -> bool:
 
 def _check_pools(pools: PoolsSettings) -> None:
     _one_of("pools.eviction", pools.eviction, tuple(EVICTION_POLICIES))
+    _one_of("pools.hbm.owner", pools.hbm.owner, ("kvbm", "engine"))
     _one_of("pools.hbm.device", pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
     for tier in ("hbm", "host", "nvme"):
         pool = getattr(pools, tier)
@@ -562,6 +588,11 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    if pools.hbm.owner == "engine" and not (pools.host.slots or pools.host.capacity_bytes):
+        raise ConfigError(
+            'pools.hbm.owner is "engine" and pools.host has neither slots nor capacity_bytes; HOST is where the engine\'s blocks come'
+            " and go, so give it one of them"
+        )
     if pools.nvme.folder and pools.nvme.path:
         raise ConfigError(
             "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"

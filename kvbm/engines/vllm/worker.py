@@ -88,7 +88,7 @@ class Worker:
             memory = _one_memory(self._config, regions, kv_caches)
             self._open([_region_view(memory, region, regions.blocks) for region in regions.regions])
         except (KvbmError, RuntimeError, OSError) as error:  # torch raises RuntimeError for all that a device refuses
-            self._refuse(str(error))
+            self.refuse(str(error))
 
     def begin(self, plan: Plan) -> None:
         """Begin what a step plans, behind all that the engine has queued on its current stream so far."""
@@ -118,6 +118,13 @@ class Worker:
         """Requests whose last load was in the answers since the last call."""
         received, self._received = self._received, Received(set(), set())
         return received
+
+    def refuse(self, why: str) -> None:
+        """Take no further part; said once to the scheduler and once in the log. What comes is answered as failed."""
+        if not self.refused:
+            self.refused = why
+            self._answers.refused = f"rank {self._rank}: {why}"
+            log.warning("worker.refused", rank=self._rank, why=why)
 
     def take_numbers(self) -> dict[str, Any]:
         """Numbers counted since the last call, as `numbers.Numbers.data`; empty when there are none."""
@@ -172,7 +179,7 @@ class Worker:
                 )
             memory = map_host(share.pid, share.fd, share.mapped_bytes)
         except (KvbmError, RuntimeError, OSError) as error:
-            self._refuse(str(error))
+            self.refuse(str(error))
             return
         begin = self._ranks.part_of(self._rank) * share.part_bytes
         rows = memory[: share.rows * share.row_bytes].reshape(share.rows, share.row_bytes)
@@ -229,12 +236,6 @@ class Worker:
             if job.request in self._lacking:
                 self._lacking.remove(job.request)
                 self._received.failed.add(job.request)
-
-    def _refuse(self, why: str) -> None:
-        """Take no further part; said once to the scheduler and once in the log."""
-        self.refused = self.refused or why
-        self._answers.refused = f"rank {self._rank}: {self.refused}"
-        log.warning("worker.refused", rank=self._rank, why=self.refused)
 
 
 def _one_memory(config: CacheConfig, regions: BlockRegions, kv_caches: Mapping[str, Any]) -> torch.Tensor:
