@@ -359,7 +359,7 @@ class Manager:
             found = self._ledger.match(hashes, pinned=True, hottest=self._front)
             all_in_front = found.tiers.count(self._front) == found.depth
             if all_in_front and (not self._looks_beyond or found.depth * HASH_BYTES == len(hashes)):
-                prefix = self._count(namespace, hashes, _local(found, Tier.HBM))
+                prefix = self._count(namespace, hashes, _local(found))
                 if hashes < self._sampled_below:
                     self._sample(namespace, hashes, prefix.depth)
                 return prefix
@@ -1076,8 +1076,6 @@ class Manager:
 
     def _collect(self, hashes: bytes, found: Match, arrivals: Arrivals) -> Prefix:
         """What is pinned in the front tier now, from the first block on; what lies behind a hole is unpinned again."""
-        if not arrivals.brought and found.tiers.count(self._front) == found.depth:
-            return _local(found, self._front)
         slots: list[int] = []
         behind: list[int] = []
         hits: dict[Tier, int] = {}
@@ -1165,9 +1163,9 @@ def _name(source: Tier | InstanceId) -> str:
     return source.name if isinstance(source, Tier) else source
 
 
-def _local(found: Match, front: Tier) -> Prefix:
-    """What was found, all of it in the front tier."""
-    return Prefix(found.depth, split_slots(found.slots), {front: found.depth} if found.depth else {})
+def _local(found: Match) -> Prefix:
+    """What was found, all of it in HBM."""
+    return Prefix(found.depth, split_slots(found.slots), {Tier.HBM: found.depth} if found.depth else {})
 
 
 def _tell_trouble(copy: Copy, moved: Moved) -> None:

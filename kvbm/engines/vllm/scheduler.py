@@ -261,11 +261,11 @@ class Scheduler:
         columns: list[int] = []
         rows: list[int] = []
         for group, begin, acquiring in ask.runs:
-            ids = block_ids[group.id]
+            ids, slots = block_ids[group.id], acquiring.slots
             for at in range(begin, end_tokens // group.block_tokens):
                 if ids[at]:  # vLLM keeps block 0 for what attention does not read
                     columns.append(ids[at])
-                    rows.append(acquiring.slots[at - begin])
+                    rows.append(slots[at - begin])
             for tier, blocks in acquiring.hits.items():
                 self._numbers.add_of("hit_blocks", tier.name, blocks)
         job = Job(self._job(), pack_slots(columns), pack_slots(rows), request.request_id)
