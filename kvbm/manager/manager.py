@@ -766,6 +766,8 @@ class Manager:
     ) -> tuple[list[Planned], int]:
         """Begin copies for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
         begun: list[Planned] = []
+        if found.tiers.count(self._front) == found.depth:
+            return begun, found.depth
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
