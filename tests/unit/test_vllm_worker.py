@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -360,6 +361,8 @@ def test_jobs_before_the_tensors_or_host_are_known_fail_in_words() -> None:
 
 
 def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> None:
+    gc.collect()
+    before = Path("/proc/self/maps").read_text().count("kvbm-host")
     rank.worker.begin(Plan(host.share, stores=[job(1, [0, 1], [0, 1])]))
     rank.worker.close()
     rank.worker.close()
@@ -367,4 +370,4 @@ def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> 
     mapped = Path("/proc/self/maps").read_text().count("kvbm-host")
     host.pool.close()
     del host.rows
-    assert mapped == 1  # the pool's own
+    assert mapped == before
