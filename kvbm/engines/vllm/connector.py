@@ -173,8 +173,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of a step."""
         if self._scheduler is None:
             return KvbmMetadata()
-        scheduled = scheduler_output.num_scheduled_tokens
-        return KvbmMetadata(self._scheduler.plan(scheduled, scheduler_output.preempted_req_ids or ()))
+        return KvbmMetadata(
+            self._scheduler.plan(
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.total_num_scheduled_tokens,
+                scheduler_output.preempted_req_ids or (),
+            )
+        )
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:
