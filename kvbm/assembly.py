@@ -34,6 +34,7 @@ from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
+from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
 from kvbm.manager.manager import Manager, Publishing
@@ -46,6 +47,7 @@ from kvbm.manager.turns import Turns
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.coding import BlockCoder
+from kvbm.pools.engine_hbm import EngineHbm
 from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
 from kvbm.pools.host import HostPool
@@ -75,8 +77,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.crc32c, _native.checksums, _native.encode_frame, _native.decode_frame,
-    _native.scan_frames,
+    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums,
+    _native.joined_checksums, _native.encode_frame, _native.decode_frame, _native.scan_frames,
 )  # fmt: skip
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
@@ -203,7 +205,8 @@ def open_manager(
             keeping = sink = MemoryKeeping(memory)
             room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but restated so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
-        manager = Manager(
+        new_manager = EngineHbmManager if settings.pools.hbm.owner == "engine" else Manager
+        manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, kernels,
             _offloader(settings, pools, namespaces), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
@@ -218,6 +221,29 @@ def open_manager(
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
         manager.start(publishing, closers=[opened.pop_all().close])
         return manager
+
+
+def open_engine_manager(
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    engine: str = "",
+    object_pool: ObjectPool | None = None,
+    wall_clock_ns: Callable[[], int] = time.time_ns,
+) -> EngineHbmManager:
+    """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots as the engine blocks.
+
+    Args:
+        block_bytes: bytes of a row of HOST: a block of all ranks.
+    Raises: as `open_manager`.
+    """
+    if settings.pools.hbm.owner != "engine":
+        raise ConfigError(
+            f'pools.hbm.owner is {settings.pools.hbm.owner!r}; an engine that keeps its KV needs "engine"'
+        )
+    manager = open_manager(settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns)
+    assert isinstance(manager, EngineHbmManager)
+    return manager
 
 
 def run_catalog(settings: Settings) -> int:
@@ -546,7 +572,8 @@ def _open_pools(
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
     wanted, checksums = settings.pools, _kernels(settings).checksums
-    in_memory = wanted.hbm.device == "memory"
+    is_engines = wanted.hbm.owner == "engine"
+    in_memory = wanted.hbm.device == "memory" and not is_engines
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
 
     def keep(pool: SlotPool) -> None:
@@ -557,7 +584,11 @@ def _open_pools(
     if not count and not layers:
         raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
     native = segment_copies(copier) if _kernels(settings) is NATIVE else None
-    if layers:
+    if is_engines and layers:
+        raise ConfigError('pools.hbm.owner is "engine", so the HBM pool lies in no tensors of ours; give no layers')
+    if is_engines:
+        keep(EngineHbm(count, block_bytes))
+    elif layers:
         hbm = HbmPool.of_layers(layers, checksums, native)
         keep(hbm)
         _check_layers(hbm, count, block_bytes, namespaces)
@@ -680,7 +711,10 @@ def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]
     turns = Turns(
         {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
     )
-    return Offloader(policies, settings.offload.queue_blocks, object_blocks=pools.object_blocks, turns=turns)
+    return Offloader(
+        policies, settings.offload.queue_blocks, object_blocks=pools.object_blocks, turns=turns,
+        engine_hbm=settings.pools.hbm.owner == "engine",
+    )  # fmt: skip
 
 
 def _shares(settings: Settings, block_bytes: int) -> list[Share]:

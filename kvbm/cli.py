@@ -172,7 +172,19 @@ def _add_bench(commands: _Commands) -> None:
     )  # fmt: skip
     bench.add_argument(
         "what",
-        choices=["hash", "codec", "ledger", "events", "index", "replay", "ingest", "stream", "pools", "all"],
+        choices=[
+            "hash",
+            "codec",
+            "ledger",
+            "events",
+            "index",
+            "replay",
+            "ingest",
+            "stream",
+            "connector",
+            "pools",
+            "all",
+        ],
         help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV",
     )
     bench.add_argument(

@@ -44,10 +44,17 @@ class InstanceSettings(_Group, frozen=True):
 
 
 class HbmSettings(_Group, frozen=True):
-    """The HBM pool. `device`: "auto", "cpu", "cuda", or "memory" for a pool without torch."""
+    """The HBM pool.
+
+    Attributes:
+        owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
+            is needed, and `device` says nothing.
+        device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
+    """
 
     slots: int = 0
     capacity_bytes: int = 0
+    owner: str = "kvbm"
     device: str = "auto"
 
 
@@ -554,6 +561,7 @@ def _is_http(url: str) -> bool:
 
 def _check_pools(pools: PoolsSettings) -> None:
     _one_of("pools.eviction", pools.eviction, tuple(EVICTION_POLICIES))
+    _one_of("pools.hbm.owner", pools.hbm.owner, ("kvbm", "engine"))
     _one_of("pools.hbm.device", pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
     for tier in ("hbm", "host", "nvme"):
         pool = getattr(pools, tier)
@@ -562,6 +570,11 @@ def _check_pools(pools: PoolsSettings) -> None:
                 raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
         if pool.slots and pool.capacity_bytes:
             raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    if pools.hbm.owner == "engine" and not (pools.host.slots or pools.host.capacity_bytes):
+        raise ConfigError(
+            'pools.hbm.owner is "engine" and pools.host has neither slots nor capacity_bytes; HOST is where the engine\'s blocks come'
+            " and go, so give it one of them"
+        )
     if pools.nvme.folder and pools.nvme.path:
         raise ConfigError(
             "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"

@@ -68,6 +68,10 @@ def sequence_hashes_batch(
 def _check(block_tokens: int, roots: Sequence[bytes]) -> None:
     if block_tokens < 1:
         raise LayoutError(f"block_tokens is {block_tokens}; a block holds at least 1 token")
+    _check_roots(roots)
+
+
+def _check_roots(roots: Sequence[bytes]) -> None:
     for root in roots:
         if len(root) != HASH_BYTES:
             raise LayoutError(f"the root has {len(root)} bytes, not {HASH_BYTES}")
@@ -87,6 +91,21 @@ def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(column, dtype="<u4")
 
 
-def adopt_hashes(digests: Sequence[bytes], root: bytes) -> bytes:
-    """Another engine's own block digests as sequence hashes: the first 16 bytes of SHA-256(root, digest), packed."""
+def derived_hashes(root: bytes, digests: Sequence[bytes]) -> bytes:
+    """Another engine's own block digests as sequence hashes.
+
+    Unlike `sequence_hashes` nothing is chained: a digest covers all before its block already, and the root keeps namespaces apart.
+
+    Args:
+        root: of the namespace, 16 bytes.
+        digests: bytes of any length, one for each block.
+    Returns: for each digest the first 16 bytes of SHA-256(root, digest), packed.
+    Raises: LayoutError: the root is not 16 bytes, or a digest is not bytes.
+    """
+    if not isinstance(root, bytes):
+        raise LayoutError(f"the root is {type(root).__name__}, not bytes")
+    _check_roots([root])
+    for index, digest in enumerate(digests):
+        if not isinstance(digest, bytes):
+            raise LayoutError(f"digest {index} is {type(digest).__name__}, not bytes")
     return b"".join(hashlib.sha256(root + digest).digest()[:HASH_BYTES] for digest in digests)

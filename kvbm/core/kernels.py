@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.core.checksum import crc32c
+from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
 from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
-from kvbm.core.hashing import sequence_hashes
+from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
 from kvbm.core.policy import Share
@@ -24,6 +24,12 @@ class SequenceHashes(Protocol):
     def __call__(
         self, tokens: Sequence[int] | np.ndarray, block_tokens: int, root: bytes, extra_keys: Sequence[bytes] = ()
     ) -> bytes: ...
+
+
+class DerivedHashes(Protocol):
+    """Signature of `hashing.derived_hashes`."""
+
+    def __call__(self, root: bytes, digests: Sequence[bytes]) -> bytes: ...
 
 
 class Checksum(Protocol):
@@ -88,8 +94,10 @@ class Kernels(NamedTuple):
 
     name: str
     sequence_hashes: SequenceHashes
+    derived_hashes: DerivedHashes
     crc32c: Checksum
     checksums: ChecksumRows
+    joined_checksums: JoinedChecksums
     encode_frame: EncodeFrame
     decode_frame: DecodeFrame
     scan_frames: ScanFrames
@@ -99,6 +107,12 @@ class ChecksumRows(Protocol):
     """Signature of `reference_checksums`."""
 
     def __call__(self, rows: np.ndarray) -> np.ndarray: ...
+
+
+class JoinedChecksums(Protocol):
+    """Signature of `checksum.joined_checksums`."""
+
+    def __call__(self, checksums: np.ndarray, part_bytes: int) -> np.ndarray: ...
 
 
 def reference_checksums(rows: np.ndarray) -> np.ndarray:
@@ -135,7 +149,8 @@ class LedgerTwin(Protocol):
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None: ...
     def take_frames(self, instance: InstanceId, wall_time_ns: int) -> list[FrameBytes]: ...
 
-    def match(self, hashes: bytes, pinned: bool = False) -> Match: ...
+    def match(self, hashes: bytes, pinned: bool = False, hottest: Tier = Tier.HBM) -> Match: ...
+    def holders(self, hashes: bytes, hottest: Tier = Tier.HBM) -> bytes: ...
     def holds(self, tier: Tier, block: SequenceHash) -> bool: ...
     def lacking(self, tier: Tier, hashes: bytes) -> bytes: ...
     def residency(self, tier: Tier, block: SequenceHash) -> tuple[NamespaceId, int] | None: ...
@@ -167,7 +182,10 @@ class LedgerTwin(Protocol):
     def share_counts(self, tier: Tier) -> list[ShareCounts]: ...
 
 
-REFERENCE = Kernels("reference", sequence_hashes, crc32c, reference_checksums, encode_frame, decode_frame, scan_frames)
+REFERENCE = Kernels(
+    "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, joined_checksums, encode_frame, decode_frame,
+    scan_frames,
+)  # fmt: skip
 
 
 NewLedger = Callable[

@@ -64,6 +64,7 @@ from kvbm.core.residency import Delta, Residencies
 
 LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
 ROUND_LOOKS = 8192  # held slots that one step of a round looks at, at most
+NOT_HELD = 0xFF  # in place of a tier, of a block that none holds
 HIGHEST_PRIORITY = 100  # of a kept block: never given up
 
 
@@ -400,15 +401,17 @@ class Ledger:
 
     # -- what an engine asks ------------------------------------------------------------------------------------------
 
-    def match(self, hashes: bytes, pinned: bool = False) -> Match:
+    def match(self, hashes: bytes, pinned: bool = False, hottest: Tier = Tier.HBM) -> Match:
         """The longest run of held blocks from the first hash on.
 
         Args:
-            pinned: whether the caller gets a pin on each block found in HBM; else nothing is pinned or counts as used.
+            pinned: whether the caller gets a pin on each block found in the tier `hottest` itself; else nothing is pinned or
+                counts as used.
+            hottest: tiers hotter than this one are not looked at.
         """
         tiers: list[Tier] = []
         slots: list[int] = []
-        order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers)]
+        order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers) if tier >= hottest]
         for block in split_hashes(hashes):
             for tier, held in order:
                 entry = held.get(block)
@@ -419,10 +422,21 @@ class Ledger:
             else:
                 break
         if pinned:
-            local = [slot for tier, slot in zip(tiers, slots, strict=True) if tier == Tier.HBM]
+            local = [slot for tier, slot in zip(tiers, slots, strict=True) if tier == hottest]
             if local:
-                self.pin(Tier.HBM, pack_slots(local))
+                self.pin(hottest, pack_slots(local))
         return Match(len(tiers), bytes(tiers), pack_slots(slots))
+
+    def holders(self, hashes: bytes, hottest: Tier = Tier.HBM) -> bytes:
+        """For each block the hottest tier with slots that holds it, one byte each, NOT_HELD where none does.
+
+        Unlike `match` it goes on where a block is missing. Nothing is pinned or counts as used.
+
+        Args:
+            hottest: tiers hotter than this one are not looked at.
+        """
+        order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers) if tier >= hottest]
+        return bytes(next((tier for tier, held in order if block in held), NOT_HELD) for block in split_hashes(hashes))
 
     def holds(self, tier: Tier, block: SequenceHash) -> bool:
         """Whether a tier of this instance holds the block."""

@@ -89,6 +89,11 @@ class Groups:
         self._waiting_groups -= len(watchers)
         return watchers
 
+    def forget_waiting(self) -> None:
+        """No group waits for blocks any more."""
+        self._waiting.clear()
+        self._waiting_groups = 0
+
     def _remember(self, group: bytes) -> None:
         last = group[-HASH_BYTES:]
         self._unfinished[last] = group

@@ -107,6 +107,11 @@ class ManagerStats(NamedTuple):
         quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
         shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for new ones.
         objects: what the object pool has counted; None where there is none.
+        waiting_requests: requests that wait for bytes now.
+        engine_duplicates: blocks an engine said it holds of which it had said so before. All three of `engine_…` are 0 where HBM
+            is kvbm's own.
+        engine_surplus: blocks an engine said it holds beyond what it has room for; they were left out.
+        engine_stores: runs it was given to bring to HOST.
     """
 
     created_blocks: int
@@ -126,21 +131,26 @@ class ManagerStats(NamedTuple):
     quarantined_slots: int
     shares: dict[Tier, list[ShareCounts]]
     objects: ObjectStats | None
+    waiting_requests: int = 0
+    engine_duplicates: int = 0
+    engine_surplus: int = 0
+    engine_stores: int = 0
 
 
 _WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
 
 
-class _Arrivals:
+class Arrivals:
     """What a waiting request has got so far; read and written under the manager's lock."""
 
     def __init__(self) -> None:
         self.waiting = True  # a copy that ends later pins nothing
-        self.brought: dict[SequenceHash, tuple[int, Tier]] = {}  # block → its HBM slot, pinned once, and where it was
+        self.brought: dict[SequenceHash, tuple[int, Tier]] = {}  # block → its front slot, pinned once, and where it was
+        self.others: set[int] = set()  # copies of other requests that bring some of its blocks
 
 
-class _Planned(NamedTuple):
-    """A copy to HBM that is to begin; `elsewhere` where its source has no slots of ours."""
+class Planned(NamedTuple):
+    """A copy to the front tier that is to begin; `elsewhere` where its source has no slots of ours."""
 
     copy: Copy
     elsewhere: Elsewhere | None = None
@@ -158,8 +168,8 @@ class _Stretch(NamedTuple):
     wanted: bytes
 
 
-class _Onboard(NamedTuple):
-    """A copy to HBM that a request waits for."""
+class Onboard(NamedTuple):
+    """A copy to the front tier that a request waits for."""
 
     copy: Copy
     ended: Future[None]
@@ -184,6 +194,8 @@ class Publishing(NamedTuple):
 class Manager:
     """See the module. `kvbm.assembly.open_manager` makes one from settings. A `PublisherOwner`.
 
+    What it brings blocks to for requests is its *front* tier: HBM, or HOST where the engine owns HBM (`manager/engine_hbm.py`).
+
     Args:
         ledger: started, its first events not taken yet.
         sink: the journal.
@@ -201,6 +213,8 @@ class Manager:
         run: of this process; None makes one.
         has_stream: whether a publisher says how far the stream has come.
     """
+
+    _front = Tier.HBM
 
     def __init__(
         self,
@@ -250,10 +264,15 @@ class Manager:
         self._late_running: dict[int, Copy] = {}  # those of them whose request has gone on
         self._late_from: Counter[Tier | InstanceId] = Counter()  # the same, by source
         self._quarantined: dict[int, Copy] = {}  # copies that broke: nobody knows whether their bytes still move
+        self._open: set[int] = set()  # ids of copies that have begun and may still end
+        self._barred: set[int] = set()  # those of them whose blocks must not arrive: they were cleared meanwhile
+        self._stores: set[int] = set()  # those of them that an engine's workers carry out
+        self._coming: dict[SequenceHash, int] = {}  # blocks on their way to the front tier → the copy
         self._begun_offloads = 0  # taken from the queue and not over
         self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
         self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
+        self._engine_duplicates = self._engine_surplus = self._engine_stores = 0
         self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._offloaded: dict[Tier, int] = {tier: 0 for tier in Tier}
         self._source = EventSource(instance, ledger, self._lock, wall_clock_ns)
@@ -337,18 +356,18 @@ class Manager:
             self._require_open()
             self._expire()
             self._namespaces.setdefault(namespace)
-            found = self._ledger.match(hashes, pinned=True)
-            all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
-            if all_in_hbm and (not self._looks_beyond or found.depth * HASH_BYTES == len(hashes)):
+            found = self._ledger.match(hashes, pinned=True, hottest=self._front)
+            all_in_front = found.tiers.count(self._front) == found.depth
+            if all_in_front and (not self._looks_beyond or found.depth * HASH_BYTES == len(hashes)):
                 prefix = self._count(namespace, hashes, _local(found))
                 if hashes < self._sampled_below:
                     self._sample(namespace, hashes, prefix.depth)
                 return prefix
-            arrivals = _Arrivals()
-            copies, reachable = self._begin_onboards(namespace, hashes, found)
+            arrivals = Arrivals()
+            copies, reachable = self._begin_onboards(namespace, hashes, found, arrivals)
         begun = self._submit(copies, arrivals)
         if reachable == found.depth:
-            begun += self._submit(self._begin_fetches(namespace, hashes, found.depth), arrivals)
+            begun += self._submit(self._begin_fetches(namespace, hashes, found.depth, arrivals), arrivals)
         self._wake_writer()  # a copy may have evicted to make room
         if begun:
             self._wait_for_bytes(begun, self._wait_s if wait_s is None else wait_s)
@@ -409,7 +428,7 @@ class Manager:
             self._ledger.release(Tier.HBM, given)
 
     def keep(self, hashes: bytes, ttl_s: float, priority: int = 0) -> int:
-        """Keep blocks in HBM for a time, also while nobody has them pinned.
+        """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
 
         They are given up only where an allocation would be short, the lowest priority first, and 100 never. Keeping again takes
         the later end and the higher priority.
@@ -417,12 +436,12 @@ class Manager:
         Args:
             ttl_s: for how long from now on.
             priority: 0 to 100.
-        Returns: how many of the run are in HBM.
+        Returns: how many of the run are there.
         Raises: LedgerError: a priority or a time that does not exist, or the manager is closed.
         """
         with self._lock:
             self._require_open()
-            return self._ledger.keep(Tier.HBM, hashes, self._clock() + ttl_s, priority)
+            return self._ledger.keep(self._front, hashes, self._clock() + ttl_s, priority)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
         """Withdraw blocks from a tier; returns how many it held. Raises LedgerError: no such pool, or the manager is closed."""
@@ -575,7 +594,8 @@ class Manager:
                 {tier: self._ledger.counts(tier) for tier in self.pools.slots}, self.trouble(), dict(self._offloader.skipped),
                 _slots_held(self._late_running), _slots_held(self._quarantined),
                 {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
-                None if self.pools.object is None else self.pools.object.stats(),
+                None if self.pools.object is None else self.pools.object.stats(), self._requests_waiting,
+                self._engine_duplicates, self._engine_surplus, self._engine_stores,
             )  # fmt: skip
 
     def heartbeat(self, published: Position) -> Heartbeat:
@@ -707,34 +727,79 @@ class Manager:
         if self._publishing is not None:
             self._publishing.round_began()
 
-    def _begin_onboards(self, namespace: NamespaceId, hashes: bytes, found: Match) -> tuple[list[_Planned], int]:
+    def _begin_copy(
+        self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes
+    ) -> Copy | None:
+        """As `Ledger.begin_copy`. Under the lock."""
+        copy = self._ledger.begin_copy(namespace, source, target, hashes)
+        if copy is not None:
+            self._open.add(copy.id)
+            if target == self._front:
+                self._coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
+        return copy
+
+    def _end_copy(
+        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False
+    ) -> list[int | None]:
+        """As `Ledger.end_copy`. Under the lock."""
+        self._expect_no_more(copy)
+        self._barred.discard(copy.id)
+        return self._ledger.end_copy(copy, arrived, cause, pinned=pinned)
+
+    def _drop_copy(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
+        """End a copy that brings nothing. Under the lock."""
+        self._end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
+
+    def _expect_no_more(self, copy: Copy) -> None:
+        """Nobody need wait for a copy any more. Under the lock."""
+        self._open.discard(copy.id)
+        if copy.target == self._front:
+            for block in split_hashes(copy.hashes):
+                self._coming.pop(block, None)
+
+    def _arrived(self, copy: Copy, there: list[bool]) -> list[bool]:
+        """Which blocks of a copy may count as arrived: none where they were cleared meanwhile. Under the lock."""
+        return [False] * len(there) if copy.id in self._barred else there
+
+    def _begin_onboards(
+        self, namespace: NamespaceId, hashes: bytes, found: Match, arrivals: Arrivals
+    ) -> tuple[list[Planned], int]:
         """Begin copies for each stretch of the run that lies in one colder tier. Returns them and how deep the run can get."""
-        begun: list[_Planned] = []
+        begun: list[Planned] = []
         at = 0
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
-            for first in range(at, end, _ONBOARD_BLOCKS) if tier != Tier.HBM else ():
+            for first in range(at, end, _ONBOARD_BLOCKS) if tier != self._front else ():
+                if self._is_silent(tier):
+                    return begun, first
                 wanted = hashes[first * HASH_BYTES : min(first + _ONBOARD_BLOCKS, end) * HASH_BYTES]
-                copy = None if self._is_silent(tier) else self._ledger.begin_copy(namespace, tier, Tier.HBM, wanted)
+                self._note_others(wanted, arrivals)
+                copy = self._begin_copy(namespace, tier, self._front, wanted)
                 if copy is not None:
-                    begun.append(_Planned(copy))
+                    begun.append(Planned(copy))
                 if copy is None or copy.hashes != wanted:
                     return begun, first
             at = end
         return begun, at
 
-    def _begin_fetches(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[_Planned]:
+    def _note_others(self, wanted: bytes, arrivals: Arrivals) -> None:
+        """Remember who brings some of these blocks already. Under the lock."""
+        if self._coming:
+            arrivals.others.update(self._coming[block] for block in split_hashes(wanted) if block in self._coming)
+
+    def _begin_fetches(self, namespace: NamespaceId, hashes: bytes, depth: int, arrivals: Arrivals) -> list[Planned]:
         """Begin copies of what lies beyond the own tiers, which end at `depth`. Looks and asks outside the lock."""
         stretches = self._look_in_pod(namespace, hashes, depth)
         depth += sum(len(stretch.wanted) for stretch in stretches) // HASH_BYTES
         stretches += self._look_in_objects(namespace, hashes, depth)
-        begun: list[_Planned] = []
+        begun: list[Planned] = []
         with self._lock:
-            for source, elsewhere, wanted in stretches if not self._stopped else ():
-                copy = self._ledger.begin_copy(namespace, source, Tier.HBM, wanted)
+            for source, elsewhere, wanted in stretches if arrivals.waiting and not self._stopped else ():
+                self._note_others(wanted, arrivals)
+                copy = self._begin_copy(namespace, source, self._front, wanted)
                 if copy is None:
                     break
-                begun.append(_Planned(copy, elsewhere))
+                begun.append(Planned(copy, elsewhere))
         return begun
 
     def _look_in_pod(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[_Stretch]:
@@ -771,36 +836,44 @@ class Manager:
             stretches.append(_Stretch(Tier.OBJECT, Elsewhere(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
         return stretches
 
-    def _submit(self, copies: list[_Planned], arrivals: _Arrivals) -> list[_Onboard]:
+    def _submit(self, copies: list[Planned], arrivals: Arrivals) -> list[Onboard]:
         """Have copies carried out. Outside the lock: an executor may do it at once."""
-        begun: list[_Onboard] = []
+        begun: list[Onboard] = []
         for copy, elsewhere in copies:
             try:
-                begun.append(_Onboard(copy, self._onboarders.submit(self._onboard, copy, elsewhere, arrivals)))
+                begun.append(Onboard(copy, self._onboarders.submit(self._onboard, copy, elsewhere, arrivals)))
             except RuntimeError:  # the manager closes
                 with self._lock:
                     if not self._source.ended:
-                        self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+                        self._drop_copy(copy)
         return begun
 
-    def _wait_for_bytes(self, begun: list[_Onboard], wait_s: float) -> None:
-        """Wait until these copies have ended, no longer than told; offloads step aside meanwhile."""
+    def _wait_for_bytes(self, begun: list[Onboard], wait_s: float) -> None:
+        """Wait until these copies have ended, no longer than told."""
         with self._lock:
-            self._requests_waiting += 1
-            self._nobody_waits.clear()
+            self._begin_waiting()
         try:
             wait([onboard.ended for onboard in begun], timeout=wait_s)
         finally:
             with self._lock:
-                self._requests_waiting -= 1
-                if not self._requests_waiting:
-                    self._nobody_waits.set()
+                self._end_waiting()
 
-    def _give_up(self, begun: list[_Onboard]) -> None:
+    def _begin_waiting(self) -> None:
+        """A request waits for bytes; offloads step aside meanwhile. Under the lock."""
+        self._requests_waiting += 1
+        self._nobody_waits.clear()
+
+    def _end_waiting(self) -> None:
+        """It does no more. Under the lock."""
+        self._requests_waiting -= 1
+        if not self._requests_waiting:
+            self._nobody_waits.set()
+
+    def _give_up(self, begun: list[Onboard]) -> None:
         """Take back copies that never began; those that did end by themselves, and are late from now on. Under the lock."""
         for copy, ended in begun:
             if ended.cancel():
-                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+                self._drop_copy(copy)
             elif copy.id in self._running:
                 self._late_running[copy.id] = copy
                 self._late_from[copy.source] += 1
@@ -832,6 +905,7 @@ class Manager:
             with self._lock:
                 self._failed += 1
                 self._quarantined[copy.id] = copy
+                self._expect_no_more(copy)
             with suppress(OSError):  # the log may lie on a disk that is full
                 log.exception(
                     "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
@@ -865,13 +939,13 @@ class Manager:
             else:
                 self.pools.close()
 
-    def _onboard(self, copy: Copy, elsewhere: Elsewhere | None, arrivals: _Arrivals) -> None:
+    def _onboard(self, copy: Copy, elsewhere: Elsewhere | None, arrivals: Arrivals) -> None:
         is_own = isinstance(copy.source, Tier)
         tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
 
         def finish(moved: Moved) -> None:
             cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
-            holders = self._ledger.end_copy(copy, moved.arrived, cause, pinned=arrivals.waiting)
+            holders = self._end_copy(copy, self._arrived(copy, moved.arrived), cause, pinned=arrivals.waiting)
             if arrivals.waiting:
                 for block, slot in zip(split_hashes(copy.hashes), holders, strict=True):
                     if slot is not None:
@@ -884,7 +958,7 @@ class Manager:
             if self._source.ended:
                 return
             if not arrivals.waiting:  # it began just as the request gave up
-                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
+                self._drop_copy(copy)
                 return
             self._begin_run(copy)
         try:
@@ -913,8 +987,9 @@ class Manager:
         self._wake_writer()  # the copy may wait for the withdrawal of what its slots held
 
         def finish(moved: Moved) -> None:
-            there = self._claimable(copy, moved.arrived) if copy.target == Tier.OBJECT else moved.arrived
-            self._ledger.end_copy(copy, there, MigrateCause.OFFLOAD)
+            there = self._arrived(copy, moved.arrived)
+            there = self._claimable(copy, there) if copy.target == Tier.OBJECT else there
+            self._end_copy(copy, there, MigrateCause.OFFLOAD)
             self._settle_trouble(copy, moved)
             arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok)
             self._offloaded[copy.target] += len(arrived) // HASH_BYTES
@@ -945,14 +1020,14 @@ class Manager:
                 may_blocks = budget.left_bytes(self._clock()) // (unit * block_bytes) * unit
                 self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
                 hashes = hashes[: may_blocks * HASH_BYTES]
-            copy = self._ledger.begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
+            copy = self._begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
             if (
                 copy is not None
                 and wish.target == Tier.OBJECT
                 and self.pools.object_blocks > 1
                 and copy.hashes != hashes
             ):
-                self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.OFFLOAD)
+                self._drop_copy(copy, MigrateCause.OFFLOAD)
                 self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
                 copy = None
             if copy is not None:
@@ -997,16 +1072,16 @@ class Manager:
             claimable += [is_whole] * k
         return claimable
 
-    def _collect(self, hashes: bytes, found: Match, arrivals: _Arrivals) -> Prefix:
-        """What is pinned in HBM now, from the first block on; what lies behind a hole is unpinned again."""
+    def _collect(self, hashes: bytes, found: Match, arrivals: Arrivals) -> Prefix:
+        """What is pinned in the front tier now, from the first block on; what lies behind a hole is unpinned again."""
         slots: list[int] = []
         behind: list[int] = []
         hits: dict[Tier, int] = {}
         whole = True
         found_slots = split_slots(found.slots)
         for index, block in enumerate(split_hashes(hashes)):
-            if index < found.depth and found.tiers[index] == Tier.HBM:
-                slot, tier = found_slots[index], Tier.HBM
+            if index < found.depth and found.tiers[index] == self._front:
+                slot, tier = found_slots[index], self._front
             elif block in arrivals.brought:
                 slot, tier = arrivals.brought[block]
             else:
@@ -1017,7 +1092,7 @@ class Manager:
                 hits[tier] = hits.get(tier, 0) + 1
             else:
                 behind.append(slot)
-        self._ledger.unpin(Tier.HBM, pack_slots(behind))
+        self._ledger.unpin(self._front, pack_slots(behind))
         return Prefix(len(slots), slots, hits)
 
     def _count(self, namespace: NamespaceId, hashes: bytes, prefix: Prefix) -> Prefix:

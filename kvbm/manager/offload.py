@@ -45,7 +45,7 @@ class _Way(NamedTuple):
 class Offloader:
     """Turns creations, uses and arrivals into offloads, each target by its policy.
 
-    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. A full queue skips wishes and counts them: the
+    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips wishes and counts them: the
     engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
     that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the ways of
     each; in a full queue, who has most for its weight makes room for who has less.
@@ -58,6 +58,7 @@ class Offloader:
         run_blocks: blocks one copy carries at most, or one object where that is more.
         object_blocks: k, blocks of an object.
         turns: of tenants; None: all blocks are alike.
+        engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Offloader:
         remembered_claims: int = 1 << 20,
         object_blocks: int = 1,
         turns: Turns | None = None,
+        engine_hbm: bool = False,
     ) -> None:
         self._policies = policies
         self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
@@ -75,7 +77,8 @@ class Offloader:
         self._run_bytes = {tier: run_blocks * HASH_BYTES for tier in Tier}
         self._run_bytes[Tier.OBJECT] = max(object_blocks, run_blocks // object_blocks * object_blocks) * HASH_BYTES
         self._groups = Groups(object_blocks) if Tier.OBJECT in policies and object_blocks > 1 else None
-        self._objects_from = Tier.HOST if Tier.HOST in policies else Tier.HBM
+        self._engine_hbm = engine_hbm
+        self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
         self._turns = turns or Turns()
         # tenant → what waits for each of its ways, the next way first
         self._ways: dict[str, OrderedDict[_Way, deque[bytes]]] = {}
@@ -111,6 +114,19 @@ class Offloader:
             elif tier == self._objects_from:
                 self._offer_arrived(self._groups, hashes, lacking)
         return bool(self._ways)
+
+    def wants(self, target: Tier, uses: int) -> bool:
+        """Whether blocks used so often should go to a tier."""
+        policy = self._policies.get(target)
+        return policy is not None and policy.wants(uses)
+
+    def forget(self) -> None:
+        """Offload nothing of what waits, nor of what waits for blocks to arrive."""
+        self._ways.clear()
+        self._waiting.clear()
+        self.waiting_blocks = 0
+        if self._groups is not None:
+            self._groups.forget_waiting()
 
     def _offer_arrived(self, groups: Groups, hashes: bytes, lacking: Lacking) -> None:
         """Offer the objects that waited for these blocks, and have all of theirs now."""
@@ -185,6 +201,8 @@ class Offloader:
             return [(Tier.HOST, target) for target in below]
         if tier != Tier.HBM:
             return []
+        if self._engine_hbm:
+            return [(Tier.HOST, target) for target in below] if again else []
         if Tier.HOST not in self._policies:
             return [(Tier.HBM, target) for target in below]
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]

@@ -73,7 +73,7 @@ class HostPool:
         self._arena: Arena | None = arena
         self._rows = arena.memory[:wanted_bytes].reshape(slots, block_bytes)
         self._checksums = np.zeros(slots, dtype=np.uint32)
-        self.pinned, unpinned = _register(arena.memory)
+        self.pinned, unpinned = register(arena.memory)
         self.notice = "; ".join(filter(None, (notice, unpinned)))
 
     @property
@@ -140,9 +140,7 @@ class HostPool:
             return
         self._closed = True
         if self.pinned and self._arena is not None:
-            import torch
-
-            torch.cuda.cudart().cudaHostUnregister(self._arena.memory.ctypes.data)  # type: ignore[no-untyped-call]
+            unregister(self._arena.memory.ctypes.data)
             self.pinned = False
         self._rows = np.empty((0, self.block_bytes), dtype=np.uint8)
         self._arena = None
@@ -304,7 +302,7 @@ def _indexes(at: Sequence[int] | None) -> np.ndarray | None:
     return None if at is None else np.ascontiguousarray(at, dtype=np.int64)
 
 
-def _register(memory: np.ndarray) -> tuple[bool, str]:
+def register(memory: np.ndarray) -> tuple[bool, str]:
     """Pin memory for CUDA; whether it was done, and else why not if it should have been.
 
     Only who has loaded torch copies to a GPU, so we never load it here.
@@ -326,3 +324,10 @@ def _register(memory: np.ndarray) -> tuple[bool, str]:
         f"HOST pool: its {memory.nbytes} bytes are not pinned ({why}), so copies to and from the GPU take a detour; raise the limit"
         " of locked memory (ulimit -l)"
     )
+
+
+def unregister(address: int) -> None:
+    """CUDA no longer has the memory pinned that `register` pinned and that begins here."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ from rich.table import Table
 from kvbm.assembly import NATIVE, open_manager
 from kvbm.config import RoutingSettings, Settings, load_settings
 from kvbm.core.errors import ConfigError
-from kvbm.core.hashing import adopt_hashes
+from kvbm.core.hashing import derived_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager, Prefix
@@ -357,7 +357,7 @@ def arrivals_of(requests: Sequence[TraceRequest], root: bytes) -> list[Arrival]:
         found = known.get(hash_id)
         if found is None:
             width = max(8, -(-hash_id.bit_length() // 8))  # some traces' ids are digests
-            found = known[hash_id] = adopt_hashes([hash_id.to_bytes(width, "little")], root)
+            found = known[hash_id] = derived_hashes(root, [hash_id.to_bytes(width, "little")])
         return found
 
     return [

@@ -144,6 +144,40 @@ nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::h
   return hashes;
 }
 
+Error not_bytes(const std::string& what, nb::handle value) {
+  return Error(ErrorCode::kLayout, what + " is " + nb::str(value.type().attr("__name__")).c_str() + ", not bytes");
+}
+
+nb::bytes hash_derived(nb::handle root, nb::handle digests) {
+  if (!PyBytes_Check(root.ptr())) {
+    throw not_bytes("the root", root);
+  }
+  const SequenceHash start = root_hash(nb::borrow<nb::bytes>(root));
+  PyObject* const items = PySequence_Tuple(digests.ptr());  // of our own: a list may change once the GIL is released
+  if (items == nullptr) {
+    throw nb::python_error();
+  }
+  const auto kept = nb::steal<nb::tuple>(items);
+  std::vector<Bytes> views(kept.size());
+  std::size_t bytes = 0;
+  for (std::size_t index = 0; index < views.size(); ++index) {
+    PyObject* const digest = PyTuple_GET_ITEM(items, static_cast<Py_ssize_t>(index));
+    if (!PyBytes_Check(digest)) {
+      throw not_bytes("digest " + std::to_string(index), digest);
+    }
+    views[index] = {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(digest)),
+                    static_cast<std::size_t>(PyBytes_GET_SIZE(digest))};
+    bytes += views[index].size();
+  }
+  const nb::bytes hashes = new_bytes(views.size() * kHashBytes);
+  std::optional<nb::gil_scoped_release> released;
+  if (bytes > kReleaseGilBytes) {
+    released.emplace();
+  }
+  derived_hashes(start, views, writable(hashes));
+  return hashes;
+}
+
 }  // namespace
 
 void bind_hashing(nb::module_& module, const SharedErrors& errors) {
@@ -157,6 +191,12 @@ void bind_hashing(nb::module_& module, const SharedErrors& errors) {
       },
       nb::arg("tokens"), nb::arg("block_tokens"), nb::arg("root"), nb::arg("extra_keys") = nb::tuple(),
       "Chain-hash the full blocks of a token sequence: T // block_tokens hashes, packed, 16 bytes each.");
+  module.def(
+      "derived_hashes",
+      [errors](nb::handle root, nb::handle digests) {
+        return translated(errors, [&] { return hash_derived(root, digests); });
+      },
+      nb::arg("root").none(), nb::arg("digests"), "The first 16 bytes of SHA-256(root, digest) for each digest, packed.");
   module.def(
       "sequence_hashes_batch",
       [errors, token_column](nb::sequence prompts, std::int64_t block_tokens, nb::handle roots) {

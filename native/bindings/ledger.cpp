@@ -221,11 +221,15 @@ class PythonLedger {
     });
   }
 
-  nb::object match(nb::handle hashes, bool pinned) {
+  nb::object match(nb::handle hashes, bool pinned, nb::handle hottest) {
     return translated([&] {
-      const Match found = ledger_.match(run_of(hashes), pinned);
+      const Match found = ledger_.match(run_of(hashes), pinned, tier_of(hottest));
       return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
     });
+  }
+
+  nb::bytes holders(nb::handle hashes, nb::handle hottest) {
+    return translated([&] { return copy_bytes(ledger_.holders(run_of(hashes), tier_of(hottest))); });
   }
 
   bool holds(nb::handle tier, nb::handle block) const { return ledger_.holds(tier_of(tier), run_of(block)); }
@@ -394,6 +398,7 @@ class PythonLedger {
 void bind_ledger(nb::module_& module, const SharedErrors& errors) {
   const auto classes = std::make_shared<const LedgerClasses>();
   const nb::tuple none;
+  const nb::object hbm = classes->tier(Tier::kHbm);
   nb::class_<PythonLedger>(module, "Ledger", "The ledger of one instance, as kvbm.core.ledger.Ledger specifies it.")
       .def(
           "__init__",
@@ -414,7 +419,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("restart", &PythonLedger::restart, nb::arg("epoch"))
       .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
       .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
-      .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false)
+      .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm)
+      .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm)
       .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"))
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
       .def("residency", &PythonLedger::residency, nb::arg("tier"), nb::arg("block"))

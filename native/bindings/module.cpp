@@ -52,7 +52,7 @@ NB_MODULE(_native, module) {
   using namespace kvbm::bindings;
   module.doc() = "The functions of kvbm.core that exist twice, in C++.";
   const auto errors = std::make_shared<const ErrorClasses>();
-  bind_checksum(module);
+  bind_checksum(module, errors);
   bind_limits(module);
   bind_event(module);
   bind_hashing(module, errors);

@@ -192,7 +192,7 @@ inline bool is_true(nb::handle value) {
   return truth != 0;
 }
 
-void bind_checksum(nb::module_& module);
+void bind_checksum(nb::module_& module, const SharedErrors& errors);
 void bind_limits(nb::module_& module);
 void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);

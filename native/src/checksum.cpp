@@ -289,6 +289,21 @@ std::uint32_t crc32c_carried(std::uint32_t crc, std::size_t bytes) noexcept {
   return crc;
 }
 
+Crc32cCarrier::Crc32cCarrier(std::size_t bytes) noexcept {
+  std::uint32_t carried = crc32c_carried(0x80000000, bytes);  // of x**0, then of x**1 and so on
+  for (std::size_t byte = tables_.size(); byte-- > 0;) {
+    auto& table = tables_[byte];
+    table[0] = 0;
+    for (std::size_t bit = 0x80; bit > 0; bit >>= 1) {
+      table[bit] = carried;
+      carried = (carried >> 1) ^ (kPolynomial & (0U - (carried & 1U)));
+    }
+    for (std::size_t value = 1; value < table.size(); ++value) {
+      table[value] = table[value & (value - 1)] ^ table[value & ~(value - 1)];
+    }
+  }
+}
+
 void crc32c_rows(const std::uint8_t* rows, std::size_t row_bytes, std::span<std::uint32_t> out) noexcept {
   for (std::size_t index = 0; index < out.size(); ++index) {
     out[index] = crc32c({rows + index * row_bytes, row_bytes});

@@ -366,6 +366,36 @@ void sequence_hashes(std::span<const std::uint32_t> tokens, std::size_t block_to
   }
 }
 
+void derived_hashes(const SequenceHash& root, std::span<const Bytes> digests, std::span<std::uint8_t> out,
+                    HashKernel kernel) noexcept {
+  constexpr std::size_t kWord = sizeof(std::uint32_t);
+  const Lanes kind = lanes_of(kernel);
+  const Sha256Compress compress = kernel == HashKernel::kSha ? sha256_compress_hardware : sha256_compress_portable;
+  std::uint8_t* to = out.data();
+  Lane lanes[kMaxLanes];
+  while (!digests.empty()) {
+    const std::size_t bytes = digests.front().size();
+    if (bytes == 0 || bytes % kWord != 0) {
+      Sha256 sha(compress);
+      sha.update(root);
+      sha.update(digests.front());
+      const auto digest = sha.finish();
+      std::memcpy(to, digest.data(), kHashBytes);
+      to += kHashBytes;
+      digests = digests.subspan(1);
+      continue;
+    }
+    // A digest of whole words is hashed as the only block of a chain, whose tokens it stands for.
+    std::size_t live = 0;
+    for (; live < std::min(kind.count, digests.size()) && digests[live].size() == bytes; ++live) {
+      lanes[live] = {.tokens = digests[live].data(), .out = to, .blocks = 1, .parent = root};
+      to += kHashBytes;
+    }
+    kind.advance(lanes, live, 1, bytes / kWord);
+    digests = digests.subspan(live);
+  }
+}
+
 void sequence_hashes_batch(std::span<HashJob> jobs, std::size_t block_tokens, HashKernel kernel) noexcept {
   const Lanes kind = lanes_of(kernel);
   std::ranges::sort(jobs, std::ranges::greater{}, [](const HashJob& job) { return job.tokens.size(); });

@@ -121,6 +121,30 @@ Error repeated_in_run(Tier tier, const char* what) {
   return Error::illegal_event("repeated-in-run", "a run in " + name(tier) + " names a " + what + " twice");
 }
 
+// Looks for one block after another in tiers, hottest first, until done(at, tier, slot) says so; tier is nullptr where none
+// holds the block.
+template <class Done>
+void find_blocks(std::span<TierSlots* const> tiers, Bytes hashes, Done&& done) {
+  const std::size_t count = hashes.size() / kHashBytes;
+  for (std::size_t begin = 0; begin < count; begin += kPrefetchedBlocks) {
+    const std::size_t end = std::min(count, begin + kPrefetchedBlocks);
+    for (std::size_t at = begin; at < end && !tiers.empty(); ++at) {
+      tiers.front()->prefetch(hash_at(hashes, at));
+    }
+    for (std::size_t at = begin; at < end; ++at) {
+      const TierSlots* holder = nullptr;
+      std::uint32_t slot = kNoSlot;
+      for (auto tier = tiers.begin(); slot == kNoSlot && tier != tiers.end(); ++tier) {
+        holder = *tier;
+        slot = holder->find(hash_at(hashes, at));
+      }
+      if (done(at, slot == kNoSlot ? nullptr : holder, slot)) {
+        return;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes, std::vector<Share> shares)
@@ -368,7 +392,12 @@ void Ledger::record(const Event& event, std::size_t encoded_bytes, std::uint32_t
 
 // -- what an engine asks -----------------------------------------------------------------------------------------------
 
-Match Ledger::match(Bytes hashes, bool pinned) {
+std::span<TierSlots* const> Ledger::not_hotter_than(Tier hottest) const noexcept {
+  const auto first = std::ranges::find_if(hottest_first_, [=](const TierSlots* tier) { return tier->tier() >= hottest; });
+  return {first, hottest_first_.end()};
+}
+
+Match Ledger::match(Bytes hashes, bool pinned, Tier hottest) {
   const std::size_t count = hash_count(hashes);
   if (tier_bytes_.size() < count) {
     tier_bytes_.resize(count);
@@ -376,37 +405,37 @@ Match Ledger::match(Bytes hashes, bool pinned) {
   if (slot_numbers_.size() < count) {
     slot_numbers_.resize(count);
   }
-  const auto find = [this](const std::uint8_t* hash, std::size_t at) {
-    for (const TierSlots* const tier : hottest_first_) {
-      const std::uint32_t slot = tier->find(hash);
-      if (slot != kNoSlot) {
-        tier_bytes_[at] = static_cast<std::uint8_t>(tier->tier());
-        slot_numbers_[at] = slot;
-        return true;
-      }
-    }
-    return false;
-  };
   std::size_t depth = 0;
-  bool going_on = !hottest_first_.empty();
-  while (going_on && depth < count) {
-    const std::size_t end = std::min(count, depth + kPrefetchedBlocks);
-    for (std::size_t at = depth; at < end; ++at) {
-      hottest_first_.front()->prefetch(hash_at(hashes, at));
+  find_blocks(not_hotter_than(hottest), hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t slot) {
+    if (holder == nullptr) {
+      return true;
     }
-    while (depth < end && (going_on = find(hash_at(hashes, depth), depth))) {
-      ++depth;
-    }
-  }
-  TierSlots* const hbm = find_tier(Tier::kHbm);
-  if (pinned && hbm != nullptr) {
+    tier_bytes_[at] = static_cast<std::uint8_t>(holder->tier());
+    slot_numbers_[at] = slot;
+    depth = at + 1;
+    return false;
+  });
+  TierSlots* const own = find_tier(hottest);
+  if (pinned && own != nullptr) {
     for (std::size_t at = 0; at < depth; ++at) {
-      if (tier_bytes_[at] == static_cast<std::uint8_t>(Tier::kHbm)) {
-        hbm->pin(slot_numbers_[at]);
+      if (tier_bytes_[at] == static_cast<std::uint8_t>(hottest)) {
+        own->pin(slot_numbers_[at]);
       }
     }
   }
   return {depth, Bytes(tier_bytes_).first(depth), packed(std::span(slot_numbers_).first(depth))};
+}
+
+Bytes Ledger::holders(Bytes hashes, Tier hottest) {
+  const std::size_t count = hash_count(hashes);
+  if (tier_bytes_.size() < count) {
+    tier_bytes_.resize(count);
+  }
+  find_blocks(not_hotter_than(hottest), hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t) {
+    tier_bytes_[at] = holder == nullptr ? kNotHeld : static_cast<std::uint8_t>(holder->tier());
+    return false;
+  });
+  return Bytes(tier_bytes_).first(count);
 }
 
 bool Ledger::holds(Tier tier, Bytes hash) const noexcept {

@@ -63,6 +63,22 @@ void parts_add_up() {
   CHECK(crc32c_carried(0x12345678, 0) == 0x12345678);
 }
 
+void many_are_carried_as_one() {
+  Random random(7);
+  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{3}, std::size_t{4'097}, std::size_t{1} << 31,
+                                  std::size_t{1} << 60, ~std::size_t{0}}) {
+    const Crc32cCarrier carried(bytes);
+    CHECK(carried(0) == 0);
+    for (int bit = 0; bit < 32; ++bit) {
+      CHECK(carried(1U << bit) == crc32c_carried(1U << bit, bytes));
+    }
+    for (int round = 0; round < 300; ++round) {
+      const auto crc = static_cast<std::uint32_t>(random.next());
+      CHECK(carried(crc) == crc32c_carried(crc, bytes));
+    }
+  }
+}
+
 void streamed_copies_are_whole() {
   Random random(6);
   const auto data = random.bytes(60'000);
@@ -115,6 +131,7 @@ int main() {
                      {"the hardware's checksum is the portable one", variants_agree},
                      {"a checksum continues over a cut", continues},
                      {"checksums of parts add up to that of the whole", parts_add_up},
+                     {"many checksums are carried as each alone", many_are_carried_as_one},
                      {"copies past the caches are whole, with their checksum", streamed_copies_are_whole},
                      {"each row has its own checksum", rows_are_apart},
                      {"threads may compute at once", threads_share_it}});

@@ -108,6 +108,35 @@ void batches_are_chains() {
   }
 }
 
+void derived_hashes_are_their_definition() {
+  Random random(5);
+  const SequenceHash root = random_root(random);
+  for (const HashKernel kernel : kernels()) {
+    for (std::size_t round = 0; round < 300; ++round) {
+      const std::size_t count = random.below(20);
+      const std::size_t most = 1 + random.below(140);  // past two chunks
+      std::vector<Buffer> digests;
+      std::size_t bytes = random.below(most);
+      for (std::size_t number = 0; number < count; ++number) {  // runs of one length, as many as lanes, fewer, more
+        bytes = random.below(4) == 0 ? random.below(most) : bytes;
+        digests.push_back(random.bytes(bytes));
+      }
+      Buffer expected;
+      for (const Buffer& digest : digests) {
+        Sha256 sha(sha256_compress_portable);
+        sha.update(root);
+        sha.update(digest);
+        const auto whole = sha.finish();
+        expected.insert(expected.end(), whole.begin(), whole.begin() + kHashBytes);
+      }
+      const std::vector<Bytes> views(digests.begin(), digests.end());
+      Buffer out(count * kHashBytes);
+      derived_hashes(root, views, out, kernel);
+      CHECK(out == expected);
+    }
+  }
+}
+
 void extra_keys() {
   const std::vector<std::uint32_t> tokens(12);
   const SequenceHash root{};
@@ -145,6 +174,7 @@ int main() {
   return tests::run({{"every kernel hashes blocks of every size as the definition says", kernels_agree},
                      {"a chain continues from any of its hashes", chains_continue},
                      {"a batch of any lengths is its chains", batches_are_chains},
+                     {"a derived hash is that of the root and the digest, of any length", derived_hashes_are_their_definition},
                      {"an extra key changes its block and all after it", extra_keys},
                      {"threads may hash at once", threads_share_it}});
 }

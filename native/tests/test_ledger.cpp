@@ -81,6 +81,33 @@ void create_match_evict() {
   CHECK(ledger.applied() == 5);
 }
 
+void colder_tiers_are_looked_at_alone() {
+  Ledger ledger = started({{Tier::kNvme, 70, false}, {Tier::kHbm, 8, false}, {Tier::kHost, 90, false}});
+  filled(ledger, Tier::kHbm, kNamespace, blocks(0, 6));
+  filled(ledger, Tier::kNvme, kNamespace, blocks(0, 70));
+  filled(ledger, Tier::kHost, kNamespace, blocks(4, 80));
+  const Buffer run = blocks(0, 90);  // HBM holds [0, 6), HOST [4, 84), NVME [0, 70)
+  Buffer tiers(90, kNotHeld);
+  std::fill(tiers.begin(), tiers.begin() + 70, static_cast<std::uint8_t>(Tier::kNvme));
+  CHECK(copied(ledger.holders(run, Tier::kNvme)) == tiers);
+  CHECK(ledger.match(run, false, Tier::kNvme).depth == 70);
+  std::fill(tiers.begin() + 4, tiers.begin() + 84, static_cast<std::uint8_t>(Tier::kHost));
+  CHECK(copied(ledger.holders(run, Tier::kHost)) == tiers);
+  const Match found = ledger.match(run, true, Tier::kHost);
+  CHECK(found.depth == 84 && std::equal(found.tiers.begin(), found.tiers.end(), tiers.begin()));
+  CHECK(ledger.counts(Tier::kHbm).evictable == 6);  // pinned is what lies in HOST, and nothing else
+  CHECK(ledger.counts(Tier::kHost).evictable == 0);
+  CHECK(ledger.counts(Tier::kNvme).evictable == 70);
+  std::fill(tiers.begin(), tiers.begin() + 6, static_cast<std::uint8_t>(Tier::kHbm));
+  CHECK(copied(ledger.holders(run)) == tiers);
+  CHECK(ledger.holders({}).empty());
+  CHECK(ledger.match(run, true, Tier::kObject).depth == 0);
+  CHECK(copied(ledger.holders(run, Tier::kObject)) == Buffer(90, kNotHeld));
+  CHECK(copied(ledger.holders(blocks(200, 1))) == Buffer(1, kNotHeld));
+  CHECK(copied(ledger.holders(blocks(88, 2))).size() == 2);
+  CHECK(thrown_code([&] { ledger.holders(Bytes(run).first(17)); }) == ErrorCode::kLayout);
+}
+
 void refusals_change_nothing() {
   Ledger ledger = started(kPools);
   const Buffer two = blocks(0, 2);
@@ -253,6 +280,7 @@ void no_slot_is_lost_by_either_policy() {
 
 int main() {
   return tests::run({{"blocks are created, matched, pinned and evicted", create_match_evict},
+                     {"tiers hotter than asked for are not looked at", colder_tiers_are_looked_at_alone},
                      {"what is refused has changed nothing", refusals_change_nothing},
                      {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
                      {"another epoch begins in place, with a round of what is held", another_epoch_begins_in_place},

@@ -30,7 +30,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.kernels import LedgerTwin
-from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
+from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from kvbm.core.residency import Residencies
 
@@ -162,7 +162,7 @@ class Twins:
             case 0 | 1 | 2:
                 self.prefill(namespace, a, 1 + b % 6)
             case 3:
-                self.find(run_of(a, b % 8), bool(c % 2))
+                self.find(run_of(a, b % 8), bool(c % 2), Tier(d % 4))
             case 4 | 5 | 6:
                 if self.pinned:
                     self.unpin(*self.pinned.pop(b % len(self.pinned)))
@@ -188,11 +188,14 @@ class Twins:
             case _:
                 self.end(kind, a, b)
 
-    def find(self, hashes: bytes, pinned: bool) -> None:
-        found = self.match(hashes, pinned)
+    def find(self, hashes: bytes, pinned: bool, hottest: Tier) -> None:
+        found = self.match(hashes, pinned, hottest)
+        assert all(tier >= hottest for tier in found.tiers)
         if pinned:
             placed = zip(found.tiers, split_slots(found.slots), strict=True)
-            self.pinned.append((Tier.HBM, pack_slots(slot for tier, slot in placed if tier == Tier.HBM)))
+            own = pack_slots(slot for tier, slot in placed if tier == hottest)
+            if hottest in SLOT_TIERS:
+                self.pinned.append((hottest, own))
 
     def write(self, kind: int, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
         if kind == 7:
@@ -264,9 +267,19 @@ class Twins:
 
     def ask(self, tier: Tier, a: int, b: int) -> None:
         self.lacking(Tier(b % 4), run_of(a, b % 9))
+        self.look(run_of(a, b % 25), Tier(b % 4))
         self.holds(Tier(b % 4), BLOCKS[a % 20])
         self.residency(tier, BLOCKS[a % 20])
         self.held(tier)
+
+    def look(self, hashes: bytes, hottest: Tier) -> None:
+        """Holders are those that `match` and `holds` name."""
+        holders = self.holders(hashes, hottest)
+        found = self.match(hashes, False, hottest)
+        assert holders.startswith(found.tiers) and holders[found.depth : found.depth + 1] in (b"", bytes([NOT_HELD]))
+        for holder, held in zip(holders, split_hashes(hashes), strict=True):
+            colder = [tier for tier in SLOT_TIERS if tier >= hottest and self.native.holds(tier, held)]
+            assert holder == min(colder, default=NOT_HELD)
 
     def misuse(self, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
         """What a caller has no right to. Slots it has a right to by chance are left alone, or given back at once."""
@@ -293,6 +306,7 @@ class Twins:
                 self.unpin(tier, pack_slots([13]))
             case _:
                 self.match(b"seventeen bytes !")
+                self.holders(b"seventeen bytes !", tier)
 
 
 numbers = st.integers(0, 63)

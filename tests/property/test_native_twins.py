@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -311,6 +312,59 @@ def test_rows_that_do_not_lie_together_are_refused():
             _native.checksums(wrong)
 
 
+@settings(max_examples=300)
+@given(
+    parts=st.integers(1, 8),
+    blocks=st.integers(0, 5),
+    part_bytes=st.sampled_from([1, 2, 3, 5, 7, 8, 64, 255, 1021]) | st.integers(1, 600),
+    seed=st.integers(0, 2**32),
+)
+def test_checksums_of_parts_join_to_that_of_the_whole(parts: int, blocks: int, part_bytes: int, seed: int):
+    rows = np.random.default_rng(seed).integers(0, 256, (blocks, parts * part_bytes), dtype=np.uint8)
+    of_parts = np.array(
+        [_native.checksums(np.ascontiguousarray(part)) for part in np.split(rows, parts, axis=1)], dtype=np.uint32
+    )
+    whole = _native.checksums(rows).tolist()
+    for joined in (checksum.joined_checksums, _native.joined_checksums):
+        for given_as in (of_parts, np.asfortranarray(of_parts), np.repeat(of_parts, 3, axis=1)[:, ::3]):
+            result = joined(given_as, part_bytes)
+            assert (result.dtype, result.shape, result.tolist()) == (np.uint32, (blocks,), whole)
+
+
+@given(
+    checksums=st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3), max_size=4),
+    part_bytes=st.integers(1, 2**63 - 1),
+)
+def test_checksums_of_parts_of_any_size_join_alike(checksums: list[list[int]], part_bytes: int):
+    of_parts = np.array(checksums, dtype=np.uint32).reshape(-1, 3)
+    of_parts.flags.writeable = False
+    for given_as in (of_parts, of_parts[::-1, ::-1]):
+        expected = checksum.joined_checksums(given_as, part_bytes).tolist()
+        assert _native.joined_checksums(given_as, part_bytes).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (np.zeros((2, 3), dtype=np.int32), 8),
+        (np.zeros((2, 3), dtype=np.uint64), 8),
+        (np.zeros((2, 3), dtype=">u4"), 8),
+        (np.zeros(3, dtype=np.uint32), 8),
+        (np.zeros((1, 2, 3), dtype=np.uint32), 8),
+        (np.zeros((2, 3), dtype=np.uint32), 0),
+        (np.zeros((2, 3), dtype=np.uint32), -1),
+    ],
+    ids=range(7),
+)
+def test_checksums_that_cannot_be_joined_are_refused_in_the_same_words(arguments: tuple[np.ndarray, int]):
+    words = []
+    for function in (checksum.joined_checksums, _native.joined_checksums):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
 # -- hashes ------------------------------------------------------------------------------------------------------------
 
 
@@ -407,6 +461,52 @@ def test_a_batch_that_cannot_be_hashed_is_refused_in_the_same_words(arguments: t
     for function in (hashing.sequence_hashes_batch, _native.sequence_hashes_batch):
         with pytest.raises(LayoutError) as raised:
             function(*arguments)  # type: ignore[operator, arg-type]
+        words.append(str(raised.value))
+    assert words[0] == words[1]
+
+
+def digests_of(width: int) -> st.SearchStrategy[list[bytes]]:
+    return st.lists(st.binary(min_size=width, max_size=width), max_size=9)
+
+
+@given(
+    digests=st.integers(0, 140).flatmap(digests_of) | st.lists(st.binary(max_size=80), max_size=12) | digests_of(32),
+    root=hashes,
+)
+def test_hashes_derived_from_digests_agree(digests: list[bytes], root: bytes):
+    expected = hashing.derived_hashes(root, digests)
+    assert len(expected) == 16 * len(digests)
+    assert _native.derived_hashes(root, digests) == expected
+    assert _native.derived_hashes(root, tuple(digests)) == expected
+    assert _native.derived_hashes(root, deque(digests)) == expected  # type: ignore[arg-type]
+
+
+def test_many_digests_derive_as_each_alone():
+    digests = [index.to_bytes(32, "big") for index in range(5000)]  # so many that other threads run meanwhile
+    assert _native.derived_hashes(ROOT, digests) == hashing.derived_hashes(ROOT, digests)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (b"short", []),
+        (bytearray(16), [b"d"]),
+        (None, [b"d"]),
+        ("r" * 16, [b"d"]),
+        (ROOT, [b"d", "text"]),
+        (ROOT, [b"d", b"e", None, 7]),
+        (ROOT, [bytearray(32)]),
+        (ROOT, [memoryview(b"d")]),
+        (ROOT, [np.zeros(32, dtype=np.uint8)]),
+        (ROOT, b"digest"),
+    ],
+    ids=range(10),
+)
+def test_digests_that_cannot_be_hashed_are_refused_in_the_same_words(arguments: tuple[object, ...]):
+    words = []
+    for function in (hashing.derived_hashes, _native.derived_hashes):
+        with pytest.raises(LayoutError) as raised:
+            function(*arguments)  # type: ignore[operator]
         words.append(str(raised.value))
     assert words[0] == words[1]
 

@@ -51,9 +51,11 @@ class Plan:
 
     Attributes:
         host: where HOST is; None while there is nothing to do.
+        is_idle: the step has no model work, so that waiting a little for copies holds up nobody.
     """
 
     host: HostShare | None = None
+    is_idle: bool = False
     loads: list[Job] = field(default_factory=list)
     stores: list[Job] = field(default_factory=list)
 
@@ -76,7 +78,7 @@ class Answers:
 
     Attributes:
         stored: job → rank's part → how it ended. Ranks that hold the same KV as another answer for no part and store nothing.
-        loaded: job → how many ranks have carried it out.
+        loaded: load job → how many ranks are over with it, well or not.
         failed: load job → why it failed on some rank.
         refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or HOST
             cannot be mapped.

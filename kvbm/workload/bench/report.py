@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvbm.workload.bench.codec import bench_codec
+from kvbm.workload.bench.connector import bench_connector
 from kvbm.workload.bench.events import bench_events
 from kvbm.workload.bench.hashing import bench_hash
 from kvbm.workload.bench.index import bench_index
@@ -65,6 +66,9 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     query_us_p50: float | None = None
     query_us_p99: float | None = None
     ledger_ns_per_block_run16: float | None = None
+    connector_first_us: float | None = None
+    connector_again_us: float | None = None
+    connector_step_us: float | None = None
     encode_blocks_per_s: float | None = None
     decode_blocks_per_s: float | None = None
     hash_blocks_per_s: float | None = None
@@ -127,6 +131,7 @@ BENCHES: dict[str, Bench] = {
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
     "stream": _stream,
+    "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),
 }
 

@@ -29,6 +29,12 @@ void sequence_hashes(std::span<const std::uint32_t> tokens, std::size_t block_to
                      std::span<const Bytes> extra_keys, std::span<std::uint8_t> out,
                      HashKernel kernel = fastest_hash_kernel()) noexcept;
 
+// The first 16 bytes of SHA-256(root, digest) for each of some digests, of any lengths: no chain, so they fill the lanes of the
+// kernel where neighbours have one length.
+// out: digests.size() * 16 bytes; its size is the caller's to check. Nothing is thrown.
+void derived_hashes(const SequenceHash& root, std::span<const Bytes> digests, std::span<std::uint8_t> out,
+                    HashKernel kernel = fastest_hash_kernel()) noexcept;
+
 // One prompt of a batch.
 struct HashJob {
   std::span<const std::uint32_t> tokens;  // T ids, in prompt order

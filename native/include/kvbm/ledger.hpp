@@ -30,6 +30,7 @@ namespace kvbm {
 inline constexpr std::size_t kMaxRunBlocks = 1024;                        // of one event: it must fit a frame
 inline constexpr std::size_t kRoundLooks = 8192;                          // held slots a step of a round looks at, at most
 inline constexpr std::size_t kLeastEventBytes = std::size_t{1} << 20;     // less room would overflow at the first large command
+inline constexpr std::uint8_t kNotHeld = 0xFF;                            // in place of a tier, of a block that none holds
 inline constexpr std::size_t kDefaultEventBytes = std::size_t{64} << 20;
 
 // What the ledger has to know of a pool.
@@ -102,7 +103,10 @@ class Ledger {
   void clear_waiting() noexcept;
 
   // -- what an engine asks; all throw Error: kLedger, kLayout, kIllegalEvent
-  Match match(Bytes hashes, bool pinned);
+  // Tiers hotter than `hottest` are not looked at; what is found in it is pinned, if asked for.
+  Match match(Bytes hashes, bool pinned, Tier hottest = Tier::kHbm);
+  // One byte for each block: the hottest tier that holds it and is not hotter than `hottest`, or kNotHeld.
+  Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm);
   bool holds(Tier tier, Bytes hash) const noexcept;
   Bytes lacking(Tier tier, Bytes hashes);
   std::optional<std::pair<NamespaceId, std::uint32_t>> residency(Tier tier, Bytes hash) const noexcept;
@@ -160,6 +164,7 @@ class Ledger {
   std::int64_t quota_left(Tier tier, std::uint32_t share);
   TierSlots* find_tier(Tier tier) const noexcept { return tiers_[static_cast<std::size_t>(tier)].get(); }
   TierSlots& tier_slots(Tier tier) const;
+  std::span<TierSlots* const> not_hotter_than(Tier hottest) const noexcept;
   bool is_cluster(Tier tier) const noexcept { return is_cluster_[static_cast<std::size_t>(tier)]; }
   bool is_closed(Tier tier) const noexcept;
   std::size_t admit(const Event& event) const;
@@ -200,7 +205,7 @@ class Ledger {
   std::uint64_t next_copy_ = 1;                               // number of the next
   std::uint32_t round_ = 0;                                   // the round begun last
   std::deque<RoundLeft> round_left_;                          // tiers it has not ended in
-  std::vector<std::uint8_t> tier_bytes_;                      // scratch: tiers of a match
+  std::vector<std::uint8_t> tier_bytes_;                      // scratch: tiers a command returns
   std::vector<std::uint32_t> slot_numbers_;                   // scratch: slots a command returns
   std::vector<std::uint32_t> victims_;                        // scratch: slots a command withdraws
   std::vector<std::uint8_t> run_hashes_;                      // scratch: hashes of one event

@@ -1,0 +1,316 @@
+"""`KvbmConnector`: vLLM's words on one side, ours on the other. Which process does what: ARCHITECTURE, "Inside vLLM".
+
+vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`identity.why_not_served`) is said once, and the
+connector then does nothing. Nothing raised here reaches vLLM after the start: trouble ends the service, with one warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import structlog
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvbm.core.ids import Tier
+from kvbm.engines.vllm.metadata import Answers, Plan
+from kvbm.engines.vllm.opening import open_scheduler, serve
+from kvbm.engines.vllm.scheduler import Scheduler
+from kvbm.engines.vllm.stats import KvbmPromMetrics, KvbmStats
+from kvbm.engines.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+log = structlog.get_logger()
+
+_IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waited for so long
+_FLUSH_S = 10.0
+
+_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+@dataclass
+class KvbmMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's plan."""
+
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
+class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What ranks answer."""
+
+    answers: Answers
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """One for all ranks."""
+        assert isinstance(other, KvbmWorkerMetadata)
+        self.answers.merge(other.answers)
+        return self
+
+
+def _harmless(
+    otherwise: Callable[[], Result],
+) -> Callable[
+    [Callable[Concatenate[KvbmConnector, Arguments], Result]], Callable[Concatenate[KvbmConnector, Arguments], Result]
+]:
+    """A call of vLLM's that may fail without harm: from then on nothing new is begun, and `otherwise` is answered."""
+
+    def decorate(
+        call: Callable[Concatenate[KvbmConnector, Arguments], Result],
+    ) -> Callable[Concatenate[KvbmConnector, Arguments], Result]:
+        @wraps(call)
+        def harmless(self: KvbmConnector, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            try:
+                return call(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - the engine must not hear of it
+                self.give_up(f"{call.__name__} has failed: {error!r}", error)
+                return otherwise()
+
+        return harmless
+
+    return decorate
+
+
+class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps vLLM's KV blocks in kvbm's tiers. See docs/vllm.md.
+
+    Raises: ConfigError, LayoutError, PoolError, JournalError, MissingExtraError, at its making in the scheduler's process: what was
+        configured cannot be used; the message says which key and what to do.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        served = serve(vllm_config, kv_cache_config, is_telling=is_scheduler)
+        self._loads: dict[int, str] = {}  # jobs the worker was given → their requests
+        self._failed: set[str] = set()
+        self._answers = Answers()
+        self._plan = Plan()
+        self._scheduler_stats = KvbmStats()
+        if served is None:
+            return
+        if is_scheduler:
+            self._scheduler = open_scheduler(served, self._kv_transfer_config.kv_connector_extra_config)
+            if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+                log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
+                self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        else:
+            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, served.regions, kv_cache_config)
+
+    def give_up(self, why: str, error: Exception) -> None:
+        """Begin nothing new from now on. Copies under way end properly."""
+        if self._scheduler is not None and not self._scheduler.refusal:
+            self._scheduler.refusal = why
+            log.warning(
+                "connector.failed", why=why, remedy="the engine goes on without kvbm; report it", exc_info=error
+            )
+        elif self._worker is not None:
+            self._worker.refuse(why)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A block that is not stored is a miss later, no more."""
+        return False
+
+    # -- the scheduler's process ---------------------------------------------------------------------------------------
+
+    @_harmless(lambda: None)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Meet the engine's prefix cache."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is not None:
+            self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+
+    @_harmless(lambda: None)
+    def on_new_request(self, request: Any) -> None:
+        """A request has come."""
+        if self._serves():
+            self._scheduler.state_of(request)  # type: ignore[union-attr]
+
+    @_harmless(lambda: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those vLLM has; None: ask again."""
+        if not self._serves():
+            return 0, False
+        assert self._scheduler is not None
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    @_harmless(lambda: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM has given the request blocks."""
+        if self._scheduler is not None:
+            block_ids = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
+        """Where the tokens of the load planned last come from."""
+        hits = self._scheduler.hits_of_last_load() if self._scheduler is not None else {}
+        total = sum(hits.values())
+        if not num_external_tokens or not total:
+            return super().get_external_cache_hit_sources(request, num_external_tokens)  # type: ignore[no-any-return]
+        sources: dict[CacheHitSource, int] = {}
+        left = num_external_tokens
+        for tier, blocks in sorted(hits.items(), reverse=True):
+            source = _SOURCES.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+            tokens = left if tier == min(hits) else num_external_tokens * blocks // total
+            sources[source] = sources.get(source, 0) + tokens
+            left -= tokens
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    @_harmless(KvbmMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The plan of a step."""
+        if self._scheduler is None:
+            return KvbmMetadata()
+        scheduled = scheduler_output.num_scheduled_tokens
+        return KvbmMetadata(self._scheduler.plan(scheduled, scheduler_output.preempted_req_ids or ()))
+
+    @_harmless(lambda: None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers answer."""
+        if self._scheduler is None:
+            return
+        for request_id in connector_output.failed_recving or ():
+            self._scheduler.failed(request_id)
+        answered = connector_output.kv_connector_worker_meta
+        if isinstance(answered, KvbmWorkerMetadata):
+            self._scheduler.answered(answered.answers)
+
+    @_harmless(lambda: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended; vLLM may free its blocks: those still to be stored are kept by a reference of ours."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    @_harmless(lambda: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, of all KV groups."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether stores wait for workers: an engine without requests goes on stepping for them."""
+        return self._scheduler is not None and self._scheduler.has_work()
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks will come free without a preemption."""
+        return self._scheduler is not None and self._scheduler.has_work()
+
+    @_harmless(lambda: False)
+    def reset_cache(self) -> bool | None:
+        """Empty this instance's own tiers."""
+        if self._scheduler is not None:
+            self._scheduler.clear()
+        return True
+
+    # -- a worker's process --------------------------------------------------------------------------------------------
+
+    @_harmless(lambda: None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The tensors blocks lie in."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Nothing: blocks under way are kept by references of the scheduler's half, whoever is preempted."""
+
+    @_harmless(lambda: None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the step's copies."""
+        metadata = self._connector_metadata
+        if self._worker is None or not isinstance(metadata, KvbmMetadata):
+            return
+        self._plan = metadata.plan
+        self._loads |= {job.id: job.request for job in self._plan.loads}
+        self._worker.begin(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: requests wait for their loads, layers do not."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are stored once they are computed."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the blocks of a store stay as they are until all ranks have answered."""
+
+    @_harmless(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended on this rank."""
+        results = KVConnectorTransferResults()
+        if self._worker is None:
+            return results
+        self._answers = self._worker.finish(_IDLE_WAIT_S if self._plan.is_idle else 0.0)
+        self._plan = Plan()
+        for job in self._answers.loaded:
+            request_id = self._loads.pop(job)
+            results.finished_recving.add(request_id)
+            if job in self._answers.failed:
+                results.failed_recving.add(request_id)
+        return results
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What has ended on this rank since the last time."""
+        answers, self._answers = self._answers, Answers()
+        return KvbmWorkerMetadata(answers) if answers else None
+
+    # -- both ----------------------------------------------------------------------------------------------------------
+
+    @_harmless(lambda: None)
+    def get_kv_connector_stats(self) -> KvbmStats | None:
+        """What has been counted since the last time."""
+        if self._worker is not None:
+            return self._worker.take_stats()
+        if self._scheduler is not None:
+            return self._scheduler_stats.since(self._scheduler)
+        return None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats | None:
+        """Stats from what vLLM has sent between its processes."""
+        return KvbmStats() if data is None else KvbmStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvbmPromMetrics:
+        """The connector's metrics beside vLLM's own."""
+        return KvbmPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def take_events(self) -> Iterable[Any]:
+        """None: kvbm's events go to its own stream."""
+        return ()
+
+    def shutdown(self) -> None:
+        """End the instance, or the rank's copies."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close(_FLUSH_S)
+
+    def _serves(self) -> bool:
+        return self._scheduler is not None and not self._scheduler.refusal

@@ -1,0 +1,146 @@
+"""From vLLM's configuration to what serves it: whether it is served, by what settings, with which names and shape of blocks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.assembly import NATIVE, REFERENCE, open_engine_manager
+from kvbm.config import ObjectSettings, Settings
+from kvbm.core.errors import LayoutError
+from kvbm.core.ids import Tier
+from kvbm.engines.vllm.facts import machine_words
+from kvbm.engines.vllm.identity import Identity
+from kvbm.engines.vllm.metadata import HostShare, Ranks
+from kvbm.engines.vllm.regions import Regions, regions_of
+from kvbm.engines.vllm.requests import Group, GroupNamespace
+from kvbm.engines.vllm.scheduler import Scheduler
+from kvbm.engines.vllm.served import layer_specs, why_not_served
+from kvbm.engines.vllm.settings import settings_of
+from kvbm.pools.host import HostPool
+
+log = structlog.get_logger()
+
+ENGINE = "vllm"
+
+
+class Served(NamedTuple):
+    """An engine that is served, as both its processes see it.
+
+    Attributes:
+        regions: where a block lies in one rank's memory.
+        ranks: how a block is spread over ranks.
+    """
+
+    vllm_config: Any
+    kv_cache_config: Any
+    regions: Regions
+    ranks: Ranks
+
+
+def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | None:
+    """What is served; None where this engine cannot be.
+
+    Args:
+        is_telling: whether to warn then; one of the engine's processes does.
+    """
+    why = why_not_served(vllm_config, kv_cache_config)
+    if not why:
+        try:
+            regions = regions_of(kv_cache_config)
+        except LayoutError as error:
+            why = str(error)
+        else:
+            parallel = vllm_config.parallel_config
+            ranks = Ranks(parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas, regions.part_bytes)
+            return Served(vllm_config, kv_cache_config, regions, ranks)
+    if is_telling:
+        log.warning("connector.not_serving", why=why, notice="the engine runs as if kvbm were absent")
+    return None
+
+
+def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
+    """The scheduler's half over a manager that has begun.
+
+    Args:
+        extra: `kv_connector_extra_config`.
+    Raises: ConfigError, LayoutError, PoolError, JournalError, StreamError, MissingExtraError: what cannot be used, and what to do.
+    """
+    parallel, kv_cache_config = served.vllm_config.parallel_config, served.kv_cache_config
+    settings = settings_of(
+        extra,
+        environment=os.environ,
+        hbm_slots=kv_cache_config.num_blocks,
+        data_parallel_size=parallel.data_parallel_size,
+        data_parallel_rank=parallel.data_parallel_rank,
+    )
+    groups = _groups(kv_cache_config)
+    settings = _suited(settings, groups)
+    identity = Identity.of(
+        served.vllm_config,
+        kv_cache_config,
+        served.regions.layout,
+        machine=machine_words(),
+        secrets=settings.catalog.tenant_secrets,
+        environment=os.environ,
+    )
+    manager = open_engine_manager(settings, identity.named(settings.tenants), served.ranks.row_bytes, ENGINE)
+    host = manager.pools.slots[Tier.HOST]
+    assert isinstance(host, HostPool)
+    share = HostShare(
+        os.getpid(), host.fd, host.mapped_bytes, host.slots, served.ranks.row_bytes, served.ranks.part_bytes
+    )
+    known: dict[tuple[str, str], list[GroupNamespace]] = {}
+
+    def namespaces_of(request: Any) -> list[GroupNamespace]:
+        whose = identity.tenant_of(request), identity.lora_of(request)
+        found = known.get(whose)
+        if found is None:
+            names = identity.namespaces(*whose)
+            found = [GroupNamespace(names[group.id].id, identity.root(names[group.id])) for group in groups]
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[whose] = found
+        return found
+
+    kernels = REFERENCE if settings.core == "reference" else NATIVE
+    align_tokens = kv_cache_config.cache_hit_alignment_tokens or max(group.block_tokens for group in groups)
+    align_tokens = max(align_tokens, *(group.block_tokens for group in groups))
+    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens)
+
+
+_MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
+
+
+def _groups(kv_cache_config: Any) -> list[Group]:
+    """The engine's KV groups, those that need all blocks first."""
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        block_tokens = spec.block_size
+        hash_tokens = kv_cache_config.hash_block_size or block_tokens
+        windows = {_window_tokens(one) for one in layer_specs(spec)}
+        window = None if None in windows else max(tokens for tokens in windows if tokens is not None)
+        blocks = None if window is None else -(-(window - 1) // block_tokens)
+        groups.append(Group(index, block_tokens, hash_tokens, blocks))
+    return sorted(groups, key=lambda group: group.window_blocks is not None)
+
+
+def _window_tokens(spec: Any) -> int | None:
+    """Tokens that attention of a layer reads back, those kept beyond for drafts among them; None: all."""
+    window = getattr(spec, "sliding_window", None) if "SlidingWindow" in type(spec).__name__ else None
+    return None if window is None else window + getattr(spec, "extra_retained_tokens", 0)
+
+
+def _suited(settings: Settings, groups: list[Group]) -> Settings:
+    """Settings without what an engine of this kind cannot use."""
+    if (len(groups) == 1 and groups[0].window_blocks is None) or not settings.pools.object.url:
+        return settings
+    log.warning(
+        "pool.left_out", tier="OBJECT", url=settings.pools.object.url,
+        notice="models with sliding windows use HOST and NVME: what a window has left behind makes holes in objects",
+    )  # fmt: skip
+    return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, object=ObjectSettings()))

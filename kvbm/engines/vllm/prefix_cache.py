@@ -1,0 +1,155 @@
+"""What vLLM's prefix cache holds, as it changes: which blocks are in HBM, for the stream.
+
+vLLM keeps a map from a block's hash to the blocks that have it, one or several. The events it publishes lose bytes of the hashes and say
+nothing unless they were asked for, so this listens where they come from: at the map, and at the call that fills it, which knows
+the request and with it the chain. Only the first block with a hash and the last one speak; those between are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from kvbm.core.ids import HASH_BYTES
+from kvbm.engines.vllm.requests import DerivedHashes, Group, RequestState
+
+_GROUP_BYTES = 4  # vLLM appends the group's number to a hash
+
+
+class HbmSink(NamedTuple):
+    """Who is told.
+
+    Attributes:
+        stored: namespace, parent, start, hashes: blocks that are in HBM from now on.
+        removed: hashes of blocks that are not any more.
+        cleared: nothing is in HBM now.
+        broken: telling has failed; the engine goes on, and must not hear of it.
+    """
+
+    stored: Callable[[bytes, bytes, int, bytes], object]
+    removed: Callable[[bytes], object]
+    cleared: Callable[[], object]
+    broken: Callable[[Exception], object]
+
+
+class PrefixCacheWatch:
+    """Listens to one BlockPool. Used by the scheduler's thread alone.
+
+    Args:
+        pool: vLLM's; two of its attributes are replaced by ones that listen and then do the same.
+        groups: KV groups of interest.
+        state_of: our state of a request.
+        derive: vLLM's hashes → ours.
+
+    Attributes:
+        duplicates: blocks whose hash was held already, or was still held by another block.
+    Raises: AttributeError: this vLLM's pool has not what is listened to; nothing was changed.
+    """
+
+    def __init__(
+        self,
+        pool: Any,
+        groups: Sequence[Group],
+        state_of: Callable[[Any], RequestState],
+        derive: DerivedHashes,
+        sink: HbmSink,
+    ) -> None:
+        self.duplicates = 0
+        self._pool, self._state_of, self._derive, self._sink = pool, state_of, derive, sink
+        self._groups = {group.id: (index, group) for index, group in enumerate(groups)}
+        self._ours: dict[bytes, bytes] = {}  # vLLM's key → our hash, of all that was told and not withdrawn
+        self._fresh: list[bytes] | None = None  # keys that are new to the map, while it is being filled
+        self._removed: dict[bytes, bytes] = {}  # withdrawn and not told yet
+        self._fill = pool.cache_full_blocks
+        self._listen_to_map()
+        pool.cache_full_blocks = self._cache_full_blocks
+
+    def flush(self) -> None:
+        """Tell what was removed or cleared since the last time."""
+        if self._pool.cached_block_hash_to_block is not self._map:
+            self._ours.clear()
+            self._removed.clear()
+            self._sink.cleared()
+            self._listen_to_map()
+        elif self._removed:
+            gone = b"".join(self._removed.values())
+            self._removed.clear()
+            self._sink.removed(gone)
+
+    def _listen_to_map(self) -> None:
+        watch, blocks = self, self._pool.cached_block_hash_to_block
+        plain = type(blocks)
+        held = blocks._cache
+
+        class Listening(plain):  # type: ignore[misc, valid-type]
+            def insert(self, key: bytes, block: Any) -> None:
+                watch._on_insert(key, key in held)
+                super().insert(key, block)
+
+            def pop(self, key: bytes, block_id: int) -> Any:
+                block = super().pop(key, block_id)
+                if block is not None:
+                    watch._on_pop(key, key in held)
+                return block
+
+        self._map = blocks
+        blocks.__class__ = Listening
+
+    def _on_insert(self, key: bytes, is_held: bool) -> None:
+        if is_held:
+            self.duplicates += 1
+        elif self._fresh is not None:
+            self._fresh.append(key)
+        elif (ours := self._removed.pop(key, None)) is not None:  # only moved to another block
+            self._ours[key] = ours
+
+    def _on_pop(self, key: bytes, is_held: bool) -> None:
+        if is_held:
+            self.duplicates += 1
+        elif (ours := self._ours.pop(key, None)) is not None:
+            self._removed[key] = ours
+
+    def _cache_full_blocks(
+        self, request: Any, blocks: Any, num_cached_blocks: int, num_full_blocks: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._pool.cached_block_hash_to_block is not self._map:
+            self.flush()
+        self._fresh = fresh = []
+        try:
+            return self._fill(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
+        finally:
+            self._fresh = None
+            if fresh:
+                try:
+                    self._tell_stored(request, num_cached_blocks, num_full_blocks, fresh)
+                except Exception as error:  # noqa: BLE001 - the engine must not hear of it
+                    self._sink.broken(error)
+
+    def _tell_stored(self, request: Any, begin: int, end: int, fresh: list[bytes]) -> None:
+        """Tell of blocks that one call has put into the map: all of one request and group, in the order of its chain."""
+        self.flush()
+        known = self._groups.get(int.from_bytes(fresh[0][-_GROUP_BYTES:], "big"))
+        if known is None:
+            return
+        index, group = known
+        state = self._state_of(request)
+        hashes = state.hashes(index, 0, end, self._derive)
+        digests = group.digests(request.block_hashes, begin, end)
+        namespace = state.namespaces[index].id
+        run_start, run_end = begin, begin
+        waiting = iter(fresh)
+        key = next(waiting, None)
+        for at, digest in enumerate(digests, begin):
+            if key is not None and key[:-_GROUP_BYTES] == digest:
+                self._ours[key] = hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                run_end = at + 1
+                key = next(waiting, None)
+                continue
+            self._tell_run(state, index, namespace, hashes, run_start, run_end)
+            run_start = run_end = at + 1
+        self._tell_run(state, index, namespace, hashes, run_start, run_end)
+
+    def _tell_run(self, state: RequestState, index: int, namespace: bytes, hashes: bytes, begin: int, end: int) -> None:
+        if end > begin:
+            run = hashes[begin * HASH_BYTES : end * HASH_BYTES]
+            self._sink.stored(namespace, state.parent(index, begin), begin, run)

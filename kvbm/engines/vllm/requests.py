@@ -1,0 +1,134 @@
+"""What the scheduler's half knows of one request: the hashes of its blocks, and how far they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
+
+if TYPE_CHECKING:
+    from kvbm.manager.engine_hbm import Acquiring
+
+DerivedHashes = Callable[[bytes, Sequence[bytes]], bytes]
+
+
+class Group(NamedTuple):
+    """One KV group of the engine's model.
+
+    Attributes:
+        id: vLLM's index of it.
+        block_tokens: tokens of a block.
+        hash_tokens: tokens that one of vLLM's hashes goes on by; a block's hash is that of its last such piece.
+        window_blocks: blocks before a position that attention still reads there; None: all of them.
+    """
+
+    id: int
+    block_tokens: int
+    hash_tokens: int
+    window_blocks: int | None = None
+
+    def first_needed(self, end: int) -> int:
+        """The first block that tokens after block `end` still need."""
+        return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
+
+    def digests(self, hashes: Sequence[bytes], begin: int, end: int) -> Sequence[bytes]:
+        """vLLM's hashes of the blocks from `begin` to before `end`."""
+        scale = self.block_tokens // self.hash_tokens
+        return hashes[begin:end] if scale == 1 else hashes[(begin + 1) * scale - 1 : end * scale : scale]
+
+
+class GroupNamespace(NamedTuple):
+    """The blocks of one group and tenant: their public name, and the secret root of their hashes."""
+
+    id: NamespaceId
+    root: SequenceHash
+
+
+class Ask(NamedTuple):
+    """What was found for a request when it was asked for.
+
+    Attributes:
+        computed_tokens, hashes, gained: what the answer depends on; another value of one of them is another question.
+        runs: for each group that needs blocks its first block and what is brought to HOST from there; empty for a miss.
+        tokens: how many tokens that makes, as long as every run comes whole.
+    """
+
+    computed_tokens: int
+    hashes: int
+    gained: int
+    runs: list[tuple[Group, int, Acquiring]]
+    tokens: int
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is on its way to HOST any more."""
+        return all(acquiring.done for _, _, acquiring in self.runs)
+
+    def release(self) -> None:
+        """Give up what is pinned."""
+        for _, _, acquiring in self.runs:
+            acquiring.release()
+
+
+class RequestState:
+    """One request of the engine, from its arrival to its end.
+
+    Attributes:
+        request: vLLM's.
+        namespaces: by group, in the order of the engine's groups.
+        stored: by group: blocks from the first on that were looked at for a store.
+        ask: the last answer, while it may still be used.
+        is_looked_at: it has been looked at for stores before.
+        refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
+        queued_tokens: of its prompt, while it waits for its first step.
+    """
+
+    __slots__ = (
+        "_groups",
+        "_hashes",
+        "_last",
+        "ask",
+        "is_looked_at",
+        "namespaces",
+        "queued_tokens",
+        "refused",
+        "request",
+        "stored",
+    )
+
+    def __init__(self, request: Any, groups: Sequence[Group], namespaces: Sequence[GroupNamespace]) -> None:
+        self.request = request
+        self.namespaces = namespaces
+        self.stored = [0] * len(groups)
+        self.ask: Ask | None = None
+        self.is_looked_at = self.refused = False
+        self.queued_tokens: int = request.num_prompt_tokens
+        self._groups = groups
+        self._hashes = [b""] * len(groups)
+        self._last = [b""] * len(groups)  # vLLM's hash of the last block hashed
+
+    def hashes(self, index: int, begin: int, end: int, derive: DerivedHashes) -> bytes:
+        """Our hashes of a group's blocks from `begin` to before `end`, packed; fewer where vLLM has not hashed so far."""
+        group, digests = self._groups[index], self.request.block_hashes
+        known = self._hashes[index]
+        have = len(known) // HASH_BYTES
+        if have and group.digests(digests, have - 1, have) != [self._last[index]]:  # a session's tokens were taken back
+            known, have, self.stored[index] = b"", 0, 0
+        if have < end:
+            fresh = group.digests(digests, have, end)
+            if fresh:
+                known += derive(self.namespaces[index].root, fresh)
+                self._last[index] = fresh[-1]
+            self._hashes[index] = known
+        return known[begin * HASH_BYTES : end * HASH_BYTES]
+
+    def parent(self, index: int, begin: int) -> bytes:
+        """Our hash of the block before `begin`, which must be hashed already."""
+        return self._hashes[index][(begin - 1) * HASH_BYTES : begin * HASH_BYTES] if begin else NO_PARENT
+
+    def drop_ask(self) -> None:
+        """Forget the last answer, and unpin what it held."""
+        if self.ask is not None:
+            self.ask.release()
+            self.ask = None
