@@ -342,25 +342,42 @@ class Settings(_Group, frozen=True):
     tenants: dict[str, TenantSettings] = {}
 
 
+class Sources(NamedTuple):
+    """What messages call the places settings come from."""
+
+    path: str = "--config"
+    flags: str = "flags (--set)"
+
+
+_COMMAND_LINE = Sources()
+
+
 def load_settings(
-    path: Path | None = None, environment: Mapping[str, str] | None = None, flags: Mapping[str, Any] | None = None
+    path: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    sources: Sources = _COMMAND_LINE,
 ) -> Settings:
     """Settings from a TOML file, overridden by the environment, overridden by flags.
 
     Args:
         environment: variables that begin with KVBM_ count; none when omitted.
         flags: dotted key → value.
+        defaults: dotted key → value, where whoever asks has others than `Settings`.
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
     """
     tree: dict[str, Any] = {}
+    for key, value in (defaults or {}).items():
+        _put(tree, key, value, "defaults")
     if path is not None:
-        for key, value in _leaves(_read_toml(path)):
+        for key, value in leaves(_read_toml(path, sources.path)):
             _put(tree, key, value, str(path))
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
     for key, value in (flags or {}).items():
-        _put(tree, key, value, "flags (--set)")
+        _put(tree, key, value, sources.flags)
     settings = msgspec.convert(tree, Settings)
     check_settings(settings)
     return settings
@@ -451,11 +468,11 @@ class _Known(NamedTuple):
     default: Any
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Path, source: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct --config") from None
+        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct {source}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"settings file {path} is not TOML (byte {error.start} is no text); give a text file"
@@ -464,11 +481,12 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"settings file {path} is not TOML ({error}); correct it") from None
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted keys with their values."""
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
         else:
             yield name, value
 

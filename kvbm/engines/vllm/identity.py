@@ -1,0 +1,204 @@
+"""What may share blocks, in vLLM: a namespace for each KV group and tenant of an engine."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets as randomness
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.core.ids import Namespace, SequenceHash
+from kvbm.engines.vllm.facts import digest_of, facts_of
+from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
+from kvbm.engines.vllm.served import layer_specs
+
+log = structlog.get_logger()
+
+TENANT_KEY = "kvbm.tenant"  # in a request's kv_transfer_params
+_TENANT_CHARACTERS = 128
+_OTHERS = "*"  # what settings call the tenants they do not name
+_MOST_KNOWN = 4096  # namespaces kept at hand; a client chooses the names
+_KV_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}  # vLLM's words → torch's, which `pools.coding` knows
+
+
+class HashScheme(NamedTuple):
+    """How tokens become vLLM's block hashes.
+
+    Attributes:
+        algorithm: as `--prefix-caching-hash-algo` names it.
+        seed: of the chain's first hash; random ones are a process's own.
+        is_lasting: whether another process comes to the same hashes.
+    """
+
+    algorithm: str
+    seed: int
+    is_lasting: bool
+
+    @classmethod
+    def of(cls, algorithm: str, environment: Mapping[str, str]) -> HashScheme:
+        """The scheme of an engine. vLLM seeds hashes that are not cryptographic at random, unless PYTHONHASHSEED is set."""
+        seed = environment.get("PYTHONHASHSEED")
+        if seed is None and not algorithm.startswith("sha256"):
+            return cls(algorithm, randomness.randbits(63), is_lasting=False)
+        digest = hashlib.sha256(b"kvbm.vllm.seed.v1\0" + (b"" if seed is None else b"=" + seed.encode())).digest()
+        return cls(algorithm, int.from_bytes(digest[:8], "little") >> 1, is_lasting=True)
+
+
+class Identity:
+    """The namespaces of one engine. Owner thread only.
+
+    Attributes:
+        groups: the namespace of each KV group, in vLLM's order, for requests that name no tenant.
+        facts: what `groups[…].scheme` has the digest of; engines that should share and do not differ here.
+        is_lasting: whether the hashes mean the same to another process, and after a restart.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Namespace],
+        secrets: Mapping[str, str],
+        facts: Mapping[str, Any] | None = None,
+        is_lasting: bool = True,
+    ) -> None:
+        """Args: secrets: tenant → secret, as `catalog.tenant_secrets` has them."""
+        self.groups = tuple(groups)
+        self.facts = dict(facts or {})
+        self.is_lasting = is_lasting
+        self._secrets = dict(secrets)
+        self._known: dict[tuple[str, str], tuple[Namespace, ...]] = {}
+        self._adapters: dict[tuple[str, str], str] = {}
+        self._has_warned = False
+
+    @classmethod
+    def of(
+        cls,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        layout: str,
+        *,
+        machine: str,
+        secrets: Mapping[str, str],
+        environment: Mapping[str, str],
+    ) -> Identity:
+        """The identity of an engine; weights in a folder are looked at once, here.
+
+        Args:
+            vllm_config, kv_cache_config: vLLM's VllmConfig and KVCacheConfig, of an engine that is served.
+            layout: what a block's bytes are, in words.
+            machine: as `facts.machine_words` says it.
+            environment: of the process; PYTHONHASHSEED counts.
+        """
+        scheme = HashScheme.of(vllm_config.cache_config.prefix_caching_hash_algo, environment)
+        if not scheme.is_lasting:
+            log.warning(
+                "identity.passing", algorithm=scheme.algorithm,
+                notice="vLLM seeds this hash at random, so blocks are useless to other engines and after a restart;"
+                " set PYTHONHASHSEED to the same number everywhere, or use --prefix-caching-hash-algo sha256",
+            )  # fmt: skip
+        facts = facts_of(vllm_config, kv_cache_config, machine)
+        common = Namespace(
+            model=model_of(vllm_config.model_config),
+            revision=revision_of(vllm_config.model_config, vllm_config.load_config),
+            block_tokens=1,
+            layout=layout,
+            ranks=f"tp{vllm_config.parallel_config.tensor_parallel_size}",
+            scheme=f"vllm-{scheme.algorithm}+{digest_of(facts)}",
+            scheme_seed=scheme.seed,
+        )
+        groups = [
+            msgspec.structs.replace(
+                common,
+                kv_group=index,
+                block_tokens=group.kv_cache_spec.block_size,
+                kv_dtype=_kv_dtype(vllm_config.cache_config.cache_dtype, group.kv_cache_spec),
+            )
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        ]
+        return cls(groups, secrets, facts, scheme.is_lasting)
+
+    def namespaces(self, tenant: str = "", lora: str = "") -> tuple[Namespace, ...]:
+        """A tenant's namespaces, one for each KV group."""
+        known = self._known.get((tenant, lora))
+        if known is None:
+            known = tuple(msgspec.structs.replace(group, tenant=tenant, lora=lora) for group in self.groups)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[tenant, lora] = known
+        return known
+
+    def named(self, tenants: Iterable[str]) -> list[Namespace]:
+        """The namespaces to open a manager with: those without a tenant first, then those of the tenants settings name."""
+        names = dict.fromkeys(["", *tenants, *self._secrets])
+        names.pop(_OTHERS, None)
+        return [namespace for tenant in names for namespace in self.namespaces(tenant)]
+
+    def root(self, namespace: Namespace) -> SequenceHash:
+        """What the hashes of a namespace are derived from, under its tenant's secret."""
+        return namespace.root(self._secrets.get(namespace.tenant, "").encode())
+
+    def tenant_of(self, request: Any) -> str:
+        """Whose a request is: `kv_transfer_params["kvbm.tenant"]`, "" when it says nothing that can be a name.
+
+        The first request with what is no name brings a warning.
+        """
+        params = request.kv_transfer_params
+        named = params.get(TENANT_KEY) if params else None
+        if named is None:
+            return ""
+        if (
+            isinstance(named, str)
+            and 1 <= len(named) <= _TENANT_CHARACTERS
+            and named.isprintable()
+            and named != _OTHERS
+        ):
+            return named
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "tenant.refused", request=request.request_id, given=repr(named)[:_TENANT_CHARACTERS],
+                notice=f'kv_transfer_params["{TENANT_KEY}"] is no text of 1 to {_TENANT_CHARACTERS} printable characters;'
+                " such requests count as of no tenant",
+            )  # fmt: skip
+        return ""
+
+    def lora_of(self, request: Any) -> str:
+        """The adapter a request is computed with, "" for none: its name, and what is in its files.
+
+        vLLM's hashes have the adapter's name and path in them; this keeps apart what other hosts, or other days, have there.
+        Files are looked at once, at an adapter's first request.
+        """
+        adapter = request.lora_request
+        if adapter is None:
+            return ""
+        key = (adapter.lora_name, adapter.lora_path)
+        found = None if adapter.load_inplace else self._adapters.get(key)
+        if found is None:
+            found = f"{adapter.lora_name}:{_adapter_digest(adapter.lora_path)}"
+            if len(self._adapters) >= _MOST_KNOWN:
+                self._adapters.clear()
+            self._adapters[key] = found
+        return found
+
+
+def _adapter_digest(path: str) -> str:
+    try:
+        return content_digest(Path(path)) if Path(path).exists() else "remote"
+    except OSError:
+        return "unreadable"
+
+
+def _kv_dtype(cache_dtype: str, spec: Any) -> str:
+    """The type of a group's elements, in torch's words where `core.layout` has them."""
+    kinds = {str(one.dtype).removeprefix("torch.") for one in layer_specs(spec)}
+    kind = kinds.pop() if len(kinds) == 1 else "mixed"
+    if kind in ("uint8", "int8") and cache_dtype != "auto":
+        return _KV_DTYPES.get(cache_dtype, cache_dtype)
+    return kind

@@ -1,0 +1,95 @@
+"""Settings of an instance inside vLLM: `kv_connector_extra_config`, the environment, a file, and what suits this engine."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvbm.config import HbmSettings, Settings, Sources, check_settings, leaves, load_settings
+from kvbm.core.errors import ConfigError
+
+EXTRA = "kv_connector_extra_config"
+FILE_KEY = "config"  # of the extra config: a TOML file with what it does not say itself
+_SOURCES = Sources(path=f'"{FILE_KEY}" of {EXTRA}', flags=EXTRA)
+_NAME_CHARACTERS = 128
+
+
+def settings_of(
+    extra: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str],
+    hbm_slots: int,
+    data_parallel_size: int = 1,
+    data_parallel_rank: int = 0,
+    host: str | None = None,
+) -> Settings:
+    """The settings of one engine: its own defaults, then the file "config" names, then KVBM_ variables, then the extra config.
+
+    Defaults that differ from `Settings`: the engine owns HBM and says its size, there is no stream unless `nats.url` or
+    `nats.enabled` is given, and the instance is named after the host. Each data-parallel rank is an instance of its own, with
+    "-dp<rank>" behind whatever name was given.
+
+    Args:
+        extra: keys of kvbm's settings, dotted or as nested tables.
+        environment: variables that begin with KVBM_ count.
+        hbm_slots: blocks of the engine's own KV cache.
+        data_parallel_size, data_parallel_rank: of the engine. vLLM makes 1 of the size when ranks are independent, so a rank above 0 counts too.
+        host: name of this machine, found out when None.
+    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, what only the engine can set,
+        or no room for blocks in HOST.
+    """
+    given = dict(_flags(extra))
+    path = given.pop(FILE_KEY, None)
+    if path is not None and not isinstance(path, str):
+        raise ConfigError(f"{EXTRA}: {FILE_KEY} is the path of a TOML file; {path!r} is none")
+    file = Path(path) if path else None
+    own: dict[str, Any] = {"instance.id": f"vllm-{_name(socket.gethostname() if host is None else host)}"}
+    quiet = load_settings(file, environment, given, own | {"nats.enabled": False}, _SOURCES)
+    if not (quiet.pools.host.slots or quiet.pools.host.capacity_bytes):
+        raise ConfigError(
+            f'pools.host has no room, and every block that leaves the engine passes through it; set "pools.host.capacity_bytes"'
+            f" in {EXTRA}, such as 8589934592 for 8 GiB"
+        )
+    own |= {"pools.hbm.owner": "engine"}
+    loud = load_settings(file, environment, given, own | {"nats.enabled": True}, _SOURCES)
+    _check_hbm(loud.pools.hbm)
+    with_stream = quiet.nats.enabled or (loud.nats.enabled and loud.nats.url)  # on by default where it has an address
+    rank = f"-dp{data_parallel_rank}" if data_parallel_size > 1 or data_parallel_rank > 0 else ""
+    settings = msgspec.structs.replace(
+        loud,
+        instance=msgspec.structs.replace(loud.instance, id=loud.instance.id + rank),
+        pools=msgspec.structs.replace(loud.pools, hbm=HbmSettings(owner="engine", slots=hbm_slots)),
+        nats=msgspec.structs.replace(loud.nats, enabled=bool(with_stream)),
+    )
+    check_settings(settings)
+    return settings
+
+
+def _flags(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The extra config as dotted keys. Raises ConfigError: a key is there twice, dotted and in a table."""
+    seen: set[str] = set()
+    for key, value in leaves(extra):
+        if key in seen:
+            raise ConfigError(f"{EXTRA}: {key} is given twice, dotted and in a table; keep one of them")
+        seen.add(key)
+        yield key, value
+
+
+def _check_hbm(given: HbmSettings) -> None:
+    default = HbmSettings(owner="engine")
+    for name in HbmSettings.__struct_fields__:
+        if getattr(given, name) != getattr(default, name):
+            raise ConfigError(
+                f"pools.hbm.{name} is {getattr(given, name)!r}, but vLLM owns HBM and says what it has; leave pools.hbm out,"
+                " and size it with vLLM's --gpu-memory-utilization or --num-gpu-blocks-override"
+            )
+
+
+def _name(host: str) -> str:
+    """A host's name as an instance may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", host)[: _NAME_CHARACTERS - len("vllm-") - len("-dp9999")] or "host"
