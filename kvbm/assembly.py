@@ -47,6 +47,7 @@ from kvbm.manager.turns import Turns
 from kvbm.pools.base import ObjectPool, SlotPool
 from kvbm.pools.block_io import BlockEngine, OpenEngine
 from kvbm.pools.coding import BlockCoder
+from kvbm.pools.copy_queue import CopyQueue
 from kvbm.pools.engine_hbm import EngineHbm
 from kvbm.pools.front import FrontedStore
 from kvbm.pools.hbm import HbmPool
@@ -56,7 +57,7 @@ from kvbm.pools.memory import MemoryPool
 from kvbm.pools.nvme import NvmePool
 from kvbm.pools.object import BlockObjects
 from kvbm.pools.object_header import header_bytes
-from kvbm.pools.paged import NewSegmentCopies, PagedTensor
+from kvbm.pools.paged import NewSegmentCopies, PagedLayout, PagedTensor
 from kvbm.pools.pod import PodFolder
 from kvbm.pools.rows import NewArena
 from kvbm.pools.sealing import Sealing
@@ -92,6 +93,15 @@ CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in
 def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
     """Copies of blocks that lie in pieces, on the threads of a copier."""
     return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
+
+
+def copy_queue(layout: PagedLayout, threads: int = 0) -> CopyQueue:
+    """Copies of an engine's blocks on a CPU, in a thread of their own that needs no GIL.
+
+    Args:
+        threads: that copy; 0: as many as help.
+    """
+    return _native.CopyQueue(_native.SegmentTable(*layout.segments, layout.slots, _native.RowCopier(threads)))
 
 
 decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`

@@ -84,6 +84,12 @@ class Acquiring:
         """Unpin the blocks. Before it is done this gives it up: copies under way end by themselves. Idempotent."""
         self._manager._release(self)
 
+    @property
+    def next_block(self) -> bytes:
+        """The block behind those that have come; empty where they are all."""
+        at = (self.first + self.depth) * HASH_BYTES
+        return self.hashes[at : at + HASH_BYTES]
+
     def _is_under_way(self, open_copies: set[int]) -> bool:
         if self._look is not None and not self._look.done():
             return True
@@ -392,9 +398,10 @@ class EngineHbmManager(Manager):
         with self._lock:
             waited = bool(acquiring._arrivals.others)
             self._give_up_all(acquiring)
-            is_whole = self._collect_for(acquiring)
-            goes_on = waited and not (is_whole or is_late or self._stopped or acquiring._clears != self._clears)
-            if goes_on:  # what others have brought since
+            self._collect_for(acquiring)
+            is_in_vain = is_late or self._stopped or acquiring._clears != self._clears
+            goes_on = not is_in_vain and (waited or self._lies_in_host(acquiring.next_block))
+            if goes_on:  # with what others have brought, or what lay behind a hole
                 planned, looks = self._plan(acquiring)
                 goes_on = bool(planned or looks or acquiring._arrivals.others)
                 if not goes_on:
@@ -432,8 +439,11 @@ class EngineHbmManager(Manager):
         self._give_up(acquiring._begun)
         acquiring._begun = []
 
-    def _collect_for(self, acquiring: Acquiring) -> bool:
-        """Add what has come to what there is; whether that is all it was asked for. Under the lock."""
+    def _lies_in_host(self, block: bytes) -> bool:
+        return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block))
+
+    def _collect_for(self, acquiring: Acquiring) -> None:
+        """Add what has come to what there is. Under the lock."""
         at = (acquiring.first + acquiring.depth) * HASH_BYTES
         depth, slots, hits = self._collect(acquiring.hashes[at:], acquiring._found, acquiring._arrivals)
         acquiring._found, acquiring._arrivals = Match(0, b"", b""), Arrivals()
@@ -441,7 +451,6 @@ class EngineHbmManager(Manager):
         acquiring.slots += slots
         for tier, count in hits.items():
             acquiring.hits[tier] = acquiring.hits.get(tier, 0) + count
-        return at + depth * HASH_BYTES == len(acquiring.hashes)
 
     def _finish(self, acquiring: Acquiring) -> None:
         """It is over: count what it found, that of the engine's own HBM too. Under the lock."""

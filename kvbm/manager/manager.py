@@ -734,7 +734,7 @@ class Manager:
         copy = self._ledger.begin_copy(namespace, source, target, hashes)
         if copy is not None:
             self._open.add(copy.id)
-            if target == self._front:
+            if target == self._front and source != Tier.HBM:  # what an engine stores it has itself
                 self._coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
         return copy
 

@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from kvbm.core.errors import ConfigError
+from kvbm.pools.copy_queue import Ordering, ThreadedQueue
 from kvbm.pools.device import DeviceCopies, Half, Lane, Mark, row_copies
 from kvbm.pools.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
 
@@ -81,17 +82,17 @@ class KernelMover:
 
     def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
         """As `Mover.gather`."""
-        self._kernel.gather(self._there(slots), self._there(at), address)
+        self._kernel.gather(self._there(slots), self._there(at), address, rows.strides[0])
 
     def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
         """As `Mover.scatter`."""
-        self._kernel.scatter(self._there(slots), self._there(at), address)
+        self._kernel.scatter(self._there(slots), self._there(at), address, rows.strides[0])
 
     def try_out(self) -> None:
         """Compile, and copy a block beside the others. Raises anything: Triton cannot be used here."""
         block = torch.empty(self._block_bytes, dtype=torch.uint8, device=self._device)
         first = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._kernel.gather(first, first, block.data_ptr())
+        self._kernel.gather(first, first, block.data_ptr(), self._block_bytes)
         block[:1].cpu()  # waits for it
 
     def _there(self, indexes: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,7 @@ class MemcpyMover:
         """As `Mover.gather`."""
         packed = self._pack.gather(slots.to(self._device, non_blocking=True))
         target = torch.from_numpy(rows)
-        for begin, end in _consecutive(at):
+        for begin, end in _consecutive(at, rows):
             first = int(at[begin])
             target[first : first + end - begin].copy_(packed[begin:end], non_blocking=True)
 
@@ -117,7 +118,7 @@ class MemcpyMover:
         """As `Mover.scatter`."""
         packed = self._pack.room(len(slots))
         source = _readable(rows)
-        for begin, end in _consecutive(at):
+        for begin, end in _consecutive(at, rows):
             first = int(at[begin])
             packed[begin:end].copy_(source[first : first + end - begin], non_blocking=True)
         self._pack.scatter(slots.to(self._device, non_blocking=True), packed)
@@ -140,12 +141,13 @@ class KernelPacking:
     def gather(self, slots: torch.Tensor) -> torch.Tensor:
         """The blocks of slots, one after another."""
         packed = self.room(len(slots))
-        self._kernel.gather(slots, torch.arange(len(slots), device=self._device), packed.data_ptr())
+        self._kernel.gather(slots, torch.arange(len(slots), device=self._device), packed.data_ptr(), self._block_bytes)
         return packed
 
     def scatter(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
         """Fill slots from blocks one after another."""
-        self._kernel.scatter(slots, torch.arange(len(slots), device=self._device), packed.data_ptr())
+        numbers = torch.arange(len(slots), device=self._device)
+        self._kernel.scatter(slots, numbers, packed.data_ptr(), self._block_bytes)
 
 
 class TensorPacking:
@@ -206,6 +208,23 @@ def open_copies(
     return DeviceCopies(mover, lanes, copies, reached, _DEADLINE_S, run_blocks)
 
 
+def open_queue(
+    layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device, copies: NewSegmentCopies
+) -> ThreadedQueue:
+    """Copies beside the caller; each run waits, on the device, for what the caller's current stream had when it was added."""
+    order = EngineOrder()
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    moving = open_copies(layers, layout, device, order, copies)
+    # The thread's current stream is one where nothing runs: a copy also waits for that of its thread.
+    aside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return ThreadedQueue(moving, layout.slots, layout.block_bytes, Ordering(mark, order.after, aside))
+
+
 def mover_of(
     way: str, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device
 ) -> KernelMover | MemcpyMover:
@@ -242,9 +261,10 @@ def device_address(rows: np.ndarray) -> int | None:
     """The GPU's address of rows in the host's memory that CUDA has registered; None where it has not."""
     if not rows.nbytes:
         return None
+    extent = (len(rows) - 1) * rows.strides[0] + rows.shape[1]
     first = _registered(rows.ctypes.data)
-    last = _registered(rows.ctypes.data + rows.nbytes - 1)
-    if first is None or last is None or last - first != rows.nbytes - 1:
+    last = _registered(rows.ctypes.data + extent - 1)
+    if first is None or last is None or last - first != extent - 1:
         return None
     return first
 
@@ -288,8 +308,10 @@ def _blocks_first(paged: PagedTensor) -> torch.Tensor:
     return tensor.view(integers[tensor.element_size()]).permute(block_order(paged))
 
 
-def _consecutive(at: torch.Tensor) -> list[tuple[int, int]]:
-    """Half-open ranges of entries whose rows follow one another."""
+def _consecutive(at: torch.Tensor, rows: np.ndarray) -> list[tuple[int, int]]:
+    """Half-open ranges of entries whose rows follow one another without a gap: torch copies others by a detour that does not wait."""
+    if not rows.flags.c_contiguous:
+        return [(entry, entry + 1) for entry in range(len(at))]
     breaks = (np.flatnonzero(np.diff(at.numpy()) != 1) + 1).tolist()
     return list(zip([0, *breaks], [*breaks, len(at)], strict=True))
 
@@ -299,4 +321,5 @@ def _readable(rows: np.ndarray) -> torch.Tensor:
     if rows.flags.writeable:
         return torch.from_numpy(rows)
     pointer = ctypes.cast(rows.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
-    return torch.from_numpy(np.ctypeslib.as_array(pointer, shape=rows.shape))
+    flat = np.ctypeslib.as_array(pointer, shape=((len(rows) - 1) * rows.strides[0] + rows.shape[1],))
+    return torch.from_numpy(np.lib.stride_tricks.as_strided(flat, rows.shape, rows.strides))

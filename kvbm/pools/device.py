@@ -263,9 +263,12 @@ class DeviceCopies:
 
 
 def row_copies(copies: NewSegmentCopies, rows: np.ndarray) -> SegmentCopies:
-    """C-contiguous rows as slots of one segment."""
-    row_bytes = np.array([rows.shape[1]], dtype=np.int64)
-    return copies(np.array([rows.ctypes.data], dtype=np.int64), row_bytes, row_bytes, len(rows))
+    """Rows as slots of one segment."""
+    address, apart, row_bytes = (
+        np.array([number], dtype=np.int64)
+        for number in (rows.ctypes.data, max(rows.strides[0], rows.shape[1]), rows.shape[1])
+    )
+    return copies(address, apart, row_bytes, len(rows))
 
 
 def _nothing() -> None:

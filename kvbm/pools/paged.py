@@ -248,10 +248,11 @@ def _sizes(names: Sequence[str], shape: Sequence[int]) -> str:
 
 
 class SegmentCopies(Protocol):
-    """Copies between slots that lie in segments and contiguous rows. Any thread; all bytes of a run move in one call, without the GIL.
+    """Copies between slots that lie in segments and rows. Any thread; all bytes of a run move in one call, without the GIL.
 
-    `slots` and `at` are C-contiguous int64 arrays, `rows` C-contiguous uint8 of (m, block_bytes). Row at[i] belongs to slots[i], row i
-    where `at` is None. Each raises LayoutError before a byte moves: a slot or row outside, rows of another size.
+    `slots` and `at` are C-contiguous int64 arrays, `rows` uint8 of (m, block_bytes): the bytes of a row side by side, the rows any
+    distance apart, so a part of each row of a pool will do. Row at[i] belongs to slots[i], row i where `at` is None. Each raises
+    LayoutError before a byte moves: a slot or row outside, rows of another size or in one another.
     """
 
     def gather(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray:
@@ -292,7 +293,7 @@ class ReferenceCopies:
             end = begin + view.shape[1]
             rows[where, begin:end] = view[slots]
             begin = end
-        return self._checksums(rows if at is None else np.ascontiguousarray(rows[where]))
+        return self._checksums(np.ascontiguousarray(rows if at is None else rows[where]))
 
     def scatter(self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray | None = None) -> None:
         """As `SegmentCopies.scatter`."""
@@ -311,6 +312,11 @@ class ReferenceCopies:
         where = np.arange(len(rows)) if at is None else at
         if rows.shape[1] != self._block_bytes or len(where) != len(slots):
             raise LayoutError(f"{len(slots)} slots of {self._block_bytes} bytes, rows of {rows.shape[1]}: {len(where)}")
+        apart, inside = rows.strides
+        if (len(rows) and self._block_bytes > 1 and inside != 1) or (len(rows) > 1 and apart < self._block_bytes):
+            raise LayoutError(
+                f"rows lie {apart} bytes apart, their bytes {inside}; the bytes of a row must lie side by side, and in no other row"
+            )
         for what, indexes, end in (("slot", slots, self._slots), ("row", where, len(rows))):
             if len(indexes) and (int(indexes.min()) < 0 or int(indexes.max()) >= end):
                 raise LayoutError(f"{what}s {indexes.min()} to {indexes.max()} wanted, there are {end}")

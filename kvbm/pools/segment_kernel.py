@@ -22,7 +22,7 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
     slots,  # int64 [blocks]
     at,  # int64 [blocks]: the row of each
     rows,  # address of row 0
-    block_bytes,
+    row_stride,  # bytes from a row to the next
     chunk_count,
     GATHER: tl.constexpr,  # noqa: N803
     WORD: tl.constexpr,  # noqa: N803
@@ -34,7 +34,7 @@ def _copy_chunks(  # type: ignore[no-untyped-def]
     block = program // chunk_count
     chunk = chunks + (program % chunk_count) * 4
     address = tl.load(chunk) + tl.load(slots + block) * tl.load(chunk + 1)
-    row = rows + tl.load(at + block) * block_bytes + tl.load(chunk + 2)
+    row = rows + tl.load(at + block) * row_stride + tl.load(chunk + 2)
     words = tl.multiple_of(tl.load(chunk + 3), STEP)
     # Known alignment turns the words below into loads and stores of 16 bytes.
     here = tl.multiple_of(address.to(tl.pointer_type(WORD)), ALIGN)
@@ -54,28 +54,27 @@ class SegmentKernel:
         """Cut the segments into chunks; their table goes to the device."""
         self._segments = segments
         self._device = device
-        self._block_bytes = int(segments.sizes.sum())
         numbers = np.concatenate([segments.addresses, segments.strides, segments.sizes])
         self._align = math.gcd(16, int(np.gcd.reduce(numbers)))  # of every piece, so of every offset in a block too
         self._tables: dict[int, torch.Tensor] = {}
         self._table(min(self._align, 8))
 
-    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int) -> None:
-        """Fill the rows `at` from slots. Both are int64 on the device, of one length."""
-        self._launch(slots, at, rows_address, True)
+    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, row_stride: int) -> None:
+        """Fill the rows `at` from slots. Both are int64 on the device, of one length; the rows begin `row_stride` bytes apart."""
+        self._launch(slots, at, rows_address, row_stride, True)
 
-    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int) -> None:
+    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, row_stride: int) -> None:
         """Fill slots from the rows `at`."""
-        self._launch(slots, at, rows_address, False)
+        self._launch(slots, at, rows_address, row_stride, False)
 
-    def _launch(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, gathers: bool) -> None:
+    def _launch(self, slots: torch.Tensor, at: torch.Tensor, rows_address: int, row_stride: int, gathers: bool) -> None:
         if not len(slots):
             return
-        align = math.gcd(self._align, rows_address)
+        align = math.gcd(self._align, rows_address, row_stride)
         word_bytes = min(align, 8)
         table = self._table(word_bytes)
         _copy_chunks[(len(slots) * len(table),)](
-            table, slots, at, rows_address, self._block_bytes, len(table), GATHER=gathers, WORD=_WORDS[word_bytes],
+            table, slots, at, rows_address, row_stride, len(table), GATHER=gathers, WORD=_WORDS[word_bytes],
             ALIGN=align, STEP=align // word_bytes, WIDTH=CHUNK_BYTES // word_bytes, num_warps=_WARPS,
         )  # fmt: skip
 

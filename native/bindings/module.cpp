@@ -65,6 +65,7 @@ NB_MODULE(_native, module) {
   bind_row_copy(module, errors);
   bind_arena(module);
   bind_segment_copy(module, errors);
+  bind_copy_queue(module, errors);
   bind_block_io(module, errors);
   bind_block_coding(module, errors);
 }

@@ -45,7 +45,7 @@ SegmentTable::SegmentTable(std::vector<Segment> segments, std::uint64_t slots)
 
 // Calls move(pieces, bytes of each) until every piece of every block was in one call; those of one block come in their order.
 template <class Move>
-void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at,
+void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at, std::uint64_t row_stride,
                             const Move& move) const noexcept {
   Pieces pieces;
   for (const Stretch& stretch : stretches_) {
@@ -58,7 +58,7 @@ void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const
         const std::uint64_t address = segment.address + slot * segment.stride;
         const std::uint64_t offset = stretch.offset + (index - stretch.begin) * bytes;
         pieces.from_slots[pieces.count] = static_cast<std::int64_t>(address - segments_.front().address);
-        pieces.in_rows[pieces.count] = static_cast<std::int64_t>(row * block_bytes_ + offset);
+        pieces.in_rows[pieces.count] = static_cast<std::int64_t>(row * row_stride + offset);
         pieces.blocks[pieces.count] = block;
         if (++pieces.count == Pieces::kMost) {
           move(pieces, bytes);
@@ -73,12 +73,12 @@ void SegmentTable::each_run(std::span<const std::int64_t> slots, std::span<const
   }
 }
 
-void SegmentTable::gather(RowCopier& copier, std::span<const std::int64_t> slots, std::uint8_t* rows,
+void SegmentTable::gather(RowCopier& copier, std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows,
                           std::span<const std::int64_t> at, std::uint32_t* checksums) const noexcept {
   const auto* const first = reinterpret_cast<const std::uint8_t*>(segments_.front().address);
   std::fill_n(checksums, slots.size(), 0);
-  each_run(slots, at, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
-    copier.copy({rows, 1, pieces.in_rows.data()}, {first, 1, pieces.from_slots.data()}, pieces.count, bytes, pieces.room());
+  each_run(slots, at, rows.stride, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
+    copier.copy({rows.first, 1, pieces.in_rows.data()}, {first, 1, pieces.from_slots.data()}, pieces.count, bytes, pieces.room());
     for (std::size_t piece = 0; piece < pieces.count; ++piece) {
       std::uint32_t& sum = checksums[pieces.blocks[piece]];
       sum = crc32c_carried(sum, bytes) ^ pieces.checksums[piece];
@@ -86,18 +86,18 @@ void SegmentTable::gather(RowCopier& copier, std::span<const std::int64_t> slots
   });
 }
 
-void SegmentTable::scatter(RowCopier& copier, std::span<const std::int64_t> slots, const std::uint8_t* rows,
+void SegmentTable::scatter(RowCopier& copier, std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows,
                            std::span<const std::int64_t> at) const noexcept {
   auto* const first = reinterpret_cast<std::uint8_t*>(segments_.front().address);
-  each_run(slots, at, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
-    copier.copy({first, 1, pieces.from_slots.data()}, {rows, 1, pieces.in_rows.data()}, pieces.count, bytes, {});
+  each_run(slots, at, rows.stride, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
+    copier.copy({first, 1, pieces.from_slots.data()}, {rows.first, 1, pieces.in_rows.data()}, pieces.count, bytes, {});
   });
 }
 
 void SegmentTable::checksums(RowCopier& copier, std::span<const std::int64_t> slots, std::uint32_t* out) const noexcept {
   const auto* const first = reinterpret_cast<const std::uint8_t*>(segments_.front().address);
   std::fill_n(out, slots.size(), 0);
-  each_run(slots, {}, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
+  each_run(slots, {}, 0, [&](Pieces& pieces, std::uint64_t bytes) noexcept {
     copier.checksum({first, 1, pieces.from_slots.data()}, bytes, pieces.room());
     for (std::size_t piece = 0; piece < pieces.count; ++piece) {
       std::uint32_t& sum = out[pieces.blocks[piece]];

@@ -67,14 +67,16 @@ void blocks_are_gathered() {
     const auto slots = some_of(random, engine.slots, 1 + random.below(engine.slots));
     const std::size_t row_count = slots.size() + random.below(10);
     const auto at = some_of(random, row_count, slots.size());
-    std::vector<std::uint8_t> rows(row_count * table.block_bytes(), 0xA5);
+    const std::size_t begin = random.below(30);  // the rows may be a part of wider ones
+    const std::size_t stride = table.block_bytes() + random.below(2) * random.below(3'000);
+    std::vector<std::uint8_t> rows(begin + row_count * stride, 0xA5);
     std::vector<std::uint32_t> sums(slots.size());
-    table.gather(copier, slots, rows.data(), at, sums.data());
+    table.gather(copier, slots, {rows.data() + begin, stride}, at, sums.data());
     std::vector<std::uint8_t> expected(rows.size(), 0xA5);
     for (std::size_t index = 0; index < slots.size(); ++index) {
       const auto block = engine.block(slots[index]);
       CHECK(block.size() == table.block_bytes());
-      std::copy(block.begin(), block.end(), expected.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(at[index]) * block.size()));
+      std::copy(block.begin(), block.end(), expected.begin() + static_cast<std::ptrdiff_t>(begin + static_cast<std::size_t>(at[index]) * stride));
       CHECK(sums[index] == crc32c(block));
     }
     CHECK(rows == expected);
@@ -91,10 +93,11 @@ void only_named_slots_change() {
     Engine engine(random, 1 + random.below(80), sizes_of(random));
     const SegmentTable table(engine.segments, engine.slots);
     const auto slots = some_of(random, engine.slots, 1 + random.below(engine.slots));
-    const auto rows = random.bytes(slots.size() * table.block_bytes());
+    const std::size_t stride = table.block_bytes() + random.below(2) * random.below(3'000);
+    const auto rows = random.bytes(slots.size() * stride);
     auto expected = engine.tensors;
     for (std::size_t index = 0; index < slots.size(); ++index) {
-      const std::uint8_t* from = rows.data() + index * table.block_bytes();
+      const std::uint8_t* from = rows.data() + index * stride;
       for (std::size_t tensor = 0; tensor < expected.size(); ++tensor) {
         const Segment& segment = engine.segments[tensor];
         const std::uint64_t begin = segment.address - reinterpret_cast<std::uint64_t>(engine.tensors[tensor].data());
@@ -102,7 +105,7 @@ void only_named_slots_change() {
         from += segment.bytes;
       }
     }
-    table.scatter(copier, slots, rows.data(), {});
+    table.scatter(copier, slots, {rows.data(), stride}, {});
     CHECK(engine.tensors == expected);
   }
 }
@@ -122,10 +125,10 @@ void threads_share_a_table() {
       }
       for (int round = 0; round < 10; ++round) {
         const auto rows = own.bytes(slots.size() * table.block_bytes());
-        table.scatter(copier, slots, rows.data(), {});
+        table.scatter(copier, slots, {rows.data(), table.block_bytes()}, {});
         std::vector<std::uint8_t> back(rows.size());
         std::vector<std::uint32_t> sums(slots.size());
-        table.gather(copier, slots, back.data(), {}, sums.data());
+        table.gather(copier, slots, {back.data(), table.block_bytes()}, {}, sums.data());
         CHECK(back == rows);
       }
     });
@@ -147,7 +150,7 @@ void what_is_no_table_is_refused() {
 }  // namespace
 
 int main() {
-  return tests::run({{"a block is gathered from its pieces, with its checksum", blocks_are_gathered},
+  return tests::run({{"a block is gathered from its pieces into rows any distance apart, with its checksum", blocks_are_gathered},
                      {"only the slots that are named change", only_named_slots_change},
                      {"threads copy other slots at once", threads_share_a_table},
                      {"a table without slots or bytes is refused", what_is_no_table_is_refused}});

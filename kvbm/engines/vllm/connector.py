@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import structlog
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -40,8 +40,7 @@ _FLUSH_S = 10.0
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 @dataclass
@@ -64,25 +63,19 @@ class KvbmWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return self
 
 
-def _harmless(
-    otherwise: Callable[[], Result],
-) -> Callable[
-    [Callable[Concatenate[KvbmConnector, Arguments], Result]], Callable[Concatenate[KvbmConnector, Arguments], Result]
-]:
+def _harmless(otherwise: Callable[[], Any]) -> Callable[[Call], Call]:
     """A call of vLLM's that may fail without harm: from then on nothing new is begun, and `otherwise` is answered."""
 
-    def decorate(
-        call: Callable[Concatenate[KvbmConnector, Arguments], Result],
-    ) -> Callable[Concatenate[KvbmConnector, Arguments], Result]:
+    def decorate(call: Call) -> Call:
         @wraps(call)
-        def harmless(self: KvbmConnector, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        def harmless(self: KvbmConnector, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - the engine must not hear of it
                 self.give_up(f"{call.__name__} has failed: {error!r}", error)
                 return otherwise()
 
-        return harmless
+        return cast(Call, harmless)
 
     return decorate
 
@@ -100,11 +93,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: Worker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
         served = serve(vllm_config, kv_cache_config, is_telling=is_scheduler)
-        self._loads: dict[int, str] = {}  # jobs the worker was given → their requests
-        self._failed: set[str] = set()
         self._answers = Answers()
         self._plan = Plan()
-        self._scheduler_stats = KvbmStats()
         if served is None:
             return
         if is_scheduler:
@@ -113,7 +103,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
                 self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, served.regions, kv_cache_config)
+            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, kv_cache_config)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""
@@ -242,7 +232,6 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or not isinstance(metadata, KvbmMetadata):
             return
         self._plan = metadata.plan
-        self._loads |= {job.id: job.request for job in self._plan.loads}
         self._worker.begin(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -257,17 +246,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended on this rank."""
-        results = KVConnectorTransferResults()
         if self._worker is None:
-            return results
+            return KVConnectorTransferResults()
         self._answers = self._worker.finish(_IDLE_WAIT_S if self._plan.is_idle else 0.0)
         self._plan = Plan()
-        for job in self._answers.loaded:
-            request_id = self._loads.pop(job)
-            results.finished_recving.add(request_id)
-            if job in self._answers.failed:
-                results.failed_recving.add(request_id)
-        return results
+        received = self._worker.received()
+        return KVConnectorTransferResults(finished_recving=received.finished, failed_recving=received.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has ended on this rank since the last time."""
@@ -279,11 +263,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_harmless(lambda: None)
     def get_kv_connector_stats(self) -> KvbmStats | None:
         """What has been counted since the last time."""
-        if self._worker is not None:
-            return self._worker.take_stats()
-        if self._scheduler is not None:
-            return self._scheduler_stats.since(self._scheduler)
-        return None
+        half = self._worker or self._scheduler
+        numbers = half.take_numbers() if half is not None else {}
+        return KvbmStats(data=numbers) if numbers else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvbmStats | None:
@@ -310,7 +292,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.close()
         if self._worker is not None:
-            self._worker.close(_FLUSH_S)
+            self._worker.flush(_FLUSH_S)
+            self._worker.close()
 
     def _serves(self) -> bool:
         return self._scheduler is not None and not self._scheduler.refusal

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import msgspec
 import structlog
 
-from kvbm.assembly import NATIVE, REFERENCE, open_engine_manager
+from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import ObjectSettings, Settings
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import Tier
+from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.metadata import HostShare, Ranks
-from kvbm.engines.vllm.regions import Regions, regions_of
+from kvbm.engines.vllm.regions import block_regions, layout_words
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import layer_specs, why_not_served
@@ -31,13 +32,11 @@ class Served(NamedTuple):
     """An engine that is served, as both its processes see it.
 
     Attributes:
-        regions: where a block lies in one rank's memory.
         ranks: how a block is spread over ranks.
     """
 
     vllm_config: Any
     kv_cache_config: Any
-    regions: Regions
     ranks: Ranks
 
 
@@ -50,13 +49,13 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> Served | 
     why = why_not_served(vllm_config, kv_cache_config)
     if not why:
         try:
-            regions = regions_of(kv_cache_config)
+            part_bytes = block_regions(kv_cache_config).part_bytes
         except LayoutError as error:
             why = str(error)
         else:
             parallel = vllm_config.parallel_config
-            ranks = Ranks(parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas, regions.part_bytes)
-            return Served(vllm_config, kv_cache_config, regions, ranks)
+            ranks = Ranks(parallel.tensor_parallel_size, kv_cache_config.kv_tp_replicas, part_bytes)
+            return Served(vllm_config, kv_cache_config, ranks)
     if is_telling:
         log.warning("connector.not_serving", why=why, notice="the engine runs as if kvbm were absent")
     return None
@@ -82,7 +81,7 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     identity = Identity.of(
         served.vllm_config,
         kv_cache_config,
-        served.regions.layout,
+        " | ".join(layout_words(kv_cache_config, group.id, served.ranks) for group in groups),
         machine=machine_words(),
         secrets=settings.catalog.tenant_secrets,
         environment=os.environ,
@@ -109,7 +108,8 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     kernels = REFERENCE if settings.core == "reference" else NATIVE
     align_tokens = kv_cache_config.cache_hit_alignment_tokens or max(group.block_tokens for group in groups)
     align_tokens = max(align_tokens, *(group.block_tokens for group in groups))
-    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens)
+    stores_all = settings.offload.host == "write_through"
+    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens, stores_all)
 
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvbm.core.ids import HASH_BYTES
+from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.engines.vllm.requests import DerivedHashes, Group, RequestState
 
 _GROUP_BYTES = 4  # vLLM appends the group's number to a hash
@@ -26,7 +26,7 @@ class HbmSink(NamedTuple):
         broken: telling has failed; the engine goes on, and must not hear of it.
     """
 
-    stored: Callable[[bytes, bytes, int, bytes], object]
+    stored: Callable[[NamespaceId, bytes, int, bytes], object]
     removed: Callable[[bytes], object]
     cleared: Callable[[], object]
     broken: Callable[[Exception], object]
@@ -114,7 +114,8 @@ class PrefixCacheWatch:
     ) -> Any:
         if self._pool.cached_block_hash_to_block is not self._map:
             self.flush()
-        self._fresh = fresh = []
+        fresh: list[bytes] = []
+        self._fresh = fresh
         try:
             return self._fill(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         finally:
@@ -149,7 +150,9 @@ class PrefixCacheWatch:
             run_start = run_end = at + 1
         self._tell_run(state, index, namespace, hashes, run_start, run_end)
 
-    def _tell_run(self, state: RequestState, index: int, namespace: bytes, hashes: bytes, begin: int, end: int) -> None:
+    def _tell_run(
+        self, state: RequestState, index: int, namespace: NamespaceId, hashes: bytes, begin: int, end: int
+    ) -> None:
         if end > begin:
             run = hashes[begin * HASH_BYTES : end * HASH_BYTES]
             self._sink.stored(namespace, state.parent(index, begin), begin, run)

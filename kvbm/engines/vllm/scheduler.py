@@ -24,6 +24,7 @@ import structlog
 from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
 from kvbm.core.kernels import Kernels
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
+from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
 from kvbm.engines.vllm.requests import Ask, Group, GroupNamespace, RequestState
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
@@ -32,6 +33,7 @@ log = structlog.get_logger()
 
 _ABSENT = 0xFF  # of `Manager.holders`
 _IN_HOST = bytes([Tier.HOST])
+_TELL_S = 1.0  # between two looks at the manager's counters
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
 
@@ -57,21 +59,13 @@ class _Stores(NamedTuple):
     since_s: float
 
 
-class Counters:
-    """What has been counted since the start.
+class _Told(NamedTuple):
+    """Counters of others, as they were told last; named as `numbers.COUNTERS` are."""
 
-    Attributes:
-        hit_tokens: by tier, of loads that were given to the workers.
-        loaded_blocks, stored_blocks: by all ranks.
-        failed_loads, failed_stores: jobs that some rank could not carry out.
-        waited: answers that were "ask again".
-    """
-
-    def __init__(self) -> None:
-        self.hit_tokens: dict[Tier, int] = {tier: 0 for tier in Tier if tier != Tier.HBM}
-        self.loaded_blocks = self.stored_blocks = 0
-        self.failed_loads = self.failed_stores = 0
-        self.waited = 0
+    duplicates: int
+    late_acquires: int
+    verified_reads: int
+    corrupt_blocks: int
 
 
 class Scheduler:
@@ -84,6 +78,7 @@ class Scheduler:
         ranks: how rows of HOST are parted.
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
+        stores_all: every computed block is wanted in HOST, so what does not get there is counted.
     """
 
     def __init__(
@@ -95,14 +90,14 @@ class Scheduler:
         ranks: Ranks,
         host: HostShare,
         align_tokens: int,
+        stores_all: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.manager, self.counters = manager, Counters()
-        self.duplicates = 0
+        self.manager = manager
         self.refusal = ""  # why nothing is served any more
-        self._derive, self._join = kernels.derived_hashes, getattr(kernels, "joined_checksums", None)
+        self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
         self._groups, self._namespaces_of, self._ranks, self._host = groups, namespaces_of, ranks, host
-        self._align_tokens, self._clock = align_tokens, clock
+        self._align_tokens, self._stores_all, self._clock = align_tokens, stores_all, clock
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
@@ -117,6 +112,9 @@ class Scheduler:
         self._gained = 0  # grows when HOST has gained blocks: a miss is then worth another look
         self._queued_tokens = 0
         self._running = 0
+        self._numbers = Numbers()
+        self._told = _Told(0, 0, 0, 0)
+        self._tell_at_s = 0.0
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
         """Meet the engine's HBM: its BlockPool, and the block ids of a request by group. Raises AttributeError as PrefixCacheWatch."""
@@ -156,7 +154,6 @@ class Scheduler:
         if limit <= computed_tokens:
             return 0
         if self._is_loading(state, computed_tokens):
-            self.counters.waited += 1
             return None
         state.ask = self._look(state, computed_tokens, limit)
         return self._settled(state, state.ask)
@@ -166,7 +163,6 @@ class Scheduler:
         if not ask.runs:
             return 0
         if not ask.done:
-            self.counters.waited += 1
             return None
         if len(ask.runs) == 1 and ask.runs[0][0].window_blocks is None:  # a shorter prefix of this is as good
             group, _, acquiring = ask.runs[0]
@@ -271,7 +267,7 @@ class Scheduler:
                     columns.append(ids[at])
                     rows.append(acquiring.slots[at - begin])
             for tier, blocks in acquiring.hits.items():
-                self.counters.hit_tokens[tier] += blocks * group.block_tokens if group is ask.runs[0][0] else 0
+                self._numbers.add_of("hit_blocks", tier.name, blocks)
         job = Job(self._job(), pack_slots(columns), pack_slots(rows), request.request_id)
         first = ask.computed_tokens // self._groups[0].block_tokens
         load = _Load(request.request_id, state.hashes(0, first, first + 1, self._derive), ask.runs)
@@ -294,7 +290,6 @@ class Scheduler:
         """
         if self._watch is not None:
             self._watch.flush()
-            self.duplicates = self._watch.duplicates
         for request_id in preempted:
             if (state := self._states.get(request_id)) is not None:
                 state.stored = [0] * len(self._groups)
@@ -353,10 +348,12 @@ class Scheduler:
                 first = begin + at - len(blocks)
                 hashes = state.hashes(index, first, begin + at, self._derive)
                 store = self.manager.begin_store(namespace, state.parent(index, first), first, hashes, uses)
+                taken = [] if store is None else [blocks[i] for i in store.at]
                 if store is not None:
-                    taken = [blocks[i] for i in store.at]
                     self._pool.touch(taken)
                     runs.append(_Run(store, taken))
+                if self._stores_all:
+                    self._numbers.add("stores_skipped", len(blocks) - len(taken))
             elif at < total:
                 at += 1
 
@@ -431,12 +428,10 @@ class Scheduler:
         if left:
             self._loading[load.first] = left
         for _, _, acquiring in load.runs:
-            self.counters.loaded_blocks += acquiring.depth
             acquiring.release()
 
     def _fail_load(self, job: int, why: str) -> None:
         load = self._loads.get(job)
-        self.counters.failed_loads += 1
         log.warning("load.failed", why=why, request=load.request_id if load else "", remedy="the prompt is computed")
         if load is not None:
             self.failed(load.request_id)
@@ -449,7 +444,6 @@ class Scheduler:
         total = sum(len(run.blocks) for run in stores.runs)
         checksums = np.zeros(total, dtype=np.uint32)
         if why:
-            self.counters.failed_stores += 1
             log.warning("store.failed", why=why, blocks=total)
         elif self._ranks.parts == 1:
             checksums = np.frombuffer(parts[0].checksums, dtype="<u4")
@@ -464,7 +458,26 @@ class Scheduler:
             at += count
         if not why:
             self._gained += 1
-            self.counters.stored_blocks += total
+
+    def take_numbers(self) -> dict[str, Any]:
+        """What was counted since the last call, as `numbers.Numbers.data`; looked at once a second."""
+        now_s = self._clock()
+        if now_s < self._tell_at_s:
+            return {}
+        self._tell_at_s = now_s + _TELL_S
+        stats, numbers = self.manager.stats(), self._numbers
+        told = _Told(
+            0 if self._watch is None else self._watch.duplicates,
+            stats.late_copies,
+            stats.verified_reads,
+            stats.corrupt_blocks,
+        )
+        for name, now, before in zip(_Told._fields, told, self._told, strict=True):
+            numbers.add(name, now - before)
+        self._told = told
+        numbers.set("acquiring_requests", sum(1 for s in self._states.values() if s.ask is not None and not s.ask.done))
+        numbers.set("storing_blocks", sum(len(run.blocks) for job in self._stores.values() for run in job.runs))
+        return numbers.take()
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// SegmentTable: blocks that lie in pieces (an engine's tensors, one or more a layer) ↔ contiguous rows.
+// SegmentTable: blocks that lie in pieces (an engine's tensors, one or more a layer) ↔ rows, each whole, any distance apart.
 // Made once from a pool's tensors, which outlive it and whose bytes it never owns; then immutable. Any thread may copy through it at
 // once, each with a RowCopier, as long as no two touch the same slot or row and one of them writes.
 // Twin of kvbm/pools/paged.py's ReferenceCopies.
@@ -20,6 +20,13 @@ struct Segment {
   std::uint64_t bytes;    // how many
 };
 
+// Rows of block_bytes() bytes each, any distance apart, as where a row of a pool holds more than a table's block.
+template <class Byte>
+struct BlockRows {
+  Byte* first = nullptr;     // first byte of row 0
+  std::uint64_t stride = 0;  // bytes from the start of a row to that of the next
+};
+
 class SegmentTable {
  public:
   // Segments in the order they have in a block. Throws Error: kLayout, without slots or segments, or for a segment without bytes.
@@ -28,13 +35,13 @@ class SegmentTable {
   std::uint64_t slots() const noexcept { return slots_; }
   std::uint64_t block_bytes() const noexcept { return block_bytes_; }
 
-  // Fills row at[i], or row i where `at` is empty, from slots[i]; checksums[i] becomes the row's CRC-32C. `rows` lie block_bytes()
-  // apart. Every slot is below slots(), every row is there: the caller has looked.
-  void gather(RowCopier& copier, std::span<const std::int64_t> slots, std::uint8_t* rows, std::span<const std::int64_t> at,
-              std::uint32_t* checksums) const noexcept;
+  // Fills row at[i], or row i where `at` is empty, from slots[i]; checksums[i] becomes the row's CRC-32C. Rows do
+  // not reach into each other, every slot is below slots(), every row is there: the caller has looked.
+  void gather(RowCopier& copier, std::span<const std::int64_t> slots, BlockRows<std::uint8_t> rows,
+              std::span<const std::int64_t> at, std::uint32_t* checksums) const noexcept;
 
   // Fills slots[i] from row at[i], or row i where `at` is empty. No slot is named twice.
-  void scatter(RowCopier& copier, std::span<const std::int64_t> slots, const std::uint8_t* rows,
+  void scatter(RowCopier& copier, std::span<const std::int64_t> slots, BlockRows<const std::uint8_t> rows,
                std::span<const std::int64_t> at) const noexcept;
 
   // The CRC-32C that gather would give each of the slots.
@@ -50,7 +57,8 @@ class SegmentTable {
   struct Pieces;
 
   template <class Move>
-  void each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at, const Move& move) const noexcept;
+  void each_run(std::span<const std::int64_t> slots, std::span<const std::int64_t> at, std::uint64_t row_stride,
+                const Move& move) const noexcept;
 
   std::vector<Segment> segments_;    // in the order of a block
   std::vector<Stretch> stretches_;   // all of them, in order

@@ -1,0 +1,79 @@
+"""What either half of the connector counts, as plain data that vLLM carries from process to process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COUNTERS = {
+    "loaded_bytes": "Bytes that ranks copied from HOST to HBM.",
+    "loaded_blocks": "Parts of blocks that ranks copied from HOST to HBM.",
+    "stored_bytes": "Bytes that ranks copied from HBM to HOST.",
+    "stored_blocks": "Parts of blocks that ranks copied from HBM to HOST.",
+    "failed_loads": "Loads that a rank could not carry out; their requests are computed.",
+    "failed_stores": "Stores that a rank could not carry out; their blocks stay in HBM alone.",
+    "stores_skipped": "Blocks not stored because HOST had no slot for them.",
+    "late_acquires": "Requests that did not wait for all their blocks to reach HOST.",
+    "duplicates": "Blocks that the engine's prefix cache held already when it computed them again.",
+    "verified_reads": "Blocks whose checksum was found right on their way from a colder tier.",
+    "corrupt_blocks": "Blocks whose checksum was found wrong on their way from a colder tier; they were computed.",
+}
+COUNTERS_BY_TIER = {
+    "hit_blocks": "Blocks that requests got from a tier instead of computing them.",
+}
+GAUGES = {
+    "acquiring_requests": "Requests whose blocks are on their way to HOST.",
+    "storing_blocks": "Blocks of the engine held until they are in HOST.",
+}
+TIMES = {
+    "load_seconds": "Time a rank copied for one load.",
+    "store_seconds": "Time a rank copied for one store.",
+}
+
+
+class Numbers:
+    """Counts since they were last taken.
+
+    Attributes:
+        data: name → a counter's sum, a gauge's last value, a time's list; of a counter by tier, tier → sum. Only what was counted.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def add(self, name: str, count: float) -> None:
+        """Count up a counter."""
+        if count:
+            self.data[name] = self.data.get(name, 0) + count
+
+    def add_of(self, name: str, tier: str, count: float) -> None:
+        """Count up a counter by tier."""
+        if count:
+            by_tier = self.data.setdefault(name, {})
+            by_tier[tier] = by_tier.get(tier, 0) + count
+
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge."""
+        self.data[name] = value
+
+    def time(self, name: str, seconds: float) -> None:
+        """Note how long something took."""
+        self.data.setdefault(name, []).append(seconds)
+
+    def take(self) -> dict[str, Any]:
+        """What was counted since the last call; empty when nothing was."""
+        data, self.data = self.data, {}
+        return data
+
+
+def merge(into: dict[str, Any], other: dict[str, Any]) -> None:
+    """Take in what was counted elsewhere, or later."""
+    for name, value in other.items():
+        if name in TIMES:
+            into[name] = [*into.get(name, ()), *value]
+        elif name in COUNTERS_BY_TIER:
+            known = into.get(name, {})
+            into[name] = known | {tier: known.get(tier, 0) + count for tier, count in value.items()}
+        elif name in GAUGES:
+            into[name] = value
+        else:
+            into[name] = into.get(name, 0) + value
