@@ -24,6 +24,7 @@ def serve(pipe: Connection, setup: Setup, log: str) -> None:
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     os.environ.update(setup.environment)
     began = time.monotonic()
@@ -31,7 +32,7 @@ def serve(pipe: Connection, setup: Setup, log: str) -> None:
         for name in setup.patches:
             called(name)()
         engine = Served(setup)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the test is told
         pipe.send((False, traceback.format_exc()))
         return
     pipe.send((True, time.monotonic() - began))
@@ -42,7 +43,7 @@ def serve(pipe: Connection, setup: Setup, log: str) -> None:
             break
         try:
             answer = True, getattr(engine, command)(*arguments)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the test is told
             answer = False, traceback.format_exc()
         pipe.send(answer)
         if command == "stop":
@@ -64,7 +65,8 @@ class Served:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if setup.core == "process" else "0"
         if setup.ranks > 1:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(setup.ranks))
-        _platform_allows(setup)
+        _let_platform(setup)
+        _let_tests_in()
         from vllm import LLM
 
         connector: dict[str, Any] = {"kv_transfer_config": dict(setup.connector)} if setup.connector else {}
@@ -139,17 +141,20 @@ class Served:
 
     def metrics(self) -> dict[str, float]:
         """All of vLLM's and the connector's counters and gauges: name{label=value,…} → value."""
+        from prometheus_client import REGISTRY
+
         found: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            value = getattr(metric, "value", None)
-            if value is not None:
-                labels = ",".join(f"{name}={said}" for name, said in sorted(metric.labels.items()) if name not in _OUR)
-                found[f"{metric.name}{{{labels}}}"] = value
+        for metric in REGISTRY.collect():
+            for sample in metric.samples:
+                labels = ",".join(f"{name}={said}" for name, said in sorted(sample.labels.items()) if name not in _OUR)
+                found[f"{sample.name}{{{labels}}}"] = sample.value
         return found
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call "module:name" with the LLM, in this process."""
-        return called(name)(self._llm, *arguments)
+    def in_core(self, name: str, *arguments: Any) -> Any:
+        """Call "module:name" with vLLM's EngineCore, in the process that has it. Not where that was spawned."""
+        client = self._llm.llm_engine.engine_core
+        core = self._core()
+        return client.call_utility(_CALL, name, *arguments) if core is None else called(name)(core, *arguments)
 
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a worker's method on every rank."""
@@ -165,6 +170,7 @@ class Served:
 
 
 _OUR = ("model_name", "engine")
+_CALL = "call_for_tests"
 
 
 def _answer(output: Any) -> Answer:
@@ -173,7 +179,7 @@ def _answer(output: Any) -> Answer:
     return Answer(tuple(completion.token_ids), likely, output.num_cached_tokens or 0, completion.finish_reason or "")
 
 
-def _platform_allows(setup: Setup) -> None:
+def _let_platform(setup: Setup) -> None:
     """Have the CPU platform take asynchronous scheduling and forked processes; by itself it forbids the one and spawns the others."""
     from vllm.platforms import current_platform
 
@@ -188,3 +194,10 @@ def _platform_allows(setup: Setup) -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(check)
+
+
+def _let_tests_in() -> None:
+    """Give the engine core a method for tests, which a core in a process of its own has after the fork as well."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, _CALL, lambda core, name, *arguments: called(name)(core, *arguments))

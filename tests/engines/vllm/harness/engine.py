@@ -25,6 +25,7 @@ ANSWER_WAIT_S = 60.0
 _STOP_WAIT_S = 15.0
 _TAIL_BYTES = 6000
 _PRELOADED = "tests.engines.vllm.harness.preloaded"
+CORE_ACCESS = "tests.engines.vllm.harness.core_access"
 _NUMBERS = itertools.count()
 
 
@@ -146,9 +147,9 @@ class Engine:
         found: Mapping[str, float] = self.ask("metrics")
         return found
 
-    def call(self, name: str, *arguments: Any) -> Any:
-        """Call "module:name" with vLLM's LLM as the first argument, in the engine's process."""
-        return self.ask("call", name, *arguments)
+    def in_core(self, name: str, *arguments: Any) -> Any:
+        """Call a function of `core_access` with vLLM's EngineCore as its first argument, in the process that has it."""
+        return self.ask("in_core", f"{CORE_ACCESS}:{name}", *arguments)
 
     def ask(self, command: str, *arguments: Any) -> Any:
         """A command's answer."""
@@ -218,7 +219,7 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling the few functions vLLM decorates takes longer than all they do here
     "OMP_NUM_THREADS": "1",  # the models are tiny and the machine is shared
     "VLLM_CPU_CI_ENV": "1",
-    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     "VLLM_NO_USAGE_STATS": "1",
 }
 
