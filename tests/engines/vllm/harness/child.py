@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.engines.vllm.harness.words import TOP, Answer, Ask, Group, Setup
+from tests.engines.vllm.harness.words import BLOCK_TOKENS, TOP, Answer, Ask, Group, Setup
 
 EXTENSION = "tests.engines.vllm.harness.access.TestAccess"
 
@@ -73,8 +73,7 @@ class Served:
         self._llm = LLM(
             model=setup.model,
             skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=32,
+            block_size=BLOCK_TOKENS,
             enforce_eager=True,
             kv_cache_memory_bytes=64 << 20,  # of which num_gpu_blocks_override takes what it needs
             num_gpu_blocks_override=setup.hbm_blocks,
@@ -86,7 +85,7 @@ class Served:
             worker_extension_cls=EXTENSION,
             disable_log_stats=False,
             **connector,
-            **setup.options,
+            **{"dtype": "float32", **setup.options},
         )
 
     def generate(self, asks: Sequence[Ask]) -> list[Answer]:

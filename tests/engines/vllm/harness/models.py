@@ -16,12 +16,12 @@ WINDOW_TOKENS = 96  # of a sliding layer: three blocks
 _VERSION = 1  # of what is made here; raise it with any change
 
 
-def llama(folder: Path) -> None:
+def llama(folder: Path, seed: int = 7) -> None:
     """Two layers, four heads over two KV heads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     _save(LlamaForCausalLM(LlamaConfig(**_shared(num_hidden_layers=2))), folder)
 
 
@@ -42,7 +42,7 @@ def gemma(folder: Path) -> None:
     _save(Gemma3ForCausalLM(config), folder)
 
 
-KINDS = {"llama": llama, "gemma": gemma}
+KINDS = {"llama": llama, "llama-2": lambda folder: llama(folder, 8), "gemma": gemma}
 
 
 def make(kind: str, folder: str) -> str:

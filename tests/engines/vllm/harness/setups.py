@@ -10,7 +10,7 @@ from tests.engines.vllm.harness.words import Setup
 
 CONNECTOR = "KvbmConnector"
 MODULE = "kvbm.engines.vllm.connector"
-HOST_BLOCKS = 128
+HOST_BLOCKS = 600
 
 
 def connector(folder: Path, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
