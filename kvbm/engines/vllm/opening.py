@@ -74,7 +74,7 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         environment=os.environ,
         hbm_slots=kv_cache_config.num_blocks,
         data_parallel_size=parallel.data_parallel_size,
-        data_parallel_rank=parallel.data_parallel_rank,
+        data_parallel_rank=parallel.data_parallel_index,  # the rank is 0 where ranks are independent
     )
     groups = _groups(kv_cache_config)
     settings = _suited(settings, groups)
