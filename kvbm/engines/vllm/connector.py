@@ -6,6 +6,7 @@ connector then does nothing. Nothing raised here reaches vLLM after the start: t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waited for so long
+_IDLE_ASK_S = 0.0005  # and so long before a request that has to wait for bytes is looked at again
 _FLUSH_S = 10.0
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
@@ -172,6 +174,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return KvbmMetadata()
         scheduled = scheduler_output.num_scheduled_tokens
+        if self._scheduler.is_asked_again:
+            self._scheduler.is_asked_again = False
+            if not scheduled:
+                time.sleep(
+                    _IDLE_ASK_S
+                )  # or an engine in a process of its user's would spin, and keep our threads from the GIL
         return KvbmMetadata(self._scheduler.plan(scheduled, scheduler_output.preempted_req_ids or ()))
 
     @_harmless(lambda: None)

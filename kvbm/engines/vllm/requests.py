@@ -80,6 +80,7 @@ class RequestState:
         stored: by group: blocks from the first on that were looked at for a store.
         ask: the last answer, while it may still be used.
         is_looked_at: it has been looked at for stores before.
+        last_store: the last job that stores blocks of it; 0: none.
         refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
         queued_tokens: of its prompt, while it waits for its first step.
     """
@@ -90,6 +91,7 @@ class RequestState:
         "_last",
         "ask",
         "is_looked_at",
+        "last_store",
         "namespaces",
         "queued_tokens",
         "refused",
@@ -103,6 +105,7 @@ class RequestState:
         self.stored = [0] * len(groups)
         self.ask: Ask | None = None
         self.is_looked_at = self.refused = False
+        self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens
         self._groups = groups
         self._hashes = [b""] * len(groups)
