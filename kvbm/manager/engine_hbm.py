@@ -261,6 +261,23 @@ class EngineHbmManager(Manager):
             self._end_run(copy)
         self._wake_writer()
 
+    def refresh(self, hashes: bytes) -> None:
+        """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before all others.
+
+        What was loaded or stored first would else leave first, and a chain without its beginning is of no use. A use it counts
+        as, so only for policies that go by recency.
+
+        Raises: LedgerError: the manager is closed.
+        """
+        with self._lock:
+            self._require_open()
+            found = self._ledger.match(hashes, pinned=True, hottest=Tier.HOST)
+            slots = found.slots
+            if found.tiers.count(Tier.HOST) < found.depth:
+                both = zip(found.tiers, split_slots(slots), strict=True)
+                slots = pack_slots(slot for tier, slot in both if tier == Tier.HOST)
+            self._ledger.unpin(Tier.HOST, slots)
+
     def clear(self) -> int:
         """Empty HOST and NVME, with reason `cleared`, and forget what was to be offloaded. Returns how many blocks they held.
 

@@ -401,3 +401,44 @@ def test_a_sessions_tokens_that_were_taken_back_are_hashed_anew(engine: Engine) 
     after = state.hashes(0, 0, 8, NATIVE.derived_hashes)
     assert before[: 5 * HASH_BYTES] == after[: 5 * HASH_BYTES]
     assert before[5 * HASH_BYTES :] != after[5 * HASH_BYTES :]
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Engine]:
+    """A HOST of ten blocks."""
+    manager, namespaces = opened(tmp_path, FULL, 10, 0)
+    with manager:
+        yield Engine(manager, FULL, namespaces)
+
+
+def test_a_chains_deepest_blocks_leave_before_its_beginning_though_that_was_loaded_first(small: Engine) -> None:
+    prompt = list(range(33))
+    small.run(prompt[:16])
+    assert small.run(prompt) == 16
+    small.run(list(range(100, 117)))  # four blocks, for which two of the eight leave
+    assert small.run(prompt) == 24
+
+
+def test_a_chains_deepest_blocks_leave_before_its_beginning_though_that_was_stored_first(small: Engine) -> None:
+    prompt = Request(list(range(33)))
+    small.admit(prompt)
+    small.compute(prompt)
+    for computed in (16, 32):
+        prompt.num_computed_tokens = computed
+        small.step(prompt)
+    small.end(prompt)
+    small.run(list(range(100, 117)))
+    assert small.ask(Request(list(range(33)))) == 24
+
+
+def test_a_chain_whose_beginning_the_engine_kept_in_hbm_is_used_whole(small: Engine) -> None:
+    prompt = list(range(17))
+    small.run(prompt)
+    small.run(list(range(100, 117)))
+    request = Request(prompt)
+    small.admit(request, 16)  # all of it was in HBM: HOST was never asked
+    small.compute(request)
+    small.step(request)
+    small.end(request)
+    small.run(list(range(200, 217)))
+    assert small.ask(Request(prompt)) == 16

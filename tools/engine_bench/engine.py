@@ -131,6 +131,14 @@ class Engine:
         """Empty the engine's own prefix cache; the connector's tiers stay."""
         self._ask("forget")
 
+    def connect(self, is_connected: bool) -> None:
+        """Have the connector take part from now on, or have the engine run as if it had none; its own prefix cache is empty then.
+
+        Two processes with the same engine differ by more in speed than the connector costs, by where their memory came to lie. So what
+        is compared is one process with itself.
+        """
+        self._ask("connect", is_connected)
+
     def cached_by_source(self) -> dict[str, float]:
         """Prompt tokens not computed since the last call, by what vLLM calls their source."""
         found: dict[str, float] = self._ask("cached_by_source")
@@ -228,6 +236,7 @@ class _Served:
         )
         self._core = self._llm.llm_engine.engine_core.engine_core
         self._sources: dict[str, float] = {}
+        self._aside: tuple[Any, Any, Any] | None = None  # what `connect` has taken out
 
     def run(self, prompts: list[list[int]], output_tokens: int) -> tuple[float, float, list[list[int]], list[int]]:
         from vllm import SamplingParams
@@ -250,6 +259,20 @@ class _Served:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"blocks were in use for {_MOST_QUIET_S:.0f} s after the last request")
             self._settle()
+
+    def connect(self, is_connected: bool) -> None:
+        import vllm.distributed.kv_transfer.kv_transfer_state as state
+
+        self.forget()  # vLLM's map of blocks is a new one then, to which nobody listens yet
+        scheduler = self._core.scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        if is_connected and self._aside is not None:
+            scheduler.connector, state._KV_CONNECTOR_AGENT, pool.cache_full_blocks = self._aside
+            self._aside = None
+        elif not is_connected and self._aside is None:
+            self._aside = scheduler.connector, state._KV_CONNECTOR_AGENT, pool.cache_full_blocks
+            scheduler.connector = state._KV_CONNECTOR_AGENT = None
+            del pool.cache_full_blocks  # the listener; the class has the plain one
 
     def cached_by_source(self) -> dict[str, float]:
         now: dict[str, float] = {}

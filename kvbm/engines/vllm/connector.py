@@ -1,11 +1,12 @@
 """`KvbmConnector`: vLLM's words on one side, ours on the other. Which process does what: ARCHITECTURE, "Inside vLLM".
 
-vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`identity.why_not_served`) is said once, and the
+vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`served.why_not_served`) is said once, and the
 connector then does nothing. Nothing raised here reaches vLLM after the start: trouble ends the service, with one warning.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _IDLE_WAIT_S = 0.002  # in a step without model work, copies under way are waited for so long
+_IDLE_ASK_S = 0.0005  # and so long before a request that has to wait for bytes is looked at again
 _FLUSH_S = 10.0
 
 _SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.NVME: CacheHitSource.DISK}
@@ -173,13 +175,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of a step."""
         if self._scheduler is None:
             return KvbmMetadata()
-        return KvbmMetadata(
-            self._scheduler.plan(
-                scheduler_output.num_scheduled_tokens,
-                scheduler_output.total_num_scheduled_tokens,
-                scheduler_output.preempted_req_ids or (),
-            )
-        )
+        scheduled = scheduler_output.num_scheduled_tokens
+        if self._scheduler.is_asked_again:
+            self._scheduler.is_asked_again = False
+            if not scheduled:  # else an engine in its user's process would spin, and keep our threads from the GIL
+                time.sleep(_IDLE_ASK_S)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        return KvbmMetadata(self._scheduler.plan(scheduled, tokens, scheduler_output.preempted_req_ids or ()))
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:

@@ -109,7 +109,8 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     align_tokens = kv_cache_config.cache_hit_alignment_tokens or max(group.block_tokens for group in groups)
     align_tokens = max(align_tokens, *(group.block_tokens for group in groups))
     stores_all = settings.offload.host == "write_through"
-    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens, stores_all)
+    by_recency = settings.pools.eviction == "lru"
+    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens, stores_all, by_recency)
 
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names

@@ -81,6 +81,7 @@ class RequestState:
         ask: the last answer, while it may still be used.
         due_step: of the scheduler's, in which it is looked at again at the latest.
         is_looked_at: it has been looked at for stores before.
+        last_store: the last job that stores blocks of it; 0: none.
         refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
         queued_tokens: of its prompt, while it waits for its first step.
     """
@@ -92,6 +93,7 @@ class RequestState:
         "ask",
         "due_step",
         "is_looked_at",
+        "last_store",
         "namespaces",
         "queued_tokens",
         "refused",
@@ -106,6 +108,7 @@ class RequestState:
         self.ask: Ask | None = None
         self.due_step = 0
         self.is_looked_at = self.refused = False
+        self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens
         self._groups = groups
         self._hashes = [b""] * len(groups)

@@ -7,7 +7,7 @@ One thread, vLLM's scheduler, calls everything here; only the manager's own thre
 2. `allocated`: vLLM has made room. The load goes to the workers with the next plan; its rows of HOST stay pinned until all have answered.
 3. `plan`, at each step: blocks whose tokens earlier steps have computed are stored, and kept from reuse in HBM until all ranks
    have answered.
-4. `finished`: what was computed and not yet stored is, after the request's end.
+4. `finished`: what was computed and not yet stored is, after the request's end. Then its chain has been used, the beginning last.
 
 Nothing here imports vLLM; `connector.py` translates.
 """
@@ -53,10 +53,15 @@ class _Run(NamedTuple):
 
 
 class _Stores(NamedTuple):
-    """A job that workers carry out: its runs in the order of its columns."""
+    """A job that workers carry out: its runs in the order of its columns.
+
+    Attributes:
+        over: chains of requests that have ended and wait for this job, their last.
+    """
 
     runs: list[_Run]
     since_s: float
+    over: list[bytes]
 
 
 class _Told(NamedTuple):
@@ -79,6 +84,10 @@ class Scheduler:
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
         stores_all: every computed block is wanted in HOST, so what does not get there is counted.
+        by_recency: blocks leave HOST by when they were used last, so the end of a request is told.
+
+    Attributes:
+        is_asked_again: a request was told to ask again; for its reader to take back.
     """
 
     def __init__(
@@ -91,13 +100,17 @@ class Scheduler:
         host: HostShare,
         align_tokens: int,
         stores_all: bool = True,
+        by_recency: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.manager = manager
         self.refusal = ""  # why nothing is served any more
+        self.is_asked_again = False
         self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
         self._groups, self._namespaces_of, self._ranks, self._host = groups, namespaces_of, ranks, host
-        self._align_tokens, self._stores_all, self._clock = align_tokens, stores_all, clock
+        self._align_tokens, self._stores_all, self._by_recency, self._clock = (
+            align_tokens, stores_all, by_recency, clock,
+        )  # fmt: skip
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
@@ -165,6 +178,7 @@ class Scheduler:
         if not ask.runs:
             return 0
         if not ask.done:
+            self.is_asked_again = True
             return None
         if len(ask.runs) == 1 and ask.runs[0][0].window_blocks is None:  # a shorter prefix of this is as good
             group, _, acquiring = ask.runs[0]
@@ -302,15 +316,20 @@ class Scheduler:
                 state.stored = [0] * len(self._groups)
                 state.drop_ask()
         runs: list[_Run] = []
-        for state in self._due.pop(self._step, ()):
-            if state.due_step == self._step and state.request.request_id in self._states:
-                self._collect(state, None, runs)
+        looked_at = [
+            state
+            for state in self._due.pop(self._step, ())
+            if state.due_step == self._step and state.request.request_id in self._states
+        ]
         if tokens != len(scheduled):
-            for request_id in scheduled:
-                state = self._states.get(request_id)
-                if state is not None:
-                    self._collect(state, None, runs)
-        self._store(runs)
+            looked_at += [state for name in scheduled if (state := self._states.get(name)) is not None]
+        storing: list[RequestState] = []
+        for state in looked_at:
+            count = len(runs)
+            self._collect(state, None, runs)
+            if len(runs) > count:
+                storing.append(state)
+        self._store(runs, storing)
         if len(scheduled) != self._running:
             self._running = len(scheduled)
             self.manager.report_load(self._queued_tokens, self._running)
@@ -385,13 +404,16 @@ class Scheduler:
             return block
         return self._pool.cached_block_hash_to_block.get_one_block(key)  # left the window, and lies in HBM still
 
-    def _store(self, runs: list[_Run]) -> None:
+    def _store(self, runs: list[_Run], storing: Sequence[RequestState]) -> None:
+        """Have workers store runs, of these requests."""
         if not runs:
             return
         blocks = pack_slots(block.block_id for run in runs for block in run.blocks)
         rows = pack_slots(slot for run in runs for slot in run.store.slots)
         job = Job(self._job(), blocks, rows)
-        self._stores[job.id] = _Stores(runs, self._clock())
+        self._stores[job.id] = _Stores(runs, self._clock(), [])
+        for state in storing:
+            state.last_store = job.id
         self._plan.stores.append(job)
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
@@ -403,7 +425,20 @@ class Scheduler:
         state.drop_ask()
         runs: list[_Run] = []
         self._collect(state, block_ids, runs)
-        self._store(runs)
+        self._store(runs, [state])
+        if self._by_recency:
+            self._refresh(state)
+
+    def _refresh(self, state: RequestState) -> None:
+        """Its chains were used, the beginning last; said once all of it lies in HOST. Of a window's chain that is no help."""
+        stores = self._stores.get(state.last_store)
+        for index, group in enumerate(self._groups):
+            if group.window_blocks is None and state.stored[index]:
+                chain = state.hashes(index, 0, state.stored[index], self._derive)
+                if stores is None:
+                    self.manager.refresh(chain)
+                else:
+                    stores.over.append(chain)
 
     def has_work(self) -> bool:
         """Whether stores wait for the workers: an engine without requests should go on stepping, and blocks will come free."""
@@ -476,6 +511,8 @@ class Scheduler:
             self.manager.end_store(run.store, [not why] * count, checksums[at : at + count])
             self._pool.free_blocks(reversed(run.blocks))
             at += count
+        for chain in stores.over:
+            self.manager.refresh(chain)
         if not why:
             self._gained += 1
 
