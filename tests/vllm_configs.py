@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-LAYOUTS = {  # physical order of [layer, block, head, token, content]
-    "LBHNC": "LBHNC", "LBNHC": "LBNHC", "LHBNC": "LHBNC", "BLHNC": "BLHNC", "BLNHC": "BLNHC", "BHLNC": "BHLNC",
-}  # fmt: skip
+# Physical orders of [layer, block, head, token, content].
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,6 @@ class Acquiring:
 
     Attributes:
         depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as all here.
-        slots: the HOST slot of each.
         hits: how many of them were found in each tier.
     """
 
@@ -62,7 +61,7 @@ class Acquiring:
         self, manager: EngineHbmManager, namespace: NamespaceId, hashes: bytes, first: int, deadline_s: float
     ) -> None:
         self.depth = 0
-        self.slots: list[int] = []
+        self._slots = b""  # packed
         self.hits: dict[Tier, int] = {}
         self.namespace, self.hashes, self.first, self.deadline_s = namespace, hashes, first, deadline_s
         self._manager = manager
@@ -74,6 +73,11 @@ class Acquiring:
         self._begun: list[Onboard] = []
         self._ended = 0  # of those begun, so many have ended, from the first on
         self._look: Future[None] | None = None  # beyond the own tiers; it adds to `_begun` before it ends
+
+    @property
+    def slots(self) -> list[int]:
+        """The HOST slot of each block."""
+        return split_slots(self._slots)
 
     @property
     def done(self) -> bool:
@@ -427,8 +431,8 @@ class EngineHbmManager(Manager):
                 self._end_waiting()
                 acquiring._is_over = True
                 acquiring.depth, acquiring.hits = 0, {}
-            self._ledger.unpin(Tier.HOST, pack_slots(acquiring.slots))
-            acquiring.slots = []
+            self._ledger.unpin(Tier.HOST, acquiring._slots)
+            acquiring._slots = b""
         self._wake_writer()
 
     def _give_up_all(self, acquiring: Acquiring) -> None:
@@ -445,10 +449,15 @@ class EngineHbmManager(Manager):
     def _collect_for(self, acquiring: Acquiring) -> None:
         """Add what has come to what there is. Under the lock."""
         at = (acquiring.first + acquiring.depth) * HASH_BYTES
-        depth, slots, hits = self._collect(acquiring.hashes[at:], acquiring._found, acquiring._arrivals)
+        found, arrivals = acquiring._found, acquiring._arrivals
+        if not arrivals.brought and found.tiers.count(Tier.HOST) == found.depth:
+            depth, packed, hits = found.depth, found.slots, {Tier.HOST: found.depth} if found.depth else {}
+        else:
+            depth, slots, hits = self._collect(acquiring.hashes[at:], found, arrivals)
+            packed = pack_slots(slots)
         acquiring._found, acquiring._arrivals = Match(0, b"", b""), Arrivals()
         acquiring.depth += depth
-        acquiring.slots += slots
+        acquiring._slots += packed
         for tier, count in hits.items():
             acquiring.hits[tier] = acquiring.hits.get(tier, 0) + count
 
@@ -456,10 +465,10 @@ class EngineHbmManager(Manager):
         """It is over: count what it found, that of the engine's own HBM too. Under the lock."""
         acquiring._is_over = True
         if acquiring._clears != self._clears:
-            self._ledger.unpin(Tier.HOST, pack_slots(acquiring.slots))
-            acquiring.depth, acquiring.slots, acquiring.hits = 0, [], {}
+            self._ledger.unpin(Tier.HOST, acquiring._slots)
+            acquiring.depth, acquiring._slots, acquiring.hits = 0, b"", {}
         hits = acquiring.hits | ({Tier.HBM: acquiring.first} if acquiring.first else {})
-        prefix = Prefix(acquiring.first + acquiring.depth, acquiring.slots, hits)
+        prefix = Prefix(acquiring.first + acquiring.depth, [], hits)
         self._count(acquiring.namespace, acquiring.hashes, prefix)
 
     def _offer_sample(self, acquiring: Acquiring) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.core.errors import KvbmError, LayoutError
+from kvbm.core.errors import LayoutError
 
 _CLOSING_S = 60.0  # for the run under way; a device that answers no more holds its thread for good
 
@@ -85,7 +85,8 @@ class ThreadedQueue:
         self._scatters: deque[_Run] = deque()
         self._gathers: deque[_Run] = deque()
         self._ended: list[tuple[int, np.ndarray | None, float, str]] = []
-        self._under_way: set[int] = set()
+        self._under_way = 0
+        self._named: set[int] = set()  # runs whose end nobody has asked for yet
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="kvbm-queue", daemon=True)
         self._thread.start()
@@ -94,7 +95,7 @@ class ThreadedQueue:
     def under_way(self) -> int:
         """As `CopyQueue.under_way`."""
         with self._changed:
-            return len(self._under_way)
+            return self._under_way
 
     def gather(self, id: int, slots: np.ndarray, rows: np.ndarray, at: np.ndarray) -> None:
         """As `CopyQueue.gather`."""
@@ -108,6 +109,7 @@ class ThreadedQueue:
         """As `CopyQueue.ended`."""
         with self._changed:
             ended, self._ended = self._ended, []
+            self._named.difference_update(run[0] for run in ended)
         return ended
 
     def wait(self, timeout_s: float) -> bool:
@@ -129,9 +131,10 @@ class ThreadedQueue:
         with self._changed:
             if self._closed:
                 raise LayoutError(f"the queue of copies is closed; {len(run.slots)} blocks were not copied")
-            if run.id in self._under_way:
+            if run.id in self._named:
                 raise LayoutError(f"run {run.id} is under way already; give each a number of its own")
-            self._under_way.add(run.id)
+            self._named.add(run.id)
+            self._under_way += 1
             (self._gathers if run.gathers else self._scatters).append(run)
             self._changed.notify_all()
 
@@ -156,12 +159,13 @@ class ThreadedQueue:
                     sums = self._copies.gather(run.slots, run.rows, run.at)
                 else:
                     self._copies.scatter(run.slots, run.rows, run.at)
-            except (RuntimeError, KvbmError) as error:  # the device failed, or does not answer
+            except Exception as error:  # noqa: BLE001  whatever a device's library raises: somebody waits for the run's end
                 why = str(error) or type(error).__name__
             busy_s = time.perf_counter() - began_s
             with self._changed:
                 self._ended.append((run.id, sums, busy_s, why))
-                self._under_way.remove(run.id)
+                del run  # its arrays are the caller's again
+                self._under_way -= 1
                 self._changed.notify_all()
 
 

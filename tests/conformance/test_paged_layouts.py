@@ -542,19 +542,22 @@ def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
 
 
 def check_way(way: str, names: list[str]) -> None:
-    """Hold a way to the plain copies, with rows that the device reaches and with others, in runs longer than a launch."""
+    """Hold a way to the plain copies, in runs longer than a launch: rows that the device reaches, others, and parts of wider rows."""
     for name in names:
         make = LAYOUTS[name]
-        for reaches in (True, False):
+        for reaches, parts in ((True, 1), (False, 1), (True, 3), (False, 3)):
             layers = make("cpu")
             moving = device_copies(way, layers, reaches)
             slots, at = np.array([7, 0, 10, 3, 4, 5, 1, 2, 9]), np.array([3, 4, 5, 9, 0, 1, 8, 6, 2])
-            rows = np.full((12, paged_layout(layers).block_bytes), 0xA5, dtype=np.uint8)
+            block_bytes = paged_layout(layers).block_bytes
+            wide = np.full((12, parts * block_bytes), 0xA5, dtype=np.uint8)
+            rows = wide[:, (parts - 1) // 2 * block_bytes :][:, :block_bytes]
             wanted = blocks_of(layers, slots.tolist())
             sums = moving.gather(slots, rows, at)
             assert (rows[at] == wanted).all(), name
             assert (sums == checksums(wanted)).all(), name
             assert (np.delete(rows, at, axis=0) == 0xA5).all(), name
+            assert (wide == 0xA5).sum() - (rows == 0xA5).sum() == 12 * (parts - 1) * block_bytes, name
             before, others = memory_of(layers), blocks_of(layers, [6, 8])
             rows[at] ^= 0xFF
             rows.flags.writeable = False
@@ -595,22 +598,25 @@ for name, make in LAYOUTS.items():
     layers = make("cpu")
     layout = paged_layout(layers)
     kernel = SegmentKernel(layout.segments, torch.device("cpu"))
-    for begin in (0, 3):  # rows that are aligned, and rows that are not
-        memory = np.full(begin + 5 * layout.block_bytes + 16, 0xA5, dtype=np.uint8)
+    # rows that are aligned, rows that are not, and rows with room between them
+    for begin, stride in ((0, layout.block_bytes), (3, layout.block_bytes), (0, layout.block_bytes + 24)):
+        memory = np.full(begin + 5 * stride + 16, 0xA5, dtype=np.uint8)
         address = memory.ctypes.data + begin
-        rows = memory[begin : begin + 5 * layout.block_bytes].reshape(5, -1)
+        rows = memory[begin : begin + 5 * stride].reshape(5, -1)[:, : layout.block_bytes]
         slots, at = [7, 0, 10], [4, 1, 2]
         wanted = blocks_of(layers, slots)
-        kernel.gather(torch.tensor(slots), torch.tensor(at), address)
+        kernel.gather(torch.tensor(slots), torch.tensor(at), address, stride)
         assert (rows[at] == wanted).all(), name
-        assert (rows[[0, 3]] == 0xA5).all() and (memory[begin + rows.size :] == 0xA5).all(), name
+        assert (rows[[0, 3]] == 0xA5).all() and (memory[begin + 5 * stride :] == 0xA5).all(), name
+        between = memory[begin : begin + 5 * stride].reshape(5, -1)[:, layout.block_bytes :]
+        assert (between == 0xA5).all(), name
         before = memory_of(layers)
         new = np.random.default_rng(1).integers(0, 256, (3, layout.block_bytes), dtype=np.uint8)
         rows[at] = new
-        kernel.scatter(torch.tensor(slots), torch.tensor(at), address)
+        kernel.scatter(torch.tensor(slots), torch.tensor(at), address, stride)
         assert (blocks_of(layers, slots) == new).all(), name
         rows[at] = wanted
-        kernel.scatter(torch.tensor(slots), torch.tensor(at), address)
+        kernel.scatter(torch.tensor(slots), torch.tensor(at), address, stride)
         assert all((now == then).all() for now, then in zip(memory_of(layers), before, strict=True)), name
 print("same")
 """
@@ -622,7 +628,7 @@ from triton.compiler import ASTSource
 from kvbm.pools.segment_kernel import _copy_chunks
 for gathers in (True, False):
     fixed = {"GATHER": gathers, "WORD": tl.int64, "ALIGN": 16, "STEP": 2, "WIDTH": 1024}
-    types = {"chunks": "*i64", "slots": "*i64", "at": "*i64", "rows": "i64", "block_bytes": "i32", "chunk_count": "i32"}
+    types = {"chunks": "*i64", "slots": "*i64", "at": "*i64", "rows": "i64", "row_stride": "i32", "chunk_count": "i32"}
     source = ASTSource(fn=_copy_chunks, signature=types | {name: "constexpr" for name in fixed}, constexprs=fixed)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     assert len(re.findall(r"ld\\.global\\.v2\\.b64", ptx)) == len(re.findall(r"st\\.global\\.v2\\.b64", ptx)) == 4, ptx

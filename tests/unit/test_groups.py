@@ -189,3 +189,14 @@ def test_an_object_larger_than_a_copy_is_carried_by_one_all_the_same() -> None:
         (ONE, Tier.HBM, Tier.OBJECT, chain(0, 4)),
         (ONE, Tier.HBM, Tier.OBJECT, chain(4, 4)),
     ]
+
+
+def test_a_group_that_waited_is_forgotten_with_what_was_to_be_offloaded() -> None:
+    one = Instance()
+    one.create(NO_PARENT, 0, chain(0, 6))
+    one.queue.forget()
+    one.arrive(chain(0, 4))
+    assert one.objects() == []
+    one.create(last(chain(0, 6)), 6, chain(6, 2))  # the chain itself is remembered
+    one.arrive(chain(4, 2))
+    assert one.objects() == [chain(4, 4)]

@@ -55,6 +55,36 @@ def test_a_run_carries_one_namespace_one_source_and_one_target() -> None:
     ]
 
 
+def test_nothing_is_taken_from_an_engines_hbm() -> None:
+    queue = Offloader({Tier.HOST: WriteThrough(), Tier.NVME: WriteThrough()}, engine_hbm=True)
+    assert not queue.offer(ONE, Tier.HBM, hashes(0, 2), 1, everything)
+    assert queue.offer(ONE, Tier.HBM, hashes(0, 2), 2, everything)  # used again
+    assert queue.offer(ONE, Tier.HOST, hashes(2, 2), 1, everything)  # brought by the engine
+    wish = queue.next()
+    assert wish is not None
+    assert (wish.source, wish.target, wish.hashes) == (Tier.HOST, Tier.NVME, hashes(0, 4))
+    assert queue.next() is None
+
+
+def test_an_engine_is_told_what_host_wants() -> None:
+    queue = offloader()
+    asked = [(Tier.HOST, 1), (Tier.HOST, 2), (Tier.NVME, 1), (Tier.NVME, 2), (Tier.OBJECT, 2)]
+    assert [queue.wants(tier, uses) for tier, uses in asked] == [True, True, False, True, False]
+
+
+def test_what_is_forgotten_is_not_offloaded_and_what_comes_later_is() -> None:
+    queue = offloader(capacity_blocks=8)
+    queue.offer(ONE, Tier.HBM, hashes(0, 5), 1, everything)
+    queue.offer(OTHER, Tier.HBM, hashes(5, 3), 1, everything)
+    queue.forget()
+    assert (queue.next(), queue.waiting_blocks) == (None, 0)
+    queue.offer(ONE, Tier.HBM, hashes(10, 8), 1, everything)
+    wish = queue.next()
+    assert wish is not None
+    assert wish.hashes == hashes(10, 8)
+    assert queue.skipped == {}
+
+
 def test_one_busy_way_does_not_hold_up_another() -> None:
     queue = offloader(run_blocks=4)
     queue.offer(ONE, Tier.HBM, hashes(0, 40), 1, everything)

@@ -181,6 +181,14 @@ def test_things_without_a_name_of_their_own_do_not_bring_an_address_into_the_dig
     assert ids(engine().identity()) == ids(engine().identity())
 
 
+def test_kv_groups_may_have_layouts_of_their_own() -> None:
+    engine = Engine(specs=[FullAttentionSpec(), FullAttentionSpec()])
+    groups = Identity.of(
+        engine.vllm_config, engine.kv_cache_config, ["one", "other"], machine="", secrets={}, environment={}
+    ).groups
+    assert [group.layout for group in groups] == ["one", "other"]
+
+
 def test_each_kv_group_has_a_namespace() -> None:
     groups = Engine(specs=[FullAttentionSpec(32), FullAttentionSpec(64, dtype="torch.uint8")]).identity().groups
     assert [(one.kv_group, one.block_tokens, one.kv_dtype) for one in groups] == [(0, 32, "bfloat16"), (1, 64, "uint8")]
@@ -202,8 +210,9 @@ def test_a_random_hash_seed_is_shared_with_nobody_and_said_once() -> None:
     assert ids(one) != ids(other)
     assert not one.is_lasting
     assert seeded.is_lasting
-    assert [log["event"] for log in logs] == ["identity.passing"] * 2
-    assert "PYTHONHASHSEED" in logs[0]["notice"]
+    warnings = [log for log in logs if log["log_level"] == "warning"]
+    assert [log["event"] for log in warnings] == ["identity.passing"] * 2
+    assert "PYTHONHASHSEED" in warnings[0]["notice"]
     assert HashScheme.of("sha256", {}) == HashScheme.of("sha256", {})
 
 

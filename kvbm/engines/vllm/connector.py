@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvbm.core.ids import Tier
+from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.metadata import Answers, Plan
 from kvbm.engines.vllm.opening import open_scheduler, serve
 from kvbm.engines.vllm.scheduler import Scheduler
@@ -89,6 +90,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -171,8 +173,13 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The plan of a step."""
         if self._scheduler is None:
             return KvbmMetadata()
-        scheduled = scheduler_output.num_scheduled_tokens
-        return KvbmMetadata(self._scheduler.plan(scheduled, scheduler_output.preempted_req_ids or ()))
+        return KvbmMetadata(
+            self._scheduler.plan(
+                scheduler_output.num_scheduled_tokens,
+                scheduler_output.total_num_scheduled_tokens,
+                scheduler_output.preempted_req_ids or (),
+            )
+        )
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:

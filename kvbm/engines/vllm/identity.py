@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets as randomness
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import structlog
 
 from kvbm.core.ids import Namespace, SequenceHash
 from kvbm.engines.vllm.facts import digest_of, facts_of
+from kvbm.engines.vllm.regions import specs_of
 from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
-from kvbm.engines.vllm.served import layer_specs
 
 log = structlog.get_logger()
 
@@ -82,7 +82,7 @@ class Identity:
         cls,
         vllm_config: Any,
         kv_cache_config: Any,
-        layout: str,
+        layout: str | Sequence[str],
         *,
         machine: str,
         secrets: Mapping[str, str],
@@ -92,7 +92,7 @@ class Identity:
 
         Args:
             vllm_config, kv_cache_config: vLLM's VllmConfig and KVCacheConfig, of an engine that is served.
-            layout: what a block's bytes are, in words.
+            layout: what a block's bytes are, in words; of each KV group, or one for all.
             machine: as `facts.machine_words` says it.
             environment: of the process; PYTHONHASHSEED counts.
         """
@@ -108,20 +108,23 @@ class Identity:
             model=model_of(vllm_config.model_config),
             revision=revision_of(vllm_config.model_config, vllm_config.load_config),
             block_tokens=1,
-            layout=layout,
             ranks=f"tp{vllm_config.parallel_config.tensor_parallel_size}",
             scheme=f"vllm-{scheme.algorithm}+{digest_of(facts)}",
             scheme_seed=scheme.seed,
         )
+        count = len(kv_cache_config.kv_cache_groups)
+        layouts = [layout] * count if isinstance(layout, str) else layout
         groups = [
             msgspec.structs.replace(
                 common,
+                layout=layouts[index],
                 kv_group=index,
                 block_tokens=group.kv_cache_spec.block_size,
                 kv_dtype=_kv_dtype(vllm_config.cache_config.cache_dtype, group.kv_cache_spec),
             )
             for index, group in enumerate(kv_cache_config.kv_cache_groups)
         ]
+        log.info("identity.made", model=common.model, revision=common.revision, scheme=common.scheme, groups=count)
         return cls(groups, secrets, facts, scheme.is_lasting)
 
     def namespaces(self, tenant: str = "", lora: str = "") -> tuple[Namespace, ...]:
@@ -197,7 +200,7 @@ def _adapter_digest(path: str) -> str:
 
 def _kv_dtype(cache_dtype: str, spec: Any) -> str:
     """The type of a group's elements, in torch's words where `core.layout` has them."""
-    kinds = {str(one.dtype).removeprefix("torch.") for one in layer_specs(spec)}
+    kinds = {str(one.dtype).removeprefix("torch.") for one in specs_of(spec)}
     kind = kinds.pop() if len(kinds) == 1 else "mixed"
     if kind in ("uint8", "int8") and cache_dtype != "auto":
         return _KV_DTYPES.get(cache_dtype, cache_dtype)

@@ -16,10 +16,10 @@ from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.metadata import HostShare, Ranks
-from kvbm.engines.vllm.regions import block_regions, layout_words
+from kvbm.engines.vllm.regions import block_regions, layout_words, specs_of
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
-from kvbm.engines.vllm.served import layer_specs, why_not_served
+from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
 from kvbm.pools.host import HostPool
 
@@ -122,7 +122,7 @@ def _groups(kv_cache_config: Any) -> list[Group]:
         spec = group.kv_cache_spec
         block_tokens = spec.block_size
         hash_tokens = kv_cache_config.hash_block_size or block_tokens
-        windows = {_window_tokens(one) for one in layer_specs(spec)}
+        windows = {_window_tokens(one) for one in specs_of(spec)}
         window = None if None in windows else max(tokens for tokens in windows if tokens is not None)
         blocks = None if window is None else -(-(window - 1) // block_tokens)
         groups.append(Group(index, block_tokens, hash_tokens, blocks))

@@ -112,6 +112,8 @@ class Scheduler:
         self._gained = 0  # grows when HOST has gained blocks: a miss is then worth another look
         self._queued_tokens = 0
         self._running = 0
+        self._step = 0
+        self._due: dict[int, list[RequestState]] = {}  # step → requests that may fill a block by then
         self._numbers = Numbers()
         self._told = _Told(0, 0, 0, 0)
         self._tell_at_s = 0.0
@@ -251,6 +253,7 @@ class Scheduler:
         """
         state = self.state_of(request)
         self._unqueue(state)
+        self._look_in(state, 1)
         ask, state.ask = state.ask, None
         if ask is None:
             return
@@ -261,11 +264,11 @@ class Scheduler:
         columns: list[int] = []
         rows: list[int] = []
         for group, begin, acquiring in ask.runs:
-            ids = block_ids[group.id]
+            ids, slots = block_ids[group.id], acquiring.slots
             for at in range(begin, end_tokens // group.block_tokens):
                 if ids[at]:  # vLLM keeps block 0 for what attention does not read
                     columns.append(ids[at])
-                    rows.append(acquiring.slots[at - begin])
+                    rows.append(slots[at - begin])
             for tier, blocks in acquiring.hits.items():
                 self._numbers.add_of("hit_blocks", tier.name, blocks)
         job = Job(self._job(), pack_slots(columns), pack_slots(rows), request.request_id)
@@ -281,13 +284,17 @@ class Scheduler:
 
     # -- stores -------------------------------------------------------------------------------------------------------
 
-    def plan(self, scheduled: Mapping[str, int], preempted: Sequence[str]) -> Plan:
+    def plan(self, scheduled: Mapping[str, int], tokens: int, preempted: Sequence[str]) -> Plan:
         """What workers do at this step.
+
+        In a step of one token a request, which most are, only those requests are looked at that may have filled a block.
 
         Args:
             scheduled: request → tokens of it in this step.
+            tokens: of all requests together.
             preempted: requests that have lost their blocks.
         """
+        self._step += 1
         if self._watch is not None:
             self._watch.flush()
         for request_id in preempted:
@@ -295,10 +302,14 @@ class Scheduler:
                 state.stored = [0] * len(self._groups)
                 state.drop_ask()
         runs: list[_Run] = []
-        for request_id in scheduled:
-            state = self._states.get(request_id)
-            if state is not None:
+        for state in self._due.pop(self._step, ()):
+            if state.due_step == self._step and state.request.request_id in self._states:
                 self._collect(state, None, runs)
+        if tokens != len(scheduled):
+            for request_id in scheduled:
+                state = self._states.get(request_id)
+                if state is not None:
+                    self._collect(state, None, runs)
         self._store(runs)
         if len(scheduled) != self._running:
             self._running = len(scheduled)
@@ -327,6 +338,15 @@ class Scheduler:
             self._begin_stores(state, index, begin, block_ids[group.id][begin:end], uses, runs)
             state.stored[index] = end
         state.is_looked_at = True
+        pairs = zip(self._groups, state.stored, strict=True)
+        self._look_in(state, max(1, min((done + 1) * group.block_tokens for group, done in pairs) - confirmed))
+
+    def _look_in(self, state: RequestState, steps: int) -> None:
+        """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a block."""
+        due_step = self._step + steps
+        if due_step != state.due_step:
+            state.due_step = due_step
+            self._due.setdefault(due_step, []).append(state)
 
     def _begin_stores(
         self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_Run]

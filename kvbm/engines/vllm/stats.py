@@ -20,7 +20,7 @@ class KvbmStats(KVConnectorStats):  # type: ignore[misc, unused-ignore]
 
     def reset(self) -> None:
         """Forget all numbers."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Take in another's numbers; itself."""

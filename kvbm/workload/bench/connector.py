@@ -86,9 +86,13 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
             gc.disable()  # vLLM freezes its heap; a collection here would be of the benchmark's own objects
             try:
                 for request in held:
+                    request.block_hashes = [
+                        bytes(bytearray(digest)) for digest in request.block_hashes
+                    ]  # as just hashed
                     first.append(_asked_us(scheduler, request, _BLOCKS * _BLOCK_TOKENS))
                     again.append(_asked_us(scheduler, request, _BLOCKS * _BLOCK_TOKENS))
                 for request in absent:
+                    request.block_hashes = [bytes(bytearray(digest)) for digest in request.block_hashes]
                     missed.append(_asked_us(scheduler, request, 0))
                 for request in (*held, *absent):
                     scheduler.finished(request, [[]])
@@ -98,7 +102,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
                     scheduler.state_of(request).stored = [len(request.block_hashes)]
                     request.num_computed_tokens = request.num_tokens
                 scheduled = {request.request_id: 1 for request in running}
-                scheduler.plan(scheduled, ())
+                scheduler.plan(scheduled, 2 * len(scheduled), ())
                 decoding = [_step_us(scheduler, scheduled) for _ in range(10 * prompts)]
             finally:
                 gc.enable()
@@ -128,5 +132,5 @@ def _asked_us(scheduler: Scheduler, request: _Request, expected: int) -> float:
 
 def _step_us(scheduler: Scheduler, scheduled: dict[str, int]) -> float:
     begin = time.perf_counter()
-    scheduler.plan(scheduled, ())
+    scheduler.plan(scheduled, len(scheduled), ())
     return (time.perf_counter() - begin) * 1e6

