@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
@@ -53,6 +54,8 @@ class Engines:
         self._context = get_context("forkserver")
         self._context.set_forkserver_preload([_PRELOADED])
         self._models: dict[str, str] = {}
+        self._started: list[Engine] = []
+        atexit.register(self.close)
 
     def model(self, kind: str) -> str:
         """The folder of a model, made when it is first asked for."""
@@ -92,12 +95,19 @@ class Engines:
         process.start()
         theirs.close()
         engine = Engine(process, ours, log)
+        self._started.append(engine)
         try:
             engine.started_in_s = engine.answer(START_WAIT_S)
         except BaseException:
             engine.close()
             raise
         return engine
+
+
+    def close(self) -> None:
+        """End all that were started."""
+        while self._started:
+            self._started.pop().close()
 
 
 class Engine:
