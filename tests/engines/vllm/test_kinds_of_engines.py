@@ -14,7 +14,9 @@ from tests.engines.vllm.harness.truth import Truth
 from tests.engines.vllm.harness.words import Setup
 
 FULL = pytest.mark.engines_full
-DENSE = {"prefix_cache_retention_interval": None}  # sliding layers' blocks stay findable everywhere, not at prompts' ends alone
+DENSE = {
+    "prefix_cache_retention_interval": None
+}  # sliding layers' blocks stay findable everywhere, not at prompts' ends alone
 
 KINDS = {
     "inside": ("llama", {}),

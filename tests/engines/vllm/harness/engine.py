@@ -103,7 +103,6 @@ class Engines:
             raise
         return engine
 
-
     def close(self) -> None:
         """End all that were started."""
         while self._started:
