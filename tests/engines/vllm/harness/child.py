@@ -153,7 +153,7 @@ class Served:
         """Call "module:name" with vLLM's EngineCore, in the process that has it. Not where that was spawned."""
         client = self._llm.llm_engine.engine_core
         core = self._core()
-        return client.call_utility(_CALL, name, *arguments) if core is None else called(name)(core, *arguments)
+        return client.call_utility(_CALL, name, arguments) if core is None else called(name)(core, *arguments)
 
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a worker's method on every rank."""
@@ -199,4 +199,4 @@ def _let_tests_in() -> None:
     """Give the engine core a method for tests, which a core in a process of its own has after the fork as well."""
     from vllm.v1.engine.core import EngineCore
 
-    setattr(EngineCore, _CALL, lambda core, name, *arguments: called(name)(core, *arguments))
+    setattr(EngineCore, _CALL, lambda core, name, arguments: called(name)(core, *arguments))
