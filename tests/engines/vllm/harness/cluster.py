@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +56,14 @@ class Cluster:
         self.client.close()
 
     @property
+    def addresses(self) -> dict[str, str]:
+        """As settings of an engine that belongs to it."""
+        return {"nats.url": f"nats://127.0.0.1:{self._nats_port}", "catalog.url": self.client.url}
+
+    @property
     def settings(self) -> dict[str, Any]:
-        """Those of an engine that belongs to it."""
-        return {
-            "nats.url": f"nats://127.0.0.1:{self._nats_port}", "nats.heartbeat_s": 0.2, "nats.timeout_s": 2.0,
-            "catalog.url": self.client.url,
-        }  # fmt: skip
+        """Those of an engine that belongs to it and is soon known to be back."""
+        return self.addresses | {"nats.heartbeat_s": 0.2, "nats.timeout_s": 2.0}
 
     def start_nats(self) -> None:
         """Start the nats-server, over what it had."""
@@ -79,7 +80,7 @@ class Cluster:
     def start_catalog(self) -> None:
         """`kvbm-catalog serve`, over what it had."""
         settings = {
-            "nats.url": self.settings["nats.url"],
+            "nats.url": self.addresses["nats.url"],
             "catalog.listen": self._listen,
             "instance.data_dir": self._folder / "catalog",
         }
@@ -174,7 +175,7 @@ class Cluster:
             if its is None:
                 found.append(f"{one.instance} is not known")
                 continue
-            held = {tier: count for tier, count in its.held_blocks.items() if count}
+            held = {tier: count for tier, count in its.held_blocks.items() if count and tier in one.tiers}
             true = {tier: len(hashes) for tier, hashes in one.tiers.items() if hashes}
             says = (its.state, its.epoch, its.offset, its.digest, its.doubtful, its.partial, held)
             wanted = ("live", one.epoch, one.offset, one.digest, False, False, true)

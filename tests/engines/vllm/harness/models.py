@@ -48,7 +48,7 @@ def llama_of_words(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     llama(folder)
-    words = ["[UNK]", *"The the quick brown fox jumps over lazy dog .".split()]
+    words = ["[UNK]", "The", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "."]
     words += [f"word-{at}" for at in range(len(words), VOCABULARY)]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

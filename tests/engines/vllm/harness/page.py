@@ -13,7 +13,7 @@ _FENCED = re.compile(
 )
 
 
-def tested_blocks() -> dict[str, Any]:
+def as_json() -> dict[str, Any]:
     """The page's JSON by name. Raises AssertionError: a block without a name, a name twice, a mark without a block."""
     text = PAGE.read_text()
     found: dict[str, Any] = {}
