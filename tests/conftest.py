@@ -93,7 +93,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
     )
     parser.addoption(
-        "--engines", action="store_true", help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`"
+        "--engines",
+        action="store_true",
+        help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
     )
 
 

@@ -17,7 +17,6 @@ from tests.engines.vllm.harness.truth import WrongAnswerError
 from tests.engines.vllm.harness.words import Ask
 
 FULL = pytest.mark.engines_full
-WAIT_S = 20.0
 HEADER_BYTES = 4096
 NVME = {"pools.nvme.slots": 400}
 PATCHES = "tests.engines.vllm.harness.patches"
@@ -82,8 +81,7 @@ DAMAGES = [flip_everywhere, flip_here_and_there, zero, cut_in_half, cut_to_the_h
 
 def store_to_nvme(engine: Engine, truth, asks: list[Ask]) -> None:
     scenarios.ask(engine, truth, asks, [0] * len(asks))
-    engine.settle()
-    assert engine.in_core("settled", WAIT_S)
+    engine.offload()
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, cut_to_nothing], ids=lambda damage: damage.__name__)
@@ -211,5 +209,6 @@ def test_nvme_that_answers_late_is_not_waited_for(engines, llama, truth, tmp_pat
         store_to_nvme(engine, truth, asks)
         engine.in_core("drop", "HOST")
         scenarios.ask_after_garbage(engine, truth, asks, [0] * 3)
-        scenarios.ask_after_garbage(engine, truth, asks)
+        engine.offload()
         assert engine.in_core("counted")["late_copies"] > 0
+        scenarios.ask_after_garbage(engine, truth, asks)
