@@ -83,6 +83,12 @@ class Pool:
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0
 
+    def reset_prefix_cache(self) -> bool:
+        if any(block.ref_cnt for block in self.blocks):
+            return False
+        self.cached_block_hash_to_block = Map()
+        return True
+
     def evict(self, block: Block) -> None:
         assert not block.ref_cnt
         self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)

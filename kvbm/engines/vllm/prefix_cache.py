@@ -36,7 +36,7 @@ class PrefixCacheWatch:
     """Listens to one BlockPool. Used by the scheduler's thread alone.
 
     Args:
-        pool: vLLM's; two of its attributes are replaced by ones that listen and then do the same.
+        pool: vLLM's; three of its attributes are replaced by ones that listen and do the same.
         groups: KV groups of interest.
         state_of: our state of a request.
         derive: vLLM's hashes → ours.
@@ -60,9 +60,9 @@ class PrefixCacheWatch:
         self._ours: dict[bytes, bytes] = {}  # vLLM's key → our hash, of all that was told and not withdrawn
         self._fresh: list[bytes] | None = None  # keys that are new to the map, while it is being filled
         self._removed: dict[bytes, bytes] = {}  # withdrawn and not told yet
-        self._fill = pool.cache_full_blocks
+        self._fill, self._reset = pool.cache_full_blocks, pool.reset_prefix_cache
         self._listen_to_map()
-        pool.cache_full_blocks = self._cache_full_blocks
+        pool.cache_full_blocks, pool.reset_prefix_cache = self._cache_full_blocks, self._reset_prefix_cache
 
     def flush(self) -> None:
         """Tell what was removed or cleared since the last time."""
@@ -125,6 +125,16 @@ class PrefixCacheWatch:
                     self._tell_stored(request, num_cached_blocks, num_full_blocks, fresh)
                 except Exception as error:  # noqa: BLE001 - the engine must not hear of it
                     self._sink.broken(error)
+
+    def _reset_prefix_cache(self) -> Any:
+        """Told at once: an engine that is reset may be idle, and no step comes that would tell."""
+        is_reset = self._reset()
+        if is_reset:
+            try:
+                self.flush()
+            except Exception as error:  # noqa: BLE001 - the engine must not hear of it
+                self._sink.broken(error)
+        return is_reset
 
     def _tell_stored(self, request: Any, begin: int, end: int, fresh: list[bytes]) -> None:
         """Tell of blocks that one call has put into the map: all of one request and group, in the order of its chain."""

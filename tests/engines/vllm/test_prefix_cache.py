@@ -118,6 +118,8 @@ def test_a_reset_is_told_once_and_listening_goes_on() -> None:
     engine = Engine(32)
     engine.pool.free_blocks(reversed(engine.fill(list(range(40)))))
     assert engine.pool.reset_prefix_cache()
+    assert engine.told.clears == 1  # an idle engine takes no step that would tell
+    assert not engine.told.held
     engine.pool.free_blocks(reversed(engine.fill(list(range(100, 120)))))
     engine.watch.flush()
     assert engine.told.clears == 1

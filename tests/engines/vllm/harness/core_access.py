@@ -47,7 +47,7 @@ def refusal(core: Any) -> str:
 def position(core: Any) -> tuple[str, int, int]:
     """The instance, its epoch and how far it has recorded."""
     manager = _manager(core)
-    return manager.instance, manager.epoch(), manager.applied
+    return manager.instance, manager.epoch, manager.applied
 
 
 def hashes(core: Any, tokens: list[int], salt: str) -> tuple[str, str]:

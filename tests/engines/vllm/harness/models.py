@@ -42,7 +42,20 @@ def gemma(folder: Path) -> None:
     _save(Gemma3ForCausalLM(config), folder)
 
 
-KINDS = {"llama": llama, "llama-2": lambda folder: llama(folder, 8), "gemma": gemma}
+def llama_of_words(folder: Path) -> None:
+    """The Llama with a tokenizer: a token a word, or one for all words it does not know."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    llama(folder)
+    words = ["[UNK]", *"The the quick brown fox jumps over lazy dog .".split()]
+    words += [f"word-{at}" for at in range(len(words), VOCABULARY)]
+    tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(folder)
+
+
+KINDS = {"llama": llama, "llama-2": lambda folder: llama(folder, 8), "llama-words": llama_of_words, "gemma": gemma}
 
 
 def make(kind: str, folder: str) -> str:
