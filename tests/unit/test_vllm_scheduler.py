@@ -435,4 +435,6 @@ def test_a_refreshed_chain_that_lies_partly_in_nvme_leaves_no_block_pinned(tmp_p
         manager.refresh(chain)
         engine.run(list(range(200, 241)))
         assert len(set(manager.held(Tier.HOST))) == 10
-        assert not set(manager.held(Tier.HOST)) & {chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)}
+        assert not set(manager.held(Tier.HOST)) & {
+            chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)
+        }
