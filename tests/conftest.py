@@ -14,6 +14,8 @@ from tests.ceph import Radosgw, radosgw
 from tests.object_stores import Place, place_in
 from tests.servers import azurite_server, fresh_database, postgres, redis_server, s3_server
 
+_ENGINES = Path(__file__).parent / "engines"
+
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
 settings.load_profile("untimed")
 
@@ -90,6 +92,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
     )
+    parser.addoption(
+        "--engines",
+        action="store_true",
+        help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without --engines, tests of real engines are not even imported. With it and without an engine they fail."""
+    if collection_path == _ENGINES and not config.getoption("--engines"):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

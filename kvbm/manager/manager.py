@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import structlog
@@ -682,7 +682,7 @@ class Manager:
         while self._running and self._clock() < deadline:
             time.sleep(0.005)
 
-    def __enter__(self) -> Manager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:

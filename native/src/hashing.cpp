@@ -54,6 +54,9 @@ void advance_portable(Lane* lanes, std::size_t live, std::size_t blocks, std::si
   }
 }
 
+constexpr std::size_t kWholeDigestBytes = 32;  // of a whole SHA-256, as engines have it
+constexpr std::size_t kDigestsAhead = 16;      // that are on their way to the cache
+
 #if defined(__x86_64__)
 
 #define KVBM_SHA __attribute__((target("sha,sse4.1,ssse3")))
@@ -161,6 +164,52 @@ KVBM_SHA void advance_sha(Lane* lanes, std::size_t live, std::size_t blocks, std
     hash_blocks<2>(lanes, blocks, block_tokens);
   } else {
     hash_blocks<1>(lanes, blocks, block_tokens);
+  }
+}
+
+// A root and a digest of 32 bytes fill one chunk with their padding, so a message is made in registers.
+template <std::size_t kLanes>
+KVBM_SHA_INLINE void derive_chunks(const __m128i root, const Bytes* digests, std::uint8_t* out) noexcept {
+  const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
+  const __m128i padding = _mm_set_epi32((kHashBytes + kWholeDigestBytes) * 8, 0, 0, static_cast<int>(0x80000000U));
+  __m128i abef[kLanes];
+  __m128i cdgh[kLanes];
+  __m128i words[kLanes][4];
+#pragma GCC unroll 2
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    const auto* const quads = reinterpret_cast<const __m128i*>(digests[lane].data());
+    words[lane][0] = root;
+    words[lane][1] = _mm_shuffle_epi8(_mm_loadu_si128(quads), big_endian);
+    words[lane][2] = _mm_shuffle_epi8(_mm_loadu_si128(quads + 1), big_endian);
+    words[lane][3] = padding;
+    abef[lane] = _mm_set_epi32(static_cast<int>(kSha256Initial[0]), static_cast<int>(kSha256Initial[1]),
+                               static_cast<int>(kSha256Initial[4]), static_cast<int>(kSha256Initial[5]));
+    cdgh[lane] = _mm_set_epi32(static_cast<int>(kSha256Initial[2]), static_cast<int>(kSha256Initial[3]),
+                               static_cast<int>(kSha256Initial[6]), static_cast<int>(kSha256Initial[7]));
+  }
+  fold_chunk(abef, cdgh, words);
+#pragma GCC unroll 2
+  for (std::size_t lane = 0; lane < kLanes; ++lane) {
+    const __m128i hash = _mm_shuffle_epi32(_mm_unpackhi_epi64(abef[lane], cdgh[lane]), 0xB1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + lane * kHashBytes), _mm_shuffle_epi8(hash, big_endian));
+  }
+}
+
+// Hashes digests of 32 bytes.
+KVBM_SHA void derive_sha(const SequenceHash& root, std::span<const Bytes> digests, std::uint8_t* out) noexcept {
+  const __m128i big_endian = _mm_set_epi64x(0x0C0D0E0F08090A0B, 0x0405060700010203);
+  const __m128i words =
+      _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(root.data())), big_endian);
+  std::size_t at = 0;
+  for (; at + 2 <= digests.size(); at += 2) {
+    if (at + kDigestsAhead < digests.size()) {
+      __builtin_prefetch(digests[at + kDigestsAhead].data());
+      __builtin_prefetch(digests[at + kDigestsAhead - 1].data());
+    }
+    derive_chunks<2>(words, &digests[at], out + at * kHashBytes);
+  }
+  if (at < digests.size()) {
+    derive_chunks<1>(words, &digests[at], out + at * kHashBytes);
   }
 }
 
@@ -375,6 +424,16 @@ void derived_hashes(const SequenceHash& root, std::span<const Bytes> digests, st
   Lane lanes[kMaxLanes];
   while (!digests.empty()) {
     const std::size_t bytes = digests.front().size();
+#if defined(__x86_64__)
+    if (kernel == HashKernel::kSha && bytes == kWholeDigestBytes) {
+      const auto other = std::ranges::find_if(digests, [](Bytes digest) { return digest.size() != kWholeDigestBytes; });
+      const auto count = static_cast<std::size_t>(other - digests.begin());
+      derive_sha(root, digests.first(count), to);
+      to += count * kHashBytes;
+      digests = digests.subspan(count);
+      continue;
+    }
+#endif
     if (bytes == 0 || bytes % kWord != 0) {
       Sha256 sha(compress);
       sha.update(root);

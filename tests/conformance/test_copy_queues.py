@@ -236,7 +236,9 @@ class Failing:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the device is gone"), PoolError("no answer within 30 s")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the device is gone"), PoolError("no answer within 30 s"), ValueError("what is this")]
+)
 def test_a_device_that_fails_ends_runs_in_words_and_the_queue_goes_on(error: Exception) -> None:
     place = _place()
     queue = ThreadedQueue(Failing(error), place.slots, place.block_bytes)
@@ -248,6 +250,21 @@ def test_a_device_that_fails_ends_runs_in_words_and_the_queue_goes_on(error: Exc
         (1, True, str(error)),
         (2, True, str(error)),
     }
+    queue.close()
+
+
+def test_a_device_that_takes_no_mark_refuses_the_run_at_once() -> None:
+    place = _place()
+
+    def mark() -> None:
+        raise RuntimeError("no event")
+
+    queue = ThreadedQueue(
+        place.reference(), place.slots, place.block_bytes, Ordering(mark, lambda mark: None, nullcontext())
+    )
+    with pytest.raises(RuntimeError, match="no event"):
+        queue.gather(1, np.arange(2), place.rows, np.arange(2))
+    assert queue.under_way == 0
     queue.close()
 
 

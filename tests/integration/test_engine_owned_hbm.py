@@ -238,6 +238,19 @@ def test_who_waits_for_another_that_gives_up_goes_on_by_itself(tmp_path: Path) -
         assert one.awaited(busy, 2).depth == 6
 
 
+def test_nobody_waits_for_what_the_engine_itself_is_storing(tmp_path: Path) -> None:
+    with engine(tmp_path) as one:
+        one.store(1, 4)
+        one.empty_host()
+        store = one.begin_store(1, 4)
+        assert store is not None
+        acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 4))
+        assert acquiring.done  # the store ends when the engine takes its next steps
+        assert acquiring.depth == 0
+        one.manager.end_store(store, [True] * 4, one.fill(store))
+        assert one.hits(1, 4) == {Tier.HOST: 4}
+
+
 class Unanswering(KnowsAll):
     """A catalog that says nothing until it is let."""
 
@@ -326,6 +339,7 @@ def test_the_policy_for_host_is_honoured(tmp_path: Path, policy: str, stored: li
 def test_a_store_takes_only_what_hbm_holds_host_lacks_and_nobody_brings(tmp_path: Path) -> None:
     with engine(tmp_path, pools__host__slots=5) as one:
         one.store(1, 2)
+        assert one.manager.settle(WAIT_S)
         one.compute(1, 8)
         one.manager.engine_removed(hashes_of(1, 5, start=4))
         assert one.begin_store(1, 2) is None
@@ -350,6 +364,7 @@ def test_a_store_that_never_ends_keeps_its_slots_also_beyond_close(tmp_path: Pat
     manager = opened(tmp_path, pools__host__slots=8)
     one = OwningEngine(manager)
     one.store(1, 2)
+    assert manager.settle(WAIT_S)
     one.compute(2, 6)
     store = one.begin_store(2, 6)
     assert store is not None

@@ -169,10 +169,10 @@ def _of_a_group(**changes: Any) -> Config:
 
 REFUSED = {
     "no KV": (lambda: Config(1, [], []), "keeps no KV"),
-    "mamba": (lambda: config_of("LBNHC", [[FULL], [MambaSpec()]]), "layer group1.layer0 keeps MambaSpec; served are Full"),
+    "mamba": (lambda: config_of("LBNHC", [[FULL], [MambaSpec()]]), "KV group 1 has layers of kind MambaSpec; served are Full"),
     "KV in the host's memory": (lambda: _changed(host_resident=True), "HiSparse"),
-    "a group in the host's memory": (lambda: _of_a_group(host_resident=True), "no part of the KV that connectors see"),
-    "a group that is not transferred": (lambda: _of_a_group(enable_kv_transfer=False), "no part of the KV"),
+    "a group in the host's memory": (lambda: _of_a_group(host_resident=True), "not for connectors"),
+    "a group that is not transferred": (lambda: _of_a_group(enable_kv_transfer=False), "not for connectors"),
     "groups that step otherwise": (_of_two_strides, "blocks \\[128, 256\\] bytes apart"),
     "groups that are shifted": (_shifted, "shifted: a block's 320 bytes do not fit its stride of 256"),
     "strides of no layout": (lambda: _changed(block_stride=200), "no layout kvbm knows"),

@@ -30,7 +30,7 @@ from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.manager.engine_hbm import EngineHbmManager
 
-BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 64
+BLOCK_TOKENS, BLOCK_BYTES, HBM_BLOCKS = 4, 64, 96
 _numbers = count()
 
 
@@ -154,7 +154,7 @@ class Engine:
         request.num_computed_tokens = len(request.block_hashes) * BLOCK_TOKENS
 
     def step(self, *requests: Request) -> Plan:
-        plan = self.scheduler.plan({request.request_id: 1 for request in requests}, ())
+        plan = self.scheduler.plan({request.request_id: 1 for request in requests}, len(requests), ())
         self.work(plan)
         return plan
 
@@ -189,7 +189,7 @@ class Engine:
                     self.pool.evict(block)
                     self.pool.free.append(block.block_id)
                     self.hbm[block.block_id] = 0xEE
-        self.scheduler.plan({}, ())
+        self.scheduler.plan({}, 0, ())
 
     def run(self, tokens: list[int]) -> int:
         """Serve a prompt whole; what it found, and every byte it has is right."""
@@ -248,7 +248,7 @@ HYBRID = [Group(0, BLOCK_TOKENS, BLOCK_TOKENS), Group(1, BLOCK_TOKENS, BLOCK_TOK
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    manager, namespaces = opened(tmp_path, FULL, 32, 0)
+    manager, namespaces = opened(tmp_path, FULL, 64, 0)
     with manager:
         yield Engine(manager, FULL, namespaces)
 
@@ -313,7 +313,7 @@ def test_a_failed_load_is_never_offered_to_that_request_again(engine: Engine) ->
     request = Request(prompt)
     assert engine.ask(request) == 32
     engine.admit(request, 0, 32)
-    engine.work(engine.scheduler.plan({}, ()), failing="the device is gone")
+    engine.work(engine.scheduler.plan({}, 0, ()), failing="the device is gone")
     assert engine.scheduler.matched(request, 0) == 0
     assert engine.ask(Request(prompt)) == 32
 
@@ -323,7 +323,7 @@ def test_a_failed_store_claims_nothing(engine: Engine) -> None:
     assert engine.ask(request) == 0
     engine.admit(request)
     engine.compute(request)
-    engine.work(engine.scheduler.plan({request.request_id: 1}, ()), failing="no memory")
+    engine.work(engine.scheduler.plan({request.request_id: 9}, 9, ()), failing="no memory")
     assert engine.manager.held(Tier.HOST) == []
     assert all(not block.ref_cnt for block in engine.pool.blocks)
 
@@ -332,7 +332,7 @@ def test_blocks_stay_referenced_until_the_workers_have_answered(engine: Engine) 
     request = Request(list(range(33)))
     engine.admit(request)
     engine.compute(request)
-    plan = engine.scheduler.plan({request.request_id: 1}, ())
+    plan = engine.scheduler.plan({request.request_id: 9}, 9, ())
     assert sum(block.ref_cnt for block in engine.pool.blocks) == 8
     assert engine.scheduler.has_work()
     engine.work(plan)
@@ -347,6 +347,28 @@ def test_what_steps_in_flight_compute_is_not_stored_yet(engine: Engine) -> None:
     request.num_in_flight_tokens = 18
     engine.step(request)
     assert len(engine.manager.held(Tier.HOST)) == 3  # 14 tokens are certain
+
+
+def test_blocks_that_decoding_fills_are_stored_while_others_decode(engine: Engine) -> None:
+    requests = [Request(list(range(start, start + 33 + start % 3))) for start in (0, 100, 200)]
+    for request in requests:
+        engine.admit(request)
+        engine.compute(request)
+        request.num_computed_tokens = request.num_tokens
+    for step in range(40):
+        engine.step(*requests)
+        full = sum(request.num_computed_tokens // BLOCK_TOKENS for request in requests)
+        assert len(engine.manager.held(Tier.HOST)) == full, f"step {step}"
+        for request in requests:
+            request.num_computed_tokens += 1
+            request.num_tokens += 1
+            if request.num_computed_tokens % BLOCK_TOKENS == 0:
+                at = len(request.block_hashes)
+                request.block_hashes.append(hashlib.sha256(request.block_hashes[-1]).digest())
+                block = engine.pool.blocks[engine.pool.free.pop()]
+                request.blocks[0].append(block)
+                engine.hbm[block.block_id] = bytes_of(request.block_hashes[at], 0)
+                engine.pool.cache_full_blocks(request, request.blocks[0], at, at + 1, BLOCK_TOKENS, 0)
 
 
 def test_a_request_that_ends_while_it_waits_gives_back_its_pins(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -160,7 +161,9 @@ def test_a_rank_is_idle_once_everything_is_answered_and_received(rank: Rank, hos
 
 
 def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
-    rank.worker.begin(Plan(host.share, [job(1, [0, 1], [0, 1], "a")], [job(2, [2, 3, 4], [3, 4, 5]), job(3, [5], [8])]))
+    rank.worker.begin(
+        Plan(host.share, loads=[job(1, [0, 1], [0, 1], "a")], stores=[job(2, [2, 3, 4], [3, 4, 5]), job(3, [5], [8])])
+    )
     assert rank.worker.under_way == 3
     answers = Answers()
     while rank.worker.under_way:  # pytest's own timeout bounds it
@@ -180,7 +183,7 @@ def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
 
 def test_a_request_is_received_once_its_last_load_has_ended(rank: Rank, host: Host) -> None:
     loads = [job(1, [0], [0], "a"), job(2, [1], [99], "a"), job(3, [2], [2], "b")]
-    rank.worker.begin(Plan(host.share, loads))
+    rank.worker.begin(Plan(host.share, loads=loads))
     assert rank.done().loaded == {1: 1, 2: 1, 3: 1}
     assert rank.worker.received() == Received({"a", "b"}, {"a"})
 
@@ -274,8 +277,8 @@ def test_jobs_that_name_what_is_not_there_fail_in_words_and_move_nothing(rank: R
     rank.worker.begin(
         Plan(
             host.share,
-            [job(1, [6], [0], "a"), job(2, [0], [ROWS], "b"), job(3, [0, 1], [0], "c")],
-            [job(4, [0], [ROWS]), job(5, [0], [0])._replace(blocks=b"abc")],
+            loads=[job(1, [6], [0], "a"), job(2, [0], [ROWS], "b"), job(3, [0, 1], [0], "c")],
+            stores=[job(4, [0], [ROWS]), job(5, [0], [0])._replace(blocks=b"abc")],
         )
     )
     answers = rank.done()
@@ -296,12 +299,12 @@ def test_a_host_that_cannot_be_mapped_is_refused_and_jobs_fail(rank: Rank, host:
         (host.share._replace(rows=ROWS * 10**6), "HOST has 9000000 rows"),
     ):
         made = Rank(0, one_rank(rank.config), rank.config)
-        made.worker.begin(Plan(share, [job(1, [0], [0], "a")], [job(2, [1], [1])]))
+        made.worker.begin(Plan(share, loads=[job(1, [0], [0], "a")], stores=[job(2, [1], [1])]))
         answers = made.done()
         assert words in answers.refused and answers.refused.startswith("rank 0: ")
         assert words in answers.failed[1] and words in answers.stored[2][0].why
         assert not made.worker.finish()  # said once
-        made.worker.begin(Plan(host.share, [job(3, [0], [0], "a")]))  # and no other share makes it good again
+        made.worker.begin(Plan(host.share, loads=[job(3, [0], [0], "a")]))  # and no other share makes it good again
         assert made.done().failed
         made.worker.close()
 
@@ -342,7 +345,7 @@ def test_tensors_that_are_not_where_vllm_says_are_refused(change: Any, words: st
     worker.register(change(tensors_of(config)))
     assert words in worker.refused
     host = Host(one_rank(config))
-    worker.begin(Plan(host.share, [job(1, [0], [0], "a")]))
+    worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
     answers = worker.finish()
     assert words in answers.refused and words in answers.failed[1]
     worker.close()
@@ -361,17 +364,19 @@ def test_jobs_before_the_tensors_or_host_are_known_fail_in_words() -> None:
     ranks = one_rank(config)
     worker = Worker(0, ranks, config, threads=1)
     host = Host(ranks)
-    worker.begin(Plan(host.share, [job(1, [0], [0], "a")]))
+    worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
     assert worker.finish().failed == {1: "rank 0: its tensors are not registered"}
     other = Worker(0, ranks, config, threads=1)
     other.register(tensors_of(config))
-    other.begin(Plan(None, [job(1, [0], [0], "a")]))
+    other.begin(Plan(None, loads=[job(1, [0], [0], "a")]))
     assert other.finish().failed == {1: "rank 0: the scheduler has not said where HOST is"}
     worker.close()
     other.close()
 
 
 def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> None:
+    gc.collect()
+    before = Path("/proc/self/maps").read_text().count("kvbm-host")
     rank.worker.begin(Plan(host.share, stores=[job(1, [0, 1], [0, 1])]))
     rank.worker.close()
     rank.worker.close()
@@ -379,4 +384,4 @@ def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> 
     mapped = Path("/proc/self/maps").read_text().count("kvbm-host")
     host.pool.close()
     del host.rows
-    assert mapped == 1  # the pool's own
+    assert mapped == before

@@ -1,6 +1,6 @@
 """`KvbmConnector`: vLLM's words on one side, ours on the other. Which process does what: ARCHITECTURE, "Inside vLLM".
 
-vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`identity.why_not_served`) is said once, and the
+vLLM makes one in the scheduler's process and one in each worker's. Whatever is not served (`served.why_not_served`) is said once, and the
 connector then does nothing. Nothing raised here reaches vLLM after the start: trouble ends the service, with one warning.
 """
 
@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvbm.core.ids import Tier
+from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.metadata import Answers, Plan
 from kvbm.engines.vllm.opening import open_scheduler, serve
 from kvbm.engines.vllm.scheduler import Scheduler
@@ -91,6 +92,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -176,11 +178,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduled = scheduler_output.num_scheduled_tokens
         if self._scheduler.is_asked_again:
             self._scheduler.is_asked_again = False
-            if not scheduled:
-                time.sleep(
-                    _IDLE_ASK_S
-                )  # or an engine in a process of its user's would spin, and keep our threads from the GIL
-        return KvbmMetadata(self._scheduler.plan(scheduled, scheduler_output.preempted_req_ids or ()))
+            if not scheduled:  # else an engine in its user's process would spin, and keep our threads from the GIL
+                time.sleep(_IDLE_ASK_S)
+        tokens = scheduler_output.total_num_scheduled_tokens
+        return KvbmMetadata(self._scheduler.plan(scheduled, tokens, scheduler_output.preempted_req_ids or ()))
 
     @_harmless(lambda: None)
     def update_connector_output(self, connector_output: Any) -> None:

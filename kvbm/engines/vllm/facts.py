@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from kvbm.engines.vllm.regions import specs_of
 from kvbm.engines.vllm.revision import model_of, revision_of
-from kvbm.engines.vllm.served import layer_specs
 
 _MODEL = (
     "dtype", "quantization", "quantization_config", "hf_overrides", "model_class_overrides", "model_impl", "model_weights",
@@ -51,7 +51,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, machine: str) -> dict[str, 
         "cache": _named(config.cache_config, _CACHE),
         "attention": config.attention_config,
         "groups": [
-            {"layers": group.layer_names, "specs": list(layer_specs(group.kv_cache_spec))}
+            {"layers": group.layer_names, "specs": list(specs_of(group.kv_cache_spec))}
             for group in kv_cache_config.kv_cache_groups
         ],
         "additional": config.additional_config,

@@ -13,8 +13,8 @@ import structlog
 
 from kvbm.core.ids import Namespace, SequenceHash
 from kvbm.engines.vllm.facts import digest_of, facts_of
+from kvbm.engines.vllm.regions import specs_of
 from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
-from kvbm.engines.vllm.served import layer_specs
 
 log = structlog.get_logger()
 
@@ -200,7 +200,7 @@ def _adapter_digest(path: str) -> str:
 
 def _kv_dtype(cache_dtype: str, spec: Any) -> str:
     """The type of a group's elements, in torch's words where `core.layout` has them."""
-    kinds = {str(one.dtype).removeprefix("torch.") for one in layer_specs(spec)}
+    kinds = {str(one.dtype).removeprefix("torch.") for one in specs_of(spec)}
     kind = kinds.pop() if len(kinds) == 1 else "mixed"
     if kind in ("uint8", "int8") and cache_dtype != "auto":
         return _KV_DTYPES.get(cache_dtype, cache_dtype)

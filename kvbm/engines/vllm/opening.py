@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
-from kvbm.assembly import NATIVE, open_engine_manager
+from kvbm.assembly import NATIVE, open_engine_manager, open_objects
 from kvbm.config import ObjectSettings, Settings
-from kvbm.core.errors import LayoutError
-from kvbm.core.ids import Tier
+from kvbm.core.errors import LayoutError, PoolError
+from kvbm.core.ids import Namespace, Tier
 from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.metadata import HostShare, Ranks
-from kvbm.engines.vllm.regions import block_regions, layout_words
+from kvbm.engines.vllm.regions import block_regions, layout_words, specs_of
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
-from kvbm.engines.vllm.served import layer_specs, why_not_served
+from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
 from kvbm.pools.host import HostPool
+from kvbm.pools.object import BlockObjects
 
 log = structlog.get_logger()
 
@@ -74,7 +76,7 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         environment=os.environ,
         hbm_slots=kv_cache_config.num_blocks,
         data_parallel_size=parallel.data_parallel_size,
-        data_parallel_rank=parallel.data_parallel_rank,
+        data_parallel_rank=parallel.data_parallel_index,  # the rank is 0 where ranks are independent
     )
     groups = _groups(kv_cache_config)
     settings = _suited(settings, groups)
@@ -86,7 +88,9 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         secrets=settings.catalog.tenant_secrets,
         environment=os.environ,
     )
-    manager = open_engine_manager(settings, identity.named(settings.tenants), served.ranks.row_bytes, ENGINE)
+    namespaces, row_bytes = identity.named(settings.tenants), served.ranks.row_bytes
+    settings, objects = _reachable(settings, namespaces, row_bytes)
+    manager = open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects)
     host = manager.pools.slots[Tier.HOST]
     assert isinstance(host, HostPool)
     share = HostShare(
@@ -116,6 +120,27 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
 
 
+def _reachable(
+    settings: Settings, namespaces: Sequence[Namespace], row_bytes: int
+) -> tuple[Settings, BlockObjects | None]:
+    """The object pool, and settings without it where its store does not answer: an engine must start without.
+
+    Raises: ConfigError, MissingExtraError: what no waiting would mend.
+    """
+    if not settings.pools.object.url:
+        return settings, None
+    try:
+        return settings, open_objects(settings, namespaces, row_bytes)
+    except PoolError as error:
+        log.warning(
+            "pool.left_out",
+            tier="OBJECT",
+            why=str(error),
+            notice="the engine runs without it until it is started again",
+        )
+        return _without_objects(settings), None
+
+
 def _groups(kv_cache_config: Any) -> list[Group]:
     """The engine's KV groups, those that need all blocks first."""
     groups = []
@@ -123,7 +148,7 @@ def _groups(kv_cache_config: Any) -> list[Group]:
         spec = group.kv_cache_spec
         block_tokens = spec.block_size
         hash_tokens = kv_cache_config.hash_block_size or block_tokens
-        windows = {_window_tokens(one) for one in layer_specs(spec)}
+        windows = {_window_tokens(one) for one in specs_of(spec)}
         window = None if None in windows else max(tokens for tokens in windows if tokens is not None)
         blocks = None if window is None else -(-(window - 1) // block_tokens)
         groups.append(Group(index, block_tokens, hash_tokens, blocks))
@@ -144,4 +169,8 @@ def _suited(settings: Settings, groups: list[Group]) -> Settings:
         "pool.left_out", tier="OBJECT", url=settings.pools.object.url,
         notice="models with sliding windows use HOST and NVME: what a window has left behind makes holes in objects",
     )  # fmt: skip
+    return _without_objects(settings)
+
+
+def _without_objects(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, object=ObjectSettings()))

@@ -22,7 +22,6 @@ _KINDS = {
     "MLAAttentionSpec": "mla",
     "SlidingWindowSpec": "sliding-window",
     "SlidingWindowMLASpec": "sliding-window-mla",
-    "ChunkedLocalAttentionSpec": "chunked-local",
 }
 # What of a kind decides how its bytes are read, or what they were computed from.
 _WORDS = {
@@ -153,6 +152,24 @@ def layout_words(config: CacheConfig, group: int, ranks: Ranks) -> str:
     return "; ".join(words)
 
 
+def why_group_not_served(index: int, group: LayerGroup) -> str:
+    """Why a KV group's blocks are not ours to keep, in words; "" when they are."""
+    for spec in specs_of(group.kv_cache_spec):
+        if type(spec).__name__ not in _KINDS:
+            return f"KV group {index} has layers of kind {type(spec).__name__}; served are {', '.join(_KINDS)}"
+    if not getattr(group.kv_cache_spec, "prefix_cacheable", True):
+        return f"KV group {index} takes no part in vLLM's prefix caching"
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        return f"KV group {index} is not for connectors, says vLLM"
+    return ""
+
+
+def specs_of(spec: Any) -> Iterator[Any]:
+    """The specs of a group's layers: itself, or those of a group of uniform type."""
+    inner = getattr(spec, "kv_cache_specs", None)
+    yield from inner.values() if inner else (spec,)
+
+
 def layer_specs(config: CacheConfig) -> Mapping[str, Any]:
     """The kind of each layer. Raises LayoutError: one that is not served, in words."""
     specs: dict[str, Any] = {}
@@ -161,20 +178,12 @@ def layer_specs(config: CacheConfig) -> Mapping[str, Any]:
             raise LayoutError(
                 f"vLLM keeps KV of {', '.join(tensor.layers[:2])}… in the host's memory (HiSparse); not served"
             )
-    for group in config.kv_cache_groups:
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            raise LayoutError(
-                f"vLLM's KV group of {', '.join(group.layer_names[:2])}… is no part of the KV that connectors see; not served"
-            )
+    for index, group in enumerate(config.kv_cache_groups):
+        if why := why_group_not_served(index, group):
+            raise LayoutError(why)
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", None)
         for name in group.layer_names:
-            spec = group.kv_cache_spec if of_layers is None else of_layers[name]
-            kind = type(spec).__name__
-            if kind not in _KINDS:
-                raise LayoutError(f"layer {name} keeps {kind}; served are {', '.join(_KINDS)}")
-            if not getattr(spec, "prefix_cacheable", True):
-                raise LayoutError(f"layer {name} keeps {kind} that vLLM's prefix cache leaves out; not served")
-            specs[name] = spec
+            specs[name] = group.kv_cache_spec if of_layers is None else of_layers[name]
     lost = [name for tensor in config.kv_cache_tensors for name in tensor.layers if name not in specs]
     if lost:
         raise LayoutError(f"vLLM places KV of {', '.join(lost[:4])}, which no KV group has")

@@ -79,6 +79,7 @@ class RequestState:
         namespaces: by group, in the order of the engine's groups.
         stored: by group: blocks from the first on that were looked at for a store.
         ask: the last answer, while it may still be used.
+        due_step: of the scheduler's, in which it is looked at again at the latest.
         is_looked_at: it has been looked at for stores before.
         last_store: the last job that stores blocks of it; 0: none.
         refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
@@ -90,6 +91,7 @@ class RequestState:
         "_hashes",
         "_last",
         "ask",
+        "due_step",
         "is_looked_at",
         "last_store",
         "namespaces",
@@ -104,6 +106,7 @@ class RequestState:
         self.namespaces = namespaces
         self.stored = [0] * len(groups)
         self.ask: Ask | None = None
+        self.due_step = 0
         self.is_looked_at = self.refused = False
         self.last_store = 0
         self.queued_tokens: int = request.num_prompt_tokens

@@ -125,6 +125,8 @@ class Scheduler:
         self._gained = 0  # grows when HOST has gained blocks: a miss is then worth another look
         self._queued_tokens = 0
         self._running = 0
+        self._step = 0
+        self._due: dict[int, list[RequestState]] = {}  # step → requests that may fill a block by then
         self._numbers = Numbers()
         self._told = _Told(0, 0, 0, 0)
         self._tell_at_s = 0.0
@@ -265,6 +267,7 @@ class Scheduler:
         """
         state = self.state_of(request)
         self._unqueue(state)
+        self._look_in(state, 1)
         ask, state.ask = state.ask, None
         if ask is None:
             return
@@ -295,13 +298,17 @@ class Scheduler:
 
     # -- stores -------------------------------------------------------------------------------------------------------
 
-    def plan(self, scheduled: Mapping[str, int], preempted: Sequence[str]) -> Plan:
+    def plan(self, scheduled: Mapping[str, int], tokens: int, preempted: Sequence[str]) -> Plan:
         """What workers do at this step.
+
+        In a step of one token a request, which most are, only those requests are looked at that may have filled a block.
 
         Args:
             scheduled: request → tokens of it in this step.
+            tokens: of all requests together.
             preempted: requests that have lost their blocks.
         """
+        self._step += 1
         if self._watch is not None:
             self._watch.flush()
         for request_id in preempted:
@@ -309,14 +316,19 @@ class Scheduler:
                 state.stored = [0] * len(self._groups)
                 state.drop_ask()
         runs: list[_Run] = []
+        looked_at = [
+            state
+            for state in self._due.pop(self._step, ())
+            if state.due_step == self._step and state.request.request_id in self._states
+        ]
+        if tokens != len(scheduled):
+            looked_at += [state for name in scheduled if (state := self._states.get(name)) is not None]
         storing: list[RequestState] = []
-        for request_id in scheduled:
-            state = self._states.get(request_id)
-            if state is not None:
-                count = len(runs)
-                self._collect(state, None, runs)
-                if len(runs) > count:
-                    storing.append(state)
+        for state in looked_at:
+            count = len(runs)
+            self._collect(state, None, runs)
+            if len(runs) > count:
+                storing.append(state)
         self._store(runs, storing)
         if len(scheduled) != self._running:
             self._running = len(scheduled)
@@ -345,6 +357,15 @@ class Scheduler:
             self._begin_stores(state, index, begin, block_ids[group.id][begin:end], uses, runs)
             state.stored[index] = end
         state.is_looked_at = True
+        pairs = zip(self._groups, state.stored, strict=True)
+        self._look_in(state, max(1, min((done + 1) * group.block_tokens for group, done in pairs) - confirmed))
+
+    def _look_in(self, state: RequestState, steps: int) -> None:
+        """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a block."""
+        due_step = self._step + steps
+        if due_step != state.due_step:
+            state.due_step = due_step
+            self._due.setdefault(due_step, []).append(state)
 
     def _begin_stores(
         self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_Run]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-# Kinds of attention whose block depends on nothing but the tokens up to its end, and stays as it is once full.
-_SERVED_SPECS = frozenset(
-    {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec"}
-)
+from kvbm.engines.vllm.regions import why_group_not_served
+
 _LOCAL_EXECUTORS = frozenset({"UniProcExecutor", "MultiprocExecutor"})
 
 
@@ -58,18 +55,5 @@ def _executor(parallel: Any) -> str:
 def _groups(kv_cache_config: Any) -> str:
     if not kv_cache_config.kv_cache_groups:
         return "the model has no KV cache"
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
-        for spec in layer_specs(group.kv_cache_spec):
-            if type(spec).__name__ not in _SERVED_SPECS:
-                return f"KV group {index} has layers of kind {type(spec).__name__}, whose blocks are not ours to keep"
-        if not group.kv_cache_spec.prefix_cacheable:
-            return f"KV group {index} takes no part in vLLM's prefix caching"
-        if group.host_resident or not group.enable_kv_transfer:
-            return f"KV group {index} is not for connectors, says vLLM"
-    return ""
-
-
-def layer_specs(spec: Any) -> Iterator[Any]:
-    """The specs of a group's layers: itself, or those of a group of uniform type."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    yield from inner.values() if inner else (spec,)
+    reasons = (why_group_not_served(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups))
+    return next(filter(None, reasons), "")

@@ -205,7 +205,11 @@ class Worker:
                 )
                 begin = self._queue.gather if stores else self._queue.scatter
                 begin(job.id, blocks, self._host, rows)
-            except (KvbmError, ValueError) as error:  # a column that is no whole numbers
+            except (
+                KvbmError,
+                ValueError,
+                RuntimeError,
+            ) as error:  # columns of no whole numbers; a device that takes no event
                 why = str(error)
             else:
                 self._pending[job.id] = _Pending(job, stores)

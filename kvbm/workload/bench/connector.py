@@ -102,7 +102,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
                     scheduler.state_of(request).stored = [len(request.block_hashes)]
                     request.num_computed_tokens = request.num_tokens
                 scheduled = {request.request_id: 1 for request in running}
-                scheduler.plan(scheduled, ())
+                scheduler.plan(scheduled, 2 * len(scheduled), ())
                 decoding = [_step_us(scheduler, scheduled) for _ in range(10 * prompts)]
             finally:
                 gc.enable()
@@ -132,5 +132,5 @@ def _asked_us(scheduler: Scheduler, request: _Request, expected: int) -> float:
 
 def _step_us(scheduler: Scheduler, scheduled: dict[str, int]) -> float:
     begin = time.perf_counter()
-    scheduler.plan(scheduled, ())
+    scheduler.plan(scheduled, len(scheduled), ())
     return (time.perf_counter() - begin) * 1e6

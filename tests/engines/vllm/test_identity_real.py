@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
 from vllm.v1.request import Request
 
-from kvbm.engines.vllm import facts, served
+from kvbm.engines.vllm import facts, regions
 from kvbm.engines.vllm.identity import HashScheme, Identity
 from kvbm.engines.vllm.plugin import MODULE, NAME, register
 from kvbm.engines.vllm.served import why_not_served
@@ -96,7 +96,14 @@ def test_attributes_of_parts_that_are_absent_here_exist() -> None:
     drafts = {field.name for field in fields(SpeculativeConfig)}
     assert set(facts._DRAFT) | {"draft_model_config", "draft_load_config"} <= drafts
     assert {"data_parallel_index", "data_parallel_size"} <= {field.name for field in fields(ParallelConfig)}
-    assert all(hasattr(kv_cache_interface, name) for name in served._SERVED_SPECS)
+    assert all(hasattr(kv_cache_interface, name) for name in regions._KINDS)
+
+
+def test_a_rank_that_vllm_made_independent_still_says_which_it_is() -> None:
+    parallel = ParallelConfig(data_parallel_size=2, data_parallel_rank=1)
+    parallel.data_parallel_index = 1  # as EngineCore does
+    parallel.reconfigure_for_independent_dp_rank()
+    assert (parallel.data_parallel_size, parallel.data_parallel_rank, parallel.data_parallel_index) == (1, 0, 1)
 
 
 @pytest.mark.parametrize("algorithm", get_args(PrefixCachingHashAlgo))

@@ -1,0 +1,141 @@
+"""Blocks come back from every tier, across restarts, from another engine's files and objects; and only where they should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.engines.vllm.harness import scenarios
+from tests.engines.vllm.harness.engine import Engine
+from tests.engines.vllm.harness.setups import with_kvbm
+from tests.engines.vllm.harness.words import Ask
+
+FULL = pytest.mark.engines_full
+WAIT_S = 20.0
+NVME = {"pools.nvme.slots": 400}
+
+
+def reusable(asks: list[Ask]) -> list[int]:
+    return [ask.reusable_tokens for ask in asks]
+
+
+def settle(engine: Engine) -> None:
+    """Have all that was computed reach the coldest tier."""
+    engine.settle()
+    assert engine.in_core("settled", WAIT_S)
+
+
+def hits(engine: Engine) -> Mapping[str, int]:
+    return {name: count for name, count in engine.in_core("counted").items() if name.startswith("hits_") and count}
+
+
+ENGINES = [
+    pytest.param("llama", {}, id="inside"),
+    pytest.param("llama", {"core": "process", "asynchronous": True}, id="process"),
+    pytest.param("gemma", {}, id="hybrid"),
+    pytest.param("llama", {"ranks": 2, "core": "process"}, id="ranks", marks=FULL),
+    pytest.param("gemma", {"ranks": 2}, id="hybrid-ranks", marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("kind", "setup"), ENGINES)
+def test_hits_are_counted_for_the_tier_they_come_from(engines, truth_of, tmp_path, kind, setup):
+    truth = truth_of(kind)
+    asks = truth.prompts("tiers", 3, 300)
+    with engines.running(with_kvbm(engines.model(kind), tmp_path / "a", NVME, **setup)) as engine:
+        scenarios.ask(engine, truth, asks, [0] * 3)
+        assert hits(engine) == {}
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+        assert hits(engine).keys() == {"hits_HOST"}
+        settle(engine)
+        engine.in_core("drop", "HOST")
+        before = hits(engine)["hits_HOST"]
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+        assert hits(engine)["hits_NVME"] >= before
+        assert hits(engine)["hits_HOST"] == before
+
+
+def test_host_too_small_for_a_prompt_still_takes_it_to_nvme(engines, llama, truth, tmp_path):
+    pools = NVME | {"pools.host.slots": 4}
+    asks = truth.prompts("small", 3, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", pools, requests=1)) as engine:
+        for _ in range(4):
+            for ask in asks:
+                scenarios.ask_after_garbage(engine, truth, [ask])
+                settle(engine)
+        assert hits(engine).get("hits_NVME", 0) > 0
+
+
+@pytest.mark.parametrize(("kind", "setup"), ENGINES)
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_nvme_outlives_the_engine(engines, truth_of, tmp_path, kind, setup, end):
+    truth = truth_of(kind)
+    asks = truth.prompts("restart", 3, 300)
+    described = with_kvbm(engines.model(kind), tmp_path / "a", NVME, **setup)
+    with engines.running(described) as engine:
+        scenarios.ask(engine, truth, asks, [0] * 3)
+        settle(engine)
+        engine.kill() if end == "killed" else engine.stop()
+    with engines.running(described) as engine:
+        scenarios.ask(engine, truth, asks, reusable(asks))
+        assert hits(engine).keys() == {"hits_NVME"}
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+
+
+def test_an_engine_killed_at_work_comes_back(engines, llama, truth, tmp_path):
+    described = with_kvbm(llama, tmp_path / "a", NVME)
+    asks = truth.prompts("at-work", 8, 400)
+    for _ in range(3):
+        with engines.running(described) as engine:
+            scenarios.ask(engine, truth, asks[:4])
+            engine.begin("generate", asks)
+            engine.kill()
+    with engines.running(described) as engine:
+        scenarios.ask(engine, truth, asks)
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+
+
+@pytest.mark.parametrize("change", ["model", "block"])
+def test_blocks_of_another_model_are_not_taken(engines, llama, truth_of, tmp_path, change):
+    """The same folder after a change of what blocks are: nothing is found, or the start is refused; never wrong bytes."""
+    truth = truth_of("llama")
+    asks = truth.prompts("other", 2, 200)
+    with engines.running(with_kvbm(llama, tmp_path / "a", NVME)) as engine:
+        scenarios.ask(engine, truth, asks, [0] * 2)
+        settle(engine)
+    options: dict[str, Any] = {"dtype": "bfloat16"} if change == "block" else {}
+    model = engines.model("llama-2") if change == "model" else llama
+    with engines.running(with_kvbm(model, tmp_path / "a", NVME, options=options)) as engine:
+        assert [answer.cached_tokens for answer in engine.generate(asks)] == [0, 0]
+
+
+def test_a_second_engine_reads_the_first_ones_files(engines, llama, truth, tmp_path):
+    pod = NVME | {"pools.nvme.folder": str(tmp_path / "pod")}
+    asks = truth.prompts("pod", 3, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", pod)) as first:
+        with engines.running(with_kvbm(llama, tmp_path / "b", pod, core="process")) as second:
+            scenarios.ask(first, truth, asks, [0] * 3)
+            settle(first)
+            scenarios.ask(second, truth, asks, reusable(asks))
+            more = truth.prompts("pod-back", 2, 300)
+            scenarios.ask(second, truth, more, [0] * 2)
+            settle(second)
+            scenarios.ask(first, truth, more, reusable(more))
+        first.kill()
+        scenarios_after = truth.prompts("pod", 3, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "c", pod)) as third:
+        scenarios.ask(third, truth, scenarios_after, reusable(scenarios_after))
+
+
+def test_tenants_do_not_see_each_others_blocks(engines, llama, truth, tmp_path):
+    tenants = {"tenants.blue.weight": 1, "tenants.red.weight": 1}
+    asked = truth.prompt("tenants", 300)
+    blue, red = (asked._replace(transfer={"kvbm.tenant": name}) for name in ("blue", "red"))
+    with engines.running(with_kvbm(llama, tmp_path / "a", NVME | tenants)) as engine:
+        scenarios.ask(engine, truth, [blue], [0])
+        scenarios.ask_after_garbage(engine, truth, [red], [0])
+        scenarios.ask_after_garbage(engine, truth, [asked], [0])
+        scenarios.ask_after_garbage(engine, truth, [blue], [asked.reusable_tokens])
+        scenarios.ask_after_garbage(engine, truth, [red], [asked.reusable_tokens])
