@@ -148,7 +148,7 @@ def test_a_step_without_anything_to_do_answers_nothing(rank: Rank) -> None:
 
 def test_a_rank_is_idle_once_everything_is_answered_and_received(rank: Rank, host: Host) -> None:
     assert rank.worker.is_idle
-    rank.worker.begin(Plan(host.share, [job(1, [0], [0], "a")]))
+    rank.worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
     assert not rank.worker.is_idle
     assert rank.done().loaded == {1: 1}
     assert not rank.worker.is_idle  # who waits for the load was not told
