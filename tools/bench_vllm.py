@@ -44,7 +44,7 @@ class Row(NamedTuple):
     Attributes:
         noise: in words, because it is the half interval of a mean in one row and half the quartiles' distance in another.
         goal: what the number should be; "" where nothing is asked of it.
-        met: whether it is.
+        met: whether it is; None where nothing is asked, or it is not known well enough to say.
     """
 
     what: str
@@ -98,13 +98,13 @@ class Plan(NamedTuple):
     """
 
     throughput_s: float = 240.0
-    pair_prompts: int = 8
+    pair_prompts: int = 4
     pair_tokens: int = 384
     pair_outputs: int = 32
     lengths: tuple[int, ...] = (256, 1024, 2048, 4096)
     samples: int = 5
     requests: int = 300
-    slots: int = 128
+    slots: int = 64
 
 
 QUICK = Plan(throughput_s=40.0, lengths=(256, 1024), samples=3, requests=80)
@@ -180,7 +180,8 @@ class Bench:
                 f"throughput_ratio_{name}": speed.mean, f"throughput_half_{name}": speed.half,
                 f"cpu_ratio_{name}": cpu.mean, f"throughput_pairs_{name}": speed.count,
             }  # fmt: skip
-            goal, met = f">= {1 - WORST_LOSS:.2f}", speed.mean >= 1 - WORST_LOSS
+            goal = f">= {1 - WORST_LOSS:.2f}"
+            met = speed.mean >= 1 - WORST_LOSS if speed.half <= HALF_INTERVAL else None
             if side == "without":
                 goal, met = "1.00: the method's error", None
             rows.append(Row(f"{side}: speed over without", speed.mean, "ratio", _half(speed), goal, met))

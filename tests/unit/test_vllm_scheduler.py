@@ -448,3 +448,21 @@ def test_a_chain_whose_beginning_the_engine_kept_in_hbm_is_used_whole(small: Eng
     small.end(request)
     small.run(list(range(200, 217)))
     assert small.ask(Request(prompt)) == 16
+
+
+def test_a_refreshed_chain_that_lies_partly_in_nvme_leaves_no_block_pinned(tmp_path: Path) -> None:
+    manager, namespaces = opened(tmp_path, FULL, 10, 64)
+    with manager:
+        engine = Engine(manager, FULL, namespaces)
+        for start in (0, 100):
+            engine.run(list(range(start, start + 33)))
+            assert manager.settle(10)
+        chain = engine.scheduler.state_of(Request(list(range(33)))).hashes(0, 0, 8, NATIVE.derived_hashes)
+        tiers = set(manager.holders(chain))
+        assert tiers == {Tier.HOST, Tier.NVME}
+        manager.refresh(chain)
+        engine.run(list(range(200, 241)))
+        assert len(set(manager.held(Tier.HOST))) == 10
+        assert not set(manager.held(Tier.HOST)) & {
+            chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)
+        }

@@ -146,6 +146,20 @@ def test_a_step_without_anything_to_do_answers_nothing(rank: Rank) -> None:
     assert rank.worker.take_numbers() == {}
 
 
+def test_a_rank_is_idle_once_everything_is_answered_and_received(rank: Rank, host: Host) -> None:
+    assert rank.worker.is_idle
+    rank.worker.begin(Plan(host.share, loads=[job(1, [0], [0], "a")]))
+    assert not rank.worker.is_idle
+    assert rank.done().loaded == {1: 1}
+    assert not rank.worker.is_idle  # who waits for the load was not told
+    assert rank.worker.received() == Received({"a"}, set())
+    assert rank.worker.is_idle
+    rank.worker.refuse("its tensors are elsewhere")
+    assert not rank.worker.is_idle
+    assert rank.worker.finish().refused
+    assert rank.worker.is_idle
+
+
 def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
     rank.worker.begin(
         Plan(host.share, loads=[job(1, [0, 1], [0, 1], "a")], stores=[job(2, [2, 3, 4], [3, 4, 5]), job(3, [5], [8])])

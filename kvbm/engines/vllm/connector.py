@@ -241,7 +241,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None or not isinstance(metadata, KvbmMetadata):
             return
         self._plan = metadata.plan
-        self._worker.begin(self._plan)
+        if self._plan.loads or self._plan.stores:
+            self._worker.begin(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: requests wait for their loads, layers do not."""
@@ -255,7 +256,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_harmless(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended on this rank."""
-        if self._worker is None:
+        if self._worker is None or self._worker.is_idle:
             return KVConnectorTransferResults()
         self._answers = self._worker.finish(_IDLE_WAIT_S if self._plan.is_idle else 0.0)
         self._plan = Plan()
@@ -264,8 +265,10 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What has ended on this rank since the last time."""
+        if not self._answers:
+            return None
         answers, self._answers = self._answers, Answers()
-        return KvbmWorkerMetadata(answers) if answers else None
+        return KvbmWorkerMetadata(answers)
 
     # -- both ----------------------------------------------------------------------------------------------------------
 

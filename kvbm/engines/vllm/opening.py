@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import structlog
 
-from kvbm.assembly import NATIVE, open_engine_manager
+from kvbm.assembly import NATIVE, open_engine_manager, open_objects
 from kvbm.config import ObjectSettings, Settings
-from kvbm.core.errors import LayoutError
-from kvbm.core.ids import Tier
+from kvbm.core.errors import LayoutError, PoolError
+from kvbm.core.ids import Namespace, Tier
 from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
@@ -22,6 +23,7 @@ from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
 from kvbm.pools.host import HostPool
+from kvbm.pools.object import BlockObjects
 
 log = structlog.get_logger()
 
@@ -86,7 +88,9 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         secrets=settings.catalog.tenant_secrets,
         environment=os.environ,
     )
-    manager = open_engine_manager(settings, identity.named(settings.tenants), served.ranks.row_bytes, ENGINE)
+    namespaces, row_bytes = identity.named(settings.tenants), served.ranks.row_bytes
+    settings, objects = _reachable(settings, namespaces, row_bytes)
+    manager = open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects)
     host = manager.pools.slots[Tier.HOST]
     assert isinstance(host, HostPool)
     share = HostShare(
@@ -114,6 +118,27 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
 
 
 _MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
+
+
+def _reachable(
+    settings: Settings, namespaces: Sequence[Namespace], row_bytes: int
+) -> tuple[Settings, BlockObjects | None]:
+    """The object pool, and settings without it where its store does not answer: an engine must start without.
+
+    Raises: ConfigError, MissingExtraError: what no waiting would mend.
+    """
+    if not settings.pools.object.url:
+        return settings, None
+    try:
+        return settings, open_objects(settings, namespaces, row_bytes)
+    except PoolError as error:
+        log.warning(
+            "pool.left_out",
+            tier="OBJECT",
+            why=str(error),
+            notice="the engine runs without it until it is started again",
+        )
+        return _without_objects(settings), None
 
 
 def _groups(kv_cache_config: Any) -> list[Group]:
@@ -144,4 +169,8 @@ def _suited(settings: Settings, groups: list[Group]) -> Settings:
         "pool.left_out", tier="OBJECT", url=settings.pools.object.url,
         notice="models with sliding windows use HOST and NVME: what a window has left behind makes holes in objects",
     )  # fmt: skip
+    return _without_objects(settings)
+
+
+def _without_objects(settings: Settings) -> Settings:
     return msgspec.structs.replace(settings, pools=msgspec.structs.replace(settings.pools, object=ObjectSettings()))

@@ -135,6 +135,11 @@ class Worker:
         """Jobs whose end was not answered yet."""
         return len(self._pending)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way and all is answered: most steps of an engine are such, and end here."""
+        return not (self._pending or self._answers or self._received.finished)
+
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait for everything under way; whether it ended. The answers come with the next `finish`."""
         if self._queue is None or not self._pending:

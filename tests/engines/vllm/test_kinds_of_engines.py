@@ -107,7 +107,7 @@ def test_pressure_with_evictions(engines, truth_of, tmp_path, kind, setup):
     setup = {"hbm_blocks": 60, "context_tokens": 512, **setup}
     with engines.running(with_kvbm(engines.model(kind), tmp_path / "a", pools, **setup)) as engine:
         assert scenarios.pressure(engine, truth_of(kind), "pressed") > 0
-        assert engine.in_core("settled", 10.0)
+        engine.offload()
         engine.in_core("drop", "HOST")
         assert scenarios.pressure(engine, truth_of(kind), "pressed", rounds=1) > 0
         counted = engine.in_core("counted")

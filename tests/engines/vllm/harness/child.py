@@ -116,7 +116,7 @@ class Served:
         while core.scheduler.has_requests():
             if time.monotonic() > deadline:
                 return False
-            core.step_fn()
+            self._llm.llm_engine.step()
             time.sleep(0.001)
         return True
 
@@ -199,4 +199,10 @@ def _let_tests_in() -> None:
     """Give the engine core a method for tests, which a core in a process of its own has after the fork as well."""
     from vllm.v1.engine.core import EngineCore
 
-    setattr(EngineCore, _CALL, lambda core, name, arguments: called(name)(core, *arguments))
+    def call(core: Any, name: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return called(name)(core, *arguments)
+        except Exception:  # noqa: BLE001
+            raise RuntimeError(traceback.format_exc()) from None  # the message is all that leaves the process
+
+    setattr(EngineCore, _CALL, call)

@@ -68,6 +68,13 @@ def hashes(core: Any, tokens: list[int], salt: str) -> tuple[str, str]:
         half.finished(request, ((),))
 
 
+def in_pod(core: Any, tokens: list[int], salt: str) -> int:
+    """Blocks of a prompt, from the first on, that other instances' files of the pod are known to have."""
+    namespace, packed = hashes(core, tokens, salt)
+    runs = _manager(core).pools.pod.find(bytes.fromhex(namespace), bytes.fromhex(packed))
+    return sum(len(run.slots) for run in runs)
+
+
 def is_asynchronous(core: Any) -> bool:
     """Whether the engine schedules a step ahead."""
     return bool(core.vllm_config.scheduler_config.async_scheduling) and "Async" in type(core.scheduler).__name__

