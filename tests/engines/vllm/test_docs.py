@@ -24,7 +24,6 @@ from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask, Setup
 from tests.servers import S3_CREDENTIALS
 
 BLOCKS = as_json()
-WAIT_S = 20.0
 START_S = 110.0
 NVME_BYTES = 256 << 20  # taken at the start, and a test's folder outlives it
 OBJECT_TOKENS = 128  # of an object, for blocks of this model's size
@@ -84,8 +83,7 @@ def reusable(asks: list[Ask]) -> list[int]:
 def computed(engine: Engine, truth: Truth, asks: list[Ask]) -> None:
     """Have prompts computed, and all of them stored."""
     scenarios.ask(engine, truth, asks, [0] * len(asks))
-    engine.settle()
-    assert engine.in_core("settled", WAIT_S)
+    engine.offload()
 
 
 def after_a_restart(here: Here, block: Any) -> None:

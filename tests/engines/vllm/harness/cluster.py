@@ -147,8 +147,7 @@ class Cluster:
         """Wait until the catalog says of each engine what its ledger says, and the ledger of HBM what vLLM's prefix cache holds."""
         deadline_s = time.monotonic() + WAIT_S
         for engine in engines:
-            engine.settle()
-            assert engine.in_core("settled", WAIT_S)
+            engine.offload(WAIT_S)
         while True:
             said = [holding_of(engine) for engine in engines]
             differences = self._differences(said)
