@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from kvbm.pools.object import BlockObjects
 log = structlog.get_logger()
 
 ENGINE = "vllm"
+_MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
 
 
 class Served(NamedTuple):
@@ -110,14 +112,10 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         return found
 
     kernels = REFERENCE if settings.core == "reference" else NATIVE
-    align_tokens = kv_cache_config.cache_hit_alignment_tokens or max(group.block_tokens for group in groups)
-    align_tokens = max(align_tokens, *(group.block_tokens for group in groups))
+    align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
     stores_all = settings.offload.host == "write_through"
     by_recency = settings.pools.eviction == "lru"
     return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens, stores_all, by_recency)
-
-
-_MOST_KNOWN = 4096  # tenants and adapters kept at hand; clients choose their names
 
 
 def _reachable(
@@ -129,6 +127,11 @@ def _reachable(
     """
     if not settings.pools.object.url:
         return settings, None
+    if not settings.catalog.url:
+        log.warning(
+            "pool.unread", tier="OBJECT", url=settings.pools.object.url,
+            notice="without catalog.url nobody tells which objects there are: they are written, and none is read",
+        )  # fmt: skip
     try:
         return settings, open_objects(settings, namespaces, row_bytes)
     except PoolError as error:
