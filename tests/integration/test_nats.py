@@ -658,10 +658,10 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
 
     async def work() -> None:
         stream = await NatsStream.connect(nats_url, WAIT_S)
-        old = Publisher(old_log, Epoch(1), "old", 0.05, message_bytes=1)
+        old = Publisher(old_log, Epoch(1), "old", 0.05, message_bytes=1, linger_s=0.0)
         old_log.append(make_frame(0))
         await drive(old, stream, cluster, Ticked())
-        new = Publisher(new_log, Epoch(2), "new", 0.05, message_bytes=1)
+        new = Publisher(new_log, Epoch(2), "new", 0.05, message_bytes=1, linger_s=0.0)
         new_log.append(make_frame(0, epoch=2))
         await drive(new, stream, cluster, Ticked())
         before = await stream.last_sequence()
