@@ -253,7 +253,8 @@ class BlobStore:
         if answer.status not in _NO_CONDITION or answer.trouble is Trouble.DENIED:
             return answer.refusal()
         refusal = await self._put_looking_first(put)
-        self.conditional = bool(refusal)
+        if refusal is None:  # without the condition it was taken; another put at the same time may say nothing of that
+            self.conditional = False
         return refusal
 
     async def _put_looking_first(self, put: Put) -> Refusal | None:
