@@ -1,0 +1,117 @@
+"""An object store whose objects rot, vanish, and that dies itself, under an engine that keeps its blocks there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.engines.vllm.harness import scenarios
+from tests.engines.vllm.harness.cluster import Cluster
+from tests.engines.vllm.harness.engine import Engine
+from tests.engines.vllm.harness.setups import with_kvbm
+from tests.engines.vllm.harness.truth import Truth
+from tests.servers import S3_CREDENTIALS, s3_server
+
+BUCKET = "kvbm-test"
+OBJECT_TOKENS = 128  # of an object, for blocks of this model's size
+WAIT_S = 20.0
+
+
+class Stored(NamedTuple):
+    """An engine whose prompts lie in objects.
+
+    Attributes:
+        client: boto3's, of the store.
+        store: closed, it kills the store.
+        whole: tokens of each prompt in whole objects.
+    """
+
+    engine: Engine
+    truth: Truth
+    client: Any
+    store: ExitStack
+    asks: list[Any]
+    whole: list[int]
+
+    def forget_all_but_objects(self) -> None:
+        self.engine.settle()
+        assert self.engine.in_core("settled", WAIT_S)
+        self.engine.in_core("drop", "HOST")
+
+    def objects(self) -> list[str]:
+        found = self.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
+        return [one["Key"] for one in found if one["Size"] > 4096]  # blocks, not the pool's own notes
+
+    def computed_again(self) -> None:
+        """The prompts are answered rightly, and not from objects."""
+        before = self.engine.in_core("counted")["hits_OBJECT"]
+        self.forget_all_but_objects()
+        scenarios.ask_after_garbage(self.engine, self.truth, self.asks, [0] * len(self.asks))
+        assert self.engine.in_core("counted")["hits_OBJECT"] == before
+
+
+@pytest.fixture
+def stored(engines, truth, llama, tmp_path) -> Iterator[Stored]:
+    import boto3
+
+    with ExitStack() as store, Cluster(tmp_path / "cluster") as cluster:
+        endpoint = store.enter_context(s3_server())
+        key, secret = S3_CREDENTIALS["access_key_id"], S3_CREDENTIALS["secret_access_key"]
+        region = S3_CREDENTIALS["region"]
+        client = boto3.client(
+            "s3", endpoint_url=endpoint, region_name=region, aws_access_key_id=key, aws_secret_access_key=secret
+        )
+        client.create_bucket(Bucket=BUCKET)
+        pools = {
+            "pools.object.url": f"s3://{BUCKET}/blocks",
+            "pools.object.endpoint": endpoint,
+            "pools.object.region": region,
+            "pools.object.timeout_s": 3.0,
+        }
+        environment = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+        setup = with_kvbm(llama, tmp_path / "a", pools | cluster.settings, environment=environment)
+        with engines.running(setup) as engine:
+            asks = truth.prompts("objects", 3, 300)
+            scenarios.ask(engine, truth, asks, [0] * 3)
+            cluster.agree(engine)
+            whole = [ask.reusable_tokens // OBJECT_TOKENS * OBJECT_TOKENS for ask in asks]
+            found = Stored(engine, truth, client, store, asks, whole)
+            found.forget_all_but_objects()
+            cluster.agree(engine)
+            scenarios.ask_after_garbage(engine, truth, asks, whole)
+            assert engine.in_core("counted")["hits_OBJECT"] > 0
+            assert found.objects()
+            yield found
+
+
+def test_flipped_bits_in_objects_are_computed(stored):
+    for name in stored.objects():
+        body = bytearray(stored.client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
+        for at in range(2048, len(body), 4096):
+            body[at] ^= 0x10
+        stored.client.put_object(Bucket=BUCKET, Key=name, Body=bytes(body))
+    stored.computed_again()
+    assert stored.engine.in_core("refusal") == ""
+
+
+def test_objects_that_are_cut_or_gone_are_computed(stored):
+    for number, name in enumerate(stored.objects()):
+        if number % 2:
+            stored.client.delete_object(Bucket=BUCKET, Key=name)
+        else:
+            body = stored.client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+            stored.client.put_object(Bucket=BUCKET, Key=name, Body=body[: len(body) // 3])
+    stored.computed_again()
+    assert stored.engine.in_core("refusal") == ""
+
+
+def test_a_store_that_dies_is_a_miss(stored):
+    stored.store.close()
+    stored.computed_again()
+    more = stored.truth.prompts("after", 2, 300)
+    scenarios.ask(stored.engine, stored.truth, more, [0, 0])
+    scenarios.ask_after_garbage(stored.engine, stored.truth, more, [ask.reusable_tokens for ask in more])
+    assert stored.engine.in_core("refusal") == ""
