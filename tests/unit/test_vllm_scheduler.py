@@ -466,3 +466,20 @@ def test_a_refreshed_chain_that_lies_partly_in_nvme_leaves_no_block_pinned(tmp_p
         assert not set(manager.held(Tier.HOST)) & {
             chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)
         }
+
+
+def test_after_a_refusal_nothing_is_stored_and_what_requests_wait_for_is_still_handed_out(engine: Engine) -> None:
+    prompt = list(range(33))
+    engine.run(prompt)
+    waiting, other = Request(prompt), Request(list(range(100, 133)))
+    assert engine.ask(waiting) == 32
+    engine.admit(waiting, 0, 32)
+    engine.scheduler.abandon("lost")
+    engine.admit(other)
+    engine.compute(other)
+    engine.scheduler.refusal = "a rank cannot map HOST"
+    plan = engine.scheduler.plan({other.request_id: 9}, 9, ())
+    assert [(job.request, bool(job.why)) for job in plan.loads] == [(waiting.request_id, False), ("lost", True)]
+    assert plan.stores == []
+    engine.scheduler.finished(other, engine.ids(other))
+    assert engine.scheduler.plan({}, 0, ()).stores == []

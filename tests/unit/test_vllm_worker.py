@@ -374,6 +374,12 @@ def test_jobs_before_the_tensors_or_host_are_known_fail_in_words() -> None:
     other.close()
 
 
+def test_a_load_that_could_not_be_planned_is_answered_as_failed(rank: Rank, host: Host) -> None:
+    rank.worker.begin(Plan(host.share, loads=[job(1, [], [], "a")._replace(why="no plan")]))
+    assert rank.worker.finish().failed == {1: "rank 0: no plan"}
+    assert rank.worker.received() == ({"a"}, {"a"})
+
+
 def test_a_closed_worker_lets_go_of_tensors_and_host(rank: Rank, host: Host) -> None:
     gc.collect()
     before = Path("/proc/self/maps").read_text().count("kvbm-host")

@@ -151,9 +151,15 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_harmless(lambda: None)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM has given the request blocks."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        try:
             block_ids = blocks.get_block_ids() if num_external_tokens else ()
             self._scheduler.allocated(request, block_ids, num_external_tokens)
+        except Exception:
+            if num_external_tokens:  # the request waits for them by now
+                self._scheduler.abandon(request.request_id)
+            raise
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load planned last come from."""

@@ -37,12 +37,14 @@ class Job(NamedTuple):
         blocks: the engine's block ids, packed u32.
         rows: the HOST slot of each, packed u32.
         request: a load's request, which waits for it; "" for a store.
+        why: in words when it is known to fail, else "".
     """
 
     id: int
     blocks: bytes
     rows: bytes
     request: str = ""
+    why: str = ""
 
 
 @dataclass

@@ -292,6 +292,10 @@ class Scheduler:
         self._loads[job.id] = load
         self._plan.loads.append(job)
 
+    def abandon(self, request_id: str) -> None:
+        """What this request waits for cannot be planned: a job that fails tells vLLM to compute it."""
+        self._plan.loads.append(Job(self._job(), b"", b"", request_id, "the load could not be planned"))
+
     def hits_of_last_load(self) -> Mapping[Tier, int]:
         """Blocks by tier of the load planned last, in its first group; empty without one."""
         return self._loads[self._plan.loads[-1].id].runs[0][2].hits if self._plan.loads else {}
@@ -309,6 +313,16 @@ class Scheduler:
             preempted: requests that have lost their blocks.
         """
         self._step += 1
+        if not self.refusal:  # else only what vLLM waits for is still handed out
+            self._plan_stores(scheduled, tokens, preempted)
+        plan, self._plan = self._plan, Plan()
+        plan.is_idle = not scheduled
+        if plan.loads or plan.stores:
+            plan.host = self._host
+        return plan
+
+    def _plan_stores(self, scheduled: Mapping[str, int], tokens: int, preempted: Sequence[str]) -> None:
+        """Tell what HBM holds now, and store what has been computed."""
         if self._watch is not None:
             self._watch.flush()
         for request_id in preempted:
@@ -333,11 +347,6 @@ class Scheduler:
         if len(scheduled) != self._running:
             self._running = len(scheduled)
             self.manager.report_load(self._queued_tokens, self._running)
-        plan, self._plan = self._plan, Plan()
-        plan.is_idle = not scheduled
-        if plan.loads or plan.stores:
-            plan.host = self._host
-        return plan
 
     def _collect(self, state: RequestState, block_ids: Sequence[Sequence[int]] | None, runs: list[_Run]) -> None:
         """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room."""
@@ -423,6 +432,8 @@ class Scheduler:
             return
         self._unqueue(state)
         state.drop_ask()
+        if self.refusal:
+            return
         runs: list[_Run] = []
         self._collect(state, block_ids, runs)
         self._store(runs, [state])

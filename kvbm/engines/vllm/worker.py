@@ -192,7 +192,7 @@ class Worker:
         self._share = share
 
     def _begin(self, job: Job, stores: bool) -> None:
-        why = self.refused
+        why = self.refused or job.why
         if not why and (self._queue is None or self._host is None):
             why = (
                 "its tensors are not registered" if self._queue is None else "the scheduler has not said where HOST is"

@@ -1,7 +1,5 @@
 """What identity, settings and the plugin rely on is there in the vLLM that is installed."""
 
-# ruff: noqa: E402 - vLLM may not be there
-
 from __future__ import annotations
 
 import json
@@ -10,10 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-
-vllm = pytest.importorskip("vllm")
-
 import torch
+import vllm
 from transformers import LlamaConfig
 from vllm.config import LoRAConfig, ParallelConfig, SpeculativeConfig, VllmConfig
 from vllm.config.cache import PrefixCachingHashAlgo

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("vllm")
-
-from types import SimpleNamespace
-
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,

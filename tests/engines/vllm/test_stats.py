@@ -7,9 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
