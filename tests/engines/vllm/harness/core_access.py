@@ -10,8 +10,15 @@ from kvbm.core.ids import Tier
 
 
 def settled(core: Any, wait_s: float) -> bool:
-    """Wait until everything offloaded so far has reached its colder tiers."""
-    return bool(_manager(core).settle(wait_s))
+    """Wait until nothing is on its way to a colder tier, and all that was decided is in the journal."""
+    manager, deadline = _manager(core), time.monotonic() + wait_s
+    if not manager.settle(wait_s):
+        return False
+    while manager.durable() < manager.applied():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def held(core: Any) -> dict[str, int]:
