@@ -69,7 +69,7 @@ from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.publisher import PublisherThread, unknown_run
+from kvbm.streams.publisher import PublisherThread, unknown_runs
 from kvbm.streams.server import shared_server
 
 if TYPE_CHECKING:
@@ -443,7 +443,7 @@ def _publishing(
     publisher = PublisherThread(
         frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
         connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
-        run_of=frames.run_of if isinstance(frames, Journal) else unknown_run,
+        runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
     publisher.start()
     return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)

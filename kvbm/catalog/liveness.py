@@ -10,6 +10,11 @@ what a sender's clock says is never looked at.
 An instance is withheld while one of these holds, and returned when none does:
 
 - *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
+An instance is told apart from an older self by its run, not by its epoch alone: the fences in the stream say which run has its place
+(`Followed.run`), and `Followed.life` grows when they say that what was read before is of another life; all that was heard of that one is
+forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
+`liveness_s` is named by `ignored`: nobody is left out of the view without a word.
+
 - *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
   that is gone, so it stays left out until the stream has the start, however alive the instance is.
 - *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
@@ -82,11 +87,17 @@ class Followed(NamedTuple):
     """How far the stream has told of an instance: its epoch, and whether its clean stop was read.
 
     For each instance the stream moved on, and for each one that a checkpoint has brought. Saying it again changes nothing.
+
+    Attributes:
+        run: of the process that has its place on the stream; "" when no fence was read.
+        life: another one than before: what was heard and read until now is of another life.
     """
 
     instance: InstanceId
     epoch: Epoch
     stopped: bool
+    run: str = ""
+    life: int = 0
 
 
 Input = Heard | OwnPulse | Ticked | Followed
@@ -122,10 +133,23 @@ class Freshness(NamedTuple):
     why: str
 
 
+class Ignored(NamedTuple):
+    """Heartbeats that come in an instance's name and count for nothing.
+
+    Attributes:
+        heartbeat: the last of them.
+        since_s, last_s: when the first and the last came.
+    """
+
+    heartbeat: Heartbeat
+    since_s: float
+    last_s: float
+
+
 class _Member:
     """One instance."""
 
-    __slots__ = ("heard_s", "is_behind", "is_silent", "is_stopped", "pulse", "since_s", "told", "why")
+    __slots__ = ("heard_s", "holder", "is_behind", "is_silent", "is_stopped", "life", "pulse", "since_s", "told", "why")
 
     def __init__(self, now_s: float) -> None:
         self.pulse: Pulse | None = None  # the last one believed, also a kept one
@@ -136,6 +160,8 @@ class _Member:
         self.is_silent = False  # for liveness_s
         self.is_behind = False  # withheld when its epoch began, and not heard in it
         self.why: Why | None = None  # it is withheld
+        self.holder = ""  # the run that has its place on the stream
+        self.life = 0
 
     @property
     def newest(self) -> Epoch:
@@ -165,6 +191,7 @@ class Liveness:
         self._own_s: float | None = None  # when the own pulse was heard last
         self._counting_s = 0.0  # silence counts from here on
         self._members: dict[InstanceId, _Member] = {}
+        self._ignored: dict[InstanceId, Ignored] = {}
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, None
@@ -189,8 +216,8 @@ class Liveness:
                 return self._tick(now_s)
             case Heard(heartbeat):
                 return self._hear(now_s, heartbeat)
-            case Followed(instance, epoch, stopped):
-                return self._follow(now_s, instance, epoch, stopped)
+            case Followed():
+                return self._follow(now_s, what)
             case OwnPulse():
                 self._hear_itself(now_s)
                 return []
@@ -238,6 +265,19 @@ class Liveness:
             return live
         return [instance for instance, state in states.items() if state in (LifeState.SILENT, LifeState.UNHEARD)]
 
+    def ignored(self, now_s: float) -> dict[InstanceId, Heartbeat]:
+        """Instances in whose name heartbeats have come for `liveness_s` that count for nothing, and the last of them."""
+        self._ignored = {
+            instance: ignored
+            for instance, ignored in self._ignored.items()
+            if now_s - ignored.last_s < self._liveness_s
+        }
+        return {
+            instance: ignored.heartbeat
+            for instance, ignored in self._ignored.items()
+            if ignored.last_s - ignored.since_s >= self._liveness_s
+        }
+
     def freshness(self, now_s: float) -> Freshness:
         """How old the view is that answers rest on."""
         if not self._hears_itself(now_s):
@@ -271,13 +311,20 @@ class Liveness:
             return []
         # a later epoch that was announced, never came to the stream and is silent now, was given up: the stream's goes on
         is_given_up = member.is_silent and heartbeat.epoch == member.told and not member.is_stopped
-        if heartbeat.epoch < member.newest and not is_given_up:
+        is_holder = heartbeat.run == member.holder
+        takes_back = is_holder and last is not None and last.run != heartbeat.run and heartbeat.epoch == member.told
+        if heartbeat.epoch < member.newest and not is_given_up and not takes_back:
             self.zombies += 1
+            self._ignore(now_s, heartbeat)
             return []
         is_double = last is not None and last.epoch == heartbeat.epoch and last.run != heartbeat.run
-        if is_double and member.heard_s is not None and not member.is_silent:
+        if is_double and not is_holder and member.heard_s is not None and not member.is_silent:
             self.double_ids += 1
+            self._ignore(now_s, heartbeat)
             return []
+        ignored = self._ignored.get(heartbeat.instance)
+        if ignored is not None and ignored.heartbeat.run == heartbeat.run:
+            del self._ignored[heartbeat.instance]
         member.pulse = Pulse(heartbeat, now_s)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
@@ -285,8 +332,17 @@ class Liveness:
             self._wait(now_s, heartbeat.instance, member)
         return self._settle(heartbeat.instance, member)
 
-    def _follow(self, now_s: float, instance: InstanceId, epoch: Epoch, stopped: bool) -> list[Effect]:
+    def _ignore(self, now_s: float, heartbeat: Heartbeat) -> None:
+        known = self._ignored.get(heartbeat.instance)
+        since_s = known.since_s if known is not None and known.heartbeat.run == heartbeat.run else now_s
+        self._ignored[heartbeat.instance] = Ignored(heartbeat, since_s, now_s)
+
+    def _follow(self, now_s: float, what: Followed) -> list[Effect]:
+        instance, epoch, stopped, run, life = what
         member = self._member(now_s, instance)
+        if life != member.life:
+            self._begin_life(now_s, member, what)
+        member.holder = run
         if member.told is None or epoch > member.told:
             is_heard = (
                 not member.is_silent
@@ -303,6 +359,15 @@ class Liveness:
         if member.is_ended:
             self._waited.pop(instance, None)
         return self._settle(instance, member)
+
+    def _begin_life(self, now_s: float, member: _Member, what: Followed) -> None:
+        """Nothing that was heard of an instance counts any more, but what its new holder said."""
+        member.life = what.life
+        member.told, member.is_stopped = None, False
+        if member.pulse is not None and member.pulse.heartbeat.run != what.run:
+            member.pulse = member.heard_s = None
+            member.is_silent = False
+            self._wait(now_s, what.instance, member)
 
     def _tick(self, now_s: float) -> list[Effect]:
         if not self._hears_itself(now_s):

@@ -9,6 +9,12 @@ A reader's place in an instance's stream is (epoch, next offset). What arrives i
     epoch above, from offset 0       applied  the epoch before is over
     epoch above, from later          applied  blind: its start is no longer, or not yet, on the stream
 
+Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may each begin an epoch
+of one number. So an epoch is told by its number and the run of the process that began it, and which life is the newer one by the
+fences, which lie in the stream among the events: a fence says whose events follow, and which runs began the epochs they are of. Where
+these contradict what was read (`_is_other_life`), what was read is of another life: nothing of it is held any more, and whatever
+epoch comes next is entered.
+
 A hole is a *gap* once the instance's heartbeat has said that what is missing was published, and the reader has been at the
 stream's end since. Then the reader goes on behind the hole, and the instance is doubtful until a round has ended. So it is when a
 frame's digest differs from the index's. `troubles` tells of everyone a round would heal.
@@ -33,10 +39,23 @@ from kvbm.catalog.store import (
     StoreBatch,
 )
 from kvbm.core.codec import ScannedFrame
+from kvbm.core.errors import StreamError
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.kernels import ScanFrames
-from kvbm.streams.base import ORIGIN, START, Heartbeat, Mark, Position, StreamMessage, mark_of, subject_names
+from kvbm.streams.base import (
+    ORIGIN,
+    START,
+    Fence,
+    Heartbeat,
+    Mark,
+    Position,
+    StreamMessage,
+    fence_of,
+    is_fence,
+    mark_of,
+    subject_names,
+)
 
 log = structlog.get_logger()
 
@@ -57,6 +76,18 @@ class Gap(NamedTuple):
     instance: InstanceId
     expected: Position
     resumed: Position | None
+
+
+class Holder(NamedTuple):
+    """Whose an instance's place on the stream is.
+
+    Attributes:
+        run: of the process whose events follow the fence read last; "" when none was read.
+        life: grows when what was read before turned out to be of another life.
+    """
+
+    run: str
+    life: int
 
 
 class Step(NamedTuple):
@@ -80,6 +111,7 @@ class Counters(msgspec.Struct, kw_only=True):
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
         gaps_repaired, digest_repaired: after which the instance was whole again.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
+        lives: times a fence said that what was read of an instance is of another life.
     """
 
     messages: int = 0
@@ -97,6 +129,7 @@ class Counters(msgspec.Struct, kw_only=True):
     digest_divergence: int = 0
     gaps_repaired: int = 0
     digest_repaired: int = 0
+    lives: int = 0
 
 
 class Trouble(msgspec.Struct, kw_only=True):
@@ -137,6 +170,9 @@ class FollowedState(msgspec.Struct, frozen=True, kw_only=True):
     is_blind: bool
     is_lost: bool
     trouble: Trouble | None
+    run: str = ""
+    holder: Fence | None = None
+    life: int = 0
 
 
 class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +203,9 @@ class _Followed:
     def __init__(self, row: InstanceRow) -> None:
         self.row = row
         self.position = ORIGIN
+        self.run = ""  # that began the position's epoch; "" when nobody has told
+        self.holder: Fence | None = None  # whose events come now: the fence read last
+        self.life = 0  # grows when a fence says that what was read is of another one
         self.epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
         self.declared: frozenset[NamespaceId] = frozenset()  # namespaces its start named
         self.is_blind = False
@@ -235,7 +274,8 @@ class Projector:
                 FollowedState(
                     row=followed.row, epoch=followed.position.epoch, offset=followed.position.offset,
                     epoch_row=followed.epoch_row, declared=tuple(followed.declared), is_blind=followed.is_blind,
-                    is_lost=followed.is_lost, trouble=_copy(self._troubles.get(instance)),
+                    is_lost=followed.is_lost, trouble=_copy(self._troubles.get(instance)), run=followed.run,
+                    holder=followed.holder, life=followed.life,
                 )
                 for instance, followed in self._followed.items()
             ),
@@ -257,6 +297,7 @@ class Projector:
             followed.position = Position(entry.epoch, entry.offset)
             followed.epoch_row, followed.declared = entry.epoch_row, frozenset(entry.declared)
             followed.is_blind, followed.is_lost = entry.is_blind, entry.is_lost
+            followed.run, followed.holder, followed.life = entry.run, entry.holder, entry.life
             if entry.trouble is not None:
                 self._troubles[entry.row.id] = entry.trouble
             elif (view := self.index.view(entry.row.id)) is not None and view.missed and not view.stopped:
@@ -271,9 +312,11 @@ class Projector:
                 continue
             followed = self._followed[row.id] = _Followed(row)
             followed.position = Position(position.epoch, position.next_offset)
+            followed.run = position.run
             followed.epoch_row = EpochRow(
-                instance=row.id, epoch=position.epoch, started_ns=row.last_frame_ns, next_offset=position.next_offset
-            )
+                instance=row.id, epoch=position.epoch, started_ns=row.last_frame_ns, next_offset=position.next_offset,
+                run=position.run,
+            )  # fmt: skip
             if row.state is InstanceState.LIVE:
                 self._begin_blind(followed, position.epoch, row.last_frame_ns)
 
@@ -437,6 +480,13 @@ class Projector:
         followed = self._followed.get(instance)
         return None if followed is None else followed.row
 
+    def holder(self, instance: InstanceId) -> Holder:
+        """Whose an instance's place on the stream is."""
+        followed = self._followed.get(instance)
+        if followed is None:
+            return Holder("", 0)
+        return Holder(followed.holder.run if followed.holder is not None else followed.run, followed.life)
+
     def instances(self) -> list[InstanceId]:
         """The instances read from, by name."""
         return sorted(instance for instance, followed in self._followed.items() if followed.position.epoch)
@@ -468,6 +518,9 @@ class Projector:
     def _receive(self, message: StreamMessage, step: Step) -> None:
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
+        if is_fence(message.subject):
+            self._receive_fence(message, self._follow(instance, cluster), step)
+            return
         frames, error = self._scan_frames(message.data)
         for frame in frames:
             if frame.instance != instance:
@@ -480,6 +533,59 @@ class Projector:
             self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
         if error is not None:
             self._poison(message, str(error))
+
+    # -- lives --------------------------------------------------------------------------------------------------------
+
+    def _receive_fence(self, message: StreamMessage, followed: _Followed, step: Step) -> None:
+        try:
+            fence = fence_of(message.data, message.sequence, f"message {message.sequence}")
+        except StreamError as error:
+            self._poison(message, str(error))
+            return
+        if self._is_other_life(followed, fence):
+            self._begin_life(followed, fence, step)
+        followed.holder = fence
+        if followed.position.epoch and not followed.run:
+            followed.run = _run_of(fence, followed.position.epoch)
+        step.advanced[followed.row.id] = followed.position
+
+    @staticmethod
+    def _is_other_life(followed: _Followed, fence: Fence) -> bool:
+        """Whether what was read is not of the log whose events a fence lets follow."""
+        epoch, run = followed.position.epoch, followed.run
+        if not epoch or fence.run == run:
+            return False
+        began = _run_of(fence, epoch)
+        return epoch > fence.epoch or bool(run and began and run != began)
+
+    def _begin_life(self, followed: _Followed, fence: Fence, step: Step) -> None:
+        """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
+        log.warning(
+            "instance.life_begun", instance=followed.row.id, epoch=fence.epoch, run=fence.run,
+            other_epoch=followed.position.epoch, other_run=followed.run,
+            why="its journal, the stream's end or both were lost; what was read before is of another life",
+        )  # fmt: skip
+        self._pass_holes(followed, step)
+        self._end_epoch(followed, followed.row.last_frame_ns)
+        self.counters.lives += 1
+        followed.life += 1
+        followed.evidence = followed.hole_since_s = None
+        followed.declared = frozenset()
+        followed.run = fence.run
+        self._known.pop(followed.row.id, None)
+        self._begin_blind(followed, fence.epoch, 0)
+        followed.position = ORIGIN
+        if self._is_gathering:
+            self._dirty.add(followed.row.id)
+
+    def _end_epoch(self, followed: _Followed, ended_ns: int) -> None:
+        """Give out the row of the epoch that is over."""
+        old = followed.epoch_row
+        if not old.epoch or not self._is_gathering:
+            return
+        if old.ended_ns is None:
+            old = msgspec.structs.replace(old, ended_ns=ended_ns, end_reason="replaced")
+        self._epochs.append(old)  # also one that had ended: its row may not have been given out yet
 
     def _poison(self, message: StreamMessage, why: str) -> None:
         self.counters.poison += 1
@@ -569,6 +675,7 @@ class Projector:
         self.counters.gaps += 1
         if said.epoch > expected.epoch:  # not even the start of its epoch came
             self._pass_holes(followed, step)
+            followed.run = _run_of(followed.holder, said.epoch)
             self._begin_blind(followed, said.epoch, 0)
             followed.position = Position(said.epoch, Offset(0))
         resumed = min(followed.aside, default=None)
@@ -616,17 +723,19 @@ class Projector:
             self.counters.gaps += 1  # the epoch went on behind the hole, and is over
             self.counters.gaps_repaired += 1
             self._pass_holes(followed, step)
-        row, old = followed.row, followed.epoch_row
-        if old.epoch and old.epoch < frame.epoch and self._is_gathering:
-            if old.ended_ns is None:
-                old = msgspec.structs.replace(old, ended_ns=frame.wall_time_ns, end_reason="replaced")
-            self._epochs.append(old)  # also one that had ended: its row may not have been given out yet
+        row = followed.row
+        if followed.epoch_row.epoch < frame.epoch:
+            self._end_epoch(followed, frame.wall_time_ns)
         followed.is_lost = followed.is_blind = False
         followed.position = Position(frame.epoch, frame.first_offset)
+        followed.run = _run_of(followed.holder, frame.epoch)
         followed.row = msgspec.structs.replace(
-            row, epoch=frame.epoch, first_seen_ns=row.first_seen_ns or frame.wall_time_ns, state=InstanceState.LIVE
+            row, epoch=frame.epoch, run=followed.run, first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
+            state=InstanceState.LIVE,
+        )  # fmt: skip
+        followed.epoch_row = EpochRow(
+            instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns, run=followed.run
         )
-        followed.epoch_row = EpochRow(instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns)
         if frame.first_offset:
             self._begin_blind(followed, frame.epoch, frame.wall_time_ns)
 
@@ -636,14 +745,15 @@ class Projector:
         self.may_lack_claims = True
         self._trouble(instance).blind += 1
         followed.is_blind = True
-        known = self._known.get(instance)
-        if known is not None and known.epoch == epoch and known.pools:
-            followed.row = msgspec.structs.replace(known, state=InstanceState.LIVE)
+        run, known = followed.run, self._known.get(instance)
+        if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
+            followed.row = msgspec.structs.replace(known, state=InstanceState.LIVE, run=run)
             self.index.begin_blind(instance, epoch, known.pools)
         else:
-            followed.row = msgspec.structs.replace(followed.row, epoch=epoch, pools=())
-            self.index.begin_blind(instance, epoch, likely=known.pools if known is not None else ())
-        followed.epoch_row = EpochRow(instance=instance, epoch=epoch, started_ns=wall_time_ns)
+            likely = followed.row.pools or (known.pools if known is not None else ())
+            followed.row = msgspec.structs.replace(followed.row, epoch=epoch, pools=(), run=run)
+            self.index.begin_blind(instance, epoch, likely=likely)
+        followed.epoch_row = EpochRow(instance=instance, epoch=epoch, started_ns=wall_time_ns, run=run)
         log.info("instance.joined_midway", instance=instance, epoch=epoch, offset=followed.position.offset)
 
     def _apply(self, followed: _Followed, arrived: _Arrived, step: Step) -> None:
@@ -723,5 +833,12 @@ def _copy(trouble: Trouble | None) -> Trouble | None:
 
 def _position_of(followed: _Followed) -> InstancePosition:
     return InstancePosition(
-        instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset
+        instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset, run=followed.run
     )
+
+
+def _run_of(fence: Fence | None, epoch: Epoch) -> str:
+    """The run that began an epoch, as a fence knows; "" when it does not."""
+    if fence is None:
+        return ""
+    return fence.run if fence.epoch == epoch else dict(fence.log).get(epoch, "")

@@ -62,6 +62,7 @@ from kvbm.streams.base import (
     Heartbeat,
     LivenessFact,
     Mark,
+    Notice,
     Position,
     StreamMessage,
     still_holds,
@@ -151,7 +152,8 @@ class CatalogService:
         self._index, self._projector, self._after = begun
         self._start_end = self._end = end  # of the stream, as of the start and of the last word
         self._liveness = Liveness(settings.liveness_s)
-        self._told: dict[InstanceId, tuple[Epoch, bool]] = {}  # what liveness knows of the stream
+        self._ignored: dict[InstanceId, Heartbeat] = {}  # whose heartbeats count for nothing, and the last of them
+        self._told: dict[InstanceId, Followed] = {}  # what liveness knows of the stream
         self._own_run = secrets.token_hex(4)
         self._own_name = catalog_name(self._own_run)
         self._asker = RoundAsker(settings.ask_again_s)
@@ -386,6 +388,7 @@ class CatalogService:
             samples_lost=self._archive.samples_lost if self._archive is not None else 0,
             doubtful=len(self._projector.troubles()),
             withheld=len(self._liveness.withheld()),
+            ignored=len(self._ignored),
             view_age_s=self.view_age_s(),
             anomalies=self._index.anomalies(),
             stream_sequence=self._projector.sequence,
@@ -664,7 +667,27 @@ class CatalogService:
         """Withhold the silent in time."""
         while True:
             self._live(Ticked())
+            self._name_ignored()
             await asyncio.sleep(self._liveness.tick_s)
+
+    def _name_ignored(self) -> None:
+        """Say whose heartbeats count for nothing: to who looks at the catalog, and to the instance itself."""
+        ignored = self._liveness.ignored(time.monotonic()) if not self._lag_messages() else {}
+        for instance in self._ignored.keys() - ignored.keys():
+            self._degraded.clear(f"instance {instance}")
+        for instance, heartbeat in ignored.items():
+            holder = self._projector.holder(instance)
+            why = (
+                f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its place "
+                f"is that of run {holder.run or 'unknown'}, epoch {self._projector.position(instance).epoch}; stop one of "
+                "the two, or give one another instance.id"
+            )
+            self._degraded.note(f"instance {instance}", why)
+            if self._ignored.get(instance) != heartbeat:
+                self._inform(self._stream.send_notice(Notice(
+                    instance=instance, cluster=heartbeat.cluster, run=heartbeat.run, why=why
+                )), "notice.not_sent", instance)  # fmt: skip
+        self._ignored = ignored
 
     async def _send_pulses(self) -> None:
         """Pulses of the catalog's own: while they come back, silence is the silence of others."""
@@ -694,25 +717,31 @@ class CatalogService:
                 instance=effect.instance, cluster=self._cluster_of(effect.instance) or OWN_CLUSTER, epoch=effect.epoch,
                 withheld=withheld, why=why, wall_time_ns=time.time_ns(),
             )  # fmt: skip
-            task = asyncio.ensure_future(self._tell(fact))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._inform(self._stream.send_liveness(fact), "liveness.not_told", effect.instance)
 
-    async def _tell(self, fact: LivenessFact) -> None:
-        try:
-            await self._stream.send_liveness(fact)
-        except StreamError as error:
-            log.debug("liveness.not_told", instance=fact.instance, why=str(error))
+    def _inform(self, sending: Coroutine[None, None, None], failed: str, instance: InstanceId) -> None:
+        """Send a word in the background; one that is lost costs nothing."""
+
+        async def send() -> None:
+            try:
+                await sending
+            except StreamError as error:
+                log.debug(failed, instance=instance, why=str(error))
+
+        task = asyncio.ensure_future(send())
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     def _follow_life(self, instance: InstanceId) -> None:
         """Tell liveness how far the stream has told of an instance, when that is news."""
         row = self._projector.instance_row(instance)
         if row is None:
             return
-        told = (self._projector.position(instance).epoch, row.state is InstanceState.STOPPED)
+        epoch, holder = self._projector.position(instance).epoch, self._projector.holder(instance)
+        told = Followed(instance, epoch, row.state is InstanceState.STOPPED, holder.run, holder.life)
         if self._told.get(instance) != told:
             self._told[instance] = told
-            self._live(Followed(instance, *told))
+            self._live(told)
 
     async def _watch_end(self) -> None:
         while True:

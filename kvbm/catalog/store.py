@@ -31,7 +31,7 @@ from kvbm.core.ids import (
 )
 
 try:
-    from sqlalchemy import Executable, Table, bindparam, delete, func, select, tuple_, update
+    from sqlalchemy import Executable, Table, and_, bindparam, delete, func, or_, select, tuple_, update
     from sqlalchemy.dialects import postgresql, sqlite
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 except ImportError:
@@ -55,7 +55,11 @@ class InstanceState(Enum):
 
 
 class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance as its newest epoch declares it. A row of an older epoch than the stored one changes nothing."""
+    """An instance as its newest epoch declares it. A row of an older epoch of one run's than the stored one changes nothing.
+
+    Attributes:
+        run: of the process that began the epoch, as in `Fence`; "" when it is not known.
+    """
 
     id: InstanceId
     cluster: str
@@ -67,6 +71,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     topology: tuple[str, ...] = ()
     pools: tuple[PoolStated, ...] = ()
     state: InstanceState = InstanceState.LIVE
+    run: str = ""
 
 
 class EpochRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +80,7 @@ class EpochRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ended_ns, end_reason: None and "" while it runs.
         next_offset, digest: after the last frame that was applied.
+        run: of the process that began it; two lives may have had an epoch of one number, and the newer one's row stays.
     """
 
     instance: InstanceId
@@ -84,6 +90,7 @@ class EpochRow(msgspec.Struct, frozen=True, kw_only=True):
     end_reason: str = ""
     next_offset: Offset = Offset(0)
     digest: int = 0
+    run: str = ""
 
 
 class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +102,16 @@ class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstancePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an instance's stream has been applied. It never moves back."""
+    """How far an instance's stream has been applied. It never moves back within a life.
+
+    Attributes:
+        run: of the process that began the epoch; "" when it is not known.
+    """
 
     instance: InstanceId
     epoch: Epoch
     next_offset: Offset
+    run: str = ""
 
 
 class ClaimRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -436,15 +448,23 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
     newer = tuple_(position_insert.excluded.epoch, position_insert.excluded.next_offset) > tuple_(
         position.c.epoch, position.c.next_offset
     )
+
+    def is_other_life(insert: Any, table: Table) -> Any:
+        return and_(insert.excluded.run != "", insert.excluded.run != table.c.run)
+
     return {
         "instances": instance_insert.on_conflict_do_update(
-            **instance_changes, where=instance_insert.excluded.epoch >= instance.c.epoch
+            **instance_changes,
+            where=or_(instance_insert.excluded.epoch >= instance.c.epoch, is_other_life(instance_insert, instance)),
         ),
         "epochs": epoch_insert.on_conflict_do_update(
-            **epoch_changes, where=epoch_insert.excluded.next_offset >= epoch.c.next_offset
+            **epoch_changes,
+            where=or_(epoch_insert.excluded.next_offset >= epoch.c.next_offset, is_other_life(epoch_insert, epoch)),
         ),
         "namespaces": into(tables.namespaces).on_conflict_do_nothing(),
-        "instance_positions": position_insert.on_conflict_do_update(**position_changes, where=newer),
+        "instance_positions": position_insert.on_conflict_do_update(
+            **position_changes, where=or_(newer, is_other_life(position_insert, position))
+        ),
         "object_claims": claim_insert.on_conflict_do_update(**claim_changes),
         "first_position": into(tables.positions).on_conflict_do_nothing(),
     }

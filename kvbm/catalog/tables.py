@@ -80,6 +80,7 @@ instances = Table(
     Column("topology", JSON, nullable=False),  # ["zone-a", "rack-3", "host-17"], outermost first
     Column("pools", JSON, nullable=False),  # [{"tier": "HBM", "slots": …, "block_bytes": …, "reach": …, "name": …}]
     Column("state", String(8), nullable=False),  # "live" or "stopped"
+    Column("run", Words, nullable=False, server_default=""),  # that began the epoch; "" when it is not known
 )
 
 epochs = Table(
@@ -92,6 +93,7 @@ epochs = Table(
     Column("end_reason", Words, nullable=False),  # "" while it runs
     Column("next_offset", Count, nullable=False),
     Column("digest", Hex64, nullable=False),
+    Column("run", Words, nullable=False, server_default=""),
 )
 
 namespaces = Table(
@@ -159,4 +161,5 @@ instance_positions = Table(
     Column("instance", Words, primary_key=True),
     Column("epoch", Count, nullable=False),
     Column("next_offset", Count, nullable=False),
+    Column("run", Words, nullable=False, server_default=""),  # that began the epoch
 )

@@ -25,6 +25,7 @@ ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it 
 FACTS_KEPT = 10_000
 SAMPLES_KEPT = 4_000
 
+_FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
 
@@ -38,17 +39,23 @@ class Position(NamedTuple):
 ORIGIN = Position(Epoch(0), Offset(0))  # before everything
 
 
+EpochRuns = tuple[tuple[Epoch, str], ...]  # epochs, ascending, and the run of the process that began each
+
+
 class Fence(NamedTuple):
     """Who may publish an instance's events: what its last fence message says. A new epoch, and a new run, move it.
 
     Attributes:
         run: of the process that set it; random, made at its start. Tells two processes of one epoch apart.
         sequence: of the fence message in the stream; a publish that names another one is refused by the server.
+        log: the epochs whose events may follow it, and the run that began each: what tells a reader whether an epoch of a number
+            it knows is the one it knows.
     """
 
     epoch: Epoch
     run: str
     sequence: int
+    log: EpochRuns = ()
 
 
 class Tail(NamedTuple):
@@ -138,6 +145,19 @@ class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):
     withheld: bool
     why: str
     wall_time_ns: int
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader's word to an instance: what it says counts for nothing, and why. MessagePack on the wire.
+
+    Attributes:
+        run: whose heartbeats are ignored, as in `Fence`.
+    """
+
+    instance: InstanceId
+    cluster: str
+    run: str
+    why: str
 
 
 class AccessSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,9 +324,20 @@ class EventStream(Protocol):
         """The instance's last fence message; None when the stream holds none (any more)."""
 
     async def set_fence(
-        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+        self,
+        cluster: str,
+        instance: InstanceId,
+        epoch: Epoch,
+        run: str,
+        expected: int,
+        timeout_s: float = 5.0,
+        epochs: EpochRuns = (),
     ) -> Fence:
-        """Move the fence, if its sequence is still `expected` (0: there is none). Raises FencedError: it is another one."""
+        """Move the fence, if its sequence is still `expected` (0: there is none). Raises FencedError: it is another one.
+
+        Args:
+            epochs: what `Fence.log` will say.
+        """
 
     async def state(self, timeout_s: float = 5.0) -> StreamState:
         """What the stream holds, and its limits."""
@@ -327,7 +358,7 @@ class EventStream(Protocol):
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
     ) -> EventReader:
-        """A reader of all events (no fence messages) after a sequence, of one cluster or of all.
+        """A reader of all events and fence messages after a sequence, of one cluster or of all.
 
         Args:
             fingerprint: of the message at `after_sequence`, as in `Mark`: where another one has its place, the stream is read from
@@ -346,8 +377,11 @@ class EventStream(Protocol):
     async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         """Ask an instance to restate what it holds. Whether it has heard: it answers at once and states when it may."""
 
-    def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
-        """One item for each time somebody asks this instance for a round; answers the asker.
+    async def send_notice(self, notice: Notice) -> None:
+        """Tell an instance. Not acknowledged, not kept."""
+
+    def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
+        """One item for each time somebody asks this instance for a round (None; answers the asker), or tells it something.
 
         It ends with the connection and makes no new one: a publisher must learn what a new one finds before it goes on.
         """
@@ -439,11 +473,22 @@ def subject_names(subject: str) -> tuple[str, InstanceId]:
 class _FenceBody(msgspec.Struct, frozen=True):
     epoch: Epoch
     run: str
+    log: EpochRuns = ()
 
 
-def fence_data(epoch: Epoch, run: str) -> bytes:
+def fence_data(epoch: Epoch, run: str, epochs: EpochRuns = ()) -> bytes:
     """What a fence message holds."""
-    return msgspec.msgpack.encode(_FenceBody(epoch, run))
+    return msgspec.msgpack.encode(_FenceBody(epoch, run, epochs))
+
+
+def is_fence(subject: str) -> bool:
+    """Whether a message of the stream is a fence; else it is of events."""
+    return subject.startswith(_FENCE_BEGINS)
+
+
+def read_subjects(cluster: str | None) -> tuple[str, str]:
+    """The subjects of events and of fences, of one cluster or of all. Raises ConfigError as `checked_name`."""
+    return cluster_filter(EVENTS_PREFIX, cluster), cluster_filter(FENCE_PREFIX, cluster)
 
 
 def fence_of(data: bytes, sequence: int, what: str) -> Fence:
@@ -456,7 +501,7 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
         body = msgspec.msgpack.decode(data, type=_FenceBody)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(f"{what} is not a fence ({error}); another program writes there") from None
-    return Fence(body.epoch, body.run, sequence)
+    return Fence(body.epoch, body.run, sequence, body.log)
 
 
 def end_of_message(data: bytes, instance: InstanceId, what: str) -> Position:

@@ -377,6 +377,10 @@ class Journal:
             self._free_until = Position(epoch, round_end or Offset(0))
             self._rolls = True
 
+    def runs(self) -> dict[Epoch, str]:
+        """The epochs here whose beginner is known, and the run of the process that began each, as in `Fence.run`."""
+        return {Epoch(epoch): run for epoch, run in self._begun.runs.items()}
+
     def run_of(self, epoch: Epoch) -> str:
         """The process that began an epoch here, as in `Fence.run`; "" when it is not known."""
         return self._begun.runs.get(epoch, "")

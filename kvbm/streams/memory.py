@@ -14,7 +14,6 @@ from kvbm.core.errors import FencedError, LedgerError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
     ASKS_KEPT,
-    EVENTS_PREFIX,
     FACTS_KEPT,
     LIVENESS_PREFIX,
     ORIGIN,
@@ -24,10 +23,12 @@ from kvbm.streams.base import (
     SAMPLES_PREFIX,
     START,
     AccessSample,
+    EpochRuns,
     Fence,
     Heartbeat,
     LivenessFact,
     Mark,
+    Notice,
     Position,
     StreamMessage,
     StreamState,
@@ -41,6 +42,7 @@ from kvbm.streams.base import (
     instance_subject,
     mark_of,
     pulse_subject,
+    read_subjects,
 )
 
 FETCH_MESSAGES = 2000
@@ -163,12 +165,20 @@ class MemoryStream:
         return fence_of(message.data, message.sequence, f"message {message.sequence} of {message.subject}")
 
     async def set_fence(
-        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+        self,
+        cluster: str,
+        instance: InstanceId,
+        epoch: Epoch,
+        run: str,
+        expected: int,
+        timeout_s: float = 5.0,
+        epochs: EpochRuns = (),
     ) -> Fence:
         """See `EventStream.set_fence`."""
         self._check_open()
         self._check_fence(cluster, instance, expected)
-        return Fence(epoch, run, self._store(fence_subject(cluster, instance), fence_data(epoch, run)))
+        sequence = self._store(fence_subject(cluster, instance), fence_data(epoch, run, epochs))
+        return Fence(epoch, run, sequence, epochs)
 
     def _check_fence(self, cluster: str, instance: InstanceId, expected: int) -> None:
         subject = fence_subject(cluster, instance)
@@ -223,8 +233,8 @@ class MemoryStream:
     ) -> MemoryReader:
         """See `EventStream.pull`."""
         self._check_open()
-        prefix = cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">")
-        return MemoryReader(self, prefix, Mark(after_sequence, fingerprint))
+        events, fences = (subjects.removesuffix(">") for subjects in read_subjects(cluster))
+        return MemoryReader(self, (events, fences), Mark(after_sequence, fingerprint))
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Lose messages, as a server that trims by age or loses its disk does. The sequences of others stay."""
@@ -277,10 +287,15 @@ class MemoryStream:
         self._check_open()
         return self._tell(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+    async def send_notice(self, notice: Notice) -> None:
+        """See `EventStream.send_notice`."""
+        self._check_open()
+        self._tell(instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance), notice)
+
+    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
-            yield None
+        async for item in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+            yield item if isinstance(item, Notice) else None
 
     async def send_liveness(self, fact: LivenessFact) -> None:
         """See `EventStream.send_liveness`."""
@@ -353,10 +368,10 @@ class MemoryStream:
 class MemoryReader:
     """An `EventReader` of a `MemoryStream`."""
 
-    def __init__(self, stream: MemoryStream, prefix: str, after: Mark) -> None:
+    def __init__(self, stream: MemoryStream, prefixes: tuple[str, str], after: Mark) -> None:
         self.begun = 0
         self._stream = stream
-        self._prefix = prefix
+        self._prefixes = prefixes
         self._after = after
         self._last: StreamMessage | None = None  # fetched; `_after` is made of it when it is asked for
         self._is_closed = False
@@ -400,7 +415,7 @@ class MemoryReader:
         found: list[StreamMessage] = []
         after = self._after.sequence if self._last is None else self._last.sequence
         for at in range(bisect_right(messages, after, key=lambda message: message.sequence), len(messages)):
-            if messages[at].subject.startswith(self._prefix):
+            if messages[at].subject.startswith(self._prefixes):
                 found.append(messages[at])
                 if len(found) == limit:
                     break

@@ -48,10 +48,12 @@ from kvbm.streams.base import (
     SAMPLES_PREFIX,
     START,
     AccessSample,
+    EpochRuns,
     Fence,
     Heartbeat,
     LivenessFact,
     Mark,
+    Notice,
     Position,
     StreamMessage,
     StreamState,
@@ -65,6 +67,7 @@ from kvbm.streams.base import (
     instance_subject,
     mark_of,
     pulse_subject,
+    read_subjects,
     subject_names,
 )
 from kvbm.streams.credentials import CheckedClient, Credentials, NoTlsError
@@ -97,7 +100,7 @@ _CLOSE_WAIT_S = 1.0
 _LOOKED_PINGS = 5
 _QUOTED = re.compile(r'"([^"]+)"')
 T = TypeVar("T")
-Told = TypeVar("Told", LivenessFact, AccessSample)
+Told = TypeVar("Told", LivenessFact, AccessSample, Notice)
 
 
 class _ApiError(msgspec.Struct):
@@ -582,12 +585,19 @@ class NatsStream:
         return None if last is None else fence_of(last.data, last.sequence, f"message {last.sequence} of {subject}")
 
     async def set_fence(
-        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+        self,
+        cluster: str,
+        instance: InstanceId,
+        epoch: Epoch,
+        run: str,
+        expected: int,
+        timeout_s: float = 5.0,
+        epochs: EpochRuns = (),
     ) -> Fence:
         """See `EventStream.set_fence`."""
         subject = fence_subject(cluster, instance)
         headers = _expecting(expected, subject)
-        return Fence(epoch, run, await self._store(subject, fence_data(epoch, run), headers, timeout_s))
+        return Fence(epoch, run, await self._store(subject, fence_data(epoch, run, epochs), headers, timeout_s), epochs)
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str], timeout_s: float) -> int:
         ack = _decode(await self._link.ask(subject, data, timeout_s, headers), _PublishAck, subject)
@@ -662,7 +672,7 @@ class NatsStream:
         fingerprint: int | None = None,
     ) -> NatsReader:
         """See `EventStream.pull`."""
-        reader = NatsReader(self, STREAM, cluster_filter(EVENTS_PREFIX, cluster), Mark(after_sequence, fingerprint))
+        reader = NatsReader(self, STREAM, read_subjects(cluster), Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         return reader
 
@@ -681,7 +691,7 @@ class NatsStream:
 
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """See `EventStream.watch_pulses`."""
-        reader = NatsReader(self, PULSE, cluster_filter(PULSE_PREFIX, cluster), None)
+        reader = NatsReader(self, PULSE, (cluster_filter(PULSE_PREFIX, cluster),), None)
         wait_s = RECONNECT_FIRST_S
         try:
             while not self._is_closed:
@@ -710,10 +720,19 @@ class NatsStream:
             return False
         return True
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+    async def send_notice(self, notice: Notice) -> None:
+        """See `EventStream.send_notice`."""
+        subject = instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance)
+        await self._link.tell(subject, msgspec.msgpack.encode(notice))
+
+    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         """See `EventStream.watch_round_asks`."""
-        async for _ in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT, reconnects=False):
-            yield None
+        subject = instance_subject(ROUNDS_PREFIX, cluster, instance)
+        async for message in self._listen(subject, ASKS_KEPT, reconnects=False):
+            if not message.data:
+                yield None
+            elif (notice := _told_in(message, Notice)) is not None:
+                yield notice
 
     async def send_liveness(self, fact: LivenessFact) -> None:
         """See `EventStream.send_liveness`."""
@@ -916,7 +935,7 @@ class NatsReader:
         begun: see `EventReader.begun`.
     """
 
-    def __init__(self, stream: NatsStream, name: str, subjects: str, after: Mark | None) -> None:
+    def __init__(self, stream: NatsStream, name: str, subjects: tuple[str, ...], after: Mark | None) -> None:
         self.begun = 0
         self._stream = stream
         self._name = name
@@ -1031,7 +1050,7 @@ class NatsReader:
             config = start | {
                 "ack_policy": "none",
                 "replay_policy": "instant",
-                "filter_subject": self._subjects,
+                "filter_subjects": self._subjects,
                 "inactive_threshold": READER_IDLE_S * _NS,
                 "mem_storage": True,
                 "num_replicas": 1,

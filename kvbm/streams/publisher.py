@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from enum import Enum, auto
 from typing import NamedTuple, TypeVar, assert_never
 
@@ -19,6 +19,7 @@ from kvbm.core.errors import FencedError, KvbmError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ORIGIN,
+    EpochRuns,
     EventStream,
     Fence,
     FrameLog,
@@ -47,12 +48,13 @@ CONNECT_WAIT_S = 5.0
 STATE_EVERY_S = 60.0
 SILENT_HEARTBEATS = 3  # so long must another run be silent before its place is taken
 FENCE_CHECK_HEARTBEATS = 10  # so often an instance that has nothing to publish looks whether the place is still its own
+LOG_EPOCHS = 64  # named by a fence, the newest of them
 FENCE_SHARE = 4  # a fence is moved at least so often in the time the stream keeps a message
 
 
-def unknown_run(_: Epoch) -> str:
+def unknown_runs() -> Mapping[Epoch, str]:
     """Of a log that does not know who began its epochs."""
-    return ""
+    return {}
 
 
 class Connected(NamedTuple):
@@ -191,12 +193,17 @@ class Publish(NamedTuple):
 
 
 class SetFence(NamedTuple):
-    """Move the fence, if it is still where it was. Answer with FenceSet, Refused, FencedOff or Disconnected."""
+    """Move the fence, if it is still where it was. Answer with FenceSet, Refused, FencedOff or Disconnected.
+
+    Attributes:
+        log: see `Fence.log`.
+    """
 
     attempt: int
     epoch: Epoch
     run: str
     expected: int
+    log: EpochRuns = ()
 
 
 class ReadFence(NamedTuple):
@@ -269,8 +276,9 @@ class Publisher:
     or is another one, and gets again what the log still has.
 
     Every connection, round and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
-    stored. A fence of a newer epoch, or of another run in the same epoch, means that another process has the instance's place:
-    this one is quiet, and takes a later epoch only once no new heartbeat of the other has come for three heartbeats' time.
+    stored. A fence of a newer epoch, of another run in the same epoch, or set by another run after this run's own, means that
+    another process has the instance's place: this one is quiet, and takes a later epoch only once no new heartbeat of the other has
+    come for three heartbeats' time. Only a fence that this run has once replaced is no such word: the server has lost its end.
 
     Args:
         epoch: the owner's; `Begun` says when it grows. A frame of a later one says so too.
@@ -278,7 +286,7 @@ class Publisher:
         heartbeat_s: between two heartbeats of an instance.
         window_bytes, window_messages: sent and not acknowledged, at most; one message may always be.
         linger_s: a message follows another at the earliest after this time, unless it is full; so frames share one.
-        run_of: which process began an epoch of the log; "" when nobody knows.
+        runs: which processes began the log's epochs, as far as it knows.
         jitter: gives numbers in [0, 1) that spread the retries of many instances.
 
     Attributes:
@@ -299,7 +307,7 @@ class Publisher:
         linger_s: float = LINGER_S,
         ack_wait_s: float = ACK_WAIT_S,
         jitter: Callable[[], float] = random.random,
-        run_of: Callable[[Epoch], str] = unknown_run,
+        runs: Callable[[], Mapping[Epoch, str]] = unknown_runs,
     ) -> None:
         self.published = ORIGIN
         self.confirmed = ORIGIN
@@ -313,7 +321,7 @@ class Publisher:
         self._linger_s = linger_s
         self._ack_wait_s = ack_wait_s
         self._jitter = jitter
-        self._run_of = run_of
+        self._runs = runs
 
         self._now_s = float("-inf")
         self._state = _State.WAITING
@@ -327,6 +335,8 @@ class Publisher:
 
         self._fence_sequence = 0
         self._fence_epoch = Epoch(0)  # the newest of this run that the stream has had
+        self._found: Fence | None = None  # the other run's fence that the one being set replaces
+        self._replaced: dict[str, int] = {}  # run → sequence of its newest fence that this run has replaced
         self._is_fence_wanted = False
         self._fence_due_s = float("inf")
         self._fence_check_s = float("inf")  # when to see whether it is still this run's
@@ -343,6 +353,7 @@ class Publisher:
         )
 
         self._rival = Epoch(0)  # the epoch to surpass, in FENCED
+        self._rival_fence: Fence | None = None  # in FENCED
         self._floor = ORIGIN  # before it, another run has had the place: nobody reads frames of ours from there
         self._told: tuple[Epoch, str] | None = None  # the rival that ShutOut has named
         self._rival_pulse: Heartbeat | None = None
@@ -453,7 +464,7 @@ class Publisher:
             others.append(fence.epoch)
         if max(others) >= max(self._first_epoch, self._fence_epoch + 1):  # it came between this run's own
             self._floor = Position(Epoch(max(others) + 1), Offset(0))
-        if fence is not None and fence.run not in (self._run, self._run_of(fence.epoch) or fence.run):
+        if fence is not None and fence.run not in (self._run, self._runs().get(fence.epoch, fence.run)):
             # two processes began that epoch, each for itself while it could not ask: the other's is on the stream
             self._floor = max(self._floor, Position(Epoch(fence.epoch + 1), Offset(0)))
         resume = min(tail) if tail is not None else ORIGIN
@@ -464,6 +475,7 @@ class Publisher:
         self.published = max(self.published, resume)
         self._due_s = self._now_s
         self._fence_sequence = fence.sequence if fence is not None else 0
+        self._found = fence if fence is not None and fence.run != self._run else None
         self._set_fence(effects)
         if (
             self.epoch < self._floor.epoch
@@ -502,12 +514,22 @@ class Publisher:
         self._wake_s = self._now_s + self._ack_wait_s
         self._awaited = self._next_attempt()
         self._is_fence_wanted = False
-        effects.append(SetFence(self._awaited, self.epoch, self._run, self._fence_sequence))
+        effects.append(SetFence(self._awaited, self.epoch, self._run, self._fence_sequence, self._log()))
+
+    def _log(self) -> EpochRuns:
+        """The epochs that are not on the stream to their end, as far as this connection knows, and who began each."""
+        known = {epoch: run for epoch, run in self._runs().items() if self.confirmed.epoch <= epoch < self._first_epoch}
+        own = range(max(self._first_epoch, self.confirmed.epoch), self.epoch + 1)
+        runs = known | {Epoch(epoch): self._run for epoch in own[-LOG_EPOCHS:]}
+        return tuple(sorted(runs.items()))[-LOG_EPOCHS:]
 
     def _take_fence(self, attempt: int, fence: Fence) -> None:
         if self._state is not _State.FENCING or attempt != self._awaited:
             return
         self._fence_sequence = fence.sequence
+        if self._found is not None:
+            self._replaced[self._found.run] = max(self._found.sequence, self._replaced.get(self._found.run, 0))
+            self._found = None
         self._fence_epoch = max(self._fence_epoch, fence.epoch)
         self._fence_due_s = self._next_fence_s()
         self._see_to_fence()
@@ -545,6 +567,8 @@ class Publisher:
 
     def _is_of_another(self, fence: Fence | None, tail: Tail | None) -> bool:
         newest = tail.end.epoch if tail is not None else Epoch(0)
+        if fence is not None and self._fence_epoch and fence.run != self._run:  # this run has had the place
+            return fence.sequence > self._replaced.get(fence.run, 0) or newest > self.epoch
         if fence is not None and fence.epoch >= self.epoch:
             return fence.epoch > self.epoch or fence.run != self._run or newest > self.epoch
         # a run sends events of an epoch only once it has set a fence for it, so without that they are another's
@@ -556,6 +580,7 @@ class Publisher:
         self._rival = max(
             fence.epoch if fence is not None else Epoch(0), tail.end.epoch if tail is not None else Epoch(0)
         )
+        self._rival_fence = fence
         self._floor = Position(Epoch(self._rival + 1), Offset(0))
         self._is_superseding = False
         self._silent_from_s = self._now_s
@@ -576,6 +601,8 @@ class Publisher:
         silent_s = self._now_s - self._silent_from_s
         if silent_s >= SILENT_HEARTBEATS * self._heartbeat_s and not self._is_superseding:
             self._is_superseding = True
+            if self._rival_fence is not None:  # the next one that it sets shows it is alive
+                self._replaced[self._rival_fence.run] = self._rival_fence.sequence
             effects.append(Supersede(self._rival))
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -677,7 +704,7 @@ class PublisherThread:
         owner: called in this thread; what it raises is said once and changes nothing. It may be a `SampleSource` too.
         interval_s: between heartbeats.
         connect: (url, timeout_s) → the stream.
-        window_bytes, linger_s, run_of: as of `Publisher`.
+        window_bytes, linger_s, runs: as of `Publisher`.
     Raises: ConfigError: a name or the URL cannot be used.
     """
 
@@ -692,7 +719,7 @@ class PublisherThread:
         connect: Callable[[str, float], Awaitable[EventStream]] = NatsStream.connect,
         window_bytes: int = WINDOW_BYTES,
         linger_s: float = LINGER_S,
-        run_of: Callable[[Epoch], str] = unknown_run,
+        runs: Callable[[], Mapping[Epoch, str]] = unknown_runs,
     ) -> None:
         events_subject(cluster, instance)
         self._server = shown(url)
@@ -704,7 +731,7 @@ class PublisherThread:
         self._interval_s = interval_s
         self._connect = connect
         self._publisher = Publisher(
-            frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s, run_of=run_of
+            frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s, runs=runs
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inputs: asyncio.Queue[Input] = asyncio.Queue()
@@ -929,7 +956,7 @@ class PublisherThread:
         if stream is None:
             return
         work = stream.set_fence(
-            self._cluster, self._instance, wanted.epoch, wanted.run, wanted.expected, 2 * ACK_WAIT_S
+            self._cluster, self._instance, wanted.epoch, wanted.run, wanted.expected, 2 * ACK_WAIT_S, wanted.log
         )
         fence = await self._outcome(stream, wanted.attempt, work)
         if fence is not None:
@@ -995,8 +1022,11 @@ class PublisherThread:
 
     async def _follow_asks(self, stream: EventStream) -> None:
         try:
-            async for _ in stream.watch_round_asks(self._cluster, self._instance):
-                self._ask_owner("on_round_asked", self._owner.on_round_asked)
+            async for notice in stream.watch_round_asks(self._cluster, self._instance):
+                if notice is None:
+                    self._ask_owner("on_round_asked", self._owner.on_round_asked)
+                elif notice.run == self._owner.run:
+                    self._warn_once("instance.ignored", why=notice.why)
         except StreamError as error:
             self._warn_once(
                 "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own rounds"

@@ -42,6 +42,7 @@ class CatalogNumbers(NamedTuple):
     gaps_repaired: int
     digest_repaired: int
     blind_starts: int
+    lives: int
     poison: int
     foreign: int
     rounds_asked: int
@@ -57,6 +58,7 @@ class CatalogNumbers(NamedTuple):
     archive_sequence: int
     doubtful: int
     withheld: int
+    ignored: int
     view_age_s: float
     anomalies: dict[str, int]
     stream_sequence: int
@@ -85,6 +87,7 @@ _COUNTERS = {
     "gaps_repaired": "Gaps after which a round or a new epoch has made the instance whole again.",
     "digest_repaired": "Divergences after which a round or a new epoch has made the instance whole again.",
     "blind_starts": "Epochs whose start was not seen; whole after their next round.",
+    "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end were lost.",
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
     "rounds_asked": "Rounds asked of doubtful instances.",
@@ -108,6 +111,7 @@ _GAUGES = {
     "archive_sequence": "Sequence up to which the archive has everything.",
     "doubtful": "Instances that a round would make whole.",
     "withheld": "Instances whose residencies are left out of answers.",
+    "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
     "view_age_s": "Age of the view that answers rest on while silence does not count, else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }

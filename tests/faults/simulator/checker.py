@@ -233,10 +233,11 @@ class Checker:
         position = projector.position(instance)
         if view is None or not position.epoch:
             return
-        epochs: dict[InstanceId, int] = projector.__dict__.setdefault("epochs_seen", {})
-        if view.epoch < epochs.get(instance, 0):
+        epochs: dict[InstanceId, tuple[int, int]] = projector.__dict__.setdefault("epochs_seen", {})
+        life = projector.holder(instance).life
+        if (life, view.epoch) < epochs.get(instance, (0, 0)):
             raise Violation(f"the catalog went back to epoch {view.epoch} of {instance}")
-        epochs[instance] = view.epoch
+        epochs[instance] = (life, view.epoch)
         if view.doubtful or view.partial or projector.sequence <= getattr(projector, "_settled", 0):
             return
         if position <= self.spoilt.get((projector.__dict__.get("machine", ""), instance), ORIGIN):

@@ -17,24 +17,26 @@ from typing import Any, NamedTuple
 from kvbm.core.errors import FencedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
-    EVENTS_PREFIX,
     FENCE_PREFIX,
     ORIGIN,
     START,
     AccessSample,
+    EpochRuns,
     Fence,
     Heartbeat,
     LivenessFact,
     Mark,
+    Notice,
     Position,
     StreamMessage,
     StreamState,
     Tail,
-    cluster_filter,
     end_of_message,
     events_subject,
+    fence_data,
     instance_subject,
     mark_of,
+    read_subjects,
 )
 from tests.faults.simulator.kernel import Process, World
 
@@ -171,8 +173,10 @@ class Network:
 class _Consumer:
     """A pull consumer of the server."""
 
-    def __init__(self, link: Link, prefix: str, after: int, take: Callable[[list[StreamMessage], int], None]) -> None:
-        self.link, self.prefix, self.after, self.take = link, prefix, after, take
+    def __init__(
+        self, link: Link, prefixes: tuple[str, str], after: int, take: Callable[[list[StreamMessage], int], None]
+    ) -> None:
+        self.link, self.prefixes, self.after, self.take = link, prefixes, after, take
         self.credit = 4
 
 
@@ -197,7 +201,7 @@ class Server:
         self.on_pulse: Callable[[Heartbeat], None] = lambda heartbeat: None
         self._consumers: list[_Consumer] = []
         self._pulse_watchers: list[tuple[Link, str, Callable[[Heartbeat], None]]] = []
-        self._round_watchers: list[tuple[Link, str, Callable[[], None]]] = []
+        self._round_watchers: list[tuple[Link, str, Callable[[Notice | None], None]]] = []
         self._fans: list[tuple[Link, str, Callable[[Any], None]]] = []
         self._links = 0
         self.fenced_off = 0
@@ -294,12 +298,14 @@ class Server:
             return StreamError("insufficient resources (simulated)")
         return self.store(subject, data, safe, None, by, fence)
 
-    def set_fence(self, subject: str, epoch: Epoch, run: str, expected: int, by: str) -> Fence | Exception:
+    def set_fence(
+        self, subject: str, epoch: Epoch, run: str, expected: int, by: str, epochs: EpochRuns = ()
+    ) -> Fence | Exception:
         last = self.last.get(subject)
         if (0 if last is None else last.sequence) != expected:
             return FencedError(f"the fence {subject} is not {expected} (simulated)")
-        sequence = self.store(subject, b"fence", ORIGIN, Fence(epoch, run, 0), by)
-        return Fence(epoch, run, sequence)
+        sequence = self.store(subject, fence_data(epoch, run, epochs), ORIGIN, Fence(epoch, run, 0, epochs), by)
+        return Fence(epoch, run, sequence, epochs)
 
     def message(self, sequence: int) -> StreamMessage | None:
         return next((stored.message for stored in self.messages if stored.sequence == sequence), None)
@@ -310,9 +316,9 @@ class Server:
         return StreamState(first, self.last_sequence, self.bytes, self.max_bytes, self.max_age_s, self.created)
 
     def consume(
-        self, link: Link, prefix: str, after: int, take: Callable[[list[StreamMessage], int], None]
+        self, link: Link, prefixes: tuple[str, str], after: int, take: Callable[[list[StreamMessage], int], None]
     ) -> _Consumer:
-        consumer = _Consumer(link, prefix, after, take)
+        consumer = _Consumer(link, prefixes, after, take)
         self._consumers.append(consumer)
         self._feed(consumer, greet=True)
         return consumer
@@ -326,7 +332,7 @@ class Server:
             batch: list[StreamMessage] = []
             pending = 0
             for stored in self._after(consumer.after):
-                if stored.fence is None and stored.subject.startswith(consumer.prefix):
+                if stored.subject.startswith(consumer.prefixes):
                     if len(batch) < BATCH:
                         batch.append(stored.message)
                     else:
@@ -370,7 +376,7 @@ class Server:
             if subject.startswith(prefix):
                 link.to_client(lambda heartbeat=heartbeat: take(heartbeat))  # type: ignore[misc]
 
-    def watch_rounds(self, link: Link, subject: str, take: Callable[[], None]) -> None:
+    def watch_rounds(self, link: Link, subject: str, take: Callable[[Notice | None], None]) -> None:
         self._round_watchers.append((link, subject, take))
 
     def ask_round(self, subject: str) -> bool:
@@ -379,9 +385,14 @@ class Server:
             return self.world.rng.random() < 0.5
         for link, watched, take in self._round_watchers:
             if watched == subject and link.is_up:
-                link.to_client(take)
+                link.to_client(partial(take, None))
                 heard = True
         return heard
+
+    def notify(self, subject: str, notice: Notice) -> None:
+        for link, watched, take in self._round_watchers:
+            if watched == subject and link.is_up:
+                link.to_client(partial(take, notice))
 
     def fan(self, link: Link, kind: str, take: Callable[[Any], None]) -> None:
         self._fans.append((link, kind, take))
@@ -464,11 +475,20 @@ class SimStream:
         return None if stored is None else stored.fence
 
     async def set_fence(
-        self, cluster: str, instance: InstanceId, epoch: Epoch, run: str, expected: int, timeout_s: float = 5.0
+        self,
+        cluster: str,
+        instance: InstanceId,
+        epoch: Epoch,
+        run: str,
+        expected: int,
+        timeout_s: float = 5.0,
+        epochs: EpochRuns = (),
     ) -> Fence:
         subject = instance_subject(FENCE_PREFIX, cluster, instance)
         fence: Fence = await self._ask(
-            timeout_s, lambda: self._server.set_fence(subject, epoch, run, expected, self._process.name), ack=True
+            timeout_s,
+            lambda: self._server.set_fence(subject, epoch, run, expected, self._process.name, epochs),
+            ack=True,
         )
         return fence
 
@@ -493,8 +513,8 @@ class SimStream:
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
     ) -> SimReader:
-        prefix = cluster_filter(EVENTS_PREFIX, cluster).removesuffix(">")
-        reader = SimReader(self, self._server, prefix, Mark(after_sequence, fingerprint))
+        events, fences = (subjects.removesuffix(">") for subjects in read_subjects(cluster))
+        reader = SimReader(self, self._server, (events, fences), Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         self._readers.add(reader)
         return reader
@@ -520,14 +540,15 @@ class SimStream:
         heard: bool = await self._ask(timeout_s, lambda: self._server.ask_round(f"{cluster}.{instance}"))
         return heard
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[None]:
+    async def send_notice(self, notice: Notice) -> None:
+        self._tell(lambda: self._server.notify(f"{notice.cluster}.{notice.instance}", notice))
+
+    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         subject = f"{cluster}.{instance}"
         """On this connection alone: whoever publishes must learn anew where to go on before it uses another."""
-        subscribed = self._watch(
-            lambda link, put: self._server.watch_rounds(link, subject, lambda: put(None)), reconnects=False
-        )
-        async for _ in subscribed:
-            yield None
+        subscribed = self._watch(lambda link, put: self._server.watch_rounds(link, subject, put), reconnects=False)
+        async for item in subscribed:
+            yield item
 
     async def send_liveness(self, fact: LivenessFact) -> None:
         self._tell(lambda: self._server.tell("liveness", fact))
@@ -584,9 +605,9 @@ class SimStream:
 class SimReader:
     """An `EventReader` over connections that come and go; a replaced store, or one that lost its end, is read anew."""
 
-    def __init__(self, stream: SimStream, server: Server, prefix: str, after: Mark) -> None:
+    def __init__(self, stream: SimStream, server: Server, prefixes: tuple[str, str], after: Mark) -> None:
         self.begun = 0
-        self._stream, self._server, self._prefix, self._after = stream, server, prefix, after
+        self._stream, self._server, self._prefixes, self._after = stream, server, prefixes, after
         self._created = ""
         self._link: Link | None = None
         self._consumer: _Consumer | None = None
@@ -619,7 +640,7 @@ class SimReader:
 
         self._link = link
         self._consumer = await ask(
-            self._server, link, timeout_s, lambda: self._server.consume(link, self._prefix, after, take)
+            self._server, link, timeout_s, lambda: self._server.consume(link, self._prefixes, after, take)
         )
         link.on_break.append(self._wake.set)
         self.begun += 1

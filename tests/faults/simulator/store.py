@@ -53,17 +53,18 @@ class SimStore:
         self.places[batch.stream] = Mark(batch.stream_sequence, batch.fingerprint)
         for row in batch.instances:
             old = self.instance_rows.get(row.id)
-            if old is None or row.epoch >= old.epoch:
+            if old is None or row.epoch >= old.epoch or row.run not in ("", old.run):
                 self.instance_rows[row.id] = row
         for epoch in batch.epochs:
             known = self.epoch_rows.get((epoch.instance, epoch.epoch))
-            if known is None or epoch.next_offset >= known.next_offset:
+            if known is None or epoch.next_offset >= known.next_offset or epoch.run not in ("", known.run):
                 self.epoch_rows[epoch.instance, epoch.epoch] = epoch
         for namespace in batch.namespaces:
             self.namespace_rows.setdefault(namespace.id, namespace)
         for position in batch.positions:
             before = self.position_rows.get(position.instance)
-            if before is None or (position.epoch, position.next_offset) > (before.epoch, before.next_offset):
+            is_newer = before is None or (position.epoch, position.next_offset) > (before.epoch, before.next_offset)
+            if is_newer or position.run not in ("", before.run):
                 self.position_rows[position.instance] = position
         for run in batch.claims:
             for block in split_hashes(run.hashes):
