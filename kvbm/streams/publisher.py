@@ -464,7 +464,7 @@ class Publisher:
             others.append(fence.epoch)
         if max(others) >= max(self._first_epoch, self._fence_epoch + 1):  # it came between this run's own
             self._floor = Position(Epoch(max(others) + 1), Offset(0))
-        if fence is not None and fence.run not in (self._run, self._runs().get(fence.epoch, fence.run)):
+        if fence is not None and fence.run not in (self._run, self._runs().get(fence.epoch) or fence.run):
             # two processes began that epoch, each for itself while it could not ask: the other's is on the stream
             self._floor = max(self._floor, Position(Epoch(fence.epoch + 1), Offset(0)))
         resume = min(tail) if tail is not None else ORIGIN

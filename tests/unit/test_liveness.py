@@ -386,3 +386,62 @@ def test_while_the_catalog_does_not_hear_itself_nobody_is_withheld_for_silence(
         watch.step(now_s, what)
         newly = {name for name, why in watch.withheld.items() if why is Why.SILENT and name not in before}
         assert not newly or now_s - own_s < 2.0
+
+
+# -- lives --------------------------------------------------------------------------------------------------------------
+
+
+def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() -> None:
+    """The journal and the stream were lost: what begins again with epoch 1 is no zombie of epoch 5, but the other way round."""
+    watch = Watch()
+    watch.step(0.0, Followed(A, Epoch(5), False, "old", 0))
+    watch.follow(0.0, B, C, D)
+    for second in range(10):
+        watch.step(second, OwnPulse())
+        watch.hear(second, A, epoch=5, run="old")
+        watch.hear(second, B, C, D)
+        watch.step(second, Ticked())
+    watch.hear(10.0, A, epoch=1, run="new")  # its fence was not read yet
+    last = watch.liveness.last(A)
+    assert last is not None and last.heartbeat.run == "old"
+    watch.step(10.1, Followed(A, Epoch(0), False, "new", 1))
+    watch.step(10.2, Followed(A, Epoch(1), False, "new", 1))
+    watch.hear(10.3, A, epoch=1, run="new")
+    watch.hear(10.4, A, epoch=5, run="old")  # thaws, and has not seen yet that its place is another's
+    assert watch.withheld == {A: Why.RESTARTED}  # for all that is known it may have begun since
+    watch.hear(11.3, A, epoch=1, run="new")
+    assert not watch.withheld and watch.liveness.state(A) is LifeState.LIVE
+    last = watch.liveness.last(A)
+    assert last is not None and last.heartbeat.run == "new"
+
+
+def test_whoever_is_ignored_for_long_is_named_until_nothing_more_comes() -> None:
+    watch = Watch()
+    watch.step(0.0, Followed(A, Epoch(5), False, "holder", 0))
+    for second in range(8):
+        watch.step(second, OwnPulse())
+        watch.hear(second, A, epoch=5, run="holder")
+        watch.hear(second + 0.5, A, epoch=1 + 4 * (second % 2), run="stranger")  # of an older epoch, and of the same
+        assert set(watch.liveness.ignored(second + 0.5)) == ({A} if second >= 4 else set())
+    assert watch.liveness.ignored(7.6)[A].run == "stranger"
+    assert not watch.liveness.ignored(11.6) and not watch.withheld
+
+
+def test_one_pulse_of_a_zombie_names_nobody() -> None:
+    watch = five()
+    watch.step(10.0, Followed(E, Epoch(2), False, "new", 0))
+    watch.hear(10.1, E, epoch=2, run="new")
+    watch.hear(10.2, E, epoch=1, run="old")
+    watch.run(10.2, 20.0, [A, B, C, D])
+    assert not watch.liveness.ignored(20.0)
+
+
+def test_of_two_runs_of_one_epoch_the_holder_counts_though_the_other_was_heard_first() -> None:
+    watch = Watch()
+    watch.follow(0.0, A)
+    watch.step(0.0, OwnPulse())
+    watch.hear(0.1, A, run="x")
+    watch.step(0.2, Followed(A, ONE, False, "y", 0))
+    watch.hear(0.3, A, run="y")
+    last = watch.liveness.last(A)
+    assert last is not None and last.heartbeat.run == "y" and not watch.liveness.double_ids

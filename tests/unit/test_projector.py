@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.streams.base import START, Heartbeat, Mark, Position, StreamMessage, mark_of
+from kvbm.streams.base import START, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
@@ -716,3 +716,96 @@ def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twi
     two = Reader(twin.projector(one.index))
     two.projector.restore(state, settled=5)
     assert two.projector.troubles()[ONE].reasons() == ["no whole round"]
+
+
+# -- lives ----------------------------------------------------------------------------------------------------------------
+
+
+def life(reader: Reader, epoch: int, run: str, log: tuple[tuple[int, str], ...] = ()) -> Step:
+    """Read a fence."""
+    reader.sequence += 1
+    data = fence_data(Epoch(epoch), run, tuple((Epoch(number), who) for number, who in log))
+    return reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
+
+
+@each_twin
+def test_an_epoch_of_a_smaller_number_counts_when_a_fence_says_whose_it_is(twin: Twin) -> None:
+    reader = Reader(twin.projector())
+    old, new = Instance(epoch=5), Instance(epoch=1)
+    old.create(1, 2)
+    new.create(3)
+    life(reader, 5, "old")
+    reader.read(*old.frames)
+    reader.read(*new.frames)
+    assert reader.projector.counters.stale == 2 and reader.depth(1, 2) == 2  # nothing says that these are another's
+    life(reader, 1, "new")
+    assert reader.depth(1, 2) == 0 and reader.is_doubtful()
+    reader.read(*new.frames)
+    assert reader.projector.position(ONE) == (1, new.ledger.applied)
+    assert reader.in_step(new) and not reader.is_doubtful()
+    assert (reader.depth(1, 2), reader.depth(3)) == (0, 1)
+    assert reader.projector.holder(ONE) == ("new", 1) and reader.projector.counters.lives == 1
+
+
+@each_twin
+def test_an_epoch_of_one_number_that_two_runs_began_is_read_of_the_one_that_has_the_place(twin: Twin) -> None:
+    """The server has lost its end: the first one's fence, and events that were read."""
+    reader = Reader(twin.projector())
+    first, second = Instance(epoch=2), Instance(epoch=2)
+    first.create(1, 2, 3)
+    second.create(4)
+    life(reader, 2, "first")
+    reader.read(*first.frames)
+    life(reader, 3, "second", ((2, "second"), (3, "second")))
+    reader.read(*second.frames)
+    assert reader.in_step(second) and not reader.is_doubtful()
+    assert (reader.depth(1, 2, 3), reader.depth(4)) == (0, 1)
+
+
+@each_twin
+def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
+    """What is not on the stream yet of the epoch before comes first."""
+    reader = Reader(twin.projector())
+    instance, after = Instance(epoch=2), Instance(epoch=3)
+    instance.create(1)
+    life(reader, 2, "before")
+    reader.read(*instance.frames)
+    life(reader, 3, "after", ((2, "before"), (3, "after")))
+    assert reader.depth(1) == 1 and not reader.is_doubtful()
+    instance.create(2)
+    reader.read(instance.frames[-1])
+    assert reader.in_step(instance)
+    reader.read(*after.frames)
+    assert reader.in_step(after) and not reader.projector.counters.lives
+
+
+@each_twin
+def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin) -> None:
+    reader = Reader(twin.projector())
+    first, second = Instance(epoch=2), Instance(epoch=2)
+    first.create(1, 2)
+    second.create(3)
+    life(reader, 2, "first")
+    reader.read(*first.frames)
+    state, batch = reader.projector.state(), reader.projector.take_batch()
+    assert batch is not None and batch.positions[0].run == batch.instances[0].run == batch.epochs[0].run == "first"
+    loaded = Reader(twin.projector(reader.index))
+    loaded.projector.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ProjectorState), settled=0)
+    stored = Reader(twin.projector(stored=3, known=batch.instances))
+    stored.projector.restore_blind(Mark(3), batch.positions)
+    for later in (stored, loaded):
+        later.sequence = 3
+        life(later, 2, "second")
+        later.read(*second.frames)
+        assert later.in_step(second) and not later.is_doubtful()
+        assert (later.depth(1, 2), later.depth(3)) == (0, 1)
+
+
+@each_twin
+def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin) -> None:
+    reader = Reader(twin.projector())
+    instance, frames = five_frames()
+    reader.read(*frames)
+    reader.sequence += 1
+    reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", b"\xc1")])
+    assert reader.in_step(instance) and reader.projector.counters.poison == 1

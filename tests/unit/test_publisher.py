@@ -89,6 +89,12 @@ class Driven:
         connect = the(self.step(happened), Connect)
         return self.step(Connected(connect.attempt, fence, tail, ROOM))
 
+    def find_again(self, fence: Fence | None, tail: Tail | None = None) -> list[Effect]:
+        """Lose the connection, make another one, and answer it."""
+        self.step(Disconnected("gone"))
+        self.now_s += BACKOFF_MOST_S
+        return self.find(fence, tail)
+
     def begin(self, fence: Fence | None = None, tail: Tail | None = None) -> list[Effect]:
         """Connect and set the fence, at sequence 100; what follows."""
         wanted = the(self.find(fence, tail), SetFence)
@@ -115,6 +121,45 @@ SIZE = len(make_frame(0).data)
 
 
 # -- messages -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fence_set_after_its_own_is_anothers_whatever_its_epoch() -> None:
+    """The stream was lost and made anew, an instance that remembers nothing has begun there with epoch 1; then the old self thaws."""
+    driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
+    driven.begin()
+    effects = driven.find_again(Fence(Epoch(1), "new", 1), Tail(position(1, 2), position(1, 2)))
+    assert the(effects, ShutOut) == (1, "new")
+    assert driven.publisher.is_fenced
+    for _ in range(SILENT_HEARTBEATS):
+        effects = driven.wait(effects)
+        assert of_kind(effects, AskPulse)
+        effects = driven.step(Pulse(None))
+    assert the(effects, Supersede).epoch == 1  # the other has been silent: its fence is no bar any more
+    connect = the(driven.step(Begun(Epoch(6))), Connect)
+    fence = Fence(Epoch(1), "new", 1)
+    wanted = the(driven.step(Connected(connect.attempt, fence, Tail(position(1, 2), position(1, 2)), ROOM)), SetFence)
+    assert (wanted.expected, wanted.epoch) == (1, 6)
+    driven.step(FenceSet(wanted.attempt, Fence(Epoch(6), "me", 7)))
+    assert of_kind(driven.find_again(Fence(Epoch(1), "new", 8)), ShutOut)  # a later one of its shows that it lives
+
+
+def test_a_fence_that_it_has_replaced_shows_that_the_server_has_lost_its_end() -> None:
+    driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
+    old = Fence(Epoch(4), "before", 9)
+    driven.begin(old)
+    wanted = the(driven.find_again(old), SetFence)
+    assert wanted.expected == 9
+
+
+def test_a_fence_names_who_began_the_epochs_that_follow_it() -> None:
+    log = log_of(*frames_of(2, epoch=3), *frames_of(2, epoch=5))
+    driven = Driven(log, epoch=5)
+    driven.publisher._runs = lambda: {Epoch(2): "older", Epoch(3): "before"}
+    wanted = the(driven.find(Fence(Epoch(3), "before", 9), Tail(position(3, 1), position(3, 1))), SetFence)
+    assert wanted.log == ((3, "before"), (5, "me"))
+    driven.step(FenceSet(wanted.attempt, Fence(Epoch(5), "me", 100)))
+    driven.step(Begun(Epoch(6)))
+    assert driven.publisher._log()[-2:] == ((5, "me"), (6, "me"))
 
 
 def test_it_begins_where_the_stream_is_known_to_be_whole_and_not_where_it_ends() -> None:
@@ -174,7 +219,7 @@ def test_an_old_epoch_that_another_process_began_as_well_is_not_mixed_into_its_f
     """`began`: who began epoch 1 here; on the stream it is of the run "other"."""
     frames = log_of(*frames_of(3, epoch=1), make_frame(0, epoch=2))
     driven = Driven(frames, epoch=2)
-    driven.publisher._run_of = {1: began}.get  # type: ignore[assignment]
+    driven.publisher._runs = lambda: {Epoch(1): began}
     sent = of_kind(driven.begin(Fence(Epoch(1), "other", 9), Tail(position(1, 2), position(1, 2))), Publish)
     assert sent[0].through == (position(1, 3) if is_sent else position(2, 1))
 
