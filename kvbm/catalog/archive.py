@@ -1,6 +1,7 @@
 """The archive: every frame of the stream as files for `kvbm-replay`, and the samples that were heard.
 
-    00000000000000000001.kvbm     whole frames as they came, named by the first message's sequence; about 64 MiB each
+    00000000000000000001.kvbm     whole frames as they came, and fences between them (`streams/fence_records.py`), named by the first
+                                  message's sequence; about 64 MiB each
     r0002-00000000000000000001.kvbm   the same after the stream's store was replaced: its sequences began anew
     POSITION                      where writing stands; what files hold beyond it was torn off, and is cut and read again
     samples/2026-11-21.samples    accesses, as kvbm.streams.samples describes
@@ -27,7 +28,8 @@ import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
-from kvbm.streams.base import AccessSample, EventStream, StreamMessage, mark_of
+from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
+from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
 log = structlog.get_logger()
@@ -123,12 +125,16 @@ class ArchiveFiles:
             if not self.position.file or self.position.bytes >= self._file_bytes:
                 self._rotate(messages[at].sequence)
             room = self._file_bytes - self.position.bytes
-            end, size = at, 0
-            while end < len(messages) and (end == at or size + len(messages[end].data) <= room):
-                size += len(messages[end].data)
+            end, size, parts = at, 0, list[bytes]()
+            while end < len(messages):
+                part = _kept(messages[end])
+                if parts and size + len(part) > room:
+                    break
+                parts.append(part)
+                size += len(part)
                 end += 1
             try:
-                self._write(b"".join(message.data for message in messages[at:end]))
+                self._write(b"".join(parts))
             except OSError as error:
                 self._drop_half()
                 raise self._failed(error) from error
@@ -272,6 +278,11 @@ class ArchiveFiles:
 
     def _failed(self, error: OSError) -> CatalogError:
         return CatalogError(f"the archive {self._folder} takes nothing more ({error.strerror}); it goes on when it can")
+
+
+def _kept(message: StreamMessage) -> bytes:
+    """What the archive keeps of a message."""
+    return encode_fence(message) if is_fence(message.subject) else message.data
 
 
 def _parse(name: str) -> tuple[int, int]:

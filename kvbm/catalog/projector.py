@@ -12,7 +12,7 @@ A reader's place in an instance's stream is (epoch, next offset). What arrives i
 Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may each begin an epoch
 of one number. So an epoch is told by its number and the run of the process that began it, and which life is the newer one by the
 fences, which lie in the stream among the events: a fence says whose events follow, and which runs began the epochs they are of. Where
-these contradict what was read (`_is_other_life`), what was read is of another life: nothing of it is held any more, and whatever
+these contradict what was read (`is_other_life`), what was read is of another life: nothing of it is held any more, and whatever
 epoch comes next is entered.
 
 A hole is a *gap* once the instance's heartbeat has said that what is missing was published, and the reader has been at the
@@ -53,7 +53,9 @@ from kvbm.streams.base import (
     StreamMessage,
     fence_of,
     is_fence,
+    is_other_life,
     mark_of,
+    run_of,
     subject_names,
 )
 
@@ -542,21 +544,12 @@ class Projector:
         except StreamError as error:
             self._poison(message, str(error))
             return
-        if self._is_other_life(followed, fence):
+        if is_other_life(followed.position.epoch, followed.run, fence):
             self._begin_life(followed, fence, step)
         followed.holder = fence
         if followed.position.epoch and not followed.run:
-            followed.run = _run_of(fence, followed.position.epoch)
+            followed.run = run_of(fence, followed.position.epoch)
         step.advanced[followed.row.id] = followed.position
-
-    @staticmethod
-    def _is_other_life(followed: _Followed, fence: Fence) -> bool:
-        """Whether what was read is not of the log whose events a fence lets follow."""
-        epoch, run = followed.position.epoch, followed.run
-        if not epoch or fence.run == run:
-            return False
-        began = _run_of(fence, epoch)
-        return epoch > fence.epoch or bool(run and began and run != began)
 
     def _begin_life(self, followed: _Followed, fence: Fence, step: Step) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
@@ -675,7 +668,7 @@ class Projector:
         self.counters.gaps += 1
         if said.epoch > expected.epoch:  # not even the start of its epoch came
             self._pass_holes(followed, step)
-            followed.run = _run_of(followed.holder, said.epoch)
+            followed.run = run_of(followed.holder, said.epoch)
             self._begin_blind(followed, said.epoch, 0)
             followed.position = Position(said.epoch, Offset(0))
         resumed = min(followed.aside, default=None)
@@ -728,7 +721,7 @@ class Projector:
             self._end_epoch(followed, frame.wall_time_ns)
         followed.is_lost = followed.is_blind = False
         followed.position = Position(frame.epoch, frame.first_offset)
-        followed.run = _run_of(followed.holder, frame.epoch)
+        followed.run = run_of(followed.holder, frame.epoch)
         followed.row = msgspec.structs.replace(
             row, epoch=frame.epoch, run=followed.run, first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
             state=InstanceState.LIVE,
@@ -835,10 +828,3 @@ def _position_of(followed: _Followed) -> InstancePosition:
     return InstancePosition(
         instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset, run=followed.run
     )
-
-
-def _run_of(fence: Fence | None, epoch: Epoch) -> str:
-    """The run that began an epoch, as a fence knows; "" when it does not."""
-    if fence is None:
-        return ""
-    return fence.run if fence.epoch == epoch else dict(fence.log).get(epoch, "")

@@ -109,6 +109,14 @@ class Comparison:
             self._met.add(frame.instance)
             self._compare(wanted, fold)
 
+    def life_began(self, instance: InstanceId) -> None:
+        """What was passed of an instance is of another life, which the catalog has forgotten."""
+        self._folds.pop(instance, None)
+        if instance in self._met:
+            self._met.discard(instance)
+            self.report.differences = [one for one in self.report.differences if one.instance != instance]
+            self.report.compared -= 1
+
     def finish(self) -> Against:
         """Compare what is left, at the ends. Raises CatalogError."""
         for name, fold in sorted(self._folds.items()):

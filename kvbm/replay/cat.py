@@ -13,6 +13,7 @@ from kvbm.replay.order import Damaged
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, only
 from kvbm.replay.words import event_fields, event_text, time_text
+from kvbm.streams.fence_records import FenceRecord
 
 
 def cat(
@@ -37,6 +38,8 @@ def cat(
         if not left:
             break
         frame = one.found
+        if isinstance(frame, FenceRecord):
+            continue  # whose events follow is no event
         if isinstance(frame, Damage):
             damaged = Damaged(one, frame)
             if frame.kind == TORN:

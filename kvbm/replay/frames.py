@@ -18,7 +18,18 @@ from typing import NamedTuple, Self
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.ids import Epoch, Offset
 from kvbm.replay.findings import Finding, damage_finding, damage_words
-from kvbm.replay.order import Conflict, Damaged, Missing, Next, StreamKey, WentBack, fingerprint, in_order
+from kvbm.replay.order import (
+    Conflict,
+    Damaged,
+    LifeBegins,
+    Missing,
+    Next,
+    StreamKey,
+    WentBack,
+    fingerprint,
+    in_order,
+    life_words,
+)
 from kvbm.replay.scan import TORN
 from kvbm.replay.source import Located, Place, SourceError
 from kvbm.streams.base import Position
@@ -143,6 +154,9 @@ class FrameLibrary:
                 if key not in self.instances:
                     self.instances[key] = InstanceFrames(self)
                 self.instances[key].add(step.located, step.frame)
+            elif isinstance(step, LifeBegins):
+                self.instances.pop(key, None)
+                self.notes.append(life_words(key, step))
             conflicts += isinstance(step, Conflict)
             stale += isinstance(step, WentBack)
             lost += step.next - step.first if isinstance(step, Missing) else 0

@@ -9,7 +9,8 @@ from kvbm.core.errors import StreamError
 from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import Located, Place, SourceError
-from kvbm.streams.base import StreamMessage
+from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, UnreadableError, fence_of, is_fence, subject_names
+from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.nats import NatsReader, NatsStream, shown
 
 
@@ -69,6 +70,15 @@ class StreamSource:
 
     def _frames(self, message: StreamMessage, kernels: Kernels, order: int) -> Iterator[Located]:
         data, group = message.data, message.subject.rpartition(".")[0]
+        if is_fence(message.subject):
+            cluster, instance = subject_names(message.subject)
+            try:
+                fence = fence_of(data, message.sequence, f"message {message.sequence}")
+            except UnreadableError:
+                return  # it counts for nothing, here as in the catalog
+            record = FenceRecord(cluster=cluster, instance=instance, fence=fence)
+            yield Located(record, Place(self.name, message.sequence, 0), b"", f"{EVENTS_PREFIX}.{cluster}", order)
+            return
         for piece in scan(lambda at, size: data[at : at + size], len(data), kernels):
             found = piece.found
             if isinstance(found, Damage) and found.kind == TORN:

@@ -17,6 +17,8 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
 from kvbm.replay.source import Located
+from kvbm.streams.base import Fence, is_other_life
+from kvbm.streams.fence_records import FenceRecord
 
 _CHECKSUM = struct.Struct("<I")  # the last bytes of a frame
 _MASK = (1 << 64) - 1
@@ -89,6 +91,18 @@ class WentBack(NamedTuple):
     epoch: Epoch
 
 
+class LifeBegins(NamedTuple):
+    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/projector.py`.
+
+    Attributes:
+        ended: the last epoch of the other life.
+    """
+
+    located: Located
+    fence: Fence
+    ended: Epoch
+
+
 class Damaged(NamedTuple):
     """Bytes that are no good frame."""
 
@@ -96,7 +110,15 @@ class Damaged(NamedTuple):
     damage: Damage
 
 
-Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack
+def life_words(key: StreamKey, step: LifeBegins) -> str:
+    """A life's beginning, for people."""
+    return (
+        f"instance {key.instance} begins another life at {step.located.place}, as run {step.fence.run} in epoch {step.fence.epoch}: "
+        f"its journal, or the stream's end, was lost after epoch {step.ended}; what it held before counts no more"
+    )
+
+
+Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack | LifeBegins
 
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | Damaged]:
@@ -111,6 +133,16 @@ def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[Stre
         stream = streams.get(key)
         if stream is None:
             stream = streams[key] = _Order(is_trimmed)
+        if isinstance(found, FenceRecord):
+            if stream.is_other_life(found.fence):
+                for step in stream.finish():
+                    yield key, step
+                yield key, LifeBegins(located, found.fence, stream.epoch)
+                streams[key] = stream = _Order(
+                    is_trimmed=True
+                )  # it may go on where an earlier one of its log had ended
+            stream.pass_fence(found.fence)
+            continue
         following = stream.follow(located, found)
         if following is not None:
             yield key, following
@@ -165,6 +197,21 @@ class _Order:
         self._heap: list[tuple[Epoch, Offset]] = []  # its keys
         self._aside_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
+        self._runs: dict[Epoch, str] = {}  # which process began an epoch, as fences said
+
+    @property
+    def epoch(self) -> Epoch:
+        """The one that was reached; 0 before the first."""
+        return self._epoch
+
+    def is_other_life(self, fence: Fence) -> bool:
+        """Whether what was seen is not of the log whose events a fence lets follow."""
+        return is_other_life(self._epoch, self._runs.get(self._epoch, ""), fence)
+
+    def pass_fence(self, fence: Fence) -> None:
+        """From here on events are those of this fence."""
+        for epoch, run in (*fence.log, (fence.epoch, fence.run)):
+            self._runs.setdefault(epoch, run)
 
     def follow(self, located: Located, frame: ScannedFrame) -> Next | None:
         """The step of a frame that simply comes next, as nearly all do; None for `take` to judge."""

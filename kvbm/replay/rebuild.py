@@ -25,6 +25,7 @@ from kvbm.catalog.index import ClusterIndex, NewIndex, is_doubtful
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.store import Store, StoreBatch
 from kvbm.catalog.storing import numbering
+from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
 from kvbm.core.kernels import Kernels
 from kvbm.replay.ahead import read_ahead
@@ -35,7 +36,16 @@ from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.replay.words import counted
-from kvbm.streams.base import EventStream, Mark, StreamMessage, StreamState, events_subject
+from kvbm.streams.base import (
+    EventStream,
+    Mark,
+    StreamMessage,
+    StreamState,
+    events_subject,
+    fence_data,
+    fence_subject,
+)
+from kvbm.streams.fence_records import FenceRecord
 
 REBUILT = "rebuilt"
 _MESSAGE_BYTES = 256 << 10
@@ -179,6 +189,12 @@ class _Rebuild:
                     if isinstance(found, Damage):
                         self._note_damage(Damaged(located, found))
                         continue
+                    if isinstance(found, FenceRecord):
+                        if waiting:
+                            await self._step(store, waiting)
+                            waiting, size = [], 0
+                        self._step_fence(found)
+                        continue
                     if waiting and (size >= _MESSAGE_BYTES or not _is_together(waiting[-1], located)):
                         await self._step(store, waiting)
                         waiting, size = [], 0
@@ -201,6 +217,12 @@ class _Rebuild:
         report.residencies, report.claims = index.residency_count(), sum(index.claim_counts().values())
         report.anomalies = index.anomalies()
         report.doubtful = [name for name in self._projector.instances() if is_doubtful(index, name)]
+
+    def _step_fence(self, record: FenceRecord) -> None:
+        self._sequence += 1
+        data = fence_data(record.fence.epoch, record.fence.run, record.fence.log)
+        subject = fence_subject(record.cluster, record.instance)
+        self._projector.step(0.0, [StreamMessage(self._sequence, subject, data)])
 
     async def _step(self, store: Store, frames: list[Located]) -> None:
         """Project frames of one instance as one message."""
@@ -273,7 +295,7 @@ class _Rebuild:
 def _is_together(a: Located, b: Located) -> bool:
     """Whether two frames may be in one message."""
     one, other = a.found, b.found
-    assert not isinstance(one, Damage) and not isinstance(other, Damage)
+    assert isinstance(one, ScannedFrame) and isinstance(other, ScannedFrame)
     return (one.instance, one.epoch, a.group) == (other.instance, other.epoch, b.group)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
 from kvbm.core.kernels import Kernels
+from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
 
 CORRUPT, NEWER, TORN = "corrupt-frame", "newer-frame", "torn-tail"
 
@@ -34,10 +35,10 @@ class Damage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A frame with its bytes, or damage; and where it begins. `at` counts; the frame's own says where it lay in some buffer."""
+    """A frame or a fence with its bytes, or damage; and where it begins. `at` counts; a frame's own says where it lay in some buffer."""
 
     at: int
-    found: ScannedFrame | Damage
+    found: ScannedFrame | Damage | FenceRecord
     data: bytes
 
 
@@ -54,6 +55,15 @@ def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
             yield Piece(base + frame.at, frame, batch[frame.at : frame.end])
         if frames:
             at = base + frames[-1].end
+            continue
+        size = record_bytes(read(at, min(HEAD_BYTES, end - at)))
+        if size > end - at:
+            yield Piece(at, Damage(TORN, "the bytes end before the fence does", end - at, None), b"")
+            return
+        fence = decode_fence(read(at, size)) if size else None
+        if fence is not None:
+            yield Piece(at, fence, read(at, size))
+            at += size
             continue
         try:
             found, data = _scan_at(read, at, end, kernels)  # it may only be longer than a batch
@@ -126,7 +136,7 @@ def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: Frame
     stop = end
     if header is not None:
         told = at + header.frame_bytes
-        if told < end and read(told, len(MAGIC)) == MAGIC:
+        if told < end and read(told, len(MAGIC)) in (MAGIC, FENCE_MAGIC):
             stop = told
     position = at + 1
     while (position := _find_magic(read, position, stop)) < stop:

@@ -25,7 +25,8 @@ from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.replay.words import counted
-from kvbm.streams.base import ORIGIN, EventStream, Fence, Heartbeat, Position
+from kvbm.streams.base import ORIGIN, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
+from kvbm.streams.fence_records import FenceRecord
 
 Connect = Callable[[], Awaitable[EventStream]]
 
@@ -75,11 +76,13 @@ class _Due(NamedTuple):
     """One message to be.
 
     Attributes:
+        run: that began the epoch, as was recorded; "" when it was not.
         wall_time_ns: of its first frame.
     """
 
     instance: InstanceId
     epoch: Epoch
+    run: str
     wall_time_ns: int
     end: Position
     data: list[bytes]
@@ -118,7 +121,7 @@ def _begins(source: Source, kernels: Kernels, instance: str | None) -> tuple[dic
         for located in only(source.read(kernels), instance):
             frame = located.found
             watch.total, watch.done = source.total, source.done
-            if not isinstance(frame, Damage):
+            if isinstance(frame, ScannedFrame):
                 count += 1
                 begin = Position(frame.epoch, frame.first_offset)
                 begins[frame.instance] = min(begin, begins.get(frame.instance, begin))
@@ -181,6 +184,8 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
     due: _Due | None = None
     size = 0
     newest: dict[InstanceId, Epoch] = {}
+    runs: dict[InstanceId, str] = {}  # that began the newest epoch
+    holders: dict[InstanceId, Fence] = {}
     first_ns = last_ns = 0
     async for batch in read_ahead(located):
         for one in batch:
@@ -192,10 +197,16 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
                 else:
                     report.findings.append(damage_finding(damaged))
                 continue
+            if isinstance(frame, FenceRecord):
+                if is_other_life(newest.get(frame.instance, Epoch(0)), runs.get(frame.instance, ""), frame.fence):
+                    newest.pop(frame.instance)
+                holders[frame.instance] = frame.fence
+                continue
             if frame.epoch < newest.get(frame.instance, 0):
                 report.stale += 1
                 continue
-            newest[frame.instance] = frame.epoch
+            run = run_of(holders.get(frame.instance), frame.epoch)
+            newest[frame.instance], runs[frame.instance] = frame.epoch, run
             first_ns, last_ns = first_ns or frame.wall_time_ns, max(last_ns, frame.wall_time_ns)
             report.recorded_s = (last_ns - first_ns) / 1e9
             _count(report, frame)
@@ -205,13 +216,14 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
             )
             if (
                 due is None
-                or (due.instance, due.epoch) != (frame.instance, frame.epoch)
+                or (due.instance, due.epoch, due.run) != (frame.instance, frame.epoch, run)
                 or size > MESSAGE_BYTES
                 or not is_together
             ):
                 if due is not None:
                     yield due
-                due, size = _Due(frame.instance, frame.epoch, frame.wall_time_ns, _end(frame), []), len(one.data)
+                due = _Due(frame.instance, frame.epoch, run, frame.wall_time_ns, _end(frame), [])
+                size = len(one.data)
             due.data.append(one.data)
             due = due._replace(end=max(due.end, _end(frame)))
     if due is not None:
@@ -244,7 +256,7 @@ class _Feeder:
         """Send a message when it is due. Raises StreamError, FencedError: an earlier one was not taken."""
         await self._wait_until(due.wall_time_ns)
         fence = self._fences.get(due.instance)
-        if fence is None or fence.epoch != due.epoch:
+        if fence is None or (fence.epoch, fence.run) != (due.epoch, self._run_of(due)):
             await self.drain()
             fence = await self._move_fence(due)
         data = b"".join(due.data)
@@ -284,14 +296,21 @@ class _Feeder:
                 epoch=end.epoch,
                 published=end.offset,
                 wall_time_ns=time.time_ns(),
-                run=self._run,
+                run=self._fences[name].run,
             )
             await self._stream.send_pulse(heartbeat)
+
+    def _run_of(self, due: _Due) -> str:
+        """As it was recorded, so that lives stay apart; made unlike the first, which may still run."""
+        return f"{self._run}-{due.run}" if due.run else self._run
 
     async def _move_fence(self, due: _Due) -> Fence:
         known = self._fences.get(due.instance) or await self._stream.fence(self._cluster, due.instance, TIMEOUT_S)
         expected = 0 if known is None else known.sequence
-        fence = await self._stream.set_fence(self._cluster, due.instance, due.epoch, self._run, expected, TIMEOUT_S)
+        run = self._run_of(due)
+        fence = await self._stream.set_fence(self._cluster, due.instance, due.epoch, run, expected, TIMEOUT_S)
+        if due.end < self._ends.get(due.instance, ORIGIN):
+            self._ends.pop(due.instance)  # another life
         self._fences[due.instance] = fence
         return fence
 

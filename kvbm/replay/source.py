@@ -12,6 +12,7 @@ from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
 from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
+from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.journal import SEGMENT_SUFFIX, segment_files
 
 TRUNCATED = "truncated-capture"
@@ -43,15 +44,15 @@ class Place(NamedTuple):
 
 
 class Located(NamedTuple):
-    """A frame, or damage, and where it lies.
+    """A frame, a fence, or damage, and where it lies.
 
     Attributes:
-        data: the frame's bytes; empty for damage.
+        data: the frame's bytes; empty for damage and fences.
         group: what tells two instances of one name apart: the journal's folder, or the stream's subject without the instance.
         order: the place among all that was read, from 0.
     """
 
-    found: ScannedFrame | Damage
+    found: ScannedFrame | Damage | FenceRecord
     place: Place
     data: bytes
     group: str
@@ -73,7 +74,7 @@ class Source(Protocol):
     done: int
 
     def read(self, kernels: Kernels) -> Iterator[Located]:
-        """All frames and all damage, once. Raises SourceError, JournalError, StreamError."""
+        """All frames, fences and damage, once. Raises SourceError, JournalError, StreamError."""
 
 
 class _File(NamedTuple):
@@ -120,7 +121,7 @@ class FileSource:
                 self.total = max(self.total, before + size)
                 for piece in scan(_Window(handle).read, size, kernels):
                     self.done = before + piece.at
-                    frames += bool(piece.data)
+                    frames += bool(piece.data)  # or fences
                     yield self._located(file, piece, order)
                     order += 1
             finally:
@@ -138,7 +139,8 @@ class FileSource:
         found = piece.found
         if isinstance(found, Damage) and found.kind == TORN and not file.may_tear:
             found = found._replace(kind=CORRUPT if self.is_trimmed else TRUNCATED)
-        return Located(found, Place(str(file.path), None, piece.at), piece.data, file.group, order)
+        data = b"" if isinstance(found, FenceRecord) else piece.data
+        return Located(found, Place(str(file.path), None, piece.at), data, file.group, order)
 
     def _has_magic(self) -> bool:
         return any(MAGIC in file.path.read_bytes() for file in self._files if file.path.exists())

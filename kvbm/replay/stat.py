@@ -12,7 +12,7 @@ from kvbm.core.kernels import REFERENCE, Kernels, NewFold
 from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
-from kvbm.replay.order import Begins, Missing, Next, Repeat, StreamKey, in_order
+from kvbm.replay.order import Begins, LifeBegins, Missing, Next, Repeat, StreamKey, in_order, life_words
 from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import counted, time_text
 
@@ -156,5 +156,8 @@ def stats_of(
                 counter.fold.miss(step.epoch, step.offset)
             case Repeat():
                 counter.stat.repeats += 1
+            case LifeBegins():
+                counter.fold = StreamFold(fold, kernels.decode_frame)
+                stats.notes.append(life_words(key, step))
     stats.instances = [counters[key].finish() for key in sorted(counters, key=lambda key: (key.instance, key.group))]
     return stats

@@ -12,8 +12,7 @@ from kvbm.core.kernels import REFERENCE, Fold, Kernels, NewFold
 from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
-from kvbm.replay.order import Begins, Missing, Next, StreamKey, in_order
-from kvbm.replay.scan import Damage
+from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_words
 from kvbm.replay.source import Located, Source, only
 from kvbm.replay.words import END, At, counted, time_text
 
@@ -109,11 +108,15 @@ class _Cut:
             for _ in self.fold.evolve(frame, data, None if self.is_whole_frame else stop):
                 pass  # verify judges, state shows
 
+    def next_life(self, fresh: _Cut) -> _Cut:
+        """What counts from the beginning of another life on; a time that has passed lies in this one."""
+        return self if self._is_over else fresh
+
     def miss(self, step: Missing | Begins) -> None:
         """Events were missed, unless they lie beyond the place."""
         at, after = self._at, step.after if isinstance(step, Missing) else step.located
         frame = after.found
-        is_late = at.time_us is not None and not isinstance(frame, Damage) and frame.wall_time_ns // 1000 > at.time_us
+        is_late = at.time_us is not None and isinstance(frame, ScannedFrame) and frame.wall_time_ns // 1000 > at.time_us
         if self._is_over or is_late or (at.epoch is not None and step.epoch > at.epoch):
             return
         first, following = (step.first, step.next) if isinstance(step, Missing) else (step.offset, step.offset)
@@ -158,6 +161,9 @@ def states_at(
             cut.take(step.frame, step.located.data)
         elif isinstance(step, Missing | Begins):
             cut.miss(step)
+        elif isinstance(step, LifeBegins):
+            cuts[key] = cut.next_life(_Cut(at, fold, kernels))
+            states.notes.append(life_words(key, step))
     for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
         states.instances.append(_state(key, cut, with_blocks))
         states.notes += _notes(key, cut, at)

@@ -28,6 +28,7 @@ from kvbm.replay.order import (
     Conflict,
     Damaged,
     Late,
+    LifeBegins,
     Missing,
     Next,
     Repeat,
@@ -35,6 +36,7 @@ from kvbm.replay.order import (
     StreamKey,
     WentBack,
     in_order,
+    life_words,
 )
 from kvbm.replay.scan import TORN
 from kvbm.replay.source import Located, Source, only
@@ -48,6 +50,7 @@ class Verified(msgspec.Struct, kw_only=True):
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
         stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
+        lives: times an instance began another life, its journal or the stream's end having been lost.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
         catalog: whether a catalog says the same, when one was asked.
@@ -62,6 +65,7 @@ class Verified(msgspec.Struct, kw_only=True):
     repeats: int = 0
     late: int = 0
     stale: int = 0
+    lives: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
     catalog: Against | None = None
@@ -78,6 +82,8 @@ class Verified(msgspec.Struct, kw_only=True):
             counts += f", {self.late:,} late"
         if self.stale:
             counts += f", {self.stale:,} stale"
+        if self.lives:
+            counts += f", {'1 new life' if self.lives == 1 else f'{self.lives:,} new lives'}"
         found = counted(len(self.findings), "finding")
         return f"FAILED: {found} in {counts}" if self.findings else f"verified: {counts}, {found}"
 
@@ -147,6 +153,12 @@ class _Verifier:
                 self._find(CONFLICT, why, step.located, step.frame)
             case WentBack():
                 self._note_stale(key, step)
+            case LifeBegins():
+                self._folds[key] = StreamFold(self._new_fold, self._decode_frame)
+                self.report.lives += 1
+                self.report.notes.append(life_words(key, step))
+                if self._against is not None:
+                    self._against.life_began(key.instance)
 
     def finish(self) -> Verified:
         """The report, once everything was taken."""

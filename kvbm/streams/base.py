@@ -504,6 +504,25 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
     return Fence(body.epoch, body.run, sequence, body.log)
 
 
+def run_of(fence: Fence | None, epoch: Epoch) -> str:
+    """The run that began an epoch, as a fence knows; "" when it does not."""
+    if fence is None:
+        return ""
+    return fence.run if fence.epoch == epoch else dict(fence.log).get(epoch, "")
+
+
+def is_other_life(epoch: Epoch, run: str, fence: Fence) -> bool:
+    """Whether the epoch that was read last is not of the log whose events a fence lets follow.
+
+    Args:
+        epoch: 0 before the first. run: that began it; "" when nobody has told.
+    """
+    if not epoch or fence.run == run:
+        return False
+    began = run_of(fence, epoch)
+    return epoch > fence.epoch or bool(run and began and run != began)
+
+
 def end_of_message(data: bytes, instance: InstanceId, what: str) -> Position:
     """The position after a message's last frame. Raises UnreadableError: it is not made of whole frames, or not of this instance's.
 

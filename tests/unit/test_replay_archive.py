@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
@@ -23,8 +24,10 @@ from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
 from kvbm.core.residency import Residencies
 from kvbm.replay.cli import main
 from kvbm.replay.source import open_source
+from kvbm.replay.state import states_at
 from kvbm.replay.verify import Verified, verify
-from kvbm.streams.base import StreamMessage, events_subject
+from kvbm.streams.base import StreamMessage, events_subject, fence_data, fence_subject, is_fence
+from kvbm.streams.fence_records import record_bytes
 from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain, make_capture
 
 
@@ -168,3 +171,73 @@ def test_an_epoch_whose_beginning_was_let_go_is_trusted_from_the_end_of_its_firs
         (folder / f"{1:020d}.kvbm").write_bytes(b"".join(encode_frame(frame) for frame in wrong))
         findings = [(finding.kind, finding.offset) for finding in verified(folder).findings]
         assert findings == ([("digest-mismatch", before + 1)] if first == 4 else [])
+
+
+# -- lives ----------------------------------------------------------------------------------------------------------------
+
+
+def with_fences(capture: Capture, *lives: tuple[str, list[Frame]]) -> list[StreamMessage]:
+    """Messages as the stream of one instance has them: each life's fence, then its frames."""
+    messages: list[StreamMessage] = []
+    instance = capture.frames()[0].instance
+    for run, frames in lives:
+        fence = fence_data(frames[-1].epoch, run, tuple((epoch, run) for epoch in sorted({f.epoch for f in frames})))
+        messages.append(StreamMessage(len(messages) + 1, fence_subject("c", instance), fence))
+        messages += [
+            StreamMessage(len(messages) + 1 + at, events_subject("c", instance), encode_frame(frame))
+            for at, frame in enumerate(frames)
+        ]
+    return messages
+
+
+def archived(folder: Path, messages: list[StreamMessage]) -> Path:
+    files = ArchiveFiles.open(folder, file_bytes=1 << 14)
+    files.follow("now", 1, len(messages))
+    files.append(messages)
+    files.close()
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_life_that_begins_again_with_a_small_epoch_is_told_by_its_fence_and_is_the_one_that_counts(
+    tmp_path: Path, seed: int
+) -> None:
+    capture, other = make_capture(seed, 300), make_capture(seed + 100, 200)
+    name = capture.frames()[0].instance
+    second = [msgspec.structs.replace(frame, instance=name) for frame in other.frames()]
+    report = verified(archived(tmp_path / "two", with_fences(capture, ("old", capture.frames()), ("new", second))))
+    assert not report.findings and report.lives == 1 and report.stale == 0
+    assert report.frames == len(capture.frames()) + len(second)
+    assert any("another life" in note for note in report.notes)
+    (state,) = states_at(open_source(str(tmp_path / "two"))).instances
+    (alone,) = states_at(open_source(str(archived(tmp_path / "one", with_fences(capture, ("new", second)))))).instances
+    assert (state.epoch, state.offset, state.digest) == (alone.epoch, alone.offset, alone.digest)
+    without = [
+        message
+        for message in with_fences(capture, ("old", capture.frames()), ("new", second))
+        if not is_fence(message.subject)
+    ]
+    assert verified(archived(tmp_path / "none", without)).lives == 0  # nothing says so then
+
+
+def test_fences_of_one_life_change_nothing(tmp_path: Path) -> None:
+    capture = make_capture(7, 200)
+    half = len(capture.frames()) // 2
+    messages = with_fences(capture, ("run", capture.frames()[:half]), ("run", capture.frames()[half:]))
+    report = verified(archived(tmp_path, messages))
+    assert not report.findings and not report.lives and report.frames == len(capture.frames())
+
+
+@pytest.mark.parametrize("at", [0, 5, 12, -1])
+def test_a_flipped_byte_in_a_fence_of_an_archive_is_named_and_hides_no_frame(tmp_path: Path, at: int) -> None:
+    capture = make_capture(7, 200)
+    folder = archived(tmp_path, with_fences(capture, ("run", capture.frames())))
+    first = sorted(folder.glob("*.kvbm"))[0]
+    data = bytearray(first.read_bytes())
+    size = record_bytes(bytes(data[:8]))
+    assert size
+    data[at if at >= 0 else size - 1] ^= 1
+    first.write_bytes(data)
+    report = verified(folder)
+    assert [finding.kind for finding in report.findings] == ["corrupt-frame"]
+    assert report.frames == len(capture.frames())
