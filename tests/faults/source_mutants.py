@@ -1,0 +1,334 @@
+"""Deliberate defects in the text of production code: each is one line that a tired hand could have written.
+
+They were chosen by reading the code, before looking at what its tests check, so they measure the tests and the simulator; those in
+`mutants.py` were made with the simulator, and each has a mix of faults of its own. `tools/mutants.py` plants them one at a time, and
+says what notices. README.md has the last verdicts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 100  # of the simulator's generic mix, at most, before a defect counts as one that it does not see
+
+
+class SourceMutant(NamedTuple):
+    """One defect.
+
+    Attributes:
+        rule: what no longer holds.
+        file: where, from the top of the repository.
+        old, new: the text that is there exactly once, and what takes its place.
+        test: a test that fails then: a pytest node id, or a source of `native/tests`. "" where only the simulator notices.
+        seeds: whether the simulator's generic mix notices it within SEEDS.
+        survives: why nothing notices; "" otherwise.
+    """
+
+    rule: str
+    file: str
+    old: str
+    new: str
+    test: str = ""
+    seeds: bool = False
+    survives: str = ""
+
+    @property
+    def is_native(self) -> bool:
+        return self.file.startswith("native/")
+
+    def patched(self, text: str) -> str:
+        """The file's text with the defect. Raises ValueError: the text has changed since the defect was written."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has this {text.count(self.old)} times, not once: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+_PUBLISHER, _JOURNAL = "kvbm/streams/publisher.py", "kvbm/streams/journal.py"
+_PROJECTOR, _LIVENESS = "kvbm/catalog/projector.py", "kvbm/catalog/liveness.py"
+_STORING, _STORE = "kvbm/catalog/storing.py", "kvbm/catalog/store.py"
+_COPIES, _INDEX = "kvbm/manager/copies.py", "native/src/cluster_index.cpp"
+_JANITOR, _HOLDINGS, _LANE = "kvbm/janitor/janitor.py", "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
+
+SOURCE_MUTANTS: dict[str, SourceMutant] = {
+    # -- publisher ------------------------------------------------------------------------------------------------------
+    "window_never_drains": SourceMutant(
+        "an acknowledged message leaves its room in the window",
+        _PUBLISHER,
+        "            self._window_used -= sent.size\n",
+        "",
+    ),
+    "one_ack_one_message": SourceMutant(
+        "acks out of order confirm all that is whole",
+        _PUBLISHER,
+        "        while self._window and self._window[0].attempt not in self._in_flight:",
+        "        if self._window and self._window[0].attempt not in self._in_flight:",
+    ),
+    "resumes_at_the_later": SourceMutant(
+        "what the server has lost since is sent again",
+        _PUBLISHER,
+        "            resume = min(resume, self.published)",
+        "            resume = max(resume, self.published)",
+    ),
+    "epoch_without_fence": SourceMutant(
+        "a fence is set before an epoch's first event",
+        _PUBLISHER,
+        "        if frames[0].epoch > self._fence_epoch:",
+        "        if frames[0].epoch > self._fence_epoch + 1:",
+    ),
+    "idle_after_refusal": SourceMutant(
+        "after a refusal the log is looked into again",
+        _PUBLISHER,
+        "            self._wake_s = self._now_s + self._backoff_s()\n            self._due_s = self._wake_s\n",
+        "            self._wake_s = self._now_s + self._backoff_s()\n",
+    ),
+    # -- journal --------------------------------------------------------------------------------------------------------
+    "last_frame_is_a_repeat": SourceMutant(
+        "a segment keeps the frame that ends where the next segment begins",
+        _JOURNAL,
+        "has_repeats = until is not None and frame.next_offset > until",
+        "has_repeats = until is not None and frame.next_offset >= until",
+    ),
+    "segments_go_unpublished": SourceMutant(
+        "a segment goes when it is published and before a whole round, not one of the two",
+        _JOURNAL,
+        "        needless = min(published, whole_round)",
+        "        needless = max(published, whole_round)",
+    ),
+    "torn_bytes_stay": SourceMutant(
+        "what a failed append has left is cut before the next one",
+        _JOURNAL,
+        "            self._device.truncate(self._writer, segment.size)\n            self._torn = False\n",
+        "            self._torn = False\n",
+    ),
+    "synced_before_the_sync": SourceMutant(
+        "bytes count as synced once the sync has succeeded",
+        _JOURNAL,
+        "            self._sync_file(writer)\n            segment.synced = size\n",
+        "            segment.synced = size\n            self._sync_file(writer)\n",
+    ),
+    "folder_not_synced": SourceMutant(
+        "a new name is on the device before anything relies on it",
+        _JOURNAL,
+        "        self._device.replace(temporary, path)\n        self._device.sync_folder(self.folder)\n",
+        "        self._device.replace(temporary, path)\n",
+    ),
+    "journal_short_write": SourceMutant(
+        "a write that took a part is gone on with",
+        _JOURNAL,
+        "            if pieces:\n                pieces[0] = pieces[0][taken:]\n",
+        "            pieces.clear()\n",
+    ),
+    # -- projector ------------------------------------------------------------------------------------------------------
+    "overlap_applied_twice": SourceMutant(
+        "of a frame that was read in part only the rest is applied",
+        _PROJECTOR,
+        "applied = self.index.apply(arrived.data, frame.at, followed.position.offset - frame.first_offset)",
+        "applied = self.index.apply(arrived.data, frame.at, 0)",
+    ),
+    "gap_found_again_and_again": SourceMutant(
+        "a gap is found once",
+        _PROJECTOR,
+        "        if followed.is_lost or now_s - since_s < wait_s:",
+        "        if now_s - since_s < wait_s:",
+    ),
+    "stored_beyond_what_is_aside": SourceMutant(
+        "SQL's place is before whatever is still kept aside",
+        _PROJECTOR,
+        "        end = min([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
+        "        end = max([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
+    ),
+    "aside_outlives_its_epoch": SourceMutant(
+        "what lies aside is applied before a later epoch begins",
+        _PROJECTOR,
+        "            self._pass_holes(followed, step)\n            self._begin_blind(followed, said.epoch, 0)\n",
+        "            self._begin_blind(followed, said.epoch, 0)\n",
+    ),
+    "aside_without_bound": SourceMutant(
+        "what is kept behind a hole has a bound",
+        _PROJECTOR,
+        "        if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:",
+        "        if first not in followed.aside:",
+    ),
+    # -- liveness -------------------------------------------------------------------------------------------------------
+    "deaf_for_too_long": SourceMutant(
+        "a catalog that is cut off knows it before anybody counts as silent",
+        _LIVENESS,
+        "return self._own_s is not None and now_s - self._own_s < self._liveness_s / 2",
+        "return self._own_s is not None and now_s - self._own_s < self._liveness_s",
+    ),
+    "first_run_believed_for_ever": SourceMutant(
+        "a second run is believed once the first is silent",
+        _LIVENESS,
+        "        if is_double and member.heard_s is not None and not member.is_silent:",
+        "        if is_double and member.heard_s is not None:",
+    ),
+    "stopped_for_ever": SourceMutant(
+        "a later epoch has not stopped because the one before it did",
+        _LIVENESS,
+        "            member.told, member.is_stopped = epoch, stopped\n",
+        "            member.told, member.is_stopped = epoch, member.is_stopped or stopped\n",
+    ),
+    "half_is_most": SourceMutant(
+        "most is more than half",
+        _LIVENESS,
+        "        return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first",
+        "        return last - first >= LEAST_MASS and 2 * (last - first) >= len(heard) - first",
+    ),
+    # -- storing --------------------------------------------------------------------------------------------------------
+    "overtaken_rows_dropped": SourceMutant(
+        "rows of a batch that another catalog has overtaken are stored all the same",
+        _STORING,
+        "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return False\n",
+        "            self._batch = None\n            return False\n",
+    ),
+    "place_checked_once": SourceMutant(
+        "a check that failed is made again",
+        _STORING,
+        "        except BaseException:\n            self._is_unchecked = True\n            raise\n",
+        "        except BaseException:\n            raise\n",
+    ),
+    "instances_not_told_again": SourceMutant(
+        "after rows were read again the row of every instance is given out",
+        _STORING,
+        "                self._projector.tell_all()\n",
+        "",
+    ),
+    "claim_grows_older": SourceMutant(
+        "when a claim was last made never goes back",
+        _STORE,
+        'kept=("first_claimed_by", "claimed_ns"), last_claimed_ns=largest)',
+        'kept=("first_claimed_by", "claimed_ns"))',
+    ),
+    "withdrawn_in_its_own_batch": SourceMutant(
+        "a claim that is withdrawn in the batch that has it does not stand",
+        _STORE,
+        "                withdrawn.add(key)\n                claimed.pop(key, None)\n",
+        "                withdrawn.add(key)\n",
+    ),
+    "unstored_claims_lost": SourceMutant(
+        "claims that SQL refused because it was restored from an older copy reach it",
+        _STORING,
+        "            self._unstored += batch.claims\n",
+        "",
+    ),
+    # -- copies and offloads --------------------------------------------------------------------------------------------
+    "checksums_of_others": SourceMutant(
+        "a block is sealed with its own checksum, also where one before it was bad",
+        _COPIES,
+        "run.proof(kept, result.checksums[kept])",
+        "run.proof(kept, result.checksums[: len(kept)])",
+    ),
+    "object_in_part": SourceMutant(
+        "an object is put whole or not at all",
+        _COPIES,
+        "return [i for i in indexes if all(other in there for other in range(i // k * k, i // k * k + k))]",
+        "return [i for i in indexes if any(other in there for other in range(i // k * k, i // k * k + k))]",
+    ),
+    "begun_epoch_is_durable": SourceMutant(
+        "an epoch's events after its first round are durable when they are, or when a later epoch's round is",
+        "kvbm/manager/offsets.py",
+        "return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset",
+        "return self._whole >= epoch or self._ends.get(epoch, Offset(0)) >= offset",
+    ),
+    "staged_before_its_withdrawal": SourceMutant(
+        "a slot that outlives the process is written once the withdrawal of its block is durable, also through staging",
+        _COPIES,
+        "        if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):",
+        '        if not may_write and (why := ""):',
+    ),
+    # -- janitor --------------------------------------------------------------------------------------------------------
+    "deletes_without_lease": SourceMutant(
+        "a batch of deletions ends before the lease does",
+        _JANITOR,
+        "        yield from self._hold(self._rules.batch_s)\n",
+        "",
+    ),
+    "young_claims_withdrawn": SourceMutant(
+        "a claim younger than the listing may be is not withdrawn for want of its object",
+        _JANITOR,
+        "        missing = missing[space.last_ns[missing] < settled_ns]\n",
+        "        missing = missing[space.last_ns[missing] < settled_ns * 2]\n",
+    ),
+    "found_objects_weigh_nothing": SourceMutant(
+        "what the pool has beside the objects that can be chosen counts towards its quota",
+        _HOLDINGS,
+        "    over, going = sum(held.values()) + more_bytes - quota_bytes, []",
+        "    over, going = sum(held.values()) - quota_bytes, []",
+    ),
+    "used_object_goes_by_quota": SourceMutant(
+        "an object chosen by quota that was used meanwhile stays",
+        _JANITOR,
+        "                if last_ns <= entry.last_ns and (entry.chosen.reason is not EvictReason.TTL or last_ns < old_ns):",
+        "                if entry.chosen.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
+    ),
+    # -- native index ---------------------------------------------------------------------------------------------------
+    "generation_used_before_its_sweep": SourceMutant(
+        "a generation is used again once a sweep has passed",
+        _INDEX,
+        "    fold.dirty = static_cast<std::uint8_t>(fold.dirty | bit);\n",
+        "",
+    ),
+    "claim_then_block_in_one_batch": SourceMutant(
+        "a block that its batch has brought as a claim is there",
+        _INDEX,
+        "          gain_claim(piece, keys[block], places[block]);\n          brought.set(mark);\n",
+        "          gain_claim(piece, keys[block], places[block]);\n",
+    ),
+    "remembered_set_outlives_a_death": SourceMutant(
+        "a set made before seats died is not given out again",
+        _INDEX,
+        "  if (change == last_change_ && last_frees_ == sets_.frees() && last_deaths_ == deaths_) {",
+        "  if (change == last_change_ && last_frees_ == sets_.frees()) {",
+    ),
+    "round_in_part_withdraws": SourceMutant(
+        "a round that has stated fewer than its end says withdraws nothing",
+        _INDEX,
+        "  if (!fold.is_open || fold.stated != event.count) {",
+        "  if (!fold.is_open) {",
+    ),
+    "sweep_misses_what_moved": SourceMutant(
+        "a sweep begins a part anew whose blocks have moved",
+        _INDEX,
+        "    if (pass_moves_ != table_.moves(pass_shard_)) {\n      pass_moves_ = table_.moves(pass_shard_);\n      pass_page_ = 0;\n    }\n",
+        "",
+    ),
+    "withheld_shown_in_a_new_space": SourceMutant(
+        "an excluded instance is not shown in a namespace that is new to it",
+        _INDEX,
+        "  pair.shown = pair.live & instance.shown;",
+        "  pair.shown = pair.live;",
+    ),
+    "dead_pair_reused_before_its_sweep": SourceMutant(
+        "a pair that blocks may still name is used again once a sweep has passed",
+        _INDEX,
+        "    is_referenced = is_referenced || fold.dirty != 0;\n",
+        "",
+    ),
+    # -- native lane and block I/O --------------------------------------------------------------------------------------
+    "closed_lane_reports_success": SourceMutant(
+        "what comes after the close is told that nothing was moved",
+        _LANE,
+        "  while (Transfer* const transfer = transfers.pop()) {\n    transfer->error = ECANCELED;\n",
+        "  while (Transfer* const transfer = transfers.pop()) {\n",
+    ),
+    "page_of_somebody_else": SourceMutant(
+        "a header's page with anything behind the header proves nothing",
+        _LANE,
+        "    if (!is_all_zero(flight->room + kBlockHeaderBytes, kPageBytes - kBlockHeaderBytes)) {",
+        "    if (!is_all_zero(flight->room + kBlockHeaderBytes, 1)) {",
+    ),
+    "short_transfer_is_whole": SourceMutant(
+        "a transfer that moved a part has failed",
+        _LANE,
+        "static_cast<std::size_t>(result) < wanted ? ENODATA : 0;",
+        "static_cast<std::size_t>(result) < wanted ? 0 : 0;",
+    ),
+    "padding_of_others": SourceMutant(
+        "what pads a block on the device is zeros",
+        _LANE,
+        "      std::memset(flight.room + kPageBytes + block_bytes, 0, shared_->stride - kPageBytes - block_bytes);\n",
+        "",
+    ),
+}

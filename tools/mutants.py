@@ -1,0 +1,224 @@
+"""Plants the deliberate defects of tests/faults/source_mutants.py, one at a time, and says what notices them.
+
+    python tools/mutants.py                       every defect, each judged by what its entry names
+    python tools/mutants.py --fast                the same without the native ones, which have to be compiled
+    python tools/mutants.py torn_bytes_stay …     these alone
+    python tools/mutants.py --table               every one by its test and by the simulator, as the table of tests/faults/README.md
+    python tools/mutants.py --try tests/unit/test_journal.py torn_bytes_stay   which of these tests notices it
+
+A test has to pass without the defect first. One that does not end within WAIT_S has noticed. Ends with 1 when a defect that its entry
+calls noticed was not, or one that it calls a survivor was. Native tests are built below build/mutants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.faults.source_mutants import SEEDS, SOURCE_MUTANTS, SourceMutant
+
+WAIT_S = 240.0
+BUILD = ROOT / "build" / "mutants"
+SOURCES = ("CMakeLists.txt", "native", "tests/golden")
+
+
+class Verdict(NamedTuple):
+    """What noticed a defect.
+
+    Attributes:
+        test: the test that failed, "" for none.
+        seeds: how many seeds of the generic mix it took; 0: none of SEEDS noticed, or none was asked.
+    """
+
+    test: str = ""
+    seeds: int = 0
+
+
+# -- Python -------------------------------------------------------------------------------------------------------------
+
+
+def planted(mutant: SourceMutant, folder: Path) -> dict[str, str]:
+    """The environment of a process that has the defect."""
+    path = ROOT / mutant.file
+    patched = folder / path.name
+    patched.write_text(mutant.patched(path.read_text()))
+    module = mutant.file.removesuffix(".py").replace("/", ".")
+    before = os.environ.get("PYTHONPATH", "")
+    hook = str(ROOT / "tests" / "faults" / "planted")
+    return os.environ | {"KVBM_PLANTED": f"{module}={patched}", "PYTHONPATH": f"{hook}:{before}".rstrip(":")}
+
+
+def failed_tests(tests: Sequence[str], environment: dict[str, str]) -> list[str]:
+    """The first of some tests that fails; none when all pass. Raises RuntimeError: they could not be run."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--tb=no", "-rfE", *tests]
+    try:
+        ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    except subprocess.TimeoutExpired:
+        return [f"{tests[0]} (does not end)"]
+    if ran.returncode == 0:
+        return []
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    if ran.returncode not in (1, 2) or not found:
+        raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}")
+    return found
+
+
+def noticing_seed(environment: dict[str, str]) -> int:
+    """How many seeds of the generic mix it takes to notice; 0: none of SEEDS does."""
+    command = [sys.executable, __file__, "--seeds-here"]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if ran.returncode:
+        raise RuntimeError(f"the simulator did not run:\n{ran.stdout}{ran.stderr}")
+    return int(ran.stdout.split()[-1])
+
+
+def seeds_here() -> int:
+    """The same in this process."""
+    from tests.faults.simulator.run import run_seed, watched
+
+    with watched():
+        for seed in range(SEEDS):
+            if run_seed(seed).violation:
+                return seed + 1
+            gc.collect()
+    return 0
+
+
+# -- native -------------------------------------------------------------------------------------------------------------
+
+
+def copy_sources() -> Path:
+    """The native sources as they are, below build/mutants; what has not changed keeps its time, so little is compiled again."""
+    top = BUILD / "sources"
+    for name in SOURCES:
+        for path in [ROOT / name] if (ROOT / name).is_file() else sorted((ROOT / name).rglob("*")):
+            copied = top / path.relative_to(ROOT)
+            if path.is_file() and "corpus" not in path.parts:
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                if not copied.exists() or copied.read_bytes() != path.read_bytes():
+                    shutil.copyfile(path, copied)
+    return top
+
+
+def native_test(name: str) -> bool:
+    """Build one C++ test of the copied sources and run it; whether it passes. Raises RuntimeError: it does not compile."""
+    tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    target, objects = Path(name).stem, BUILD / "objects"
+    configure = [
+        "cmake", "-G", "Ninja", "-S", str(BUILD / "sources"), "-B", str(objects), "-DCMAKE_BUILD_TYPE=Debug",
+        "-DCMAKE_CXX_FLAGS=-O1", "-DKVBM_BUILD_PYTHON=OFF", "-DKVBM_BUILD_TESTS=ON", "-DKVBM_WARNINGS_ARE_ERRORS=OFF",
+    ]  # fmt: skip
+    for command in (configure, ["cmake", "--build", str(objects), "--target", target, "--parallel", "2"]):
+        ran = subprocess.run(command, env=tools, capture_output=True, text=True)
+        if ran.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {ran.returncode}:\n{ran.stdout[-4000:]}{ran.stderr}")
+    try:
+        return subprocess.run([str(objects / target)], capture_output=True, timeout=WAIT_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def native_verdict(mutant: SourceMutant, test: str) -> Verdict:
+    """Build the test with the defect and run it."""
+    copied = copy_sources() / mutant.file
+    whole = copied.read_text()
+    copied.write_text(mutant.patched(whole))
+    try:
+        return Verdict("" if native_test(test) else test)
+    finally:
+        copied.write_text(whole)
+
+
+# -- verdicts -----------------------------------------------------------------------------------------------------------
+
+
+def verdict_of(mutant: SourceMutant, with_test: bool, with_seeds: bool) -> Verdict:
+    """What notices a defect, of what is asked for."""
+    if mutant.is_native:
+        return native_verdict(mutant, mutant.test) if mutant.test and with_test else Verdict()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = planted(mutant, Path(folder))
+        failed = failed_tests([mutant.test], environment) if mutant.test and with_test else []
+        return Verdict(failed[0] if failed else "", noticing_seed(environment) if with_seeds else 0)
+
+
+def check_tests(mutants: dict[str, SourceMutant]) -> None:
+    """Every named test passes while nothing is planted. Raises RuntimeError."""
+    python = sorted({mutant.test for mutant in mutants.values() if mutant.test and not mutant.is_native})
+    native = sorted({mutant.test for mutant in mutants.values() if mutant.test and mutant.is_native})
+    if python and (failed := failed_tests(python, dict(os.environ))):
+        raise RuntimeError(f"{failed[0]} fails without any defect")
+    if native:
+        copy_sources()
+    for test in native:
+        if not native_test(test):
+            raise RuntimeError(f"{test} fails without any defect")
+
+
+def row(name: str, mutant: SourceMutant, verdict: Verdict) -> str:
+    """One line of the table."""
+    test = verdict.test.partition("[")[0]
+    by = [f"`{test.partition('::')[2] or test}` in `{test.partition('::')[0]}`"] if test else []
+    if verdict.seeds:
+        by.append(f"generic mix, {verdict.seeds} seed{'s' if verdict.seeds > 1 else ''}")
+    where = mutant.file.removeprefix("kvbm/").removeprefix("native/src/")
+    return f"| `{name}` | `{where}` | {mutant.rule} | {'; '.join(by) or f'**survives**: {mutant.survives}'} |"
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of defects; all without any")
+    parser.add_argument("--fast", action="store_true", help="leave out what has to be compiled")
+    parser.add_argument("--table", action="store_true", help="judge by tests and simulator alike, and print the table")
+    parser.add_argument("--try", dest="tried", action="append", help="judge by these tests instead", metavar="TEST")
+    parser.add_argument("--seeds-here", action="store_true", help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.seeds_here:
+        print(seeds_here())
+        return 0
+    mutants = {name: SOURCE_MUTANTS[name] for name in wanted.names or SOURCE_MUTANTS}
+    if wanted.fast:
+        mutants = {name: mutant for name, mutant in mutants.items() if not mutant.is_native}
+    if wanted.tried:
+        return try_tests(mutants, wanted.tried)
+    check_tests(mutants)
+    wrong, rows = 0, []
+    for name, mutant in mutants.items():
+        verdict = verdict_of(mutant, True, (mutant.seeds or wanted.table) and not mutant.is_native)
+        is_wrong = bool(mutant.test) != bool(verdict.test) or mutant.seeds != bool(verdict.seeds) and not wanted.table
+        is_wrong |= not mutant.survives and not any(verdict)
+        wrong += is_wrong
+        print(f"{name}: {verdict}{' - not as its entry says' if is_wrong else ''}", file=sys.stderr, flush=True)
+        rows.append(row(name, mutant, verdict))
+    if wanted.table:
+        print("\n".join(("| defect | where | what no longer holds | noticed by |", "|---|---|---|---|", *rows)))
+    return 1 if wrong else 0
+
+
+def try_tests(mutants: dict[str, SourceMutant], tests: list[str]) -> int:
+    """Which of some tests notices each defect."""
+    for name, mutant in mutants.items():
+        if mutant.is_native:
+            found = [native_verdict(mutant, test).test for test in tests]
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                found = failed_tests(tests, planted(mutant, Path(folder)))
+        print(f"{name}: {', '.join(filter(None, found)) or 'nobody'}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
