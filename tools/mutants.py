@@ -163,6 +163,7 @@ def check_tests(mutants: dict[str, SourceMutant]) -> None:
     if native:
         copy_sources()
     for test in native:
+        print(f"without a defect: {test}", file=sys.stderr, flush=True)
         if not native_test(test):
             raise RuntimeError(f"{test} fails without any defect")
 

@@ -121,7 +121,7 @@ class Storing:
         self._is_behind = False  # rows were let go
         self._is_unchecked = False  # the stream may have lost what SQL has
         self._lost = ""  # the name until the stream's store was replaced
-        self._unstored: list[ClaimRun] = []  # of the store before: the one now may not have their messages
+        self._unstored: list[ClaimRun] = []  # given out before what is read again: the stream may not have their messages
 
     async def run(self) -> None:
         """Store for ever."""
@@ -154,7 +154,7 @@ class Storing:
     def begin_anew(self) -> None:
         """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
         self._lost = self.name or self._lost
-        self._unstored += self._projector.waiting_claims()
+        self._keep_claims()
         self.name, self.stored = "", 0
         self._projector.renumber("", 0)
         self._let_go("the stream's store was replaced")
@@ -259,18 +259,24 @@ class Storing:
         if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
-        self._batch = None
         if applied.outcome is Outcome.MISSING:
             log.warning(
                 "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
             )  # fmt: skip
-            self._unstored += batch.claims
+            self._keep_claims()
+            self._batch = None
             self._let_go("the database was restored or replaced")
             return False
+        self._batch = None
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
         return True
+
+    def _keep_claims(self) -> None:
+        """Remember the claims that SQL has not got, those of the batch first: the stream may not have their messages any more."""
+        batch = [] if self._batch is None else self._batch.claims
+        self._unstored += [*batch, *self._projector.waiting_claims()]
 
     def _let_go(self, why: str) -> None:
         if not self._is_behind:

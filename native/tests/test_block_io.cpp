@@ -3,10 +3,14 @@
 
 #include <fcntl.h>
 #include <stdlib.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <numeric>
 #include <system_error>
@@ -196,6 +200,84 @@ void test_refusals_are_told() {
     io.write(blocks.run(), blocks.rows, 1, blocks.sums, errors);
     CHECK(std::ranges::count(errors, ECANCELED) == 5);
     close(fd);
+  });
+}
+
+// While it exists no file of this process grows beyond a size: a write across it is cut short there.
+class MostFileBytes {
+ public:
+  explicit MostFileBytes(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    CHECK(getrlimit(RLIMIT_FSIZE, &before_) == 0);
+    const rlimit most{bytes, before_.rlim_max};
+    CHECK(setrlimit(RLIMIT_FSIZE, &most) == 0);
+  }
+  ~MostFileBytes() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+  MostFileBytes(const MostFileBytes&) = delete;
+  MostFileBytes& operator=(const MostFileBytes&) = delete;
+
+ private:
+  void (*handler_)(int);  // what it was
+  rlimit before_;         // of this process
+};
+
+void test_a_write_cut_short_is_told() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    const Blocks blocks(4, 4 * kPageBytes, 1);  // five pages each with its header
+    {
+      // The limit is that of the process when the engine opens, also for the kernel's own threads: it lies within the third slot.
+      const MostFileBytes most(kPageBytes + (2 * 5 + 3) * kPageBytes);
+      BlockIo io({{file.fd()}, 4 * kPageBytes, kind, is_direct, 4});
+      std::vector<std::int32_t> errors(4, -1);
+      io.write(blocks.run(), blocks.rows, 7, blocks.sums, errors);
+      CHECK(errors[0] == 0 && errors[1] == 0);
+      CHECK(errors[2] == ENODATA);  // a part was taken
+      CHECK(errors[3] == EFBIG);    // nothing was
+      CHECK(io.counts().written == 2 && io.counts().refused == 2);
+      CHECK(io.close(kWait));
+    }
+    struct stat found{};
+    CHECK(fstat(file.fd(), &found) == 0 && found.st_size == static_cast<off_t>(kPageBytes + 13 * kPageBytes));
+    BlockIo io({{file.fd()}, 4 * kPageBytes, kind, is_direct, 4});
+    const std::vector<BlockOutcome> outcomes = blocks.read(io);
+    CHECK(outcomes[0] == BlockOutcome::kGood && outcomes[1] == BlockOutcome::kGood);
+    CHECK(outcomes[2] == BlockOutcome::kCorrupt && outcomes[3] == BlockOutcome::kCorrupt);
+    CHECK(io.close(kWait));
+  });
+}
+
+void test_what_pads_a_block_is_zeros() {
+  // What pads another slot, from before it was ours, comes into memory with a read and must not go out with a write.
+  in_each_way([](IoKind kind, bool is_direct) {
+    if (!is_direct) {
+      return;  // without direct transfers nothing pads: the device gets a block's own bytes alone
+    }
+    constexpr std::size_t kBlockBytes = 5000;
+    constexpr std::size_t kSlotBytes = 3 * kPageBytes;
+    const File file(is_direct);
+    Blocks blocks(1, kBlockBytes, 1);
+    const std::vector<std::uint8_t> others(kSlotBytes, 0xAA);
+    const int plain = fcntl(file.fd(), F_GETFL) & ~O_DIRECT;
+    BlockIo io({{file.fd()}, kBlockBytes, kind, is_direct, 1});  // one flight, so one room
+    CHECK(blocks.write(io));
+    fcntl(file.fd(), F_SETFL, plain);
+    const off_t padding = static_cast<off_t>(kPageBytes + kPageBytes + kBlockBytes);
+    const std::size_t padding_bytes = kSlotBytes - kPageBytes - kBlockBytes;
+    CHECK(pwrite(file.fd(), others.data(), padding_bytes, padding) == static_cast<ssize_t>(padding_bytes));
+    CHECK(pwrite(file.fd(), others.data(), kSlotBytes, padding + static_cast<off_t>(padding_bytes)) == static_cast<ssize_t>(kSlotBytes));
+    CHECK(blocks.good(io) == 1);
+    blocks.slots[0] = 1;
+    CHECK(blocks.write(io));
+    std::vector<std::uint8_t> found(kSlotBytes);
+    CHECK(pread(file.fd(), found.data(), kSlotBytes, static_cast<off_t>(kPageBytes + kSlotBytes)) == static_cast<ssize_t>(kSlotBytes));
+    const auto is_zero = [](std::uint8_t byte) { return byte == 0; };
+    CHECK(std::all_of(found.begin() + kBlockHeaderBytes, found.begin() + kPageBytes, is_zero));
+    CHECK(std::memcmp(found.data() + kPageBytes, blocks.rows, kBlockBytes) == 0);
+    CHECK(std::all_of(found.begin() + kPageBytes + kBlockBytes, found.end(), is_zero));
+    CHECK(io.close(kWait));
   });
 }
 
@@ -409,6 +491,8 @@ int main() {
       {"blocks come back from any memory to any memory, by every engine", test_blocks_come_back},
       {"other bytes, another hash, another namespace and no bytes are corrupt", test_other_bytes_are_corrupt},
       {"what the device or a closed engine refuses is told for each block", test_refusals_are_told},
+      {"a write that is cut short is told for its block", test_a_write_cut_short_is_told},
+      {"what pads a block is zeros, whatever lay there", test_what_pads_a_block_is_zeros},
       {"callers do not disturb each other", test_many_callers},
       {"a close amid calls ends them all", test_close_amid_calls},
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},

@@ -156,6 +156,33 @@ void a_dead_ones_seats_are_nobody_elses() {
   CHECK(index.memory().rest <= rest + 4096 && index.block_count() == 0);
 }
 
+void seats_that_a_round_left_behind_are_nobody_elses() {
+  // A round withdraws everything, so nothing is counted any more, but the table has it still when the instance begins anew.
+  for (const bool is_same : {false, true}) {
+    ClusterIndex index(kPlenty, kSecret);
+    const std::uint32_t one = index.instance("one");
+    const std::uint32_t next = is_same ? one : index.instance("other");
+    const Buffer all = hashes_between(0, 100);
+    apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
+    apply(index, one, {RoundEnded{Tier::kHbm, 1, 0}});
+    CHECK(index.residency_count() == 0 && index.needs_sweep());
+    apply(index, one, {InstanceStarted{}}, {own_pools()});
+    const Buffer few = hashes_between(1000, 1003);
+    apply(index, next, {InstanceStarted{}, created(space_id(0), Tier::kHbm, few)}, {own_pools()});
+    const auto check = [&] {
+      for (std::uint64_t number = 0; number < 100; ++number) {
+        CHECK(index.holders(space_id(0), hash_of(number).data()).empty());
+      }
+      CHECK(index.deepest_held(space_id(0), all) == 0 && index.residency_count() == 3);
+      CHECK(index.recomputed_digest(next) == index.state(next)->digest);
+    };
+    check();
+    sweep_all(index);
+    check();
+    CHECK(index.block_count() == 3);
+  }
+}
+
 // -- withholding -------------------------------------------------------------------------------------------------------
 
 void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
@@ -757,6 +784,7 @@ int main() {
                      {"rounds without a sweep keep what each stated", rounds_without_a_sweep_keep_what_each_stated},
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
                      {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
+                     {"seats that a round left behind are nobody else's", seats_that_a_round_left_behind_are_nobody_elses},
                      {"who is withheld is in no answer and is not forgotten", who_is_withheld_is_in_no_answer_and_is_not_forgotten},
                      {"an audit finds nothing while frames grow and shrink the table",
                       an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},

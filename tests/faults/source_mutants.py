@@ -210,8 +210,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "unstored_claims_lost": SourceMutant(
         "claims that SQL refused because it was restored from an older copy reach it",
         _STORING,
-        "            self._unstored += batch.claims\n",
-        "",
+        "            self._keep_claims()\n            self._batch = None\n",
+        "            self._batch = None\n",
     ),
     # -- copies and offloads --------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(
@@ -269,42 +269,49 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _INDEX,
         "    fold.dirty = static_cast<std::uint8_t>(fold.dirty | bit);\n",
         "",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "claim_then_block_in_one_batch": SourceMutant(
         "a block that its batch has brought as a claim is there",
         _INDEX,
         "          gain_claim(piece, keys[block], places[block]);\n          brought.set(mark);\n",
         "          gain_claim(piece, keys[block], places[block]);\n",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "remembered_set_outlives_a_death": SourceMutant(
         "a set made before seats died is not given out again",
         _INDEX,
         "  if (change == last_change_ && last_frees_ == sets_.frees() && last_deaths_ == deaths_) {",
         "  if (change == last_change_ && last_frees_ == sets_.frees()) {",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "round_in_part_withdraws": SourceMutant(
         "a round that has stated fewer than its end says withdraws nothing",
         _INDEX,
         "  if (!fold.is_open || fold.stated != event.count) {",
         "  if (!fold.is_open) {",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "sweep_misses_what_moved": SourceMutant(
         "a sweep begins a part anew whose blocks have moved",
         _INDEX,
         "    if (pass_moves_ != table_.moves(pass_shard_)) {\n      pass_moves_ = table_.moves(pass_shard_);\n      pass_page_ = 0;\n    }\n",
         "",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "withheld_shown_in_a_new_space": SourceMutant(
         "an excluded instance is not shown in a namespace that is new to it",
         _INDEX,
         "  pair.shown = pair.live & instance.shown;",
         "  pair.shown = pair.live;",
+        test="native/tests/test_cluster_index.cpp",
     ),
     "dead_pair_reused_before_its_sweep": SourceMutant(
         "a pair that blocks may still name is used again once a sweep has passed",
         _INDEX,
         "    is_referenced = is_referenced || fold.dirty != 0;\n",
         "",
+        test="native/tests/test_cluster_index.cpp",
     ),
     # -- native lane and block I/O --------------------------------------------------------------------------------------
     "closed_lane_reports_success": SourceMutant(
@@ -312,23 +319,27 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _LANE,
         "  while (Transfer* const transfer = transfers.pop()) {\n    transfer->error = ECANCELED;\n",
         "  while (Transfer* const transfer = transfers.pop()) {\n",
+        test="native/tests/test_block_io.cpp",
     ),
     "page_of_somebody_else": SourceMutant(
         "a header's page with anything behind the header proves nothing",
         _LANE,
         "    if (!is_all_zero(flight->room + kBlockHeaderBytes, kPageBytes - kBlockHeaderBytes)) {",
         "    if (!is_all_zero(flight->room + kBlockHeaderBytes, 1)) {",
+        test="native/tests/test_block_io.cpp",
     ),
     "short_transfer_is_whole": SourceMutant(
         "a transfer that moved a part has failed",
         _LANE,
         "static_cast<std::size_t>(result) < wanted ? ENODATA : 0;",
         "static_cast<std::size_t>(result) < wanted ? 0 : 0;",
+        test="native/tests/test_block_io.cpp",
     ),
     "padding_of_others": SourceMutant(
         "what pads a block on the device is zeros",
         _LANE,
         "      std::memset(flight.room + kPageBytes + block_bytes, 0, shared_->stride - kPageBytes - block_bytes);\n",
         "",
+        test="native/tests/test_block_io.cpp",
     ),
 }

@@ -93,6 +93,21 @@ def test_above_a_quota_the_least_recently_used_go_first_and_no_more_than_needed(
     assert gc(world, RULES._replace(quota_bytes=3 * size)).withdrawn == {}
 
 
+@pytest.mark.parametrize("block", [0, K - 1])
+def test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota(block: int) -> None:
+    world = World()
+    runs = [chain(number) for number in range(3)]
+    for run in runs:
+        world.put(run)
+        world.now_s += 10
+    size = len(world.store.objects[world.names(runs[0])[0]][0])
+    course = Course(world, RULES._replace(quota_bytes=2 * size)).go(until=ClaimedLast)  # its claims have been read
+    world.cluster.claim(SPACE.id, runs[0][block * HASH_BYTES : (block + 1) * HASH_BYTES])
+    report = course.go().report
+    assert (report.used, report.withdrawn, report.deleted) == (1, {}, 0)
+    assert set(world.names(runs[0])) <= world.objects() and world.cluster.holds(runs[0])
+
+
 def test_a_tenant_above_its_quota_loses_its_own_blocks_alone() -> None:
     world = World()
     for number in range(4):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.projector import HOLE_MOST_S, Projector, ProjectorState, Step
+from kvbm.catalog.projector import ASIDE_BYTES, HOLE_MOST_S, Projector, ProjectorState, Step
 from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import Frame, decode_frame, encode_frame
-from kvbm.core.events import EvictReason, MigrateCause, PoolStated
+from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.streams.base import START, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
@@ -185,6 +186,55 @@ def test_a_frame_kept_behind_a_hole_does_not_keep_the_rest_of_its_message(twin: 
     assert [arrived.data for arrived in kept] == [encode_frame(f[3])]
     reader.read(f[2])
     assert reader.depth(1, 2, 3) == 3
+
+
+def claims_of(first: Frame, count: int, blocks: int) -> list[Frame]:
+    """Frames after one of an instance, each of which claims so many blocks of the cluster's pool."""
+    made = []
+    numbers = np.zeros((count * blocks, 2), dtype="<u8")
+    numbers[:, 0] = np.arange(count * blocks)
+    for number in range(count):
+        packed = numbers[number * blocks : (number + 1) * blocks].tobytes()
+        claimed = BlocksCreated(namespace=NAMESPACE.id, tier=Tier.OBJECT, hashes=packed)
+        offset = Offset(first.next_offset + number)
+        made.append(msgspec.structs.replace(first, first_offset=offset, events=(claimed,)))
+    return made
+
+
+def test_what_is_kept_behind_a_hole_has_a_bound_and_the_rest_is_read_when_it_comes_again() -> None:
+    blocks = 32_768
+    reader = Reader(NATIVE.projector(NATIVE.index(1 << 22)))
+    (start,) = Instance().frames
+    missing, *behind = claims_of(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    reader.read(start)
+    for frame in behind:
+        reader.read(frame, at_end=True)
+    assert 0 < ASIDE_BYTES - reader.projector._followed[ONE].aside_bytes < 2 * 16 * blocks
+    reader.read(missing)
+    reached = reader.projector.position(ONE).offset
+    assert behind[-9].first_offset <= reached < behind[-1].next_offset  # no frame that was let go counts as read
+    assert reader.index.claim_counts() == {"pool": (reached - missing.first_offset) * blocks}
+    assert reader.projector._followed[ONE].aside_bytes == 0 and not reader.projector.is_waiting(ONE)
+    reader.read(*behind)  # the publisher has gone back
+    assert reader.projector.position(ONE).offset == behind[-1].next_offset
+    assert reader.index.claim_counts() == {"pool": (1 + len(behind)) * blocks}
+    assert reader.projector.counters.gaps == 0 and not reader.is_doubtful()
+
+
+def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -> None:
+    blocks = 32_768
+    reader = Reader(NATIVE.projector())
+    instance = Instance()
+    (start,) = instance.frames
+    missing, *behind = claims_of(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    reader.read(start, *behind, missing)
+    reached = reader.projector.position(ONE)
+    published = instance.heartbeat()
+    published = msgspec.structs.replace(published, published=behind[-1].next_offset)
+    reader.projector.hear(0.0, published)
+    (gap,) = reader.read(now_s=2.0, at_end=True).gaps
+    assert (gap.expected, gap.resumed) == (reached, None)
+    assert reader.is_doubtful()
 
 
 @each_twin

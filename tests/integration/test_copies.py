@@ -1,0 +1,105 @@
+"""Moving the bytes of one copy between real pools."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbm._native import Arena, BlockIo, RowCopier, checksums
+from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
+from kvbm.core.ledger import Copy
+from kvbm.manager.copies import Elsewhere, Moved, Pools, move
+from kvbm.manager.offsets import Offsets
+from kvbm.pools.base import ReadOutcome
+from kvbm.pools.host import HostPool
+from kvbm.pools.nvme import NvmePool
+from tests.object_pools import memory_objects
+from tests.pool_runs import SHAPE, Run, part, random_run
+
+BLOCK_BYTES = 4096
+WAIT_S = 10.0
+AFTER = Offset(7)  # the withdrawal of what the slots hold is durable from here on
+SLOTS = [0, 1, 2]
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Pools]:
+    nvme = NvmePool((tmp_path / "pool",), 8, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo)
+    pools = Pools({Tier.NVME: nvme}, memory_objects(BLOCK_BYTES))
+    yield pools
+    pools.close()
+
+
+def staged(pools: Pools, run: Run, offsets: Offsets, wait_s: float, lane_blocks: int = 2) -> Moved:
+    """An onboard from OBJECT to NVME: neither is memory, so its bytes go through a lane, in parts."""
+    assert pools.need_staging(Tier.OBJECT, Tier.NVME)
+    copy = Copy(1, run.namespace, Tier.OBJECT, Tier.NVME, run.hashes, b"", pack_slots(SLOTS), AFTER, Epoch(1))
+    lane = np.zeros((lane_blocks, BLOCK_BYTES), dtype=np.uint8)
+    return move(copy, pools, offsets, wait_s, lane, Elsewhere(run.hashes))
+
+
+def held(pools: Pools, run: Run) -> list[ReadOutcome]:
+    """What NVME says of a run in the slots."""
+    return pools.slots[Tier.NVME].read(SLOTS, run.namespace, run.hashes, run.room(), None).outcomes
+
+
+def prepared(pools: Pools) -> tuple[Run, Run, Offsets]:
+    """A run that NVME holds, one in the object pool that is to take its place, and a journal that has not said so yet."""
+    before, after = random_run(3, BLOCK_BYTES, 1), random_run(3, BLOCK_BYTES, 2)
+    pools.slots[Tier.NVME].write(SLOTS, before.rows, before.proof, None)
+    assert pools.object is not None and all(pools.object.put(after.rows, after.proof))
+    offsets = Offsets()
+    offsets.begin_epoch(Epoch(1), Offset(0))
+    offsets.advance_durable(Epoch(1), Offset(AFTER - 1))
+    return before, after, offsets
+
+
+def test_a_staged_copy_leaves_slots_alone_whose_withdrawal_never_becomes_durable(pools: Pools) -> None:
+    before, after, offsets = prepared(pools)
+    moved = staged(pools, after, offsets, 0.0)
+    assert moved.arrived == [False] * 3 and "not durable" in moved.unwritten
+    assert held(pools, before) == [ReadOutcome.GOOD] * 3
+
+
+def test_a_staged_copy_waits_for_the_withdrawal_of_what_its_slots_hold(pools: Pools) -> None:
+    before, after, _ = prepared(pools)
+    asked, told = threading.Event(), threading.Event()
+
+    class Watched(Offsets):
+        def wait_durable(self, epoch: Epoch, offset: Offset, timeout_s: float) -> bool:
+            asked.set()
+            assert told.wait(WAIT_S)
+            return super().wait_durable(epoch, offset, timeout_s)
+
+    offsets = Watched()
+    offsets.begin_epoch(Epoch(1), Offset(0))
+    found: list[Moved] = []
+    mover = threading.Thread(target=lambda: found.append(staged(pools, after, offsets, WAIT_S)))
+    mover.start()
+    assert asked.wait(WAIT_S)
+    assert held(pools, before) == [ReadOutcome.GOOD] * 3  # while it waits nothing is written
+    offsets.advance_durable(Epoch(1), AFTER)
+    told.set()
+    mover.join(WAIT_S)
+    assert [moved.arrived for moved in found] == [[True] * 3]
+    assert held(pools, after) == [ReadOutcome.GOOD] * 3
+
+
+def test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums() -> None:
+    with_lost = random_run(4, BLOCK_BYTES, 3)
+    host, objects = HostPool(8, BLOCK_BYTES, Arena, RowCopier(1), huge_pages="off"), memory_objects(BLOCK_BYTES)
+    pools = Pools({Tier.HOST: host}, objects)
+    try:
+        kept = part(with_lost, [0, 2, 3])
+        assert all(objects.put(kept.rows, kept.proof))
+        slots = [5, 4, 3, 2]
+        copy = Copy(1, kept.namespace, Tier.OBJECT, Tier.HOST, with_lost.hashes, b"", pack_slots(slots), AFTER, Epoch(1))
+        moved = move(copy, pools, Offsets(), WAIT_S, None, Elsewhere(with_lost.hashes))
+        assert moved.arrived == [True, False, True, True]
+        assert list(host.checksums([5, 3, 2])) == list(kept.proof.checksums)
+    finally:
+        pools.close()

@@ -1,0 +1,216 @@
+"""Rows on their way to a real SQL file: what has not reached it is not lost with an older copy of it, nor with the stream's old end."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvbm import _native
+from kvbm.assembly import NATIVE_INDEX
+from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.projector import Projector
+from kvbm.catalog.store import Applied, Store, StoreBatch
+from kvbm.catalog.storing import Numbering, Storing, numbering
+from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.errors import CatalogError
+from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
+from kvbm.streams.memory import MemoryStream
+
+ONE = InstanceId("one")
+SPACE = Namespace(model="m", block_tokens=4)
+POOL = PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool")
+WAIT_S = 20.0
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+class World:
+    """A stream in memory, an SQL file, and what brings one to the other; each step is the test's."""
+
+    def __init__(self, store: Store, file: Path, stream: MemoryStream | None = None) -> None:
+        self.store, self.file = store, file
+        self.stream = stream or MemoryStream()
+        self.offset = 0
+
+    async def begin(self) -> None:
+        begun = await numbering(self.store, "c", await self.stream.state(), self.stream)
+        self.projector = Projector(NATIVE_INDEX(1 << 16), _native.scan_frames, begun.name, begun.place.sequence)
+        self.storing = self._storing(begun)
+        self.reader = await self.stream.pull(begun.place.sequence, "c", fingerprint=begun.place.fingerprint)
+        if begun.place.sequence:
+            return
+        started = InstanceStarted(
+            epoch=Epoch(1), pools=(POOL,), namespaces=(SPACE,), topology=(), engine="test", version="0"
+        )
+        await self.say(started)
+
+    def _storing(self, begun: Numbering) -> Storing:
+        return Storing(
+            self.store, self.stream, "c", self.projector, begun, asyncio.Lock(), Degraded(), NATIVE_INDEX,
+            _native.scan_frames, every_s=0.005,
+        )  # fmt: skip
+
+    async def say(self, event: InstanceStarted | BlocksCreated | BlocksEvicted) -> None:
+        """Publish one event and have it read."""
+        frame = Frame(
+            instance=ONE, epoch=Epoch(1), first_offset=Offset(self.offset), wall_time_ns=1000 + self.offset, digest=0,
+            events=(event,),
+        )  # fmt: skip
+        self.offset += 1
+        await self.stream.publish("c", ONE, encode_frame(frame))
+        await self.read()
+
+    async def read(self) -> None:
+        """Read what there is."""
+        for message in await self.reader.fetch(WAIT_S):
+            self.projector.step(0.0, [message])
+
+    async def claim(self, number: int) -> None:
+        await self.say(BlocksCreated(namespace=SPACE.id, tier=Tier.OBJECT, hashes=block(number)))
+
+    async def withdraw(self, number: int) -> None:
+        await self.say(
+            BlocksEvicted(namespace=SPACE.id, tier=Tier.OBJECT, hashes=block(number), reason=EvictReason.TTL)
+        )
+
+    async def claimed(self) -> set[int]:
+        """What SQL says is claimed."""
+        return {
+            int.from_bytes(chunk.hashes[at : at + 16], "little")
+            async for chunk in self.store.claims()
+            for at in range(0, len(chunk.hashes), 16)
+        }
+
+    def copy(self, name: str) -> None:
+        with sqlite3.connect(self.file) as here, sqlite3.connect(self.file.with_name(name)) as there:
+            here.backup(there)
+
+    def restore(self, name: str) -> None:
+        with sqlite3.connect(self.file) as here, sqlite3.connect(self.file.with_name(name)) as there:
+            there.backup(here)
+
+    async def store_until(self, check: Callable[[], Awaitable[bool]]) -> None:
+        running = asyncio.create_task(self.storing.run())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not await check():
+                    await asyncio.sleep(0.005)
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def run(work: Callable[[World], Awaitable[None]], url: str, file: Path) -> None:
+    async def opened() -> None:
+        store = await Store.open(url)
+        try:
+            world = World(store, file)
+            await world.begin()
+            await work(world)
+        finally:
+            await store.close()
+
+    asyncio.run(opened())
+
+
+async def refuse(self: Store, batch: StoreBatch) -> Applied:
+    raise CatalogError("the database is away")
+
+
+def test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.storing.flush()
+        world.copy("older.db")
+        await world.claim(2)
+        await world.storing.flush()
+        assert await world.claimed() == {1, 2}
+        with monkeypatch.context() as away:
+            away.setattr(Store, "apply", refuse)
+            await world.claim(3)
+            await world.withdraw(1)
+            with pytest.raises(CatalogError):
+                await world.storing.flush()  # these two are a batch that waits
+            await world.claim(4)
+            await world.claim(5)
+            await world.withdraw(4)  # these are gathered behind it
+        world.restore("older.db")
+        assert await world.claimed() == {1}
+        world.stream.forget(range(1, await world.stream.last_sequence() + 1))  # the outage took longer than it keeps
+        await world.claim(6)
+
+        async def is_read_again() -> bool:
+            return world.storing.read_again == 1 and world.storing.stored == await world.stream.last_sequence()
+
+        await world.store_until(is_read_again)
+        await world.claim(7)
+
+        async def is_stored() -> bool:
+            return world.storing.stored == await world.stream.last_sequence()
+
+        await world.store_until(is_stored)
+        assert await world.claimed() == {3, 5, 6, 7}  # of 2 the copy knows nothing: a janitor finds its object
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_claims_that_waited_are_stored_in_the_order_of_the_stream_where_it_still_has_them(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.storing.flush()
+        world.copy("older.db")
+        await world.withdraw(1)
+        await world.storing.flush()
+        with monkeypatch.context() as away:
+            away.setattr(Store, "apply", refuse)
+            await world.claim(1)
+            with pytest.raises(CatalogError):
+                await world.storing.flush()
+            await world.claim(2)
+            await world.withdraw(1)
+        world.restore("older.db")
+
+        async def is_stored() -> bool:
+            return world.storing.read_again == 1 and world.storing.stored == await world.stream.last_sequence()
+
+        await world.store_until(is_stored)
+        assert await world.claimed() == {2}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_history_that_is_gone(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.storing.flush()
+        other = World(world.store, world.file, world.stream)
+        other.offset = world.offset
+        await other.begin()
+        await other.claim(2)
+        await other.claim(3)
+        await other.storing.flush()
+        world.stream.lose_end(2)  # before this one has read them: it sees no change of the stream
+        await world.claim(4)
+        world.stream.forget([3])
+        await world.claim(5)
+
+        async def is_stored() -> bool:
+            return world.storing.read_again == 1 and 5 in await world.claimed()
+
+        await world.store_until(is_stored)
+        assert await world.claimed() >= {1, 4, 5}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
