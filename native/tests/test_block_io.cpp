@@ -185,6 +185,25 @@ void test_other_bytes_are_corrupt() {
   });
 }
 
+void test_a_page_with_more_than_its_header_proves_nothing() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(1, 4096, 1);
+    const int direct = fcntl(file.fd(), F_GETFL);
+    for (const std::size_t at : {kBlockHeaderBytes, kBlockHeaderBytes + 1, kPageBytes / 2, kPageBytes - 1}) {
+      CHECK(blocks.write(io));
+      CHECK(blocks.good(io) == 1);
+      fcntl(file.fd(), F_SETFL, direct & ~O_DIRECT);
+      const std::uint8_t more = 1;
+      CHECK(pwrite(file.fd(), &more, 1, static_cast<off_t>(kPageBytes + at)) == 1);
+      fcntl(file.fd(), F_SETFL, direct);
+      CHECK(blocks.read(io)[0] == BlockOutcome::kCorrupt);
+    }
+    CHECK(io.close(kWait));
+  });
+}
+
 void test_refusals_are_told() {
   in_each_way([](IoKind kind, bool) {
     const int fd = open("/dev/null", O_RDONLY);
@@ -490,6 +509,7 @@ int main() {
   return run({
       {"blocks come back from any memory to any memory, by every engine", test_blocks_come_back},
       {"other bytes, another hash, another namespace and no bytes are corrupt", test_other_bytes_are_corrupt},
+      {"a page with more than its header proves nothing", test_a_page_with_more_than_its_header_proves_nothing},
       {"what the device or a closed engine refuses is told for each block", test_refusals_are_told},
       {"a write that is cut short is told for its block", test_a_write_cut_short_is_told},
       {"what pads a block is zeros, whatever lay there", test_what_pads_a_block_is_zeros},

@@ -183,6 +183,21 @@ void seats_that_a_round_left_behind_are_nobody_elses() {
   }
 }
 
+void a_set_that_was_made_before_a_death_is_not_given_out_after_it() {
+  ClusterIndex index(kPlenty, kSecret);
+  const std::uint32_t one = index.instance("one");
+  const std::uint32_t other = index.instance("other");
+  for (const std::uint32_t number : {one, other}) {
+    apply(index, number, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 3))}, {own_pools()});
+  }
+  apply(index, one, {evicted(space_id(0), Tier::kHbm, hashes_between(0, 1))});  // both held it, now the other alone
+  index.drop(other);
+  apply(index, one, {evicted(space_id(0), Tier::kHbm, hashes_between(1, 2))});  // nobody is left
+  CHECK(index.block_count() == 2 && index.residency_count() == 1);
+  sweep_all(index);
+  CHECK(index.block_count() == 1 && index.residency_count() == 1);
+}
+
 // -- withholding -------------------------------------------------------------------------------------------------------
 
 void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
@@ -785,6 +800,8 @@ int main() {
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
                      {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
                      {"seats that a round left behind are nobody else's", seats_that_a_round_left_behind_are_nobody_elses},
+                     {"a set that was made before a death is not given out after it",
+                      a_set_that_was_made_before_a_death_is_not_given_out_after_it},
                      {"who is withheld is in no answer and is not forgotten", who_is_withheld_is_in_no_answer_and_is_not_forgotten},
                      {"an audit finds nothing while frames grow and shrink the table",
                       an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},

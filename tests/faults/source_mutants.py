@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-SEEDS = 100  # of the simulator's generic mix, at most, before a defect counts as one that it does not see
+SEEDS = 60  # of the simulator's generic mix, at most, before a defect counts as one that it does not see
 
 
 class SourceMutant(NamedTuple):

@@ -205,6 +205,17 @@ def test_nobody_is_withheld_while_the_catalog_is_cut_off_and_everybody_has_a_per
     assert set(watch.withheld) == {E}
 
 
+def test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts() -> None:
+    watch = five()
+    watch.run(10.0, 10.5, [B, C, D, E])  # A was last heard at 9, the catalog itself at 10
+    watch.run(10.5, 20.0, own=False)
+    assert not watch.withheld  # at 13, when A has been silent for 4 s, the catalog has not heard itself for 3
+    watch.run(20.0, 23.9, [B, C, D, E])
+    assert not watch.withheld
+    watch.run(23.9, 24.2, [B, C, D, E])
+    assert watch.withheld == {A: Why.SILENT}
+
+
 def test_a_stop_is_heeded_also_by_a_catalog_that_is_cut_off() -> None:
     watch = five()
     watch.run(10.0, 20.0, own=False)
@@ -222,6 +233,14 @@ def test_when_most_fall_silent_together_the_view_is_kept_until_they_are_no_longe
     watch.run(30.0, 31.0, [A, B, C])
     assert set(watch.withheld) == {D, E}
     assert watch.liveness.freshness(30.9).age_s == 0
+
+
+def test_half_that_fall_silent_together_are_withheld() -> None:
+    watch = five()
+    watch.follow(10.0, InstanceId("f"))
+    watch.run(10.0, 15.0, [A, B, C, D, E, InstanceId("f")])
+    watch.run(15.0, 18.2, [A, B, C])
+    assert set(watch.withheld) == {D, E, InstanceId("f")}
 
 
 def test_one_that_dies_while_others_are_kept_is_withheld() -> None:

@@ -267,6 +267,37 @@ def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read(twin: Twin) -> None
 
 
 @each_twin
+def test_a_lost_end_is_found_once_however_often_it_is_looked_for(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(*f[:-1])
+    reader.projector.hear(0.0, instance.heartbeat())
+    assert len(reader.read(now_s=2.0, at_end=True).gaps) == 1
+    found = reader.projector.found
+    for now_s in (3.0, 50.0):
+        reader.projector.hear(now_s, instance.heartbeat())
+        assert not reader.read(now_s=now_s + 1.5, at_end=True).gaps
+    assert (reader.projector.counters.gaps, reader.projector.found) == (1, found)
+
+
+@each_twin
+def test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1], f[3], f[4])
+    reader.projector.hear(0.0, instance.heartbeat())
+    reader.read(now_s=2.0, at_end=True)
+    assert reader.is_doubtful()
+    whole = instance.round()
+    assert len(whole.events) > 2
+    before = reader.projector.counters.events
+    reader.read(msgspec.structs.replace(whole, events=whole.events[:2]))
+    reader.read(whole)  # cut otherwise by a publisher that began anew
+    assert reader.projector.counters.events == before + len(whole.events)
+    assert not reader.is_doubtful() and reader.in_step(instance)  # what was stated twice would not add up
+
+
+@each_twin
 def test_slow_reading_is_no_gap(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.projector())
