@@ -24,6 +24,12 @@ class ClusterIndexTest {
     return *value;
   }
 
+  // The shard of the table a block of a namespace goes to, and how often that one's entries were all moved.
+  static std::size_t shard_of(const ClusterIndex& index, const NamespaceId& id, std::uint64_t number) {
+    return index.table_.place(index.key_of(index.find_space(id), hash_of(number).data())) % BlockTable::kShards;
+  }
+  static std::uint64_t moves(const ClusterIndex& index, std::size_t shard) { return index.table_.moves(shard); }
+
   // Its key there. A bucket is a line of 64 bytes: three keys of 16, three values of 4.
   static BlockKey& key_of(HolderValue& value) {
     const auto address = reinterpret_cast<std::uintptr_t>(&value);
@@ -180,6 +186,40 @@ void seats_that_a_round_left_behind_are_nobody_elses() {
     sweep_all(index);
     check();
     CHECK(index.block_count() == 3);
+  }
+}
+
+void a_sweep_misses_nothing_that_moved_amid_it() {
+  // A shard's last entries may go on at its beginning when it has grown, where the sweep has been already.
+  for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+    ClusterIndex index(kPlenty, {seed, 3 * seed, 7 * seed});
+    const std::uint32_t dead = index.instance("dead");
+    const std::uint32_t live = index.instance("live");
+    apply(index, live, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes_between(0, 1))}, {own_pools()});
+    apply(index, dead, {InstanceStarted{}}, {own_pools()});
+    std::uint64_t number = 1;
+    std::uint64_t added = 0;
+    const auto add = [&](std::uint32_t instance) {  // one block more in the shard that a sweep begins with
+      while (ClusterIndexTest::shard_of(index, space_id(0), number) != 0) {
+        ++number;
+      }
+      apply(index, instance, {created(space_id(0), Tier::kHbm, hashes_between(number, number + 1))});
+      ++number;
+      ++added;
+    };
+    const std::uint64_t begun = ClusterIndexTest::moves(index, 0);
+    while (ClusterIndexTest::moves(index, 0) < begun + 3) {
+      add(dead);
+    }
+    index.drop(dead);
+    index.sweep(1);
+    added = 0;
+    const std::uint64_t before = ClusterIndexTest::moves(index, 0);
+    while (ClusterIndexTest::moves(index, 0) == before) {
+      add(live);
+    }
+    sweep_all(index);
+    CHECK(index.block_count() == added + 1);
   }
 }
 
@@ -800,6 +840,7 @@ int main() {
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
                      {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
                      {"seats that a round left behind are nobody else's", seats_that_a_round_left_behind_are_nobody_elses},
+                     {"a sweep misses nothing that moved amid it", a_sweep_misses_nothing_that_moved_amid_it},
                      {"a set that was made before a death is not given out after it",
                       a_set_that_was_made_before_a_death_is_not_given_out_after_it},
                      {"who is withheld is in no answer and is not forgotten", who_is_withheld_is_in_no_answer_and_is_not_forgotten},

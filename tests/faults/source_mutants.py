@@ -249,7 +249,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "a claim younger than the listing may be is not withdrawn for want of its object",
         _JANITOR,
         "        missing = missing[space.last_ns[missing] < settled_ns]\n",
-        "        missing = missing[space.last_ns[missing] < settled_ns * 2]\n",
+        "",
     ),
     "found_objects_weigh_nothing": SourceMutant(
         "what the pool has beside the objects that can be chosen counts towards its quota",

@@ -103,3 +103,26 @@ def test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums()
         assert list(host.checksums([5, 3, 2])) == list(kept.proof.checksums)
     finally:
         pools.close()
+
+
+def test_of_an_object_with_a_block_that_cannot_be_read_nothing_is_put(tmp_path: Path) -> None:
+    nvme = NvmePool((tmp_path / "pool",), 8, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo)
+    objects = memory_objects(BLOCK_BYTES, blocks=2)
+    pools = Pools({Tier.NVME: nvme}, objects)
+    try:
+        run = random_run(4, BLOCK_BYTES, 5)
+        nvme.write([0, 1, 2, 3], run.rows, run.proof, None)
+        nvme.write([1], random_run(1, BLOCK_BYTES, 6).rows, random_run(1, BLOCK_BYTES, 6).proof, None)
+        copy = Copy(1, run.namespace, Tier.NVME, Tier.OBJECT, run.hashes, pack_slots([0, 1, 2, 3]), b"", AFTER, Epoch(1))
+        offsets = Offsets()
+        offsets.begin_epoch(Epoch(1), Offset(0))
+        offsets.advance_durable(Epoch(1), AFTER)
+        moved = move(copy, pools, offsets, WAIT_S, np.zeros((4, BLOCK_BYTES), dtype=np.uint8))
+        assert moved.outcomes == [ReadOutcome.GOOD, ReadOutcome.CORRUPT, ReadOutcome.GOOD, ReadOutcome.GOOD]
+        assert moved.arrived == [False, False, True, True]
+        room = run.room()
+        found = objects.get(run.namespace, run.hashes, room, range(4), 0)
+        assert found.outcomes == [ReadOutcome.MISSING] * 2 + [ReadOutcome.GOOD] * 2
+        assert np.array_equal(room[2:], run.rows[2:])
+    finally:
+        pools.close()

@@ -16,12 +16,12 @@ from kvbm.catalog.projector import Projector
 from kvbm.catalog.store import Applied, Store, StoreBatch
 from kvbm.catalog.storing import Numbering, Storing, numbering
 from kvbm.core.codec import Frame, encode_frame
-from kvbm.core.errors import CatalogError
+from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.streams.memory import MemoryStream
 
-ONE = InstanceId("one")
+ONE, TWO = InstanceId("one"), InstanceId("two")
 SPACE = Namespace(model="m", block_tokens=4)
 POOL = PoolStated(Tier.OBJECT, 0, 1024, Reach.CLUSTER, "pool")
 WAIT_S = 20.0
@@ -37,7 +37,7 @@ class World:
     def __init__(self, store: Store, file: Path, stream: MemoryStream | None = None) -> None:
         self.store, self.file = store, file
         self.stream = stream or MemoryStream()
-        self.offset = 0
+        self.offsets = {ONE: 0, TWO: 0}
 
     async def begin(self) -> None:
         begun = await numbering(self.store, "c", await self.stream.state(), self.stream)
@@ -46,10 +46,14 @@ class World:
         self.reader = await self.stream.pull(begun.place.sequence, "c", fingerprint=begun.place.fingerprint)
         if begun.place.sequence:
             return
+        await self.start(ONE)
+
+    async def start(self, name: InstanceId) -> None:
+        """An instance's first word."""
         started = InstanceStarted(
             epoch=Epoch(1), pools=(POOL,), namespaces=(SPACE,), topology=(), engine="test", version="0"
         )
-        await self.say(started)
+        await self.say(started, name)
 
     def _storing(self, begun: Numbering) -> Storing:
         return Storing(
@@ -57,14 +61,15 @@ class World:
             _native.scan_frames, every_s=0.005,
         )  # fmt: skip
 
-    async def say(self, event: InstanceStarted | BlocksCreated | BlocksEvicted) -> None:
+    async def say(self, event: InstanceStarted | BlocksCreated | BlocksEvicted, name: InstanceId = ONE) -> None:
         """Publish one event and have it read."""
+        offset = self.offsets[name]
         frame = Frame(
-            instance=ONE, epoch=Epoch(1), first_offset=Offset(self.offset), wall_time_ns=1000 + self.offset, digest=0,
+            instance=name, epoch=Epoch(1), first_offset=Offset(offset), wall_time_ns=1000 + offset, digest=0,
             events=(event,),
         )  # fmt: skip
-        self.offset += 1
-        await self.stream.publish("c", ONE, encode_frame(frame))
+        self.offsets[name] += 1
+        await self.stream.publish("c", name, encode_frame(frame))
         await self.read()
 
     async def read(self) -> None:
@@ -118,6 +123,14 @@ def run(work: Callable[[World], Awaitable[None]], url: str, file: Path) -> None:
             await store.close()
 
     asyncio.run(opened())
+
+
+async def another(world: World) -> World:
+    """Another catalog on the same stream and file, that goes on where SQL stands."""
+    other = World(world.store, world.file, world.stream)
+    other.offsets = dict(world.offsets)
+    await other.begin()
+    return other
 
 
 async def refuse(self: Store, batch: StoreBatch) -> Applied:
@@ -196,9 +209,7 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
     async def work(world: World) -> None:
         await world.claim(1)
         await world.storing.flush()
-        other = World(world.store, world.file, world.stream)
-        other.offset = world.offset
-        await other.begin()
+        other = await another(world)
         await other.claim(2)
         await other.claim(3)
         await other.storing.flush()
@@ -212,5 +223,78 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
 
         await world.store_until(is_stored)
         assert await world.claimed() >= {1, 4, 5}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_rows_that_another_catalog_has_overtaken_in_part_are_stored(sqlite_url: str, tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.storing.flush()
+        other = await another(world)
+        await other.claim(2)
+        await other.storing.flush()
+        await world.read()
+        world.offsets = other.offsets
+        await world.claim(3)  # the batch has both
+        await world.storing.flush()
+
+        async def is_stored() -> bool:
+            return world.storing.stored == await world.stream.last_sequence()
+
+        await world.store_until(is_stored)
+        assert await world.claimed() == {1, 2, 3} and world.storing.read_again == 0
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_a_place_that_could_not_be_checked_is_checked_again(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: MemoryStream, sequence: int, timeout_s: float = 5.0) -> None:
+        raise StreamError("no answer")
+
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.claim(2)
+        await world.storing.flush()
+        name = world.storing.name
+        world.stream.lose_end(2)
+        world.storing.check_place()  # as after a lost connection
+        with monkeypatch.context() as away:
+            away.setattr(MemoryStream, "message", silent)
+            with pytest.raises(StreamError):
+                await world.storing.flush()
+        await (await another(world)).claim(3)  # has the sequence now that SQL stands at
+
+        async def is_renamed() -> bool:
+            return world.storing.name == f"{name}#2" and 3 in await world.claimed()
+
+        await world.store_until(is_renamed)
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_instances_that_an_older_copy_does_not_know_are_told_again(sqlite_url: str, tmp_path: Path) -> None:
+    async def work(world: World) -> None:
+        world.copy("older.db")
+        await world.start(TWO)
+        await world.storing.flush()
+        world.restore("older.db")
+        world.stream.forget(range(1, await world.stream.last_sequence() + 1))
+        await world.claim(1)
+
+        async def is_told() -> bool:
+            return world.storing.read_again == 1
+
+        await world.store_until(is_told)
+        await world.claim(2)
+
+        async def is_stored() -> bool:
+            return world.storing.stored == await world.stream.last_sequence()
+
+        await world.store_until(is_stored)
+        rows = {row.id: row for row in await world.store.instances()}
+        assert rows[TWO].engine == "test" and rows[TWO].pools == (POOL,)  # though it has said nothing since
 
     run(work, sqlite_url, tmp_path / "catalog.db")

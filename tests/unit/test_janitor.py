@@ -108,6 +108,18 @@ def test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quot
     assert set(world.names(runs[0])) <= world.objects() and world.cluster.holds(runs[0])
 
 
+def test_objects_that_nobody_claimed_count_towards_the_quota_of_the_pool() -> None:
+    world = World()
+    runs = [chain(number) for number in range(3)]
+    for run in runs:
+        world.put(run, claimed=run is not runs[2])
+        world.now_s += 100
+    size = len(world.store.objects[world.names(runs[0])[0]][0])
+    report = gc(world, RULES._replace(quota_bytes=2 * size))
+    assert (report.found, report.withdrawn) == (1, {"quota": 1})
+    assert world.objects() == {name for run in runs[1:] for name in world.names(run)}
+
+
 def test_a_tenant_above_its_quota_loses_its_own_blocks_alone() -> None:
     world = World()
     for number in range(4):

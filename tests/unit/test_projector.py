@@ -298,6 +298,21 @@ def test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied(twin: Twin) -
 
 
 @each_twin
+def test_what_lies_aside_is_applied_before_an_epoch_that_only_a_heartbeat_tells_of(twin: Twin) -> None:
+    instance, f = five_frames()
+    behind = instance.offload(1, 2)
+    reader = Reader(twin.projector())
+    reader.read(f[0], f[1], f[2], behind)
+    reader.projector.hear(0.0, msgspec.structs.replace(instance.heartbeat(), epoch=Epoch(2), published=Offset(9)))
+    (gap,) = reader.read(now_s=2.0, at_end=True).gaps
+    assert gap.resumed is None and reader.projector.position(ONE) == (2, 0)
+    assert reader.index.claim_counts() == {"pool": 2}  # claims outlive their epoch
+    assert reader.depth(1, 2) == 2 and not reader.projector.is_waiting(ONE)
+    view = reader.index.view(ONE)
+    assert view is not None and view.epoch == 2 and view.digest == 0
+
+
+@each_twin
 def test_slow_reading_is_no_gap(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.projector())
