@@ -21,18 +21,14 @@ class SourceMutant(NamedTuple):
         rule: what no longer holds.
         file: where, from the top of the repository.
         old, new: the text that is there exactly once, and what takes its place.
-        test: a test that fails then: a pytest node id, or a source of `native/tests`. "" where only the simulator notices.
-        seeds: whether the simulator's generic mix notices it within SEEDS.
-        survives: why nothing notices; "" otherwise.
+        test: what fails then: a pytest node id, or a source of `native/tests`.
     """
 
     rule: str
     file: str
     old: str
     new: str
-    test: str = ""
-    seeds: bool = False
-    survives: str = ""
+    test: str
 
     @property
     def is_native(self) -> bool:
@@ -58,30 +54,35 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _PUBLISHER,
         "            self._window_used -= sent.size\n",
         "",
+        test="tests/unit/test_publisher.py::test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes",
     ),
     "one_ack_one_message": SourceMutant(
         "acks out of order confirm all that is whole",
         _PUBLISHER,
         "        while self._window and self._window[0].attempt not in self._in_flight:",
         "        if self._window and self._window[0].attempt not in self._in_flight:",
+        test="tests/unit/test_publisher.py::test_published_grows_by_acks_without_a_hole_in_whatever_order_they_come",
     ),
     "resumes_at_the_later": SourceMutant(
         "what the server has lost since is sent again",
         _PUBLISHER,
         "            resume = min(resume, self.published)",
         "            resume = max(resume, self.published)",
+        test="tests/unit/test_publisher.py::test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shrink",
     ),
     "epoch_without_fence": SourceMutant(
         "a fence is set before an epoch's first event",
         _PUBLISHER,
         "        if frames[0].epoch > self._fence_epoch:",
         "        if frames[0].epoch > self._fence_epoch + 1:",
+        test="tests/unit/test_publisher.py::test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began",
     ),
     "idle_after_refusal": SourceMutant(
         "after a refusal the log is looked into again",
         _PUBLISHER,
         "            self._wake_s = self._now_s + self._backoff_s()\n            self._due_s = self._wake_s\n",
         "            self._wake_s = self._now_s + self._backoff_s()\n",
+        test="tests/unit/test_publisher.py::test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing",
     ),
     # -- journal --------------------------------------------------------------------------------------------------------
     "last_frame_is_a_repeat": SourceMutant(
@@ -89,36 +90,42 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _JOURNAL,
         "has_repeats = until is not None and frame.next_offset > until",
         "has_repeats = until is not None and frame.next_offset >= until",
+        test="tests/integration/test_journal.py::test_a_failed_sync_is_not_forgotten",
     ),
     "segments_go_unpublished": SourceMutant(
         "a segment goes when it is published and before a whole round, not one of the two",
         _JOURNAL,
         "        needless = min(published, whole_round)",
         "        needless = max(published, whole_round)",
+        test="tests/integration/test_journal.py::test_an_epochs_first_round_is_let_in_beyond_the_capacity_and_nothing_else",
     ),
     "torn_bytes_stay": SourceMutant(
         "what a failed append has left is cut before the next one",
         _JOURNAL,
         "            self._device.truncate(self._writer, segment.size)\n            self._torn = False\n",
         "            self._torn = False\n",
+        test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     "synced_before_the_sync": SourceMutant(
         "bytes count as synced once the sync has succeeded",
         _JOURNAL,
         "            self._sync_file(writer)\n            segment.synced = size\n",
         "            segment.synced = size\n            self._sync_file(writer)\n",
+        test="tests/integration/test_journal.py::test_a_failed_sync_is_not_forgotten",
     ),
     "folder_not_synced": SourceMutant(
         "a new name is on the device before anything relies on it",
         _JOURNAL,
         "        self._device.replace(temporary, path)\n        self._device.sync_folder(self.folder)\n",
         "        self._device.replace(temporary, path)\n",
+        test="tests/integration/test_journal.py::test_an_epoch_that_has_begun_outlives_a_power_cut",
     ),
     "journal_short_write": SourceMutant(
         "a write that took a part is gone on with",
         _JOURNAL,
         "            if pieces:\n                pieces[0] = pieces[0][taken:]\n",
         "            pieces.clear()\n",
+        test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     # -- projector ------------------------------------------------------------------------------------------------------
     "overlap_applied_twice": SourceMutant(
@@ -126,30 +133,35 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _PROJECTOR,
         "applied = self.index.apply(arrived.data, frame.at, followed.position.offset - frame.first_offset)",
         "applied = self.index.apply(arrived.data, frame.at, 0)",
+        test="tests/unit/test_projector.py::test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied",
     ),
     "gap_found_again_and_again": SourceMutant(
         "a gap is found once",
         _PROJECTOR,
         "        if followed.is_lost or now_s - since_s < wait_s:",
         "        if now_s - since_s < wait_s:",
+        test="tests/unit/test_projector.py::test_a_lost_end_is_found_once_however_often_it_is_looked_for",
     ),
     "stored_beyond_what_is_aside": SourceMutant(
         "SQL's place is before whatever is still kept aside",
         _PROJECTOR,
         "        end = min([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
         "        end = max([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
+        test="tests/unit/test_projector.py::test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_again",
     ),
     "aside_outlives_its_epoch": SourceMutant(
         "what lies aside is applied before a later epoch begins",
         _PROJECTOR,
-        "            self._pass_holes(followed, step)\n            self._begin_blind(followed, said.epoch, 0)\n",
-        "            self._begin_blind(followed, said.epoch, 0)\n",
+        "  # not even the start of its epoch came\n            self._pass_holes(followed, step)\n",
+        "  # not even the start of its epoch came\n",
+        test="tests/unit/test_projector.py::test_what_lies_aside_is_applied_before_an_epoch_that_only_a_heartbeat_tells_of",
     ),
     "aside_without_bound": SourceMutant(
         "what is kept behind a hole has a bound",
         _PROJECTOR,
         "        if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:",
         "        if first not in followed.aside:",
+        test="tests/unit/test_projector.py::test_what_is_kept_behind_a_hole_has_a_bound_and_the_rest_is_read_when_it_comes_again",
     ),
     # -- liveness -------------------------------------------------------------------------------------------------------
     "deaf_for_too_long": SourceMutant(
@@ -157,24 +169,28 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _LIVENESS,
         "return self._own_s is not None and now_s - self._own_s < self._liveness_s / 2",
         "return self._own_s is not None and now_s - self._own_s < self._liveness_s",
+        test="tests/unit/test_liveness.py::test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts",
     ),
     "first_run_believed_for_ever": SourceMutant(
         "a second run is believed once the first is silent",
         _LIVENESS,
-        "        if is_double and member.heard_s is not None and not member.is_silent:",
-        "        if is_double and member.heard_s is not None:",
+        " and member.heard_s is not None and not member.is_silent:",
+        " and member.heard_s is not None:",
+        test="tests/unit/test_liveness.py::test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives",
     ),
     "stopped_for_ever": SourceMutant(
         "a later epoch has not stopped because the one before it did",
         _LIVENESS,
         "            member.told, member.is_stopped = epoch, stopped\n",
         "            member.told, member.is_stopped = epoch, member.is_stopped or stopped\n",
+        test="tests/unit/test_liveness.py::test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read",
     ),
     "half_is_most": SourceMutant(
         "most is more than half",
         _LIVENESS,
         "        return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first",
         "        return last - first >= LEAST_MASS and 2 * (last - first) >= len(heard) - first",
+        test="tests/unit/test_liveness.py::test_half_that_fall_silent_together_are_withheld",
     ),
     # -- storing --------------------------------------------------------------------------------------------------------
     "overtaken_rows_dropped": SourceMutant(
@@ -182,36 +198,42 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _STORING,
         "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return False\n",
         "            self._batch = None\n            return False\n",
+        test="tests/integration/test_storing.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
     ),
     "place_checked_once": SourceMutant(
         "a check that failed is made again",
         _STORING,
         "        except BaseException:\n            self._is_unchecked = True\n            raise\n",
         "        except BaseException:\n            raise\n",
+        test="tests/integration/test_storing.py::test_a_place_that_could_not_be_checked_is_checked_again",
     ),
     "instances_not_told_again": SourceMutant(
         "after rows were read again the row of every instance is given out",
         _STORING,
         "                self._projector.tell_all()\n",
         "",
+        test="tests/integration/test_storing.py::test_instances_that_an_older_copy_does_not_know_are_told_again",
     ),
     "claim_grows_older": SourceMutant(
         "when a claim was last made never goes back",
         _STORE,
         'kept=("first_claimed_by", "claimed_ns"), last_claimed_ns=largest)',
         'kept=("first_claimed_by", "claimed_ns"))',
+        test="tests/conformance/test_store.py::test_a_claim_is_a_set_add_by_any_instance",
     ),
     "withdrawn_in_its_own_batch": SourceMutant(
         "a claim that is withdrawn in the batch that has it does not stand",
         _STORE,
         "                withdrawn.add(key)\n                claimed.pop(key, None)\n",
         "                withdrawn.add(key)\n",
+        test="tests/conformance/test_store.py::test_claims_and_withdrawals_of_one_batch_count_in_stream_order",
     ),
     "unstored_claims_lost": SourceMutant(
         "claims that SQL refused because it was restored from an older copy reach it",
         _STORING,
         "            self._keep_claims()\n            self._batch = None\n",
         "            self._batch = None\n",
+        test="tests/integration/test_storing.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
     # -- copies and offloads --------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(
@@ -219,24 +241,28 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _COPIES,
         "run.proof(kept, result.checksums[kept])",
         "run.proof(kept, result.checksums[: len(kept)])",
+        test="tests/integration/test_copies.py::test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums",
     ),
     "object_in_part": SourceMutant(
         "an object is put whole or not at all",
         _COPIES,
         "return [i for i in indexes if all(other in there for other in range(i // k * k, i // k * k + k))]",
         "return [i for i in indexes if any(other in there for other in range(i // k * k, i // k * k + k))]",
+        test="tests/integration/test_copies.py::test_of_an_object_with_a_block_that_cannot_be_read_nothing_is_put",
     ),
     "begun_epoch_is_durable": SourceMutant(
         "an epoch's events after its first round are durable when they are, or when a later epoch's round is",
         "kvbm/manager/offsets.py",
         "return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset",
         "return self._whole >= epoch or self._ends.get(epoch, Offset(0)) >= offset",
+        test="tests/unit/test_offsets.py::test_an_offset_that_never_was_written_counts_once_a_later_round_is_whole",
     ),
     "staged_before_its_withdrawal": SourceMutant(
         "a slot that outlives the process is written once the withdrawal of its block is durable, also through staging",
         _COPIES,
         "        if not may_write and (why := _not_durable(copy, offsets, durable_wait_s)):",
         '        if not may_write and (why := ""):',
+        test="tests/integration/test_copies.py::test_a_staged_copy_waits_for_the_withdrawal_of_what_its_slots_hold",
     ),
     # -- janitor --------------------------------------------------------------------------------------------------------
     "deletes_without_lease": SourceMutant(
@@ -244,24 +270,28 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _JANITOR,
         "        yield from self._hold(self._rules.batch_s)\n",
         "",
+        test="tests/unit/test_janitor.py::test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_it",
     ),
     "young_claims_withdrawn": SourceMutant(
         "a claim younger than the listing may be is not withdrawn for want of its object",
         _JANITOR,
         "        missing = missing[space.last_ns[missing] < settled_ns]\n",
         "",
+        test="tests/unit/test_janitor.py::test_a_claim_that_is_younger_than_its_object_may_be_is_not_missed",
     ),
     "found_objects_weigh_nothing": SourceMutant(
         "what the pool has beside the objects that can be chosen counts towards its quota",
         _HOLDINGS,
         "    over, going = sum(held.values()) + more_bytes - quota_bytes, []",
         "    over, going = sum(held.values()) - quota_bytes, []",
+        test="tests/unit/test_janitor.py::test_objects_that_nobody_claimed_count_towards_the_quota_of_the_pool",
     ),
     "used_object_goes_by_quota": SourceMutant(
         "an object chosen by quota that was used meanwhile stays",
         _JANITOR,
         "                if last_ns <= entry.last_ns and (entry.chosen.reason is not EvictReason.TTL or last_ns < old_ns):",
         "                if entry.chosen.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
+        test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
     ),
     # -- native index ---------------------------------------------------------------------------------------------------
     "generation_used_before_its_sweep": SourceMutant(

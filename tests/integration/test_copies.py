@@ -97,7 +97,9 @@ def test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums()
         kept = part(with_lost, [0, 2, 3])
         assert all(objects.put(kept.rows, kept.proof))
         slots = [5, 4, 3, 2]
-        copy = Copy(1, kept.namespace, Tier.OBJECT, Tier.HOST, with_lost.hashes, b"", pack_slots(slots), AFTER, Epoch(1))
+        copy = Copy(
+            1, kept.namespace, Tier.OBJECT, Tier.HOST, with_lost.hashes, b"", pack_slots(slots), AFTER, Epoch(1)
+        )
         moved = move(copy, pools, Offsets(), WAIT_S, None, Elsewhere(with_lost.hashes))
         assert moved.arrived == [True, False, True, True]
         assert list(host.checksums([5, 3, 2])) == list(kept.proof.checksums)
@@ -113,7 +115,9 @@ def test_of_an_object_with_a_block_that_cannot_be_read_nothing_is_put(tmp_path: 
         run = random_run(4, BLOCK_BYTES, 5)
         nvme.write([0, 1, 2, 3], run.rows, run.proof, None)
         nvme.write([1], random_run(1, BLOCK_BYTES, 6).rows, random_run(1, BLOCK_BYTES, 6).proof, None)
-        copy = Copy(1, run.namespace, Tier.NVME, Tier.OBJECT, run.hashes, pack_slots([0, 1, 2, 3]), b"", AFTER, Epoch(1))
+        copy = Copy(
+            1, run.namespace, Tier.NVME, Tier.OBJECT, run.hashes, pack_slots([0, 1, 2, 3]), b"", AFTER, Epoch(1)
+        )
         offsets = Offsets()
         offsets.begin_epoch(Epoch(1), Offset(0))
         offsets.advance_durable(Epoch(1), AFTER)

@@ -105,7 +105,9 @@ class World:
         running = asyncio.create_task(self.storing.run())
         try:
             async with asyncio.timeout(WAIT_S):
-                while not await check():
+                while True:
+                    if await check():
+                        return
                     await asyncio.sleep(0.005)
         finally:
             running.cancel()

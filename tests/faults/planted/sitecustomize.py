@@ -1,6 +1,6 @@
 """Plants a defect in every Python process that has this folder in PYTHONPATH: one module is read from another file.
 
-`KVBM_PLANTED` is `module=file`. The module keeps its own name and place; only its text is another's.
+`PLANTED_DEFECT` is `module=file`. The module keeps its own name and place; only its text is another's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
-_NAME, _, _FILE = os.environ.get("KVBM_PLANTED", "").partition("=")
+_NAME, _, _FILE = os.environ.get("PLANTED_DEFECT", "").partition("=")
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
