@@ -206,13 +206,15 @@ def test_nobody_is_withheld_while_the_catalog_is_cut_off_and_everybody_has_a_per
 
 
 def test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts() -> None:
-    watch = five()
-    watch.run(10.0, 10.5, [B, C, D, E])  # A was last heard at 9, the catalog itself at 10
+    watch = Watch()
+    watch.follow(0.0, A, B)  # too few for most of them to fall silent together
+    watch.run(0.0, 10.0, [A, B])
+    watch.run(10.0, 10.5, [B])  # A was last heard at 9, the catalog itself at 10
     watch.run(10.5, 20.0, own=False)
     assert not watch.withheld  # at 13, when A has been silent for 4 s, the catalog has not heard itself for 3
-    watch.run(20.0, 23.9, [B, C, D, E])
+    watch.run(20.0, 23.9, [B])
     assert not watch.withheld
-    watch.run(23.9, 24.2, [B, C, D, E])
+    watch.run(23.9, 24.2, [B])
     assert watch.withheld == {A: Why.SILENT}
 
 
