@@ -12,7 +12,7 @@ AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test test-objects test-engines test-engines-quick faults setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -61,6 +61,13 @@ test-engines: $(ENGINES_STAMP)  ## all of it
 
 faults: setup  ## the fault suite alone: the seeded simulator with its mutants, and a short crash loop over real processes
 	$(BIN)/python -m pytest -n $(JOBS) tests/faults $(PYTEST_ARGS)
+
+faults: mutants-quick
+mutants-quick: setup  ## deliberate defects in Python code, one at a time: the test named for each must fail
+	$(BIN)/python tools/mutants.py --fast
+
+mutants: setup  ## the same, with those in C++ code
+	$(BIN)/python tools/mutants.py
 
 fmt: setup  ## format
 	$(BIN)/ruff format .

@@ -154,7 +154,7 @@ class Storing:
     def begin_anew(self) -> None:
         """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
         self._lost = self.name or self._lost
-        self._keep_claims()
+        self._unstored += self._projector.waiting_claims()  # the batch that waits is stored under the old name
         self.name, self.stored = "", 0
         self._projector.renumber("", 0)
         self._let_go("the stream's store was replaced")
@@ -253,30 +253,26 @@ class Storing:
         self._batch = batch
         applied = await self._store.apply(batch)
         is_met = applied.outcome in (Outcome.OVERTAKEN, Outcome.REPEATED) and batch.stream == self.name
+        before = len(self._unstored)
         if is_met and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
             self._batch = None  # the other catalog has read messages that the stream has lost since
+            self._unstored[before:before] = batch.claims
             return False
         if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
+        self._batch = None
         if applied.outcome is Outcome.MISSING:
             log.warning(
                 "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
             )  # fmt: skip
-            self._keep_claims()
-            self._batch = None
+            self._unstored += [*batch.claims, *self._projector.waiting_claims()]
             self._let_go("the database was restored or replaced")
             return False
-        self._batch = None
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
         return True
-
-    def _keep_claims(self) -> None:
-        """Remember the claims that SQL has not got, those of the batch first: the stream may not have their messages any more."""
-        batch = [] if self._batch is None else self._batch.claims
-        self._unstored += [*batch, *self._projector.waiting_claims()]
 
     def _let_go(self, why: str) -> None:
         if not self._is_behind:

@@ -231,8 +231,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "unstored_claims_lost": SourceMutant(
         "claims that SQL refused because it was restored from an older copy reach it",
         _STORING,
-        "            self._keep_claims()\n            self._batch = None\n",
-        "            self._batch = None\n",
+        "            self._unstored += [*batch.claims, *self._projector.waiting_claims()]\n",
+        "            self._unstored += self._projector.waiting_claims()\n",
         test="tests/integration/test_storing.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
     # -- copies and offloads --------------------------------------------------------------------------------------------
