@@ -121,7 +121,9 @@ class Storing:
         self._is_behind = False  # rows were let go
         self._is_unchecked = False  # the stream may have lost what SQL has
         self._lost = ""  # the name until the stream's store was replaced
-        self._unstored: list[ClaimRun] = []  # given out before what is read again: the stream may not have their messages
+        self._unstored: list[
+            ClaimRun
+        ] = []  # given out before what is read again: the stream may not have their messages
 
     async def run(self) -> None:
         """Store for ever."""
