@@ -224,7 +224,7 @@ class ArchiveFiles:
         part = self._folder / f"{_POSITION}.part"
         file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            os.write(file, body + b"\n%08x\n" % zlib.crc32(body))
+            _write_all(file, body + b"\n%08x\n" % zlib.crc32(body))
             os.fsync(file)
         finally:
             os.close(file)
@@ -259,9 +259,7 @@ class ArchiveFiles:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._file, self.position.bytes)
             os.lseek(self._file, self.position.bytes, os.SEEK_SET)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
+        _write_all(self._file, data)
 
     def _drop_half(self) -> None:
         """What a failed write has left goes when the file is opened again; try at once, for a full disk wants every byte."""
@@ -283,6 +281,13 @@ class ArchiveFiles:
 def _kept(message: StreamMessage) -> bytes:
     """What the archive keeps of a message."""
     return encode_fence(message) if is_fence(message.subject) else message.data
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """All of it, however little the device takes at once: one that fills up takes a part first. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
 
 
 def _parse(name: str) -> tuple[int, int]:

@@ -513,7 +513,9 @@ class NvmePool:
                 f" file's header has {_PROVED_BYTES - _PREFIX.size}; shorten them"
             )
         proved = (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(_PROVED_BYTES, b"\0")
-        os.pwrite(fd, proved + _CRC.pack(_crc(self._checksum_rows, proved)), 0)
+        view, at = memoryview(proved + _CRC.pack(_crc(self._checksum_rows, proved))), 0
+        while at < len(view):
+            at += os.pwrite(fd, view[at:], at)
         os.fsync(fd)
 
 

@@ -206,7 +206,9 @@ class FrameLibrary:
             self._copy = len(self._handles) - 1
         at, self._copied = self._copied, self._copied + len(data)
         try:
-            os.pwrite(self._handles[self._copy], data, at)
+            view = memoryview(data)
+            while view:  # a disk that fills up may take a part first
+                view = view[os.pwrite(self._handles[self._copy], view, self._copied - len(view)) :]
         except OSError as error:
             raise SourceError(
                 f"the stream's frames cannot be copied to {tempfile.gettempdir()} ({error.strerror}); set TMPDIR to a "

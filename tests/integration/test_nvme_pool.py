@@ -93,6 +93,19 @@ def test_reopening_keeps_blocks_and_the_name(tmp_path: Path, way: dict[str, str]
     again.close()
 
 
+def test_a_device_that_takes_little_at_once_gets_the_whole_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+    with monkeypatch.context() as little:
+        little.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:1000], at))
+        pool = _open(tmp_path / "pool")
+    pool.close()
+    again = _open(tmp_path / "pool")
+    assert (again.opened, again.pool_id, again.notice) == ("reopened", pool.pool_id, "")
+    again.close()
+
+
 def test_every_flipped_bit_of_a_block_is_found(tmp_path: Path, way: dict[str, str]) -> None:
     run = random_run(1, BLOCK_BYTES)
     pool = _open(tmp_path / "pool", **way)

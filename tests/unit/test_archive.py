@@ -62,6 +62,18 @@ def test_what_lies_beyond_the_position_is_cut_and_read_again(tmp_path: Path, tor
     assert content(tmp_path) == written(*range(1, 6))
 
 
+def test_a_device_that_takes_little_at_once_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, bytes(data)[:7]))
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    archive.close()
+    monkeypatch.undo()
+    assert content(tmp_path) == written(1, 2, 3)
+    assert ArchiveFiles.open(tmp_path).follow("now", 1, 9) == 3  # half a position would be none: its file is read again
+
+
 def test_files_begun_after_the_position_was_written_are_read_again(tmp_path: Path) -> None:
     archive = ArchiveFiles.open(tmp_path, file_bytes=16)
     archive.follow("now", 1, 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from kvbm.core.codec import Frame
 from kvbm.replay.cli import main
 from kvbm.replay.diff import ABSENT, DIGEST, INSTANCE, Diffed, diff
-from kvbm.replay.source import SourceError, open_source
+from kvbm.replay.frames import FrameLibrary
+from kvbm.replay.source import Place, SourceError, open_source
 from tests.captures import make_capture, packed, starts
 
 CAPTURE = make_capture(7, commands=120)
@@ -29,6 +31,18 @@ def compared(folder: Path, a: Iterable[Frame], b: Iterable[Frame], is_archive: b
         path.write_bytes(packed(frames))
         sources.append(open_source(str(path.parent if is_archive else path)))
     return diff(*sources)
+
+
+def test_a_temporary_folder_that_takes_little_at_once_gets_all_of_a_streams_frames(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:3], at))
+    with FrameLibrary("a stream") as library:
+        kept = [
+            library.keep(Place("stream", 0, sequence), data) for sequence, data in enumerate((b"0123456789", b"abcd"))
+        ]
+        assert [library.read(*kept[0], 10), library.read(*kept[1], 4)] == [b"0123456789", b"abcd"]
 
 
 def recut(seed: int) -> list[Frame]:
