@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvbm import _native
@@ -188,36 +187,30 @@ def test_a_frame_kept_behind_a_hole_does_not_keep_the_rest_of_its_message(twin: 
     assert reader.depth(1, 2, 3) == 3
 
 
-def claims_of(first: Frame, count: int, blocks: int) -> list[Frame]:
-    """Frames after one of an instance, each of which claims so many blocks of the cluster's pool."""
-    made = []
-    numbers = np.zeros((count * blocks, 2), dtype="<u8")
-    numbers[:, 0] = np.arange(count * blocks)
-    for number in range(count):
-        packed = numbers[number * blocks : (number + 1) * blocks].tobytes()
-        claimed = BlocksCreated(namespace=NAMESPACE.id, tier=Tier.OBJECT, hashes=packed)
-        offset = Offset(first.next_offset + number)
-        made.append(msgspec.structs.replace(first, first_offset=offset, events=(claimed,)))
-    return made
+def big_frames(first: Frame, count: int, blocks: int) -> list[Frame]:
+    """Frames after one of an instance, each of which claims the same so many blocks of the cluster's pool."""
+    packed = hashes(*range(blocks))
+    claimed = BlocksCreated(namespace=NAMESPACE.id, tier=Tier.OBJECT, hashes=packed)
+    offsets = [Offset(first.next_offset + number) for number in range(count)]
+    return [msgspec.structs.replace(first, first_offset=offset, events=(claimed,)) for offset in offsets]
 
 
 def test_what_is_kept_behind_a_hole_has_a_bound_and_the_rest_is_read_when_it_comes_again() -> None:
     blocks = 32_768
-    reader = Reader(NATIVE.projector(NATIVE.index(1 << 22)))
+    reader = Reader(NATIVE.projector())
     (start,) = Instance().frames
-    missing, *behind = claims_of(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    missing, *behind = big_frames(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
     reader.read(start)
-    for frame in behind:
-        reader.read(frame, at_end=True)
+    reader.read_bytes(*map(_native.encode_frame, behind), at_end=True)
     assert 0 < ASIDE_BYTES - reader.projector._followed[ONE].aside_bytes < 2 * 16 * blocks
-    reader.read(missing)
+    reader.read_bytes(_native.encode_frame(missing))
     reached = reader.projector.position(ONE).offset
     assert behind[-9].first_offset <= reached < behind[-1].next_offset  # no frame that was let go counts as read
-    assert reader.index.claim_counts() == {"pool": (reached - missing.first_offset) * blocks}
+    assert reader.projector.counters.blocks == (reached - missing.first_offset) * blocks
     assert reader.projector._followed[ONE].aside_bytes == 0 and not reader.projector.is_waiting(ONE)
-    reader.read(*behind)  # the publisher has gone back
+    reader.read_bytes(*map(_native.encode_frame, behind))  # the publisher has gone back
     assert reader.projector.position(ONE).offset == behind[-1].next_offset
-    assert reader.index.claim_counts() == {"pool": (1 + len(behind)) * blocks}
+    assert reader.projector.counters.blocks == (1 + len(behind)) * blocks
     assert reader.projector.counters.gaps == 0 and not reader.is_doubtful()
 
 
@@ -226,8 +219,8 @@ def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -
     reader = Reader(NATIVE.projector())
     instance = Instance()
     (start,) = instance.frames
-    missing, *behind = claims_of(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
-    reader.read(start, *behind, missing)
+    missing, *behind = big_frames(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    reader.read_bytes(*map(_native.encode_frame, (start, *behind, missing)))
     reached = reader.projector.position(ONE)
     published = instance.heartbeat()
     published = msgspec.structs.replace(published, published=behind[-1].next_offset)
