@@ -184,7 +184,8 @@ def check_tests(mutants: dict[str, SourceMutant]) -> None:
 def row(name: str, mutant: SourceMutant, verdict: Verdict) -> str:
     """One line of the table."""
     file, _, case = verdict.test.partition("[")[0].partition("::")
-    test = f"`{Path(file).name}`: {case.removeprefix('test_').replace('_', ' ')}" if file else "**nothing**"
+    words = case.removeprefix("test_").replace("_", " ")
+    test = f"`{Path(file).name}`{f': {words}' if words else ''}" if file else "**nothing**"
     seeds = {None: "", 0: "–"}.get(verdict.seeds, str(verdict.seeds))
     return f"| `{name}` | `{Path(mutant.file).name}` | {mutant.rule} | {test} | {seeds} |"
 
