@@ -229,7 +229,8 @@ def open_manager(
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
-        manager.start(publishing, closers=[opened.pop_all().close])
+        disowners = [journal.disown] if journal is not None else []
+        manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners)
         return manager
 
 

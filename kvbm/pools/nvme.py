@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -164,6 +164,7 @@ class NvmePool:
         self._calls = 0
         self._idle = threading.Condition()
         self._engine: BlockEngine | None = None
+        self._given_up: BlockEngine | None = None
         self._wanted = shape_of(shape, block_bytes, slots, instance, len(paths))
         with ExitStack() as undo:
             stripes = self._open_stripes()
@@ -271,6 +272,16 @@ class NvmePool:
             " process ends: check the device's health"
         )
         log.warning("pool.left_open", tier="NVME", paths=[str(path) for path in self.paths], waited_s=timeout_s)
+
+    def disown(self) -> None:
+        """This process is a forked child: let go of the files, which would stay locked for as long as it lives. No transfer ends here."""
+        self._idle = threading.Condition()
+        if self._engine is None:
+            return
+        self._given_up, self._engine = self._engine, None  # whatever it has belongs to threads that are not here
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)
 
     def __str__(self) -> str:
         return f"NVME pool {':'.join(map(str, self.paths))}"

@@ -23,6 +23,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -733,7 +734,18 @@ class Journal:
             self._forget_writer()
             if self._reader is not None:
                 self._reader.file.close()
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # at once, though a forked child may know the file still
             self._lock_file.close()
+
+    def disown(self) -> None:
+        """This process is a forked child: let go of the files, which would keep the folder locked for as long as it lives."""
+        self._writing, self._reading = threading.RLock(), threading.Lock()
+        self._closed = True
+        self._lock_file.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                os.close(writer)
 
 
 class _SegmentReader:

@@ -1,0 +1,76 @@
+"""A process that leaves with its manager open, in every way there is: it ends as it was told to, and leaves nothing broken behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TIMES = int(os.environ.get("KVBM_LEAVE_TIMES", "6"))
+ENDS = {
+    "fall_off": 0, "closed": 0, "hashing": 0, "sys_exit": 7, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM,
+    "SIGHUP": -signal.SIGHUP, "sigterm_exits": 5, "os_exit": 6, "thread": 0,
+}  # fmt: skip
+FORKS = ("fork", "fork_os_exit", "fork_fall_off", "fork_close", "multiprocessing_fork", "multiprocessing_spawn")
+
+
+def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedProcess[str]:
+    """A process that left, and what it said."""
+    command = [sys.executable, "-m", "tests.faults.processes.leaver", str(folder), way, nats]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ENDS)
+def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
+    ended = Counter[int]()
+    for _ in range(TIMES if ENDS[way] == 0 else 2):
+        left = leave(tmp_path, way)
+        assert "busy" in left.stdout, left.stderr
+        assert "closed_un" not in left.stderr + left.stdout, "what waited was not written"
+        if way == "thread":
+            assert "served on" in left.stdout, "its manager was closed before a thread that is no daemon had ended"
+        ended[left.returncode] += 1
+    assert set(ended) == {ENDS[way]}, f"{ended}\n{left.stderr}"
+    reopened = leave(tmp_path, "closed")
+    assert reopened.returncode == 0, reopened.stderr
+
+
+@pytest.mark.timeout(300)
+def test_with_a_server_and_a_publisher_of_its_own_too(tmp_path: Path) -> None:
+    for _ in range(TIMES):
+        left = leave(tmp_path, "fall_off", "embedded")
+        assert left.returncode == 0, left.stderr
+    log = (tmp_path / "nats" / "nats-server.log").read_text()
+    assert log.count("Server Exiting") == log.count("Server is ready"), "a server was left to itself"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", FORKS)
+def test_a_child_leaves_its_parents_manager_alone(way: str, tmp_path: Path) -> None:
+    left = leave(tmp_path, way)
+    assert left.returncode == 0, left.stderr
+    assert "the parent's is whole" in left.stdout
+    assert "tail_cut" not in leave(tmp_path, "closed").stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_child_that_lives_on_keeps_nobody_from_starting_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults.processes.leaver", str(tmp_path), "fork_outlives"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        said = next(line for line in parent.stdout if line.startswith("child "))
+        assert "was opened by the process that forked this one" in said
+        child = int(said.split()[1])
+        try:
+            parent.kill()
+            parent.wait(10)
+            again = leave(tmp_path, "closed")
+            assert again.returncode == 0, again.stderr
+        finally:
+            os.kill(child, signal.SIGKILL)
