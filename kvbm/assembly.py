@@ -65,6 +65,7 @@ from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
+from kvbm.streams.history import Retention
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
@@ -188,6 +189,7 @@ def open_manager(
             journal = Journal.open(
                 journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
                 settings.journal.capacity_bytes, settings.journal.sync_interval_s, run=run,
+                retention=Retention(settings.journal.keep_s, settings.journal.max_bytes or settings.journal.capacity_bytes),
             )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)

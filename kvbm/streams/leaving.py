@@ -60,7 +60,9 @@ def close_all(within_s: float = LEAVE_S) -> None:
             opened.close(min(STEP_S, max(0.1, left_s)))
         except Exception:
             with suppress(OSError, ValueError):  # where the log goes may be closed
-                log.exception("process.left_open", what=type(opened).__name__, remedy="close it before the program ends")
+                log.exception(
+                    "process.left_open", what=type(opened).__name__, remedy="close it before the program ends"
+                )
 
 
 def _disown_all() -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm import KvbmError, KvShape, LedgerError, Manager, Namespace, Tier, load_settings, open_manager
+from kvbm import KvbmError, KvShape, Manager, Namespace, Tier, load_settings, open_manager
 from kvbm.assembly import NATIVE
+from kvbm.core.errors import LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT
 from kvbm.pools.nvme import NvmePool
 from tests.managers import hashes_of
