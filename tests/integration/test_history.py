@@ -215,7 +215,7 @@ def test_a_segment_that_becomes_history_while_it_is_read_is_read(tmp_path: Path)
 def test_a_bound_below_what_the_journal_needs_is_refused(tmp_path: Path) -> None:
     from kvbm.config import check_settings, load_settings
 
-    with pytest.raises(ConfigError, match="journal.max_bytes is 1; it must be at least"):
+    with pytest.raises(ConfigError, match=r"journal\.max_bytes is 1; it must be at least"):
         check_settings(load_settings(flags={"journal.max_bytes": 1}))
 
 
