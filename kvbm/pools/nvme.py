@@ -442,6 +442,8 @@ class NvmePool:
     def _adopt(self, number: int, path: Path, fd: int) -> FileHeader | Damaged:
         """The header of an existing stripe, once it proves to be ours, of our shape, and in its place."""
         page = os.pread(fd, PAGE_BYTES, 0)
+        if not any(page) and stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_size == self._bytes_of(number):
+            return Damaged("the file's header is lost")  # no file of anybody else's has exactly this size and begins so
         header = decode_header(path, page, self._checksum_rows)
         if isinstance(header, Damaged):
             return header
@@ -548,6 +550,9 @@ def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceI
 def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeader | Damaged:
     """What the first page of a stripe says. Raises PoolError: it is nobody's, or of a version this kvbm does not read."""
     if page[: len(MAGIC)] != MAGIC:
+        mended = MAGIC + page[len(MAGIC) :]
+        if len(page) == PAGE_BYTES and _CRC.pack(_crc(checksums, mended[:_PROVED_BYTES])) == page[_PROVED_BYTES:]:
+            return Damaged("the first bytes of the file's header do not match its checksum")
         raise PoolError(
             f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
             " is: move it away or set another pools.nvme.path"

@@ -294,3 +294,32 @@ def test_a_folder_of_another_instance_is_told_by_its_segments_too(tmp_path: Path
     (tmp_path / "EPOCH").unlink()
     with pytest.raises(JournalError, match="is of instance 'instance-0', not 'other'"):
         Journal.open(tmp_path, type(INSTANCE)("other"), NATIVE)
+
+
+def test_no_damaged_small_file_of_an_instance_stops_its_start(tmp_path: Path) -> None:
+    pod = tmp_path / "pod"
+    pod.mkdir()
+    settings = settings_of(tmp_path / "data", "", "tests", pools__nvme__slots=64, pools__nvme__folder=str(pod))
+
+    def start() -> list[SequenceHash]:
+        with opened(settings) as manager:
+            serve(manager, 1, 4)
+            manager.settle(5)
+            assert not manager.trouble()
+            wait_until(lambda: is_published(manager), "the stream does not come")
+            return manager.held(Tier.NVME)
+
+    held = set(start())
+    assert held
+    files = [path for root in (tmp_path / "data", pod) for path in root.rglob("*") if path.is_file()]
+    small = [path for path in files if "jetstream" not in path.parts and path.suffix not in (".kvbj", ".kept")]
+    assert {"EPOCH", "LOCK", "nats.lock", "nats-server.conf", "nats-server.log"} <= {path.name for path in small}
+    assert {".pool", ".slots"} <= {path.suffix for path in small}
+    for path in small:
+        for damage in (b"\xff", b"\x00" * 4096):
+            size = path.stat().st_size
+            for at in (0, 20, size // 2) if len(damage) == 1 else (0,):  # in a magic, in a text, in the middle
+                with path.open("r+b") as file:
+                    file.seek(at)
+                    file.write(damage)
+                assert set(start()) == held, (path, damage, at)
