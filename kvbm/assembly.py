@@ -72,6 +72,7 @@ from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread, unknown_runs
 from kvbm.streams.server import shared_server
+from kvbm.telemetry.remarks import to_standard_error
 
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
@@ -176,6 +177,7 @@ def open_manager(
             the layout that `paged_layout` gives them.
     Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
     """
+    to_standard_error()
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
@@ -260,7 +262,7 @@ def open_engine_manager(
 
 
 def run_catalog(settings: Settings) -> int:
-    """Serve the catalog until SIGINT or SIGTERM.
+    """Serve the catalog until SIGINT, SIGTERM or SIGHUP.
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-TIMES = int(os.environ.get("KVBM_LEAVE_TIMES", "6"))
+TIMES = int(os.environ.get("KVBM_LEAVE_TIMES", "4"))
+WAIT_S = 60.0
 ENDS = {
     "fall_off": 0, "closed": 0, "hashing": 0, "sys_exit": 7, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM,
     "SIGHUP": -signal.SIGHUP, "sigterm_exits": 5, "os_exit": 6, "thread": 0,
@@ -29,7 +30,7 @@ def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedPro
 @pytest.mark.parametrize("way", ENDS)
 def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
     ended = Counter[int]()
-    for _ in range(TIMES if ENDS[way] == 0 else 2):
+    for _ in range(TIMES if way == "fall_off" else 1):
         left = leave(tmp_path, way)
         assert "busy" in left.stdout, left.stderr
         assert "closed_un" not in left.stderr + left.stdout, "what waited was not written"
@@ -56,7 +57,7 @@ def test_a_child_leaves_its_parents_manager_alone(way: str, tmp_path: Path) -> N
     left = leave(tmp_path, way)
     assert left.returncode == 0, left.stderr
     assert "the parent's is whole" in left.stdout
-    assert "tail_cut" not in leave(tmp_path, "closed").stdout
+    assert "tail_cut" not in leave(tmp_path, "closed").stderr
 
 
 @pytest.mark.timeout(120)
@@ -74,3 +75,62 @@ def test_a_child_that_lives_on_keeps_nobody_from_starting_again(tmp_path: Path) 
             assert again.returncode == 0, again.stderr
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+COMMANDS = {
+    "catalog": (["catalog", "serve", "--set=catalog.listen=127.0.0.1:0"], "follows nats://", 0),
+    "engine": (["engine", "--set=pools.hbm.slots=64", "--set=pools.hbm.device=cpu", "--set=pools.nvme.slots=64"], '"ready"', 130),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("command", ["catalog", "engine"])
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
+    command: str, told: signal.Signals, tmp_path: Path
+) -> None:
+    words, ready, status = COMMANDS[command]
+    said = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready)
+    said.send_signal(told)
+    out, remarks = said.communicate(timeout=WAIT_S)
+    assert said.returncode == status, remarks
+    assert "Traceback" not in remarks
+    assert "[info" not in out and "[warning" not in out, "remarks are on standard output"
+    log = (tmp_path / "nats" / "nats-server.log").read_text()
+    assert "Server Exiting" in log, "its server was left to itself"
+
+
+@pytest.mark.timeout(120)
+def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    words, ready, _ = COMMANDS["catalog"]
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    told = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready, [sys.executable, "-c", ignoring])
+    told.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        told.wait(1.0)
+    told.send_signal(signal.SIGTERM)
+    assert told.wait(WAIT_S) == 0
+
+
+def start_command(words: list[str], ready: str, through: list[str] | None = None) -> subprocess.Popen[str]:
+    """A command that has said that it is ready, on either of its outputs."""
+    process = subprocess.Popen(
+        [*(through or []), sys.executable, "-m", "kvbm", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    heard: list[str] = []
+    output = process.stdout if ready.startswith('"') else process.stderr
+    while ready not in (line := output.readline()):
+        heard.append(line)
+        assert line, f"it ended with {process.wait(WAIT_S)}: {heard}"
+    return process
+
+
+@pytest.mark.timeout(60)
+def test_a_programs_standard_output_is_its_own(tmp_path: Path) -> None:
+    left = leave(tmp_path, "closed")
+    assert [line.split()[0] for line in left.stdout.splitlines()] == ["busy"]
+    assert "instance.started" in left.stderr
