@@ -1,7 +1,6 @@
 // What every binding needs: errors across the border, and views of Python's buffers.
 #pragma once
 
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <unistd.h>
@@ -38,7 +37,7 @@ class GilReleased {
   ~GilReleased() {
     try {
       PyEval_RestoreThread(thread_);
-    } catch (const abi::__forced_unwind&) {
+    } catch (...) {  // it throws nothing: this is the unwinding, which must not leave a destructor
       while (true) {
         pause();
       }

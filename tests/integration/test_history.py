@@ -289,6 +289,29 @@ def test_a_damaged_epoch_file_costs_a_cold_start_and_is_put_aside(tmp_path: Path
         assert SequenceHash(hashes_of(1, 1)) in manager.held(Tier.NVME), "the epochs after it recover as ever"
 
 
+@pytest.mark.parametrize("left", ["segments", "the stream"])
+def test_the_life_after_a_damaged_epoch_file_is_above_all_that_is_known_and_has_a_run_of_its_own(
+    tmp_path: Path, nats_url: str, cluster: str, left: str
+) -> None:
+    settings = settings_of(tmp_path, nats_url, cluster, nats__enabled=left == "the stream")
+    folder = journal_folder(settings)
+    runs = set()
+    for epoch in (1, 2, 3):
+        with opened(settings) as manager:
+            runs.add(manager.run)
+            assert manager.epoch == epoch
+            serve(manager, 1, 4)
+            wait_until(lambda manager=manager: left == "segments" or is_published(manager), "the stream does not come")
+    (folder / "EPOCH").write_bytes(b"")
+    if left == "the stream":
+        for path in [*folder.glob("*.kvbj"), *folder.glob("*.kept")]:
+            path.unlink()
+    with opened(settings) as manager:
+        assert manager.epoch == 4
+        assert manager.run not in runs
+        assert b"crc32c" in (folder / "EPOCH").read_bytes()
+
+
 def test_a_folder_of_another_instance_is_told_by_its_segments_too(tmp_path: Path) -> None:
     rolled(tmp_path, 2, WIDE).close()
     (tmp_path / "EPOCH").unlink()
