@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers import free_port
+
 TIMES = int(os.environ.get("KVBM_LEAVE_TIMES", "4"))
 WAIT_S = 60.0
 ENDS = {
@@ -49,6 +51,14 @@ def test_with_a_server_and_a_publisher_of_its_own_too(tmp_path: Path) -> None:
         assert left.returncode == 0, left.stderr
     log = (tmp_path / "nats" / "nats-server.log").read_text()
     assert log.count("Server Exiting") == log.count("Server is ready"), "a server was left to itself"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["fall_off", "sys_exit"])
+def test_a_stream_that_is_away_holds_nobody_up_for_long(way: str, tmp_path: Path) -> None:
+    left = leave(tmp_path, way, f"nats://127.0.0.1:{free_port()}")
+    assert left.returncode == ENDS[way], left.stderr
+    assert "manager.closed_unpublished" in left.stderr
 
 
 @pytest.mark.timeout(120)
