@@ -65,12 +65,14 @@ from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.credentials import Credentials
+from kvbm.streams.history import Retention
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats import NatsStream, shown
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread, unknown_runs
 from kvbm.streams.server import shared_server
+from kvbm.telemetry.remarks import to_standard_error
 
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
@@ -175,6 +177,7 @@ def open_manager(
             the layout that `paged_layout` gives them.
     Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
     """
+    to_standard_error()
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
@@ -188,6 +191,7 @@ def open_manager(
             journal = Journal.open(
                 journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
                 settings.journal.capacity_bytes, settings.journal.sync_interval_s, run=run,
+                retention=Retention(settings.journal.keep_s, settings.journal.max_bytes or settings.journal.capacity_bytes),
             )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
@@ -229,7 +233,8 @@ def open_manager(
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
-        manager.start(publishing, closers=[opened.pop_all().close])
+        disowners = [journal.disown] if journal is not None else []
+        manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners)
         return manager
 
 
@@ -257,7 +262,7 @@ def open_engine_manager(
 
 
 def run_catalog(settings: Settings) -> int:
-    """Serve the catalog until SIGINT or SIGTERM.
+    """Serve the catalog until SIGINT, SIGTERM or SIGHUP.
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -291,6 +292,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
+    _end_as_interrupted()
     _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor") else logging.INFO)
     try:
         return work(arguments)
@@ -300,6 +302,15 @@ def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+def _end_as_interrupted() -> None:
+    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that what is open is closed: leases, pools, children."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup, and not where a caller has its own
+            signal.signal(number, signal.default_int_handler)
 
 
 def _add_permissions(commands: _Commands) -> None:
@@ -422,7 +433,6 @@ def _collect_garbage(arguments: argparse.Namespace) -> int:
     if arguments.every is not None:
         arguments.sets.append(f"gc.every_s={arguments.every}")
     settings = _settings(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the lease is given back
     words = as_json if arguments.json else as_words
     try:
         return run_gc(settings, arguments.dry_run, lambda report: print(words(report), flush=True))

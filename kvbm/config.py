@@ -175,8 +175,11 @@ class JournalSettings(_Group, frozen=True):
 
     Attributes:
         sync_interval_s: how far apart the syncs of "interval" are at most.
-        capacity_bytes: room on its device; what a whole round has made needless goes once published, and an instance begins a
-            round by itself when half is used.
+        capacity_bytes: room for what the instance needs of it; what a whole round has made needless goes once published, and an
+            instance begins a round by itself when half is used.
+        keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
+        max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0: as
+            capacity_bytes.
         waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and another
             epoch begins when there is room again.
         in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
@@ -186,6 +189,8 @@ class JournalSettings(_Group, frozen=True):
     sync_interval_s: float = 1.0
     segment_bytes: int = 64 << 20
     capacity_bytes: int = 4 << 30
+    keep_s: float = 604800.0
+    max_bytes: int = 0
     waiting_bytes: int = 64 << 20
     in_memory: bool = False
 
@@ -432,10 +437,16 @@ def check_settings(settings: Settings) -> None:
             f"journal.capacity_bytes is {settings.journal.capacity_bytes}; it must be at least 4 times journal.segment_bytes "
             f"({settings.journal.segment_bytes}), because whole segments are let go"
         )
+    if settings.journal.max_bytes and settings.journal.max_bytes < settings.journal.capacity_bytes:
+        raise ConfigError(
+            f"journal.max_bytes is {settings.journal.max_bytes}; it must be at least journal.capacity_bytes "
+            f"({settings.journal.capacity_bytes}), which is part of it, or 0 for no more than that"
+        )
     if not 0 <= settings.samples.rate <= 1:
         raise ConfigError(f"samples.rate is {settings.samples.rate:g}; give a share from 0 to 1")
     for key, wait_s in (
         ("journal.sync_interval_s", settings.journal.sync_interval_s),
+        ("journal.keep_s", settings.journal.keep_s),
         ("nats.linger_s", settings.nats.linger_s),
         ("rounds.least_s", settings.rounds.least_s),
         ("catalog.checkpoint_every_s", settings.catalog.checkpoint_every_s),

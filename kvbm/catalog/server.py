@@ -42,7 +42,7 @@ def run(
     on_started: Callable[[str], None] = lambda url: None,
     make_stream: Callable[[], EventStream] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT, SIGTERM or SIGHUP.
 
     Args:
         on_started: told the URL once it answers.
@@ -196,8 +196,11 @@ def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) ->
     def stop() -> None:
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ):  # nohup: it is to outlive its terminal
+            loop.add_signal_handler(number, stop)
 
 
 def _host_and_port(listen: str) -> tuple[str, int]:

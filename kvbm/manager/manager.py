@@ -17,6 +17,7 @@ engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: i
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -64,6 +65,8 @@ from kvbm.manager.staging import Staging
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ObjectStats, ReadOutcome
 from kvbm.pools.hbm import HbmPool
+from kvbm.pools.nvme import NvmePool
+from kvbm.streams import leaving
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
 
 log = structlog.get_logger()
@@ -258,6 +261,7 @@ class Manager:
         self._namespaces: dict[NamespaceId, None] = {}
         self._publishing: Publishing | None = None
         self._stopped = False  # closing has begun
+        self._inherited_by = 0  # the forked child this is in
         self._overflow_told = Epoch(0)
         self._expire_at_s = 0.0
         self._running: dict[int, Copy] = {}  # copies whose bytes move now
@@ -271,6 +275,7 @@ class Manager:
         self._begun_offloads = 0  # taken from the queue and not over
         self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
+        self._disowners: list[Callable[[], None]] = []
         self._created = self._missed = self._corrupt = self._verified = self._failed = self._late = 0
         self._engine_duplicates = self._engine_surplus = self._engine_stores = 0
         self._hits: dict[Tier, int] = {tier: 0 for tier in Tier}
@@ -303,15 +308,22 @@ class Manager:
             for number in range(offload_threads)
         ]
 
-    def start(self, publishing: Publishing | None = None, closers: Sequence[Callable[[], None]] = ()) -> None:
+    def start(
+        self,
+        publishing: Publishing | None = None,
+        closers: Sequence[Callable[[], None]] = (),
+        disowners: Sequence[Callable[[], None]] = (),
+    ) -> None:
         """Start the threads.
 
         Args:
             publishing: how events reach the stream; None keeps them in the journal.
             closers: called last when the manager closes.
+            disowners: called in a forked child, whose the manager is not.
         """
         self._publishing = publishing
-        self._closers = list(closers)
+        self._closers, self._disowners = list(closers), list(disowners)
+        leaving.keep(self)
         self._frames.start()
         self._has_threads = True
         for thread in self._offload_threads:
@@ -635,12 +647,14 @@ class Manager:
         """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
 
         Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
-        copy nobody can confirm stay until the process goes, because a device may still write their memory.
+        copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
+        open when the interpreter ends is closed then (`streams/leaving.py`).
         """
         with self._lock:
             if self._stopped:
                 return
             self._stopped = True
+        leaving.forget(self)
         self._offload_wanted.set()
         self._nobody_waits.set()
         self._onboarders.shutdown(wait=False, cancel_futures=True)
@@ -672,6 +686,17 @@ class Manager:
         for close in self._closers:
             close()
 
+    def disown(self) -> None:
+        """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
+        self._lock = threading.Lock()  # who had it may not be here to give it back
+        self._stopped = True
+        self._inherited_by = os.getpid()
+        for pool in self.pools.slots.values():
+            if isinstance(pool, NvmePool):
+                pool.disown()
+        for disown in self._disowners:
+            disown()
+
     def _wait_copies(self, timeout_s: float) -> None:
         """Wait for copies that run. Those that never began hold no slots that matter."""
         if not self._has_threads:
@@ -692,6 +717,11 @@ class Manager:
 
     def _require_open(self) -> None:
         """Under the lock. Raises LedgerError."""
+        if self._inherited_by:
+            raise LedgerError(
+                f"the manager of instance {self.instance!r} was opened by the process that forked this one"
+                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by spawn"
+            )
         if self._stopped:
             raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
 

@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -164,6 +164,7 @@ class NvmePool:
         self._calls = 0
         self._idle = threading.Condition()
         self._engine: BlockEngine | None = None
+        self._given_up: BlockEngine | None = None
         self._wanted = shape_of(shape, block_bytes, slots, instance, len(paths))
         with ExitStack() as undo:
             stripes = self._open_stripes()
@@ -271,6 +272,16 @@ class NvmePool:
             " process ends: check the device's health"
         )
         log.warning("pool.left_open", tier="NVME", paths=[str(path) for path in self.paths], waited_s=timeout_s)
+
+    def disown(self) -> None:
+        """This process is a forked child: let go of the files, which would stay locked for as long as it lives. No transfer ends here."""
+        self._idle = threading.Condition()
+        if self._engine is None:
+            return
+        self._given_up, self._engine = self._engine, None  # whatever it has belongs to threads that are not here
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)
 
     def __str__(self) -> str:
         return f"NVME pool {':'.join(map(str, self.paths))}"
@@ -431,6 +442,8 @@ class NvmePool:
     def _adopt(self, number: int, path: Path, fd: int) -> FileHeader | Damaged:
         """The header of an existing stripe, once it proves to be ours, of our shape, and in its place."""
         page = os.pread(fd, PAGE_BYTES, 0)
+        if not any(page) and stat.S_ISREG(os.fstat(fd).st_mode) and os.fstat(fd).st_size == self._bytes_of(number):
+            return Damaged("the file's header is lost")  # no file of anybody else's has exactly this size and begins so
         header = decode_header(path, page, self._checksum_rows)
         if isinstance(header, Damaged):
             return header
@@ -539,6 +552,9 @@ def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceI
 def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeader | Damaged:
     """What the first page of a stripe says. Raises PoolError: it is nobody's, or of a version this kvbm does not read."""
     if page[: len(MAGIC)] != MAGIC:
+        mended = MAGIC + page[len(MAGIC) :]
+        if len(page) == PAGE_BYTES and _CRC.pack(_crc(checksums, mended[:_PROVED_BYTES])) == page[_PROVED_BYTES:]:
+            return Damaged("the first bytes of the file's header do not match its checksum")
         raise PoolError(
             f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
             " is: move it away or set another pools.nvme.path"

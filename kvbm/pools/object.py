@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -406,7 +407,8 @@ class BlockObjects:
         self, ask: Callable[[Sequence[Request], float], Answer], requests: Sequence[Request], call: _Call
     ) -> Future[Answer]:
         if self._workers is not None:
-            return self._workers.submit(lambda: ask(requests, call.left_s()))
+            with suppress(RuntimeError):  # Python's executors take nothing more once the interpreter begins to end
+                return self._workers.submit(lambda: ask(requests, call.left_s()))
         answered: Future[Answer] = Future()
         answered.set_result(ask(requests, call.left_s()))
         return answered

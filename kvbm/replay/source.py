@@ -13,6 +13,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
+from kvbm.streams.history import KEPT_SUFFIX
 from kvbm.streams.journal import SEGMENT_SUFFIX, segment_files
 
 TRUNCATED = "truncated-capture"
@@ -109,7 +110,7 @@ class FileSource:
         order = before = frames = 0
         for file in self._files:
             try:
-                handle = os.open(file.path, os.O_RDONLY)
+                handle = _opened(file.path)
             except FileNotFoundError:
                 if not self.is_trimmed:
                     raise SourceError(f"{file.path} does not exist") from None
@@ -146,6 +147,16 @@ class FileSource:
         return any(MAGIC in file.path.read_bytes() for file in self._files if file.path.exists())
 
 
+def _opened(path: Path) -> int:
+    """A file, also when it has become history since its folder was listed. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        if path.suffix != SEGMENT_SUFFIX:
+            raise
+        return os.open(path.with_suffix(KEPT_SUFFIX), os.O_RDONLY)
+
+
 class _Window:
     """Reads a file by position, through one buffer."""
 
@@ -177,7 +188,7 @@ def open_source(name: str, timeout_s: float = 5.0) -> Source:
         return _open_folder(name, path)
     if not path.exists():
         raise SourceError(f"{name} does not exist; give a capture file, a journal folder, or a nats:// URL")
-    if path.suffix == SEGMENT_SUFFIX:
+    if path.suffix in (SEGMENT_SUFFIX, KEPT_SUFFIX):
         return FileSource(name, [_File(path, "", may_tear=True)], is_trimmed=True)
     return FileSource(name, [_File(path, "", may_tear=False)], is_trimmed=False)
 
@@ -198,9 +209,10 @@ def _open_folder(name: str, folder: Path) -> FileSource:
 
 def _journal_files(folder: Path) -> list[_File]:
     files: list[_File] = []
-    journals = sorted({path.parent for path in folder.rglob(f"*{SEGMENT_SUFFIX}")})
+    suffixes = (SEGMENT_SUFFIX, KEPT_SUFFIX)
+    journals = sorted({path.parent for suffix in suffixes for path in folder.rglob(f"*{suffix}")})
     for journal in journals:
-        segments = segment_files(journal)
+        segments = sorted(segment for suffix in suffixes for segment in segment_files(journal, suffix))
         group = "" if journal == folder else str(journal.relative_to(folder))
         last = len(segments) - 1
         files += [_File(path, group, index == last) for index, (_, _, path) in enumerate(segments)]

@@ -1,9 +1,10 @@
 """An instance's own file of its events: whole frames one after another, in segments named by epoch and first offset.
 
     LOCK                                   held by the one manager that writes here
-    EPOCH                                  JSON: instance, the epoch last begun (only grows), and with which durable pool
+    EPOCH                                  the epoch last begun (only grows), and with which durable pool: `streams/begun.py`
     0000000003-00000000000000000000.kvbj   segment: epoch 3 from offset 0
     0000000003-00000000000000004711.kvbj   the next segment of that epoch
+    0000000002-00000000000000000000.kept   history: a segment nobody needs any more, see `streams/history.py`
 
 Opening cuts a torn or damaged tail at the last whole frame and keeps what was cut beside the segment as `.damaged`. Frames behind
 damage in the middle of an epoch stay: they are good, but no longer follow what is before them.
@@ -23,11 +24,11 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
-import msgspec
 import structlog
 
 from kvbm.core.codec import MAX_FRAME_BYTES, VERSION, FrameBytes, FrameHeader, ScannedFrame, decode_header
@@ -35,7 +36,9 @@ from kvbm.core.errors import FrameError, JournalError, LedgerError, NewerFrameEr
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.core.kernels import Kernels
 from kvbm.streams.base import ORIGIN, Position
+from kvbm.streams.begun import EPOCH_FILE, Begun, read_begun
 from kvbm.streams.device import Device, OsDevice
+from kvbm.streams.history import DAMAGED_SUFFIX, KEPT_SUFFIX, History, Retention
 
 log = structlog.get_logger()
 
@@ -49,22 +52,9 @@ _WINDOW_BYTES = 4 << 20  # read at once
 _READ_BYTES = 256 << 10
 _MOST_HEADER_BYTES = 48 + 255  # with the longest name
 _MOST_PIECES = 512  # given to one write; the kernel takes 1,024
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
-
-class _EpochFile(msgspec.Struct, frozen=True):
-    """What the file EPOCH says.
-
-    Attributes:
-        pool_id: name of the durable pool the epoch began with, "" for none.
-        pool_since: the first epoch that began with this pool; what older epochs say of slots is about another one.
-        runs: epochs that frames are here of, and which process began each; those of an older kvbm are not named.
-    """
-
-    instance: str
-    epoch: int = 0
-    pool_id: str = ""
-    pool_since: int = 0
-    runs: dict[int, str] = {}
+Result = TypeVar("Result")
 
 
 class Segment:
@@ -90,7 +80,7 @@ class Segment:
     @property
     def damaged_path(self) -> Path:
         """Where what was cut from it is kept; the file is there if anything ever was."""
-        return self.path.with_suffix(".damaged")
+        return self.path.with_suffix(DAMAGED_SUFFIX)
 
     @property
     def end(self) -> Position:
@@ -116,15 +106,17 @@ class Segment:
         return self._places[index] if index < len(self._places) else None
 
 
-def segment_files(folder: Path) -> list[tuple[Epoch, Offset, Path]]:
-    """The segments of a journal folder, in order. Raises JournalError: a file's name is not a segment's."""
+class _FullError(OSError):
+    """The journal's own bound, not the device's."""
+
+
+def segment_files(folder: Path, suffix: str = SEGMENT_SUFFIX) -> list[tuple[Epoch, Offset, Path]]:
+    """The segments of a journal folder, in order; with KEPT_SUFFIX its history. Raises JournalError: a file's name is not a segment's."""
     found = []
-    for path in folder.glob(f"*{SEGMENT_SUFFIX}"):
+    for path in folder.glob(f"*{suffix}"):
         epoch, _, offset = path.stem.partition("-")
         if not (epoch.isdigit() and offset.isdigit()):
-            raise JournalError(
-                f"{path} is not named <epoch>-<offset>{SEGMENT_SUFFIX}; move it out of the journal folder"
-            )
+            raise JournalError(f"{path} is not named <epoch>-<offset>{suffix}; move it out of the journal folder")
         found.append((Epoch(int(epoch)), Offset(int(offset)), path))
     return sorted(found)
 
@@ -136,8 +128,9 @@ class Journal:
         fsync: "off" survives a killed process, "always" a power cut as well; of "interval" a power cut takes what was appended
             in the last `sync_interval_s`, provided somebody calls `sync` when `sync_due` says so.
         segment_bytes: a segment is closed once it is this large.
-        capacity_bytes: what segments may take together; beyond it `append` refuses.
+        capacity_bytes: what segments may take together, without history; beyond it `append` refuses.
         clock: seconds that only grow.
+        retention: how much of what is let go stays as history.
     """
 
     def __init__(
@@ -153,6 +146,7 @@ class Journal:
         device: Device,
         clock: Callable[[], float],
         run: str,
+        retention: Retention = Retention(),  # noqa: B008 - immutable
     ) -> None:
         self.folder = folder
         self.instance = instance
@@ -177,7 +171,8 @@ class Journal:
         self._free_until = ORIGIN  # frames of this epoch before this offset may exceed the capacity
         self._reader: _SegmentReader | None = None  # where the last reading ended
         self._closed = False
-        self._begun = _EpochFile(instance)
+        self._history = History(retention, device)
+        self._begun = Begun(instance)
         self._run = run
         self.epoch = Epoch(0)
 
@@ -194,6 +189,7 @@ class Journal:
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
         run: str = "",
+        retention: Retention = Retention(),  # noqa: B008 - immutable
     ) -> Journal:
         """Lock the folder and repair its tail.
 
@@ -220,7 +216,7 @@ class Journal:
             ) from None
         journal = cls(
             folder, instance, kernels, lock_file, fsync, segment_bytes, capacity_bytes, sync_interval_s,
-            device or OsDevice(), clock, run,
+            device or OsDevice(), clock, run, retention,
         )  # fmt: skip
         try:
             journal._load()
@@ -241,8 +237,13 @@ class Journal:
 
     @property
     def used_bytes(self) -> int:
-        """What its segments take, with what was cut from them."""
+        """What its segments take, with what was cut from them; history is not counted."""
         return self._used_bytes
+
+    @property
+    def history_bytes(self) -> int:
+        """What kept segments take, with what was cut from them."""
+        return self._history.used_bytes
 
     @property
     def capacity_bytes(self) -> int:
@@ -266,8 +267,10 @@ class Journal:
     def _load(self) -> None:
         for unfinished in self.folder.glob("*.new"):
             self._device.remove(unfinished)
-        self._begun = self._read_begun()
-        self.epoch = Epoch(self._begun.epoch)
+        self._begun = read_begun(self.folder, self.instance, self._kernels.crc32c)
+        kept = segment_files(self.folder, KEPT_SUFFIX)
+        self._history.load(path for _, _, path in kept)
+        self.epoch = Epoch(max(self._begun.epoch, *(epoch for epoch, _, _ in kept), 0))
         files = segment_files(self.folder)
         for index, (epoch, first, path) in enumerate(files):
             following = files[index + 1] if index + 1 < len(files) else None
@@ -277,21 +280,7 @@ class Journal:
             self._segments.append(segment)
             self._used_bytes += segment.size + segment.damaged_bytes
             self.epoch = max(self.epoch, epoch)
-
-    def _read_begun(self) -> _EpochFile:
-        path = self.folder / "EPOCH"
-        if not path.exists():
-            return _EpochFile(self.instance)
-        try:
-            stored = msgspec.json.decode(path.read_bytes(), type=_EpochFile)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise JournalError(f"{path} does not decode ({error}); restore it or start with an empty folder") from None
-        if stored.instance != self.instance:
-            raise JournalError(
-                f"journal folder {self.folder} belongs to instance {stored.instance!r}, not {self.instance!r}; "
-                "give each instance its own folder"
-            )
-        return stored
+        self._history.trim(self._used_bytes)
 
     def _scan(self, segment: Segment, until: Offset | None) -> None:
         """Find a segment's frames, and cut what are none.
@@ -304,6 +293,11 @@ class Journal:
         has_repeats = False
         for _, frames, _, why_ended in _scan_file(segment.path, None, self._kernels):
             error = why_ended
+            if frames and frames[0].instance != self.instance:
+                raise JournalError(
+                    f"{segment.path} is of instance {frames[0].instance!r}, not {self.instance!r}; "
+                    "give each instance its own folder"
+                )
             for frame in frames:
                 has_repeats = until is not None and frame.next_offset > until
                 if has_repeats:
@@ -366,12 +360,13 @@ class Journal:
             since = self._begun.pool_since if pool_id == self._begun.pool_id else epoch
             runs = {segment.epoch: self.run_of(segment.epoch) for segment in self._segments} | {epoch: self._run}
             named = {int(begun): run for begun, run in runs.items() if run}
-            begun = _EpochFile(self.instance, epoch, pool_id, since, named)
+            begun = Begun(self.instance, epoch, pool_id, since, named)
+            data = begun.encoded(self._kernels.crc32c)
             try:
-                self._write_file(self.folder / "EPOCH", [memoryview(msgspec.json.encode(begun))])
+                self._with_room(lambda: self._write_file(self.folder / EPOCH_FILE, [memoryview(data)]))
             except OSError as error:
                 raise JournalError(
-                    f"{self.folder / 'EPOCH'} cannot be written ({error.strerror}); make room or choose another folder"
+                    f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another folder"
                 ) from None
             self._begun, self.epoch = begun, epoch
             self._free_until = Position(epoch, round_end or Offset(0))
@@ -401,6 +396,8 @@ class Journal:
         """Write whole frames with one write and, where every append is synced, one sync; gives how many are durable now, as far
         as `fsync` promises: the first ones, at least one.
 
+        A device without room gets that of history first.
+
         Raises: OSError: the device refused, the journal is full (ENOSPC), or closed; nothing of any frame counts then, and it
             may be tried again. LedgerError: a frame begins before the last one ends; a bug in the caller.
         """
@@ -409,10 +406,12 @@ class Journal:
             self._check_open()
             try:
                 while done < len(frames):
-                    done += self._append_group(frames, done)
+                    first = done
+                    done += self._with_room(lambda: self._append_group(frames, first))  # noqa: B023 - called now
             except OSError:
                 if not done:
                     raise
+            self._history.trim(self._used_bytes)
         return done
 
     def sync_due(self, now_s: float) -> bool:
@@ -428,13 +427,13 @@ class Journal:
         """Bring what was appended to the device. Raises OSError: it did not take it; a later call or append tries again."""
         with self._writing:
             self._check_open()
-            self._settle()
-            self._sync_writer()
+            self._with_room(self._settle)
+            self._with_room(self._sync_writer)
 
     def let_go(self, published: Position, whole_round: Position) -> int:
-        """Delete the segments nobody needs: all of whose frames are on the stream and before a whole round. Gives how many.
+        """Make history of the segments nobody needs: all of whose frames are on the stream and before a whole round. Gives how many.
 
-        The segment being written stays. May wait for a sync, since what makes them needless has to be on the device first.
+        What may not stay as history is deleted. The segment being written stays. May wait for a sync, since what makes them needless has to be on the device first.
 
         Args:
             published: everything before it is on the stream.
@@ -459,13 +458,22 @@ class Journal:
             with self._guard:
                 gone, self._segments = self._segments[:count], self._segments[count:]
                 self._used_bytes -= sum(segment.size + segment.damaged_bytes for segment in gone)
-        for segment in gone:
-            try:
-                self._device.remove(segment.path)
-                self._device.remove(segment.damaged_path)
-            except OSError as error:  # the next start finds it and drops it again
-                log.warning("journal.segment_kept", segment=str(segment.path), why=str(error))
+            for segment in gone:
+                try:
+                    self._history.take(segment.path)
+                except OSError as error:  # the next start finds it and lets it go again
+                    log.warning("journal.segment_kept", segment=str(segment.path), why=str(error))
+            self._history.trim(self._used_bytes)
         return len(gone)
+
+    def _with_room(self, write: Callable[[], Result]) -> Result:
+        """Write, and again for as long as the device has no room and there is history to give up. Raises OSError."""
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                if isinstance(error, _FullError) or error.errno not in _NO_ROOM or not self._history.give_up_oldest():
+                    raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -526,7 +534,7 @@ class Journal:
 
     def _check_room(self, frame: FrameBytes) -> None:
         if not self._has_room(frame):
-            raise OSError(
+            raise _FullError(
                 errno.ENOSPC,
                 f"journal folder {self.folder} holds {self._used_bytes} bytes, and journal.capacity_bytes is "
                 f"{self._capacity_bytes}: no room for {len(frame.data)} more until a whole round is published",
@@ -733,7 +741,18 @@ class Journal:
             self._forget_writer()
             if self._reader is not None:
                 self._reader.file.close()
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)  # at once, though a forked child may know the file still
             self._lock_file.close()
+
+    def disown(self) -> None:
+        """This process is a forked child: let go of the files, which would keep the folder locked for as long as it lives."""
+        self._writing, self._reading = threading.RLock(), threading.Lock()
+        self._closed = True
+        self._lock_file.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError):
+                os.close(writer)
 
 
 class _SegmentReader:

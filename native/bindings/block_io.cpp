@@ -71,7 +71,7 @@ class PythonBlockIo {
     auto outcomes = std::make_unique<BlockOutcome[]>(count);
     auto sums = std::make_unique<std::uint32_t[]>(count);
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       io_->read(run, rows.data(), {outcomes.get(), count}, {sums.get(), count});
     }
     return nb::make_tuple(numbers<std::uint8_t, BlockOutcome>(std::move(outcomes), count),
@@ -88,19 +88,19 @@ class PythonBlockIo {
     }
     auto failures = std::make_unique<std::int32_t[]>(count);
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       io_->write(run, rows.data(), epoch, {checksums.data(), count}, {failures.get(), count});
     }
     return numbers<std::int32_t>(std::move(failures), count);
   }
 
   bool close(double timeout_s) {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return io_->close(std::chrono::milliseconds(static_cast<std::int64_t>(timeout_s * 1000)));
   }
 
   void withhold(std::int64_t slot) {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     io_->withhold(slot);
   }
 

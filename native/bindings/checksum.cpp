@@ -18,7 +18,7 @@ using Checksums = nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>;
 
 std::uint32_t checksum(nb::handle data, std::uint32_t initial) {
   const BufferView view(data);
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (view.bytes().size() > kReleaseGilBytes) {
     released.emplace();
   }
@@ -37,7 +37,7 @@ Checksums checksum_rows(const Rows& rows) {
   const std::size_t count = rows.shape(0);
   auto values = std::make_unique<std::uint32_t[]>(count);
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     crc32c_rows(rows.data(), rows.shape(1), {values.get(), count});
   }
   return given_away(std::move(values), count);

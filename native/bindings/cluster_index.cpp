@@ -179,7 +179,7 @@ class PythonIndex {
     }
     AppliedFrame applied;
     {
-      std::optional<nb::gil_scoped_release> released;
+      std::optional<GilReleased> released;
       if (header.frame_bytes > kApplyWithoutGilBytes) {
         released.emplace();
       }
@@ -230,7 +230,7 @@ class PythonIndex {
   nb::tuple claims(std::uint64_t first, std::size_t pages) {
     ClaimPart part;
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       part = index_.claims(first, pages);
     }
     nb::list runs;
@@ -244,14 +244,14 @@ class PythonIndex {
   }
 
   bool sweep(std::size_t pages) {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return index_.sweep(pages);
   }
 
   nb::object audit(std::size_t pages) {
     AuditPart part;
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       part = index_.audit(pages);
     }
     nb::list differing;
@@ -390,7 +390,7 @@ class PythonIndex {
     }
     CheckpointSize size{};
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       try {
         size = kvbm::write_checkpoint(index_, file, bytes);
       } catch (...) {
@@ -405,7 +405,7 @@ class PythonIndex {
   nb::bytes load_checkpoint(const std::string& path) {
     std::string note;
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       note = kvbm::load_checkpoint(index_, MappedFile(path).bytes());
     }
     const auto count = static_cast<std::uint32_t>(index_.instance_count());
@@ -561,7 +561,7 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           "recomputed_digest",
           [](const Self& self, const std::string& name) {
             const std::uint32_t instance = self.index().find_instance(name);
-            const nb::gil_scoped_release released;
+            const GilReleased released;
             return instance == ClusterIndex::kNone ? 0 : self.index().recomputed_digest(instance);
           },
           nb::arg("instance"))

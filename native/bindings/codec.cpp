@@ -211,7 +211,7 @@ nb::bytes encode(nb::handle frame, const FrameClasses& classes) {
   }
   const std::size_t size = writer.frame_bytes();
   const nb::bytes data = new_bytes(size);
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (size > kReleaseGilBytes) {
     released.emplace();
   }
@@ -278,7 +278,7 @@ class EventMaker {
 nb::object decode(Bytes data, std::size_t at, const FrameClasses& classes) {
   std::optional<FrameReader> reader;
   {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<GilReleased> released;
     if (data.size() - std::min(at, data.size()) > kReleaseGilBytes) {
       released.emplace();
     }

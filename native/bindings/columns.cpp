@@ -68,7 +68,7 @@ nb::object decode(Bytes data, std::size_t at, std::optional<std::size_t> limit, 
   std::size_t end = 0;
   std::optional<Error> refusal;
   {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<GilReleased> released;
     if (data.size() - std::min(at, data.size()) > kReleaseGilBytes) {
       released.emplace();
     }

@@ -49,13 +49,13 @@ class Queue {
 
   bool wait(double timeout_s) {
     const auto timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(std::clamp(timeout_s, 0.0, 1e6) * 1e9));
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     return queue_.wait(timeout);
   }
 
   void close() {
     {
-      const nb::gil_scoped_release released;
+      const GilReleased released;
       queue_.close();
     }
     runs_.clear();

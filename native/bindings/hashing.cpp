@@ -94,7 +94,7 @@ nb::bytes hash_sequence(const Tokens& tokens, std::int64_t given_block_tokens, c
                                         " full blocks; give one a block, or none");
   }
   const nb::bytes hashes = new_bytes(count * kHashBytes);
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (span.size_bytes() > kReleaseGilBytes) {
     released.emplace();
   }
@@ -136,7 +136,7 @@ nb::list hash_batch(nb::sequence prompts, std::int64_t given_block_tokens, nb::h
     hashes.append(packed);
     bytes += span.size_bytes();
   }
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (bytes > kReleaseGilBytes) {
     released.emplace();
   }
@@ -170,7 +170,7 @@ nb::bytes hash_derived(nb::handle root, nb::handle digests) {
     bytes += views[index].size();
   }
   const nb::bytes hashes = new_bytes(views.size() * kHashBytes);
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (bytes > kReleaseGilBytes) {
     released.emplace();
   }

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -23,6 +24,29 @@ namespace nb = nanobind;
 
 // Work on more bytes than this releases the GIL; below it, giving the GIL away costs more than the work.
 inline constexpr std::size_t kReleaseGilBytes = 32 * 1024;
+
+// Gives the GIL away for its life.
+//
+// Before 3.14 an interpreter that ends takes a thread that wants the GIL back by unwinding its stack, and a destructor that is
+// unwound ends the process with SIGABRT. Such a thread stays here instead, with all it holds, until the process is gone.
+class GilReleased {
+ public:
+  GilReleased() : thread_(PyEval_SaveThread()) {}
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+  ~GilReleased() {
+    try {
+      PyEval_RestoreThread(thread_);
+    } catch (...) {  // it throws nothing: this is the unwinding, which must not leave a destructor
+      while (true) {
+        pause();
+      }
+    }
+  }
+
+ private:
+  PyThreadState* const thread_;  // of whoever gave it away
+};
 
 // The classes of kvbm.core.errors. Made once when the module is imported and shared by its functions; immutable, GIL held.
 class ErrorClasses {

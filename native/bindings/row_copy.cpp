@@ -58,7 +58,7 @@ void copy_rows(RowCopier& copier, const Target& target, const Indexes& target_at
   }
   const auto to = named<std::uint8_t>(target, target_at, "target");
   const auto from = named<const std::uint8_t>(source, source_at, "source");
-  std::optional<nb::gil_scoped_release> released;
+  std::optional<GilReleased> released;
   if (count * row_bytes > kReleaseGilBytes) {
     released.emplace();
   }
@@ -70,7 +70,7 @@ Checksums checksum_rows(RowCopier& copier, const Source& rows, const Indexes& at
   const std::size_t count = count_of(rows, at);
   auto values = std::make_unique<std::uint32_t[]>(count);
   {
-    const nb::gil_scoped_release released;
+    const GilReleased released;
     copier.checksum(from, rows.shape(1), {values.get(), count});
   }
   std::uint32_t* const data = values.get();

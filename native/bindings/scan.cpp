@@ -47,7 +47,7 @@ nb::object scanned(Bytes data, std::size_t at, const FrameClasses& classes, cons
                    const ErrorClasses& errors) {
   FrameScan scan;
   {
-    std::optional<nb::gil_scoped_release> released;
+    std::optional<GilReleased> released;
     if (data.size() - std::min(at, data.size()) > kReleaseGilBytes) {
       released.emplace();
     }

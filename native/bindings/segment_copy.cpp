@@ -38,7 +38,7 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
               const auto named = checked(self.table, slots, rows, at);
               auto sums = std::make_unique<std::uint32_t[]>(slots.shape(0));
               {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 self.table.gather(self.copier, span_of(slots), block_rows<std::uint8_t>(rows), named, sums.get());
               }
               return sums_of(std::move(sums), slots.shape(0));
@@ -51,7 +51,7 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
                    const std::optional<Indexes>& at) {
             translated(errors, [&] {
               const auto named = checked(self.table, slots, rows, at);
-              const nb::gil_scoped_release released;
+              const GilReleased released;
               self.table.scatter(self.copier, span_of(slots), block_rows<const std::uint8_t>(rows), named);
             });
           },
@@ -63,7 +63,7 @@ void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
               check_below(span_of(slots), self.table.slots(), "slot");
               auto sums = std::make_unique<std::uint32_t[]>(slots.shape(0));
               {
-                const nb::gil_scoped_release released;
+                const GilReleased released;
                 self.table.checksums(self.copier, span_of(slots), sums.get());
               }
               return sums_of(std::move(sums), slots.shape(0));

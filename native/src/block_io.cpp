@@ -86,7 +86,13 @@ BlockIo::BlockIo(BlockIoOptions options) : shared_(std::make_shared<BlockIoShare
   }
 }
 
-BlockIo::~BlockIo() { close(std::chrono::seconds(1)); }
+BlockIo::~BlockIo() {
+  if (process_ != getpid()) {
+    new std::vector(std::move(lanes_));  // after fork(): their threads are the parent's, and their locks may be held for good
+    return;
+  }
+  close(std::chrono::seconds(1));
+}
 
 void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutcome> outcomes,
                    std::span<std::uint32_t> checksums) {
@@ -141,6 +147,9 @@ void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t
 }
 
 bool BlockIo::close(std::chrono::milliseconds timeout) {
+  if (process_ != getpid()) {
+    return true;
+  }
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   for (const std::shared_ptr<Lane>& lane : lanes_) {
     lane->begin_stop();

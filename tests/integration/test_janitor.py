@@ -389,6 +389,17 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
         assert names_in(place.open(), ".kvbm/") == set()
         done = carried_out([*command, "--json"])
         assert f'"objects":{2 * len(PROMPTS)}' in done.stdout
+        for told in (signal.SIGHUP, signal.SIGTERM):
+            going = subprocess.Popen(
+                [*command, "--every", "60", "--set=gc.grace_s=300"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            assert going.stdout is not None and going.stdout.readline()
+            going.send_signal(told)
+            assert going.wait(30) == 130
+            assert b'"holder":""' in bytes(place.open().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
         going = subprocess.Popen(
             [*command, "--every", "60", "--set=gc.grace_s=300", "--set=gc.quota_bytes=1"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

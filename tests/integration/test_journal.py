@@ -462,15 +462,6 @@ def test_an_epoch_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     journal.close()
 
 
-@pytest.mark.parametrize("left", [b"", b'{"insta', b"\x00" * 60, b"\xff\xfe"])
-def test_an_epoch_file_that_is_no_more_stops_the_start_with_one_sentence(tmp_path: Path, left: bytes) -> None:
-    begun(tmp_path).close()
-    (tmp_path / "EPOCH").write_bytes(left)
-    with pytest.raises(JournalError, match="EPOCH does not decode") as refused:
-        Journal.open(tmp_path, INSTANCE, NATIVE)
-    assert "\n" not in str(refused.value)
-
-
 # -- killed processes --------------------------------------------------------------------------------------------------
 
 APPENDING = """

@@ -227,6 +227,39 @@ def test_a_stale_url_is_not_believed(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_the_address_of_another_folders_server_is_not_believed(tmp_path: Path) -> None:
+    other = EmbeddedServer.start(tmp_path / "other")
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "nats.url").write_text(other.url)  # left by a killed server, whose port the other was given
+    try:
+        mine = shared_server(folder, WAIT_S)
+        assert mine.url != other.url
+        assert mine.owned is not None
+        for damage in (other.url.encode(), b"", b"\xff" * 9, b"nats://127.0.0.1:4x22", b"nats://127.0.0.2:4222"):
+            (folder / "nats.url").write_bytes(damage)
+            assert shared_server(folder, WAIT_S) == (mine.url, None), damage
+        (folder / "nats.url").write_text(mine.url)
+        for ports in folder.glob("*.ports"):
+            ports.write_bytes(b'{"nats":["nats://127.0.0.1:1"]}')
+        assert shared_server(folder, WAIT_S) == (mine.url, None)
+        mine.stop()
+    finally:
+        other.stop()
+
+
+@pytest.mark.parametrize(
+    "left", [b"\xff\xfe", b"nats://127.0.0.1:4x22", b"nats://[", b"nats://127.0.0.1:99999999", b"\x00" * 20]
+)
+def test_a_damaged_address_costs_no_more_than_the_port(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "nats.url").write_bytes(left)
+    server = shared_server(tmp_path, WAIT_S)
+    try:
+        assert server.owned is not None
+    finally:
+        server.stop()
+
+
 # -- connections --------------------------------------------------------------------------------------------------------
 
 

@@ -170,7 +170,7 @@ def _examine_disks(plan: Plan, options: DoctorOptions) -> list[Finding]:
     if plan.journal is None:
         findings.append(unused("journal disk", "journal.in_memory is true"))
     else:
-        folder, room = plan.journal, Wanted(plan.settings.journal.capacity_bytes)
+        folder, room = plan.journal, Wanted(max(plan.settings.journal.capacity_bytes, plan.settings.journal.max_bytes))
 
         def look_at_journal() -> list[Finding]:
             disk = disks.look_at_disk(folder, is_file=False, measured=False, syncs=not options.quick)

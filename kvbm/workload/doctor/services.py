@@ -57,7 +57,7 @@ def look_at_nats(settings: Settings) -> Nats:
     if not url:
         try:
             url = (folder / "nats.url").read_text(encoding="utf-8").strip()
-        except OSError:
+        except (OSError, ValueError):
             pass
         if not url or not answers(url, 1.0):
             ran = subprocess.run(

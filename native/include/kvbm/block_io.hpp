@@ -4,7 +4,8 @@
 // number of flights, and threads of its own: one that drives an io_uring, or several that call preadv and pwritev. A call cuts its run
 // into transfers of one block each, queues them on their lanes, and checks every block as it comes back, in the calling thread, while
 // the device works on the others; it returns when all have ended. Lanes outlive this object where the device still has a transfer
-// when `close` gives up: neither their memory nor the rows of the call, which stays, may then go.
+// when `close` gives up: neither their memory nor the rows of the call, which stays, may then go. After fork() the child has none of
+// their threads: it may only drop this object, and what it has stays.
 //
 // Reads are urgent, writes are background: see FlightShares for who goes first.
 //
@@ -21,6 +22,8 @@
 #include <span>
 #include <string>
 #include <vector>
+
+#include <unistd.h>
 
 namespace kvbm {
 
@@ -98,6 +101,7 @@ class BlockIo {
   void withhold(std::int64_t slot);
 
  private:
+  const pid_t process_ = getpid();            // whose threads its lanes have
   std::shared_ptr<BlockIoShared> shared_;     // also of lanes that outlive this
   std::vector<std::shared_ptr<Lane>> lanes_;  // one for each file
   bool uses_io_uring_ = false;                // else threads

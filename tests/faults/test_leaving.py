@@ -1,0 +1,146 @@
+"""A process that leaves with its manager open, in every way there is: it ends as it was told to, and leaves nothing broken behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.servers import free_port
+
+TIMES = 4  # of what ended with SIGABRT in about every second run
+WAIT_S = 60.0
+ENDS = {
+    "fall_off": 0, "closed": 0, "hashing": 0, "sys_exit": 7, "exception": 1, "SIGINT": -signal.SIGINT, "SIGTERM": -signal.SIGTERM,
+    "SIGHUP": -signal.SIGHUP, "sigterm_exits": 5, "os_exit": 6, "thread": 0,
+}  # fmt: skip
+FORKS = ("fork", "fork_os_exit", "fork_fall_off", "fork_close", "multiprocessing_fork", "multiprocessing_spawn")
+
+
+def leave(folder: Path, way: str, nats: str = "none") -> subprocess.CompletedProcess[str]:
+    """A process that left, and what it said."""
+    command = [sys.executable, "-m", "tests.faults.processes.leaver", str(folder), way, nats]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ENDS)
+def test_it_ends_as_it_was_told_to(way: str, tmp_path: Path) -> None:
+    ended = Counter[int]()
+    for _ in range(TIMES if way == "fall_off" else 1):
+        left = leave(tmp_path, way)
+        assert "busy" in left.stdout, left.stderr
+        assert "closed_un" not in left.stderr + left.stdout, "what waited was not written"
+        if way == "thread":
+            assert "served on" in left.stdout, "its manager was closed before a thread that is no daemon had ended"
+        ended[left.returncode] += 1
+    assert set(ended) == {ENDS[way]}, f"{ended}\n{left.stderr}"
+    reopened = leave(tmp_path, "closed")
+    assert reopened.returncode == 0, reopened.stderr
+
+
+@pytest.mark.timeout(300)
+def test_with_a_server_and_a_publisher_of_its_own_too(tmp_path: Path) -> None:
+    for _ in range(TIMES):
+        left = leave(tmp_path, "fall_off", "embedded")
+        assert left.returncode == 0, left.stderr
+    log = (tmp_path / "nats" / "nats-server.log").read_text()
+    assert log.count("Server Exiting") == log.count("Server is ready"), "a server was left to itself"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", ["fall_off", "sys_exit"])
+def test_a_stream_that_is_away_holds_nobody_up_for_long(way: str, tmp_path: Path) -> None:
+    left = leave(tmp_path, way, f"nats://127.0.0.1:{free_port()}")
+    assert left.returncode == ENDS[way], left.stderr
+    assert "manager.closed_unpublished" in left.stderr
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", FORKS)
+def test_a_child_leaves_its_parents_manager_alone(way: str, tmp_path: Path) -> None:
+    left = leave(tmp_path, way)
+    assert left.returncode == 0, left.stderr
+    assert "the parent's is whole" in left.stdout
+    assert "tail_cut" not in leave(tmp_path, "closed").stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_child_that_lives_on_keeps_nobody_from_starting_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.faults.processes.leaver", str(tmp_path), "fork_outlives"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        said = next(line for line in parent.stdout if line.startswith("child "))
+        assert "was opened by the process that forked this one" in said
+        child = int(said.split()[1])
+        try:
+            parent.kill()
+            parent.wait(10)
+            again = leave(tmp_path, "closed")
+            assert again.returncode == 0, again.stderr
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+COMMANDS = {
+    "catalog": (["catalog", "serve", "--set=catalog.listen=127.0.0.1:0"], "follows nats://", 0),
+    "engine": (["engine", "--set=pools.hbm.slots=64", "--set=pools.hbm.device=cpu", "--set=pools.nvme.slots=64"], '"ready"', 130),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("command", ["catalog", "engine"])
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
+    command: str, told: signal.Signals, tmp_path: Path
+) -> None:
+    words, ready, status = COMMANDS[command]
+    said = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready)
+    said.send_signal(told)
+    out, remarks = said.communicate(timeout=WAIT_S)
+    assert said.returncode == status, remarks
+    assert "Traceback" not in remarks
+    assert "[info" not in out and "[warning" not in out, "remarks are on standard output"
+    log = (tmp_path / "nats" / "nats-server.log").read_text()
+    assert "Server Exiting" in log, "its server was left to itself"
+
+
+@pytest.mark.timeout(120)
+def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    words, ready, _ = COMMANDS["catalog"]
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    told = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready, [sys.executable, "-c", ignoring])
+    told.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        told.wait(1.0)
+    told.send_signal(signal.SIGTERM)
+    assert told.wait(WAIT_S) == 0
+
+
+def start_command(words: list[str], ready: str, through: list[str] | None = None) -> subprocess.Popen[str]:
+    """A command that has said that it is ready, on either of its outputs."""
+    process = subprocess.Popen(
+        [*(through or []), sys.executable, "-m", "kvbm", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    heard: list[str] = []
+    output = process.stdout if ready.startswith('"') else process.stderr
+    while ready not in (line := output.readline()):
+        heard.append(line)
+        assert line, f"it ended with {process.wait(WAIT_S)}: {heard}"
+    return process
+
+
+@pytest.mark.timeout(60)
+def test_a_programs_standard_output_is_its_own(tmp_path: Path) -> None:
+    left = leave(tmp_path, "closed")
+    assert [line.split()[0] for line in left.stdout.splitlines()] == ["busy"]
+    assert "instance.started" in left.stderr
