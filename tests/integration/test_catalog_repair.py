@@ -43,7 +43,8 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.streams.base import START, AccessSample, Heartbeat, LivenessFact, Mark, Position, mark_of
+from kvbm.streams.base import START, AccessSample, Heartbeat, LivenessFact, Mark, Position, is_fence, mark_of
+from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsReader, NatsStream
 from kvbm.streams.samples import read_samples
@@ -836,7 +837,9 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
         written = (tmp_path / "archive" / generations[1]).read_bytes()
         stream = await NatsStream.connect(losing.url)
         reader = await stream.pull(0, "c")
-        assert written == b"".join(message.data for message in await reader.fetch(5))
+        assert written == b"".join(
+            encode_fence(message) if is_fence(message.subject) else message.data for message in await reader.fetch(5)
+        )
         await stream.close()
 
     asyncio.run(work())

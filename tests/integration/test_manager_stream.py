@@ -16,7 +16,7 @@ from kvbm.core.events import ResidenciesStated, RoundEnded
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
-from kvbm.streams.base import Position
+from kvbm.streams.base import Position, is_fence
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
@@ -60,6 +60,8 @@ async def frames_of(url: str, cluster: str) -> list[Frame]:
     try:
         while messages := await reader.fetch(0.5):
             for message in messages:
+                if is_fence(message.subject):
+                    continue
                 at = 0
                 while at < len(message.data):
                     frame, at = decode_frame(message.data, at)

@@ -24,7 +24,7 @@ from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, Stream
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.core.kernels import REFERENCE
 from kvbm.streams import server as server_module
-from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail
+from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail, is_fence
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats import PULL_MESSAGES, NatsReader, NatsStream
@@ -79,7 +79,7 @@ async def read_all(url: str, cluster: str) -> list[StreamMessage]:
         reader = await stream.pull(0, cluster)
         found: list[StreamMessage] = []
         while not reader.at_end:
-            found += await reader.fetch(WAIT_S)
+            found += [message for message in await reader.fetch(WAIT_S) if not is_fence(message.subject)]
         return found
     finally:
         await stream.close()
