@@ -54,7 +54,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Whose, where and what."""
-        return f"catalog-{self.what} of instance {self.instance} at {place_text(self.epoch, self.offset)}: {self.message}"
+        return (
+            f"catalog-{self.what} of instance {self.instance} at {place_text(self.epoch, self.offset)}: {self.message}"
+        )
 
 
 class Against(msgspec.Struct, kw_only=True):

@@ -170,7 +170,9 @@ async def _check_older(
         )
         if known <= begin:
             continue
-        words = f"the stream at {to} has instance {name} up to {place_text(*known)}, the log begins at {place_text(*begin)}"
+        words = (
+            f"the stream at {to} has instance {name} up to {place_text(*known)}, the log begins at {place_text(*begin)}"
+        )
         if not anyway:
             raise SourceError(
                 f"{words}; nothing was written. Give another --cluster or an empty stream, or --anyway when its readers may ignore "

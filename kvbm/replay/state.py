@@ -153,7 +153,9 @@ def states_at(
     states = States(source=source.name)
     if at.clock_us is not None:
         at = at.on_last_day(_last_us(source, kernels, instance))
-        states.notes.append(f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches")
+        states.notes.append(
+            f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches"
+        )
     cuts: dict[StreamKey, _Cut] = {}
     read = source.read(kernels) if located is None else located
     items = in_order(only(read, instance), source.is_trimmed)
