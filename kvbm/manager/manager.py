@@ -76,6 +76,7 @@ _STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because reque
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
 _RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
+_OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others' blocks would push them out
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -504,11 +505,11 @@ class Manager:
         return self._frames.step(now_s, runs)
 
     def offload_one(self) -> bool:
-        """Carry out the next offload that waits; False when there is none, or the manager closes."""
+        """Carry out the next offload that waits; False when there is none that can go now, or the manager closes."""
         if self._stopped:
             return False
         with self._lock:
-            wish = self._offloader.next()
+            wish = self._next_wish()
             if wish is None:
                 return False
             self._begun_offloads += 1
@@ -769,12 +770,12 @@ class Manager:
         return copy
 
     def _end_copy(
-        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False
+        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False, kept: bool = True
     ) -> list[int | None]:
         """As `Ledger.end_copy`. Under the lock."""
         self._expect_no_more(copy)
         self._barred.discard(copy.id)
-        return self._ledger.end_copy(copy, arrived, cause, pinned=pinned)
+        return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
 
     def _drop_copy(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
         """End a copy that brings nothing. Under the lock."""
@@ -961,6 +962,8 @@ class Manager:
                 self._late_from[copy.source] -= 1
                 if isinstance(self._onboarders, Workers):
                     self._onboarders.regain()
+            if self._offloader.waiting_blocks:
+                self._offload_wanted.set()  # what waited for this room
             is_last = self._left_open and not self._running
             if is_last:
                 self._left_open = False
@@ -1021,14 +1024,17 @@ class Manager:
         def finish(moved: Moved) -> None:
             there = self._arrived(copy, moved.arrived)
             there = self._claimable(copy, there) if copy.target == Tier.OBJECT else there
-            self._end_copy(copy, there, MigrateCause.OFFLOAD)
+            self._end_copy(copy, there, MigrateCause.OFFLOAD, kept=self._is_kept(copy, there))
             self._settle_trouble(copy, moved)
             arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok)
             self._offloaded[copy.target] += len(arrived) // HASH_BYTES
             if copy.target == Tier.OBJECT:
                 self._offloader.claimed(arrived)
             else:
-                self._offer(copy.namespace, copy.target, arrived, 1)
+                at = wish.positions()
+                self._offer_arrived(
+                    copy.namespace, copy.target, arrived, [at[block] for block in split_hashes(arrived)]
+                )
 
         try:
             self._carry_out(copy, finish, lane)
@@ -1053,6 +1059,7 @@ class Manager:
                 self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
                 hashes = hashes[: may_blocks * HASH_BYTES]
             copy = self._begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
+            self._count_left_out(wish, hashes, copy)
             if (
                 copy is not None
                 and wish.target == Tier.OBJECT
@@ -1067,6 +1074,71 @@ class Manager:
                 if budget is not None:
                     budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
             return copy
+
+    def _next_wish(self) -> Wish | None:
+        """The next wish that can be carried out now. Under the lock.
+
+        Blocks go to HOST beyond what HOST can hold of their prompt only as fast as they leave it again: else they would push out the
+        beginning of their prompt before it is where it is on its way to.
+        """
+        passed_over: set[tuple[NamespaceId, Tier, Tier]] = set()
+        while (wish := self._offloader.next(passed_over)) is not None:
+            if not any(self._offloader.passes_through(wish.namespace, wish.target, run) for run in wish.runs):
+                return wish
+            if why := self._ends_in_host(wish):
+                self._offloader.skip(why, wish.hashes)
+            elif self._room_to_pass() < len(wish.hashes) // HASH_BYTES and self._leave_host():
+                self._offloader.defer(wish)
+                passed_over.add(wish.way)
+            else:
+                return wish
+        return None
+
+    def _ends_in_host(self, wish: Wish) -> Skipped | None:
+        """Why blocks cannot go on from HOST to what is colder; None where they can. Under the lock."""
+        if self._frames.refusal or self._ledger.overflowed:
+            return Skipped.JOURNAL
+        wish_bytes = len(wish.hashes) // HASH_BYTES * self.pools.slots[wish.source].block_bytes
+        behind = [self._budgets[tier] for tier in self._offloader.behind_host() if tier in self._budgets]
+        now_s = self._clock()
+        return Skipped.BUDGET if any(budget.left_bytes(now_s) < wish_bytes for budget in behind) else None
+
+    def _leave_host(self) -> bool:
+        """Whether blocks of HOST are on their way to what is colder, or wait for it. Under the lock."""
+        return bool(
+            self._offloader.waiting_in(Tier.HOST)
+            or any(copy.source == Tier.HOST and copy.target in DURABLE_TIERS for copy in self._running.values())
+        )
+
+    def _room_to_pass(self) -> int:
+        """Blocks HOST could take without giving up one that is to go on to what is colder. Under the lock."""
+        counts = self._ledger.counts(Tier.HOST)
+        if not self._leave_host():
+            return counts.free + counts.evictable
+        return counts.free - counts.slots // _OTHERS_PART
+
+    def _is_kept(self, copy: Copy, there: Sequence[bool]) -> bool:
+        """Whether the source of an offload keeps its blocks: HOST does not where they only passed through. Under the lock."""
+        if copy.source != Tier.HOST or not self._offloader.leaves_host(copy.namespace):
+            return True
+        others = [tier for tier in self._offloader.behind_host() if tier != copy.target]
+        if Tier.NVME in others and self._ledger.lacking(Tier.NVME, copy.hashes):
+            return True
+        return not all(there) or Tier.OBJECT in others  # which takes whole objects from HOST, later
+
+    def _count_left_out(self, wish: Wish, hashes: bytes, copy: Copy | None) -> None:
+        """Count what an offload to a tier of ours leaves out and the tier lacks. Under the lock."""
+        if wish.target == Tier.OBJECT or (copy is not None and len(copy.hashes) == len(hashes)):
+            return
+        taken = {
+            block for one in (copy, *self._running.values()) if one is not None for block in split_hashes(one.hashes)
+        }
+        left = b"".join(
+            block for block in split_hashes(self._ledger.lacking(wish.target, hashes)) if block not in taken
+        )
+        gone = self._ledger.lacking(wish.source, left)
+        self._offloader.skip(Skipped.GONE, gone)
+        self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
     def _whole_objects(self, wish: Wish) -> bytes:
         """Those objects of a wish that one copy can carry now: all of each is at the source, and no two share a block.
@@ -1145,6 +1217,11 @@ class Manager:
         start: int | None = None,
     ) -> None:
         if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, parent, start):
+            self._offload_wanted.set()
+
+    def _offer_arrived(self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int]) -> None:
+        """Blocks have come to a tier by a copy. Under the lock."""
+        if hashes and self._offloader.offer_arrived(namespace, tier, hashes, positions, self._ledger.lacking):
             self._offload_wanted.set()
 
     def _settle_trouble(self, copy: Copy, moved: Moved, elsewhere: Elsewhere | None = None) -> None:
