@@ -358,10 +358,6 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
     with ExitStack() as opened:
         store = new_store()
         opened.callback(store.close)
-        if not store.lists:
-            raise ConfigError(
-                f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor"
-            )
         if not settings.catalog.database:
             _make_data_dir(settings)
         book = ClaimBook(_database_url(settings))

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from itertools import groupby, islice
@@ -53,6 +53,7 @@ from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import Copy, Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
+from kvbm.manager.claims import Claimed, Claims
 from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.groups import groups_of
@@ -77,6 +78,8 @@ _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
 _RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
 _OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others' blocks would push them out
+_IDLE_LOOK_S = 1.0  # between two looks at claims of a pool that forgets, while nothing is offloaded
+_IDLE_LOOKS = 512  # objects
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -274,6 +277,8 @@ class Manager:
         self._stores: set[int] = set()  # those of them that an engine's workers carry out
         self._coming: dict[SequenceHash, int] = {}  # blocks on their way to the front tier → the copy
         self._begun_offloads = 0  # taken from the queue and not over
+        self._claims = Claims() if pools.object is not None and pools.object.forgets else None
+        self._look_claims_s = 0.0  # not before, where nothing is offloaded
         self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
@@ -947,7 +952,7 @@ class Manager:
             if lane is not None:
                 self._staging.give(lane)
             with suppress(OSError):
-                _tell_trouble(copy, moved)
+                _tell_trouble(copy, moved, self.pools.object is not None and self.pools.object.forgets)
         self._wake_writer()
 
     def _begin_run(self, copy: Copy) -> None:
@@ -979,6 +984,13 @@ class Manager:
         tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
 
         def finish(moved: Moved) -> None:
+            if copy.source == Tier.OBJECT and elsewhere is not None:
+                good = b"".join(
+                    block
+                    for block, outcome in zip(split_hashes(copy.hashes), moved.outcomes, strict=True)
+                    if outcome == ReadOutcome.GOOD
+                )
+                self._remember_claims(copy.namespace, elsewhere.objects_of(good, self.pools.object_blocks))
             cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
             holders = self._end_copy(copy, self._arrived(copy, moved.arrived), cause, pinned=arrivals.waiting)
             if arrivals.waiting:
@@ -1030,6 +1042,7 @@ class Manager:
             self._offloaded[copy.target] += len(arrived) // HASH_BYTES
             if copy.target == Tier.OBJECT:
                 self._offloader.claimed(arrived)
+                self._remember_claims(copy.namespace, groups_of(arrived, self.pools.object_blocks))
             else:
                 at = wish.positions()
                 self._offer_arrived(
@@ -1040,6 +1053,40 @@ class Manager:
             self._carry_out(copy, finish, lane)
         finally:
             self._end_run(copy)
+        self._look_after_claims()
+
+    def _remember_claims(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
+        """The object pool had these objects just now. Under the lock."""
+        if self._claims is not None:
+            self._claims.add(Claimed(namespace, hashes) for hashes in objects)
+
+    def _look_after_claims(self, idle: int = 0) -> None:
+        """Withdraw claims whose objects a pool that forgets has dropped. Outside the lock: it asks the pool."""
+        pool = self.pools.object
+        if self._claims is None or pool is None:
+            return
+        with self._lock:
+            due: dict[NamespaceId, list[Claimed]] = {}
+            for one in () if self._stopped else self._claims.due(idle):
+                due.setdefault(one.namespace, []).append(one)
+        for namespace, objects in due.items():
+            is_gone = pool.absent(namespace, [one.last for one in objects])
+            gone = [one for one, absent in zip(objects, is_gone, strict=True) if absent]
+            if gone:
+                self._withdraw_objects(namespace, gone)
+
+    def _withdraw_objects(self, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
+        """Say that the object pool has dropped these objects."""
+        assert self._claims is not None
+        hashes = b"".join(dict.fromkeys(split_hashes(b"".join(one.hashes for one in objects))))
+        with self._lock:
+            if self._source.ended:
+                return
+            self._claims.drop(objects)
+            self._offloader.unclaim(hashes)
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], EvictReason.MISSING)
+        self._wake_writer()
 
     def _begin_offload(self, wish: Wish) -> Copy | None:
         """The copy that carries out a wish; None when there is nothing to do, or it may not be done now, which is counted."""
@@ -1239,6 +1286,9 @@ class Manager:
                 gone = b"".join(elsewhere.objects_of(bad, self.pools.object_blocks))
                 self._offloader.unclaim(gone)
                 self._ledger.forget(Tier.OBJECT, copy.namespace, gone, reason)
+                if self._claims is not None:
+                    objects = groups_of(gone, self.pools.object_blocks)
+                    self._claims.drop(Claimed(copy.namespace, hashes) for hashes in objects)
             else:
                 self._ledger.evict(copy.source, bad, reason)
         if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
@@ -1251,6 +1301,9 @@ class Manager:
             self._nobody_waits.wait(_STEP_ASIDE_S)
             while self.offload_one():
                 self._nobody_waits.wait(_STEP_ASIDE_S)
+            if self._claims is not None and self._clock() >= self._look_claims_s:
+                self._look_claims_s = self._clock() + _IDLE_LOOK_S
+                self._look_after_claims(_IDLE_LOOKS)
 
 
 def _packed(slots: Sequence[int]) -> bytes:
@@ -1275,10 +1328,16 @@ def _local(found: Match) -> Prefix:
     return Prefix(found.depth, split_slots(found.slots), {Tier.HBM: found.depth} if found.depth else {})
 
 
-def _tell_trouble(copy: Copy, moved: Moved) -> None:
-    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow."""
+def _tell_trouble(copy: Copy, moved: Moved, objects_go: bool) -> None:
+    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow.
+
+    Args:
+        objects_go: the object pool forgets, and an object that is gone is no trouble.
+    """
     source = _name(copy.source)
     for outcome, reason in _WITHDRAWN_FOR.items():
+        if copy.source == Tier.OBJECT and outcome == ReadOutcome.MISSING and objects_go:
+            continue
         if isinstance(copy.source, Tier) and (count := moved.outcomes.count(outcome)):
             first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
             log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())
