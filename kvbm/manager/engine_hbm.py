@@ -220,7 +220,8 @@ class EngineHbmManager(Manager):
             counts = self._ledger.counts(Tier.HOST)
             room = counts.free + counts.evictable
             self._require_open()
-            if self._offloader.passes_through(namespace, Tier.HOST, ChainRun(bytes(count * HASH_BYTES), start)):
+            run = ChainRun(bytes(count * HASH_BYTES), start)
+            if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
                 room = self._room_to_pass()
             return max(0, min(count, room))
 

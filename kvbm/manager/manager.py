@@ -1130,7 +1130,8 @@ class Manager:
         """
         passed_over: set[tuple[NamespaceId, Tier, Tier]] = set()
         while (wish := self._offloader.next(passed_over)) is not None:
-            if not any(self._offloader.passes_through(wish.namespace, wish.target, run) for run in wish.runs):
+            now_s = self._clock()
+            if not any(self._offloader.passes_through(wish.namespace, wish.target, run, now_s) for run in wish.runs):
                 return wish
             if why := self._ends_in_host(wish):
                 self._offloader.skip(why, wish.hashes)
@@ -1166,7 +1167,7 @@ class Manager:
 
     def _is_kept(self, copy: Copy, there: Sequence[bool]) -> bool:
         """Whether the source of an offload keeps its blocks: HOST does not where they only passed through. Under the lock."""
-        if copy.source != Tier.HOST or not self._offloader.leaves_host(copy.namespace):
+        if copy.source != Tier.HOST or not self._offloader.leaves_host(copy.namespace, self._clock()):
             return True
         others = [tier for tier in self._offloader.behind_host() if tier != copy.target]
         if Tier.NVME in others and self._ledger.lacking(Tier.NVME, copy.hashes):

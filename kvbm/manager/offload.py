@@ -20,6 +20,8 @@ from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretc
 from kvbm.manager.groups import Group, Groups, groups_of
 from kvbm.manager.turns import Turns
 
+_PASSING_S = 2.0  # after which nobody waits any more for room to pass through HOST
+
 Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of this instance does not hold now
 
 
@@ -138,7 +140,7 @@ class Offloader:
         # tenant → what waits for each of its ways, the next way first
         self._ways: dict[str, OrderedDict[_Way, ChainRuns]] = {}
         self._waiting: Counter[str] = Counter()  # blocks of each tenant
-        self._passing: set[NamespaceId] = set()  # of which prompts go through HOST that it cannot hold
+        self._passing_s: dict[NamespaceId, float] = {}  # until when prompts go through HOST that it cannot hold
         self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
         self._reaches: dict[Tier, int | None] = {
             tier: self._reach(OTHERS, tier) for tier in Tier
@@ -217,19 +219,23 @@ class Offloader:
         known = [one for one in limits if one is not None]
         return max(known) if len(known) == len(limits) else None
 
-    def passes_through(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> bool:
-        """Whether some of a run for HOST lies beyond what HOST can hold of its prompt, and is only on its way to what is colder."""
+    def passes_through(self, namespace: NamespaceId, target: Tier, run: ChainRun, now_s: float) -> bool:
+        """Whether some of a run for HOST lies beyond what HOST can hold of its prompt, and is only on its way to what is colder.
+
+        For a while its namespace's blocks then leave HOST when they are there (`leaves_host`).
+        """
         limit = self._limits.of(self._turns.tenant_of(namespace), target)
         passes = target == Tier.HOST and limit is not None and run.start >= 0 and run.start + run.blocks > limit
         if passes:
-            self._passing.add(namespace)
+            self._passing_s[namespace] = now_s + _PASSING_S
         return passes
 
-    def leaves_host(self, namespace: NamespaceId) -> bool:
+    def leaves_host(self, namespace: NamespaceId, now_s: float) -> bool:
         """Whether blocks of a namespace make room in HOST once they are in what is colder: more of their prompt is behind them."""
-        if self._passing and not self._waiting_from[Tier.HBM] and not self._waiting_from[Tier.HOST]:
-            self._passing.clear()
-        return namespace in self._passing
+        if now_s < self._passing_s.get(namespace, now_s):
+            return True
+        self._passing_s.pop(namespace, None)
+        return False
 
     def behind_host(self) -> list[Tier]:
         """The colder tiers that take every block that arrives in HOST."""
