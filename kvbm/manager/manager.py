@@ -80,6 +80,7 @@ _RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
 _OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others' blocks would push them out
 _IDLE_LOOK_S = 1.0  # between two looks at claims of a pool that forgets, while nothing is offloaded
 _IDLE_LOOKS = 512  # objects
+_SLOW_LOOK_S, _REST_S = 0.5, 30.0  # a pool that took so long is not asked again for a while
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -278,7 +279,7 @@ class Manager:
         self._coming: dict[SequenceHash, int] = {}  # blocks on their way to the front tier → the copy
         self._begun_offloads = 0  # taken from the queue and not over
         self._claims = Claims() if pools.object is not None and pools.object.forgets else None
-        self._look_claims_s = 0.0  # not before, where nothing is offloaded
+        self._look_claims_s = self._idle_look_s = 0.0  # not before; not before while nothing is offloaded
         self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
@@ -1062,8 +1063,8 @@ class Manager:
 
     def _look_after_claims(self, idle: int = 0) -> None:
         """Withdraw claims whose objects a pool that forgets has dropped. Outside the lock: it asks the pool."""
-        pool = self.pools.object
-        if self._claims is None or pool is None:
+        pool, begun_s = self.pools.object, self._clock()
+        if self._claims is None or pool is None or begun_s < self._look_claims_s:
             return
         with self._lock:
             due: dict[NamespaceId, list[Claimed]] = {}
@@ -1074,6 +1075,8 @@ class Manager:
             gone = [one for one, absent in zip(objects, is_gone, strict=True) if absent]
             if gone:
                 self._withdraw_objects(namespace, gone)
+        if self._clock() - begun_s > _SLOW_LOOK_S:
+            self._look_claims_s = self._clock() + _REST_S  # the threads are for copies
 
     def _withdraw_objects(self, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
         """Say that the object pool has dropped these objects."""
@@ -1302,8 +1305,8 @@ class Manager:
             self._nobody_waits.wait(_STEP_ASIDE_S)
             while self.offload_one():
                 self._nobody_waits.wait(_STEP_ASIDE_S)
-            if self._claims is not None and self._clock() >= self._look_claims_s:
-                self._look_claims_s = self._clock() + _IDLE_LOOK_S
+            if self._claims is not None and self._clock() >= self._idle_look_s:
+                self._idle_look_s = self._clock() + _IDLE_LOOK_S
                 self._look_after_claims(_IDLE_LOOKS)
 
 

@@ -30,6 +30,7 @@ from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
 _LOT = 4  # objects of a call that go together, coded while others are on their way
 _LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
+_ABSENT_WAIT_S = 1.0  # nobody needs the answer now
 _LATE_S = 0.5  # how long after its deadline a store may still answer
 _OUTCOMES = tuple(ReadOutcome)
 
@@ -207,7 +208,7 @@ class BlockObjects:
         wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
         if isinstance(wrapping, Refusal) or not isinstance(self.store, ForgetfulStore):
             return [False] * len(hashes)
-        return self.store.absent(wrapping.names(namespace, hashes), self._deadline_s)
+        return self.store.absent(wrapping.names(namespace, hashes), min(_ABSENT_WAIT_S, self._deadline_s))
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
         """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""

@@ -136,6 +136,14 @@ def test_the_janitor_claims_what_redis_has_and_nobody_claims(redis: Forgetful, t
         assert serve(manager, 5, DEPTH).prefix.hits == {Tier.OBJECT: DEPTH}
 
 
+def test_the_janitor_deletes_from_redis_what_stands_above_a_quota(redis: Forgetful, tmp_path: Path) -> None:
+    with site(tmp_path, "one", redis.open) as running:
+        pool = closed(running, range(4))
+        report = running.gc(quota_bytes=1)
+        assert (report.deleted, redis.objects(), report.lists) == (8, 0, 0)
+        eventually(lambda: not claimed(running, pool), "claims of deleted objects stay")
+
+
 @pytest.mark.parametrize("policy", ["allkeys-lfu", "noeviction"])
 def test_a_redis_of_another_policy_is_listed_too(policy: str) -> None:
     with redis_server("--maxmemory", "8mb", "--maxmemory-policy", policy) as url:
