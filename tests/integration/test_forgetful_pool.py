@@ -130,8 +130,8 @@ def test_the_janitor_claims_what_redis_has_and_nobody_claims(redis: Forgetful, t
     with site(tmp_path / "a", "one", redis.open) as running:
         pool = closed(running, range(8))
     with site(tmp_path / "b", "one", redis.open) as fresh:  # all else is gone
-        assert fresh.gc().found == 16
-        eventually(lambda: claimed(fresh, pool) == 8 * DEPTH, "what was found is not claimed")
+        # a Redis tells times in seconds, and what seems to be of this moment is left to the next run
+        eventually(lambda: fresh.gc() and claimed(fresh, pool) == 8 * DEPTH, "what is there is not claimed")
         manager = fresh.instance("engine")
         assert serve(manager, 5, DEPTH).prefix.hits == {Tier.OBJECT: DEPTH}
 
