@@ -38,7 +38,7 @@ from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
 from kvbm.manager.manager import Manager, Publishing
-from kvbm.manager.offload import Offloader
+from kvbm.manager.offload import Offloader, PromptLimits
 from kvbm.manager.recovery import recover
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import Samples
@@ -118,6 +118,7 @@ def open_unverified(
     return _native.BlockIo(fds, slots, block_bytes, io, direct, depth, offload_share, verified=False)
 
 
+_LEAST_QUEUE_BLOCKS = 8192
 _CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows
 
 
@@ -357,10 +358,6 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
     with ExitStack() as opened:
         store = new_store()
         opened.callback(store.close)
-        if not store.lists:
-            raise ConfigError(
-                f"pools.object.url {wanted.url!r} is a store that forgets by itself and lists nothing; it needs no janitor"
-            )
         if not settings.catalog.database:
             _make_data_dir(settings)
         book = ClaimBook(_database_url(settings))
@@ -726,9 +723,13 @@ def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]
     turns = Turns(
         {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
     )
+    slots = {tier: pool.slots for tier, pool in pools.slots.items()}
+    every_block = max(_LEAST_QUEUE_BLOCKS, slots[Tier.HBM] + 2 * slots.get(Tier.HOST, 0))
+    quotas = {share.tenant: share.quota_slots for share in _shares(settings, pools.slots[Tier.HBM].block_bytes)}
     return Offloader(
-        policies, settings.offload.queue_blocks, object_blocks=pools.object_blocks, turns=turns,
-        engine_hbm=settings.pools.hbm.owner == "engine",
+        policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, turns=turns,
+        engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
+        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks),
     )  # fmt: skip
 
 

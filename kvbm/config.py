@@ -149,7 +149,8 @@ class OffloadSettings(_Group, frozen=True):
     """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier.
 
     Attributes:
-        queue_blocks: blocks that may wait; more are skipped and counted.
+        queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as the pools hold
+            that blocks are taken from, so that a prompt of any length waits whole.
         threads: offloads at a time.
         staging_bytes: memory for copies between two tiers of which neither is in reach of the CPU and the device at once.
     """
@@ -157,7 +158,7 @@ class OffloadSettings(_Group, frozen=True):
     host: str = "write_through"
     nvme: str = "write_through"
     object: str = "write_through"
-    queue_blocks: int = 8192
+    queue_blocks: int = 0
     threads: int = 2
     staging_bytes: int = 64 << 20
 
@@ -410,6 +411,7 @@ def check_settings(settings: Settings) -> None:
         ("pools.host.copy_threads", 0, settings.pools.host.copy_threads),
         ("pools.nvme.write_budget_bytes_s", 0, settings.pools.nvme.write_budget_bytes_s),
         ("pools.object.write_budget_bytes_s", 0, settings.pools.object.write_budget_bytes_s),
+        ("offload.queue_blocks", 0, settings.offload.queue_blocks),
     ):
         if value < least:
             raise ConfigError(f"{key} is {value}; it must be at least {least}")
@@ -417,7 +419,6 @@ def check_settings(settings: Settings) -> None:
     for tier in ("host", "nvme", "object"):
         _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
     for key, count in (
-        ("offload.queue_blocks", settings.offload.queue_blocks),
         ("offload.threads", settings.offload.threads),
         ("offload.staging_bytes", settings.offload.staging_bytes),
         ("onboard.threads", settings.onboard.threads),

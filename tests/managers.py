@@ -19,7 +19,7 @@ from kvbm.locate.base import Locator, Nowhere
 from kvbm.manager.copies import Pools
 from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.manager import Manager, Prefix
-from kvbm.manager.offload import Offloader
+from kvbm.manager.offload import Offloader, PromptLimits
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
 from kvbm.manager.samples import SampleSink
@@ -75,6 +75,7 @@ def make_manager(
     pod: PodPool | None = None,
     instance: str = "test",
     epoch: int = 1,
+    queue_blocks: int = 8192,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
@@ -86,7 +87,10 @@ def make_manager(
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
         InstanceId(instance), "tests", ledger, pools, sink or MemoryLog(), NATIVE,
-        Offloader({tier: WriteThrough() for tier in there}, object_blocks=pools.object_blocks), locator or Nowhere(),
+        Offloader(
+            {tier: WriteThrough() for tier in there}, queue_blocks, object_blocks=pools.object_blocks, limits=PromptLimits(slots),
+        ),
+        locator or Nowhere(),
         wait_s=wait_s, clock=clock, staging=staging,
         keeping=keeping, rounds=rounds, samples=samples, executor=executor, offsets=offsets, run="a-run", has_stream=has_stream,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbm.core.errors import LayoutError, MissingExtraError, StreamError
+from kvbm.core.errors import HashSchemeError, LayoutError, MissingExtraError, StreamError
 
 try:
     from fastapi import FastAPI
@@ -39,6 +39,7 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
 )
+from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
@@ -235,11 +236,16 @@ class _Api:
                 422, "namespace_unknown", f"no instance has told the fields of namespace {namespace.hex()}",
                 "give the namespace's fields instead of its id, or hashes instead of tokens",
             )  # fmt: skip
+        try:
+            check_hashable(fields)
+        except HashSchemeError as error:
+            message, _, remedy = str(error).partition("; ")
+            raise ApiError(422, "scheme_not_hashable", message, remedy) from None
         secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
-        if secret is None or fields.scheme != "sha256":
-            why = f"the secret of tenant {fields.tenant!r}" if secret is None else f"hash scheme {fields.scheme!r}"
+        if secret is None:
             raise ApiError(
-                422, "tokens_not_hashable", f"tokens cannot be hashed here: the catalog does not know {why}",
+                422, "tokens_not_hashable",
+                f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
                 "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
             )  # fmt: skip
         arguments = (tokens, fields.block_tokens, fields.root(secret.encode()))

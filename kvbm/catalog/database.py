@@ -36,6 +36,7 @@ from kvbm.catalog.tables import VERSION_TABLE, positions
 STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long is a dead server or a stuck lock
 MIGRATION_TIMEOUT_S = 600.0
 LOCK_TIMEOUT_S = 10.0
+_WAL_BYTES = 8 << 20  # what SQLite keeps of its log once the log is in the database
 _MIGRATION_LOCK = 0x6B76626D_00000001  # "kvbm" in the high half; advisory locks are per database
 _ALEMBIC = threading.Lock()  # `alembic.context` is one a process: two migrations at once would mix their connections
 _DRIVERS = {
@@ -255,6 +256,7 @@ def _engine(
 
 def _set_sqlite_sync(connection: Any, record: object) -> None:
     cursor = connection.cursor()
+    cursor.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
     cursor.execute("PRAGMA synchronous = NORMAL")  # a power cut may cost the last batches, each whole with its position
     cursor.close()
 

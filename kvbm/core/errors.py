@@ -3,6 +3,7 @@
 KvbmError
 ├── ConfigError            a setting that cannot be used; fix it and start again
 ├── LayoutError            dimensions that make no sense together
+├── HashSchemeError        tokens of a namespace whose blocks another scheme hashes
 ├── LedgerError            a command that contradicts what the ledger holds; a bug in the caller
 ├── IllegalEventError      an event that contradicts what a fold holds
 ├── FrameError             bytes that are not a good frame
@@ -27,6 +28,8 @@ KvbmError
 
 from __future__ import annotations
 
+HASHABLE_SCHEME = "sha256"  # what `core.hashing` computes
+
 
 class KvbmError(Exception):
     """Any error of kvbm. The message says what happened, where, and what to do."""
@@ -38,6 +41,21 @@ class ConfigError(KvbmError):
 
 class LayoutError(KvbmError):
     """Dimensions that make no sense together, with the numbers in the message. A retry does not help."""
+
+
+class HashSchemeError(KvbmError):
+    """Tokens of a namespace whose hashes are made by a scheme that is not known here. A retry does not help.
+
+    Attributes:
+        scheme: of the namespace, as its fields name it.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        super().__init__(
+            f"tokens cannot be hashed here: the namespace's hash scheme is {scheme!r}, and only {HASHABLE_SCHEME!r} is known; "
+            "take the hashes from the engine that makes them, and give these"
+        )
+        self.scheme = scheme
 
 
 class LedgerError(KvbmError):

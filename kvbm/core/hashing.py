@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.core.errors import LayoutError
-from kvbm.core.ids import HASH_BYTES
+from kvbm.core.errors import HASHABLE_SCHEME, HashSchemeError, LayoutError
+from kvbm.core.ids import HASH_BYTES, Namespace
 
 
 def sequence_hashes(
@@ -63,6 +63,12 @@ def sequence_hashes_batch(
     if len(starts) != len(columns):
         raise LayoutError(f"{len(starts)} roots for {len(columns)} prompts; give one a prompt, or one for all")
     return [sequence_hashes(tokens, block_tokens, root) for tokens, root in zip(columns, starts, strict=True)]
+
+
+def check_hashable(namespace: Namespace) -> None:
+    """Whether `sequence_hashes` gives the hashes of this namespace. Raises HashSchemeError: an engine's own scheme does."""
+    if namespace.scheme != HASHABLE_SCHEME:
+        raise HashSchemeError(namespace.scheme)
 
 
 def _check(block_tokens: int, roots: Sequence[bytes]) -> None:

@@ -30,7 +30,7 @@ from kvbm.core.answers import (
     RouteRequest,
 )
 from kvbm.core.errors import CatalogError
-from kvbm.core.hashing import sequence_hashes
+from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.kernels import SequenceHashes
 
@@ -83,7 +83,11 @@ class CatalogClient:
         self._pool.close()
 
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
-        """Packed hashes of a prompt's full blocks, made here: the root stays on this side. Raises LayoutError."""
+        """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
+
+        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. LayoutError: as `sequence_hashes`.
+        """
+        check_hashable(namespace)
         return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
 
     def lookup(
@@ -130,13 +134,13 @@ class CatalogClient:
     def lookup_tokens(
         self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
     ) -> LookupAnswer:
-        """`lookup` of a prompt's tokens, hashed here."""
+        """`lookup` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
         return self.lookup(namespace, self.hashes(namespace, secret, tokens), timeout_s=timeout_s)
 
     def route_tokens(
         self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
     ) -> RouteAnswer:
-        """`route` of a prompt's tokens, hashed here."""
+        """`route` of a prompt's tokens, hashed here. Raises HashSchemeError: as `hashes`."""
         return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s)
 
     def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:

@@ -25,7 +25,9 @@ from kvbm.core.errors import LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.ledger import Copy, Match
+from kvbm.manager.chain_runs import ChainRun
 from kvbm.manager.manager import Arrivals, Manager, Onboard, Planned, Prefix
+from kvbm.manager.offload import Skipped
 from kvbm.pools.base import Proof
 from kvbm.pools.hbm import HbmPool
 
@@ -41,12 +43,14 @@ class Store(NamedTuple):
         hashes: packed, of those blocks of the run that HBM holds, HOST lacks and nobody brings.
         slots: the HOST slot of each, to be filled.
         at: index of each in the run.
+        start: position of the run in its chain, in blocks.
     """
 
     copy: Copy
     hashes: bytes
     slots: list[int]
     at: list[int]
+    start: int
 
 
 class Acquiring:
@@ -206,6 +210,21 @@ class EngineHbmManager(Manager):
             self._offer_sample(acquiring)
         return acquiring
 
+    def storable(self, namespace: NamespaceId, start: int, count: int) -> int:
+        """How many blocks of a run HOST has room for now; the rest is worth another look once stores or offloads have ended.
+
+        Beyond what HOST can hold of a prompt it has room only as fast as blocks go on to what is colder.
+        Raises: LedgerError: the manager is closed.
+        """
+        with self._lock:
+            counts = self._ledger.counts(Tier.HOST)
+            room = counts.free + counts.evictable
+            self._require_open()
+            run = ChainRun(bytes(count * HASH_BYTES), start)
+            if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
+                room = self._room_to_pass()
+            return max(0, min(count, room))
+
     def begin_store(
         self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, uses: int = 1
     ) -> Store | None:
@@ -224,8 +243,8 @@ class EngineHbmManager(Manager):
             self._require_open()
             self._expire()
             self._offer(namespace, Tier.HBM, hashes, uses, parent, start)
-            wanted = self._offloader.wants(Tier.HOST, uses)
-            copy = self._begin_copy(namespace, Tier.HBM, Tier.HOST, hashes) if wanted else None
+            wanted = self._wanted_in_host(namespace, hashes, uses, start)
+            copy = self._begin_copy(namespace, Tier.HBM, Tier.HOST, wanted) if wanted else None
             if copy is not None:
                 self._begin_run(copy)
                 self._stores.add(copy.id)
@@ -235,7 +254,7 @@ class EngineHbmManager(Manager):
             return None
         index = {block: at for at, block in enumerate(split_hashes(hashes))}
         at = [index[block] for block in split_hashes(copy.hashes)]
-        return Store(copy, copy.hashes, split_slots(copy.target_slots), at)
+        return Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
 
     def end_store(self, store: Store, arrived: Sequence[bool], checksums: np.ndarray) -> None:
         """All ranks have answered: nobody writes the slots any more.
@@ -338,6 +357,15 @@ class EngineHbmManager(Manager):
             self._wake_writer()
         return count
 
+    def _wanted_in_host(self, namespace: NamespaceId, hashes: bytes, uses: int, start: int) -> bytes:
+        """As much of a run as HOST should get now. Under the lock."""
+        if not self._offloader.wants(Tier.HOST, uses):
+            return b""
+        run, beyond = self._offloader.within(namespace, Tier.HOST, ChainRun(hashes, start))
+        if beyond.hashes:
+            self._offloader.skip(Skipped.BEYOND, self._ledger.lacking(Tier.HOST, beyond.hashes))
+        return run.hashes
+
     def _end_store(self, store: Store, arrived: list[bool], checksums: np.ndarray) -> None:
         """Bytes first, then the claim."""
         copy, blocks, why = store.copy, split_hashes(store.hashes), ""
@@ -358,7 +386,10 @@ class EngineHbmManager(Manager):
                 holders = self._end_copy(copy, self._arrived(copy, arrived), MigrateCause.OFFLOAD)
                 there = b"".join(block for block, slot in zip(blocks, holders, strict=True) if slot is not None)
                 self._offloaded[Tier.HOST] += len(there) // HASH_BYTES
-                self._offer(copy.namespace, Tier.HOST, there, 1)
+                positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))
+                self._offer_arrived(
+                    copy.namespace, Tier.HOST, there, [positions[block] for block in split_hashes(there)]
+                )
         if not all(arrived):
             with suppress(OSError):
                 log.warning(

@@ -22,7 +22,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from itertools import groupby, islice
@@ -53,6 +53,7 @@ from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import Copy, Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
+from kvbm.manager.claims import Claimed, Claims
 from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.groups import groups_of
@@ -76,6 +77,10 @@ _STEP_ASIDE_S = 0.05  # an offload begins this much later at most, because reque
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
 _RUN_BYTES = MAX_RUN_BLOCKS * HASH_BYTES
+_OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others' blocks would push them out
+_IDLE_LOOK_S = 1.0  # between two looks at claims of a pool that forgets, while nothing is offloaded
+_IDLE_LOOKS = 512  # objects
+_SLOW_LOOK_S, _REST_S = 0.5, 30.0  # a pool that took so long is not asked again for a while
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -273,6 +278,8 @@ class Manager:
         self._stores: set[int] = set()  # those of them that an engine's workers carry out
         self._coming: dict[SequenceHash, int] = {}  # blocks on their way to the front tier → the copy
         self._begun_offloads = 0  # taken from the queue and not over
+        self._claims = Claims() if pools.object is not None and pools.object.forgets else None
+        self._look_claims_s = self._idle_look_s = 0.0  # not before; not before while nothing is offloaded
         self._left_open = False  # the last copy that ends closes the pools
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
@@ -504,11 +511,11 @@ class Manager:
         return self._frames.step(now_s, runs)
 
     def offload_one(self) -> bool:
-        """Carry out the next offload that waits; False when there is none, or the manager closes."""
+        """Carry out the next offload that waits; False when there is none that can go now, or the manager closes."""
         if self._stopped:
             return False
         with self._lock:
-            wish = self._offloader.next()
+            wish = self._next_wish()
             if wish is None:
                 return False
             self._begun_offloads += 1
@@ -769,12 +776,12 @@ class Manager:
         return copy
 
     def _end_copy(
-        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False
+        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False, kept: bool = True
     ) -> list[int | None]:
         """As `Ledger.end_copy`. Under the lock."""
         self._expect_no_more(copy)
         self._barred.discard(copy.id)
-        return self._ledger.end_copy(copy, arrived, cause, pinned=pinned)
+        return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
 
     def _drop_copy(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
         """End a copy that brings nothing. Under the lock."""
@@ -946,7 +953,7 @@ class Manager:
             if lane is not None:
                 self._staging.give(lane)
             with suppress(OSError):
-                _tell_trouble(copy, moved)
+                _tell_trouble(copy, moved, self.pools.object is not None and self.pools.object.forgets)
         self._wake_writer()
 
     def _begin_run(self, copy: Copy) -> None:
@@ -961,6 +968,8 @@ class Manager:
                 self._late_from[copy.source] -= 1
                 if isinstance(self._onboarders, Workers):
                     self._onboarders.regain()
+            if self._offloader.waiting_blocks:
+                self._offload_wanted.set()  # what waited for this room
             is_last = self._left_open and not self._running
             if is_last:
                 self._left_open = False
@@ -976,6 +985,13 @@ class Manager:
         tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
 
         def finish(moved: Moved) -> None:
+            if copy.source == Tier.OBJECT and elsewhere is not None:
+                good = b"".join(
+                    block
+                    for block, outcome in zip(split_hashes(copy.hashes), moved.outcomes, strict=True)
+                    if outcome == ReadOutcome.GOOD
+                )
+                self._remember_claims(copy.namespace, elsewhere.objects_of(good, self.pools.object_blocks))
             cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
             holders = self._end_copy(copy, self._arrived(copy, moved.arrived), cause, pinned=arrivals.waiting)
             if arrivals.waiting:
@@ -1021,19 +1037,59 @@ class Manager:
         def finish(moved: Moved) -> None:
             there = self._arrived(copy, moved.arrived)
             there = self._claimable(copy, there) if copy.target == Tier.OBJECT else there
-            self._end_copy(copy, there, MigrateCause.OFFLOAD)
+            self._end_copy(copy, there, MigrateCause.OFFLOAD, kept=self._is_kept(copy, there))
             self._settle_trouble(copy, moved)
             arrived = b"".join(b for b, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok)
             self._offloaded[copy.target] += len(arrived) // HASH_BYTES
             if copy.target == Tier.OBJECT:
                 self._offloader.claimed(arrived)
+                self._remember_claims(copy.namespace, groups_of(arrived, self.pools.object_blocks))
             else:
-                self._offer(copy.namespace, copy.target, arrived, 1)
+                at = wish.positions()
+                self._offer_arrived(
+                    copy.namespace, copy.target, arrived, [at[block] for block in split_hashes(arrived)]
+                )
 
         try:
             self._carry_out(copy, finish, lane)
         finally:
             self._end_run(copy)
+        self._look_after_claims()
+
+    def _remember_claims(self, namespace: NamespaceId, objects: Iterable[bytes]) -> None:
+        """The object pool had these objects just now. Under the lock."""
+        if self._claims is not None:
+            self._claims.add(Claimed(namespace, hashes) for hashes in objects)
+
+    def _look_after_claims(self, idle: int = 0) -> None:
+        """Withdraw claims whose objects a pool that forgets has dropped. Outside the lock: it asks the pool."""
+        pool, begun_s = self.pools.object, self._clock()
+        if self._claims is None or pool is None or begun_s < self._look_claims_s:
+            return
+        with self._lock:
+            due: dict[NamespaceId, list[Claimed]] = {}
+            for one in () if self._stopped else self._claims.due(idle):
+                due.setdefault(one.namespace, []).append(one)
+        for namespace, objects in due.items():
+            is_gone = pool.absent(namespace, [one.last for one in objects])
+            gone = [one for one, absent in zip(objects, is_gone, strict=True) if absent]
+            if gone:
+                self._withdraw_objects(namespace, gone)
+        if self._clock() - begun_s > _SLOW_LOOK_S:
+            self._look_claims_s = self._clock() + _REST_S  # the threads are for copies
+
+    def _withdraw_objects(self, namespace: NamespaceId, objects: Sequence[Claimed]) -> None:
+        """Say that the object pool has dropped these objects."""
+        assert self._claims is not None
+        hashes = b"".join(dict.fromkeys(split_hashes(b"".join(one.hashes for one in objects))))
+        with self._lock:
+            if self._source.ended:
+                return
+            self._claims.drop(objects)
+            self._offloader.unclaim(hashes)
+            for at in range(0, len(hashes), _RUN_BYTES):
+                self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + _RUN_BYTES], EvictReason.MISSING)
+        self._wake_writer()
 
     def _begin_offload(self, wish: Wish) -> Copy | None:
         """The copy that carries out a wish; None when there is nothing to do, or it may not be done now, which is counted."""
@@ -1053,6 +1109,7 @@ class Manager:
                 self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
                 hashes = hashes[: may_blocks * HASH_BYTES]
             copy = self._begin_copy(wish.namespace, wish.source, wish.target, hashes) if hashes else None
+            self._count_left_out(wish, hashes, copy)
             if (
                 copy is not None
                 and wish.target == Tier.OBJECT
@@ -1067,6 +1124,72 @@ class Manager:
                 if budget is not None:
                     budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
             return copy
+
+    def _next_wish(self) -> Wish | None:
+        """The next wish that can be carried out now. Under the lock.
+
+        Blocks go to HOST beyond what HOST can hold of their prompt only as fast as they leave it again: else they would push out the
+        beginning of their prompt before it is where it is on its way to.
+        """
+        passed_over: set[tuple[NamespaceId, Tier, Tier]] = set()
+        while (wish := self._offloader.next(passed_over)) is not None:
+            now_s = self._clock()
+            if not any(self._offloader.passes_through(wish.namespace, wish.target, run, now_s) for run in wish.runs):
+                return wish
+            if why := self._ends_in_host(wish):
+                self._offloader.skip(why, wish.hashes)
+            elif self._room_to_pass() < len(wish.hashes) // HASH_BYTES and self._leave_host():
+                self._offloader.defer(wish)
+                passed_over.add(wish.way)
+            else:
+                return wish
+        return None
+
+    def _ends_in_host(self, wish: Wish) -> Skipped | None:
+        """Why blocks cannot go on from HOST to what is colder; None where they can. Under the lock."""
+        if self._frames.refusal or self._ledger.overflowed:
+            return Skipped.JOURNAL
+        wish_bytes = len(wish.hashes) // HASH_BYTES * self.pools.slots[wish.source].block_bytes
+        behind = [self._budgets[tier] for tier in self._offloader.behind_host() if tier in self._budgets]
+        now_s = self._clock()
+        return Skipped.BUDGET if any(budget.left_bytes(now_s) < wish_bytes for budget in behind) else None
+
+    def _leave_host(self) -> bool:
+        """Whether blocks of HOST are on their way to what is colder, or wait for it. Under the lock."""
+        return bool(
+            self._offloader.waiting_in(Tier.HOST)
+            or any(copy.source == Tier.HOST and copy.target in DURABLE_TIERS for copy in self._running.values())
+        )
+
+    def _room_to_pass(self) -> int:
+        """Blocks HOST could take without giving up one that is to go on to what is colder. Under the lock."""
+        counts = self._ledger.counts(Tier.HOST)
+        if not self._leave_host():
+            return counts.free + counts.evictable
+        return counts.free - counts.slots // _OTHERS_PART
+
+    def _is_kept(self, copy: Copy, there: Sequence[bool]) -> bool:
+        """Whether the source of an offload keeps its blocks: HOST does not where they only passed through. Under the lock."""
+        if copy.source != Tier.HOST or not self._offloader.leaves_host(copy.namespace, self._clock()):
+            return True
+        others = [tier for tier in self._offloader.behind_host() if tier != copy.target]
+        if Tier.NVME in others and self._ledger.lacking(Tier.NVME, copy.hashes):
+            return True
+        return not all(there) or Tier.OBJECT in others  # which takes whole objects from HOST, later
+
+    def _count_left_out(self, wish: Wish, hashes: bytes, copy: Copy | None) -> None:
+        """Count what an offload to a tier of ours leaves out and the tier lacks. Under the lock."""
+        if wish.target == Tier.OBJECT or (copy is not None and len(copy.hashes) == len(hashes)):
+            return
+        taken = {
+            block for one in (copy, *self._running.values()) if one is not None for block in split_hashes(one.hashes)
+        }
+        left = b"".join(
+            block for block in split_hashes(self._ledger.lacking(wish.target, hashes)) if block not in taken
+        )
+        gone = self._ledger.lacking(wish.source, left)
+        self._offloader.skip(Skipped.GONE, gone)
+        self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
 
     def _whole_objects(self, wish: Wish) -> bytes:
         """Those objects of a wish that one copy can carry now: all of each is at the source, and no two share a block.
@@ -1147,6 +1270,11 @@ class Manager:
         if hashes and self._offloader.offer(namespace, tier, hashes, uses, self._ledger.lacking, parent, start):
             self._offload_wanted.set()
 
+    def _offer_arrived(self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int]) -> None:
+        """Blocks have come to a tier by a copy. Under the lock."""
+        if hashes and self._offloader.offer_arrived(namespace, tier, hashes, positions, self._ledger.lacking):
+            self._offload_wanted.set()
+
     def _settle_trouble(self, copy: Copy, moved: Moved, elsewhere: Elsewhere | None = None) -> None:
         """Withdraw what proved corrupt or missing, and count. Under the lock, after the copy has ended."""
         if copy.source not in (Tier.HBM, Tier.HOST):
@@ -1162,6 +1290,9 @@ class Manager:
                 gone = b"".join(elsewhere.objects_of(bad, self.pools.object_blocks))
                 self._offloader.unclaim(gone)
                 self._ledger.forget(Tier.OBJECT, copy.namespace, gone, reason)
+                if self._claims is not None:
+                    objects = groups_of(gone, self.pools.object_blocks)
+                    self._claims.drop(Claimed(copy.namespace, hashes) for hashes in objects)
             else:
                 self._ledger.evict(copy.source, bad, reason)
         if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
@@ -1174,6 +1305,9 @@ class Manager:
             self._nobody_waits.wait(_STEP_ASIDE_S)
             while self.offload_one():
                 self._nobody_waits.wait(_STEP_ASIDE_S)
+            if self._claims is not None and self._clock() >= self._idle_look_s:
+                self._idle_look_s = self._clock() + _IDLE_LOOK_S
+                self._look_after_claims(_IDLE_LOOKS)
 
 
 def _packed(slots: Sequence[int]) -> bytes:
@@ -1198,10 +1332,16 @@ def _local(found: Match) -> Prefix:
     return Prefix(found.depth, split_slots(found.slots), {Tier.HBM: found.depth} if found.depth else {})
 
 
-def _tell_trouble(copy: Copy, moved: Moved) -> None:
-    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow."""
+def _tell_trouble(copy: Copy, moved: Moved, objects_go: bool) -> None:
+    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow.
+
+    Args:
+        objects_go: the object pool forgets, and an object that is gone is no trouble.
+    """
     source = _name(copy.source)
     for outcome, reason in _WITHDRAWN_FOR.items():
+        if copy.source == Tier.OBJECT and outcome == ReadOutcome.MISSING and objects_go:
+            continue
         if isinstance(copy.source, Tier) and (count := moved.outcomes.count(outcome)):
             first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
             log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())

@@ -132,6 +132,7 @@ class ObjectPool(Protocol):
     Attributes:
         blocks: k, blocks of an object, at least 1.
         name: the store, the same for every instance that uses it with the same k; claims are kept under it.
+        forgets: whether the store drops objects by itself: one that is gone is then nothing to warn of.
     """
 
     tier: Tier
@@ -139,6 +140,10 @@ class ObjectPool(Protocol):
     reach: Reach
     name: str
     blocks: int
+    forgets: bool
+
+    def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
+        """For each object, by the hash of its last block, whether a pool that forgets has it no more, for certain."""
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         """For each block whether the store now holds it. Trouble is False, never an exception.

@@ -35,7 +35,7 @@ class FrontedStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = behind.name
-        self.lists = behind.lists
+        self.forgets = behind.forgets
         self.front = front
         self.behind = behind
         self._on_trouble = on_trouble

@@ -24,12 +24,13 @@ from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding
 from kvbm.pools.front import FrontedStore
 from kvbm.pools.object_header import MOST_BLOCKS, Headers, decode_object_headers, encode_object_headers, header_bytes
 from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
-from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
+from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.pools.withdrawn import Withdrawn
 from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
 
 _LOT = 4  # objects of a call that go together, coded while others are on their way
 _LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
+_ABSENT_WAIT_S = 1.0  # nobody needs the answer now
 _LATE_S = 0.5  # how long after its deadline a store may still answer
 _OUTCOMES = tuple(ReadOutcome)
 
@@ -62,6 +63,7 @@ class BlockObjects:
     Attributes:
         name: the store, the same for every instance that uses it in the same way; claims are kept under it.
         store: where the objects lie; closed with the pool.
+        forgets: whether the store drops objects by itself.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class BlockObjects:
         self.blocks = blocks
         self.name = name or store.name
         self.store = store
+        self.forgets = store.forgets
         self._checksum_rows = checksums
         self._coder = coder
         self._compressed = compressed
@@ -121,7 +124,7 @@ class BlockObjects:
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-object") if threads > 1 else None
         self.admit(namespaces)
         self._look_s = look_s
-        self._withdrawn = Withdrawn(store, look_s, deadline_s) if look_s and store.lists else None
+        self._withdrawn = Withdrawn(store, look_s, deadline_s) if look_s and not store.forgets else None
         self._ending = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="kvbm-object-watch", daemon=True) if look_s else None
         if self._watcher is not None:
@@ -199,6 +202,13 @@ class BlockObjects:
         part = slice(lead, lead + wanted)
         outcomes = [_OUTCOMES[outcome] for outcome in asked.outcomes.ravel()[part].tolist()]
         return ReadResult(outcomes, asked.sums.ravel()[part])
+
+    def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
+        """For each object, by the hash of its last block, whether a store that forgets has it no more, for certain."""
+        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
+        if isinstance(wrapping, Refusal) or not isinstance(self.store, ForgetfulStore):
+            return [False] * len(hashes)
+        return self.store.absent(wrapping.names(namespace, hashes), min(_ABSENT_WAIT_S, self._deadline_s))
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
         """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""

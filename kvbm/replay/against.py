@@ -18,7 +18,7 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier, short
 from kvbm.core.kernels import Fold
 from kvbm.replay.fold import StreamFold
-from kvbm.replay.words import counted
+from kvbm.replay.words import counted, place_text
 from kvbm.streams.base import Position
 
 SAMPLED_BLOCKS = 64  # of each instance
@@ -54,7 +54,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     def sentence(self) -> str:
         """Whose, where and what."""
-        return f"catalog-{self.what} of instance {self.instance} at {self.epoch}:{self.offset}: {self.message}"
+        return (
+            f"catalog-{self.what} of instance {self.instance} at {place_text(self.epoch, self.offset)}: {self.message}"
+        )
 
 
 class Against(msgspec.Struct, kw_only=True):
@@ -129,18 +131,18 @@ class Comparison:
             if here < end:
                 self._differ(
                     "behind", name, end,
-                    f"the catalog stands at {here.epoch}:{here.offset} and does not come on within {self._wait_s:g} s",
+                    f"the catalog stands at {place_text(*here)} and does not come on within {self._wait_s:g} s",
                 )  # fmt: skip
             elif here > end and name not in self._met:
                 wanted = self._wanted.get(name)
                 if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
                     self._differ(
                         "ahead", name, end,
-                        f"the log ends here, and the catalog stood at {wanted.epoch}:{wanted.offset} before it was read",
+                        f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before it was read",
                     )  # fmt: skip
                 else:
                     self.report.notes.append(
-                        f"instance {name}: the catalog has moved on to {here.epoch}:{here.offset}; not compared"
+                        f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared"
                     )
             elif here == end:
                 if name not in self._met:
@@ -177,7 +179,7 @@ class Comparison:
                 if fold.doubtful
                 else "the catalog says itself that it is in doubt or partial"
             )
-            self.report.notes.append(f"instance {name} at {place.epoch}:{place.offset}: {why}; not compared")
+            self.report.notes.append(f"instance {name} at {place_text(*place)}: {why}; not compared")
             return
         self.report.compared += 1
         held = _held(fold.residencies)

@@ -12,7 +12,7 @@ from kvbm.replay.findings import Finding, damage_finding, damage_words
 from kvbm.replay.order import Damaged
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, only
-from kvbm.replay.words import event_fields, event_text, time_text
+from kvbm.replay.words import event_fields, event_text, place_text, time_text
 from kvbm.streams.fence_records import FenceRecord
 
 
@@ -56,7 +56,7 @@ def cat(
                 }  # fmt: skip
                 line = msgspec.json.encode(fields | event_fields(event)).decode()
             else:
-                line = f"{frame.instance} {frame.epoch}:{offset} {when} {event_text(event)}"
+                line = f"{frame.instance} {place_text(frame.epoch, offset)} {when} {event_text(event)}"
             out.write(line + "\n")
             left -= 1
             if not left:

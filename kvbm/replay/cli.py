@@ -57,7 +57,7 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "cat": _Command(
-        "one line an event, as they lie: instance, epoch:offset, time, event",
+        "one line an event, as they lie: instance, e<epoch>+<offset>, time, event",
         "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event",
     ),
     "stat": _Command(
@@ -66,7 +66,7 @@ _COMMANDS = {
     ),
     "state": _Command(
         "what each instance held in each tier, at the end or at a time or offset",
-        "kvbm-replay state incident.kvbm --at 3:4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z --json -",
+        "kvbm-replay state incident.kvbm --at e3+4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z --json -",
     ),
     "verify": _Command(
         "fold every stream and name each defect: damage, holes, illegal events, skipped rounds, wrong digests",
@@ -167,7 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
     made["state"].add_argument(
         "--at", metavar="TIME|OFFSET",
-        help="EPOCH:OFFSET or OFFSET (of the last epoch): before that event; ISO 8601 or Unix seconds: after the last frame cut by then",
+        help="ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches): after the last frame cut by then; "
+        "e3+4711 (epoch 3, offset 4711) or 4711 (of the last epoch): before that event",
     )  # fmt: skip
     made["state"].add_argument("--blocks", action="store_true", help="list every held block")
     made["verify"].add_argument(

@@ -18,7 +18,7 @@ from kvbm.replay.frames import FrameLibrary, InstanceFrames
 from kvbm.replay.order import StreamKey
 from kvbm.replay.progress import Watch, watched
 from kvbm.replay.source import Source, SourceError, only
-from kvbm.replay.words import counted, event_fields, event_text
+from kvbm.replay.words import counted, event_fields, event_text, place_text
 from kvbm.streams.base import Position
 
 EVENT, ABSENT, DIGEST, INSTANCE = "event", "absent", "digest", "instance"
@@ -164,7 +164,7 @@ def _compare(
             early, late = (report.a, report.b) if ours < theirs else (report.b, report.a)
             low, high = sorted((ours, theirs))
             report.notes.append(
-                f"instance {name}: {early} {what} at {low.epoch}:{low.offset}, {late} at {high.epoch}:{high.offset}; "
+                f"instance {name}: {early} {what} at {place_text(*low)}, {late} at {place_text(*high)}; "
                 "only what both cover is compared"
             )
     walk = _Walk(name, _Cursor(a, report.a, decode), _Cursor(b, report.b, decode), report)

@@ -35,7 +35,7 @@ from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.replay.words import counted
+from kvbm.replay.words import counted, place_text
 from kvbm.streams.base import (
     EventStream,
     Mark,
@@ -272,7 +272,7 @@ class _Rebuild:
             here = self._projector.position(name)
             if tail is not None and tail.end > here:
                 raise SourceError(
-                    f"the stream has instance {name} up to {tail.end.epoch}:{tail.end.offset}, the log ends at {here.epoch}:{here.offset}; "
+                    f"the stream has instance {name} up to {place_text(*tail.end)}, the log ends at {place_text(*here)}; "
                     "rebuild from its archive, or from the stream itself"
                 )
         return _Identity((await numbering(store, self._cluster, state)).name, state.last_sequence)

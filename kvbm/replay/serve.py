@@ -24,7 +24,7 @@ from kvbm.replay.order import Damaged
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.replay.words import counted
+from kvbm.replay.words import counted, place_text
 from kvbm.streams.base import ORIGIN, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
 
@@ -170,7 +170,9 @@ async def _check_older(
         )
         if known <= begin:
             continue
-        words = f"the stream at {to} has instance {name} up to {known.epoch}:{known.offset}, the log begins at {begin.epoch}:{begin.offset}"
+        words = (
+            f"the stream at {to} has instance {name} up to {place_text(*known)}, the log begins at {place_text(*begin)}"
+        )
         if not anyway:
             raise SourceError(
                 f"{words}; nothing was written. Give another --cluster or an empty stream, or --anyway when its readers may ignore "

@@ -143,6 +143,7 @@ def states_at(
 ) -> States:
     """What each instance held at a place in its stream; where its stream ends before that, at its end.
 
+    A time of day is the last one the log reaches, which a note says: the source is read once before, to see where it ends.
     An offset without an epoch is one of the last epoch, which begins anew, so each epoch is folded up to it and the last one stays.
 
     Args:
@@ -150,6 +151,11 @@ def states_at(
         located: what was read from the source, where somebody watches it pass.
     """
     states = States(source=source.name)
+    if at.clock_us is not None:
+        at = at.on_last_day(_last_us(source, kernels, instance))
+        states.notes.append(
+            f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches"
+        )
     cuts: dict[StreamKey, _Cut] = {}
     read = source.read(kernels) if located is None else located
     items = in_order(only(read, instance), source.is_trimmed)
@@ -168,6 +174,12 @@ def states_at(
         states.instances.append(_state(key, cut, with_blocks))
         states.notes += _notes(key, cut, at)
     return states
+
+
+def _last_us(source: Source, kernels: Kernels, instance: str | None) -> int:
+    """When the last of its frames was cut; 0 where there is none."""
+    read = (one.found for one in only(source.read(kernels), instance))
+    return max((found.wall_time_ns for found in read if isinstance(found, ScannedFrame)), default=0) // 1000
 
 
 def _notes(key: StreamKey, cut: _Cut, at: At) -> Iterator[str]:

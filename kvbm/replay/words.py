@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any, NamedTuple, assert_never
 
@@ -23,6 +23,13 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Offset, Tier, short, spl
 
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST_UNIX_S = 1_000_000_000  # a whole number from here on is a time, below an offset
+_DAY_US = 86_400_000_000
+_PLACE = re.compile(r"e([0-9]+)\+([0-9]+)")
+_CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:[.,][0-9]+)?)?)(Z|[+-][0-9]{2}(?::?[0-9]{2})?)?")
+_HOW = (
+    "write 2026-01-31T12:00:00Z, a clock time such as 13:19 or 13:19:05 (UTC), Unix seconds, e3+4711 (epoch+offset), or 4711 "
+    "(an offset of the last epoch)"
+)
 
 
 class At(NamedTuple):
@@ -31,35 +38,62 @@ class At(NamedTuple):
     Attributes:
         time_us: frames cut up to here, Unix time in microseconds.
         offset: events before it.
+        clock_us: a time of day, in microseconds after midnight UTC; `on_last_day` makes a time of it.
     """
 
     time_us: int | None = None
     epoch: Epoch | None = None
     offset: Offset | None = None
+    clock_us: int | None = None
+
+    def on_last_day(self, last_us: int) -> At:
+        """A time of day as the last such moment up to a time; anything else as it is."""
+        if self.clock_us is None:
+            return self
+        time_us = last_us - last_us % _DAY_US + self.clock_us
+        return At(time_us=time_us if time_us <= last_us else time_us - _DAY_US)
 
 
 END = At()
 
 
 def parse_at(text: str) -> At:
-    """EPOCH:OFFSET, OFFSET, ISO 8601 or Unix seconds. Raises ConfigError: it is none of them."""
-    if re.fullmatch(r"[0-9]+:[0-9]+", text):
-        epoch, _, offset = text.partition(":")
-        return At(epoch=Epoch(int(epoch)), offset=Offset(int(offset)))
+    """eEPOCH+OFFSET, OFFSET, a clock time, ISO 8601 or Unix seconds. Raises ConfigError: it is none of them."""
+    if place := _PLACE.fullmatch(text):
+        return At(epoch=Epoch(int(place[1])), offset=Offset(int(place[2])))
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         if "." not in text and int(text) < _FIRST_UNIX_S:
             return At(offset=Offset(int(text)))
         return At(time_us=int(Decimal(text) * 1_000_000))
+    if re.match(r"[0-9]+:", text):
+        return At(clock_us=_clock_us(text))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ConfigError(
-            f"--at {text!r} is neither an offset nor a time; write 3:4711 (epoch:offset), 4711 (of the last epoch), "
-            "2026-01-31T12:00:00Z or Unix seconds"
-        ) from None
+        raise ConfigError(f"--at {text!r} is neither a time nor an offset; {_HOW}") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return At(time_us=(moment - _UNIX_BEGIN) // timedelta(microseconds=1))
+
+
+def _clock_us(text: str) -> int:
+    """A time of day after midnight UTC. Raises ConfigError: no clock shows it."""
+    found = _CLOCK.fullmatch(text)
+    try:
+        if found is None:
+            raise ValueError
+        moment = time.fromisoformat(("0" if found[1][1] == ":" else "") + text)
+    except ValueError:
+        epoch, _, offset = text.partition(":")
+        meant = f"; for offset {offset} of epoch {epoch} write e{epoch}+{offset}" if offset.isdecimal() else ""
+        raise ConfigError(f"--at {text!r} is no time of day{meant}; else {_HOW}") from None
+    since = datetime.combine(_UNIX_BEGIN, moment, moment.tzinfo or UTC) - _UNIX_BEGIN
+    return since // timedelta(microseconds=1) % _DAY_US
+
+
+def place_text(epoch: int, offset: int) -> str:
+    """A place in an instance's stream, which `parse_at` reads back; never like a time of day."""
+    return f"e{epoch}+{offset}"
 
 
 def time_text(wall_time_ns: int) -> str:

@@ -367,7 +367,7 @@ def test_replay_names_what_it_cannot_use(tmp_path: Path, silent_port: int) -> No
             Case([*verify, f"nats://127.0.0.1:{silent_port}", "--timeout", "1"], ("no answer", "within 1 s")),
             Case([*verify, "nats://x", "--timeout", "-1"], ("--timeout", "above 0")),
             Case(["replay", "cat", "empty.kvbm", "--limit", "-1"], ("--limit", "0 or more")),
-            Case(["replay", "state", "empty.kvbm", "--at", "noon"], ("--at 'noon'", "epoch:offset")),
+            Case(["replay", "state", "empty.kvbm", "--at", "noon"], ("--at 'noon'", "epoch+offset")),
         ],
         tmp_path,
     )

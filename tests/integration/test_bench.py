@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from kvbm.cli import main
 from kvbm.workload.bench.fio import FioError, find_fio
+from kvbm.workload.bench.measure import difference_of, within_noise
 from kvbm.workload.bench.objects import ObjectsOptions, bench_objects
 from kvbm.workload.bench.objects import steps_of as objects_steps
 from tests.object_stores import s3_place
@@ -30,6 +32,8 @@ KEYS = {
     "ingest": {"ingest_events_per_s"},
 }
 
+DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1"}  # of two noisy runs: of any sign
+
 
 @pytest.mark.parametrize("what", KEYS)
 def test_each_bench_measures_its_part_and_reports_it(
@@ -40,12 +44,22 @@ def test_each_bench_measures_its_part_and_reports_it(
     assert main(arguments) == 0
     report = json.loads(path.read_bytes())
     assert report["machine"] and report["build"] and report["rows"]
-    assert set(report) - {"machine", "build", "load_average", "rows"} == KEYS[what]
-    assert all(report[key] > 0 for key in KEYS[what])
+    assert set(report) - {"machine", "build", "load_average", "rows", "notes"} == KEYS[what]
+    assert all(report[key] > 0 for key in KEYS[what] - DIFFERENCES)
+    assert all(math.isfinite(report[key]) for key in KEYS[what])
     printed = capsys.readouterr().out
     for row in report["rows"]:
-        assert row["value"] >= 0
+        is_difference = row["spread"] is not None
+        assert is_difference == (what == "events")
+        assert is_difference or row["value"] >= 0
         assert row["what"] in printed
+
+
+@pytest.mark.parametrize("costs", [[0.0, 0.0, 0.0, 0.0], [-3.0, -1.0, 1.0, 2.0], [9.0, 10.0, 11.0]])
+def test_a_difference_of_two_runs_tells_how_far_it_scatters_whatever_its_sign(costs: list[float]) -> None:
+    row = difference_of("cost", "ns/block", costs)
+    assert row.spread is not None and row.noise is None
+    assert within_noise(row) == (min(costs) <= 0.0)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.store import Applied, InstanceState, Store, StoreBatch
 from kvbm.core.answers import MAX_HASHES, PositionWanted
-from kvbm.core.errors import CatalogError, ConfigError, StreamError
+from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import (
@@ -350,6 +350,18 @@ def test_tokens_are_hashed_where_the_secret_is_known(running: Running) -> None:
     assert running.client.route_tokens(SPACE, b"", TOKENS).blocks == 10
 
 
+def test_tokens_of_another_hash_scheme_are_refused_instead_of_found_nowhere(running: Running) -> None:
+    vllm = Namespace(model="m", block_tokens=4, scheme="vllm-sha256_cbor+0123", scheme_seed=7)
+    for ask in (running.client.lookup_tokens, running.client.route_tokens):
+        with pytest.raises(HashSchemeError, match="vllm-sha256_cbor") as caught:
+            ask(vllm, b"", TOKENS)
+        assert caught.value.scheme == vllm.scheme
+    for path in ("lookup", "route"):
+        status, answer = post(running, f"/v1/{path}", {"namespace": msgspec.to_builtins(vllm), "tokens": TOKENS})
+        assert (status, answer["error"]["code"]) == (422, "scheme_not_hashable")
+        assert vllm.scheme in answer["error"]["message"] and "engine" in answer["error"]["what_to_do"]
+
+
 def post(running: Running, path: str, body: Any, **headers: str) -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = urllib3.request("POST", running.client.url + path, body=data, headers=headers, timeout=10, retries=False)
@@ -379,6 +391,7 @@ GOOD = {"namespace": SPACE.id.hex(), "hashes": HASHES.hex()}
         ("lookup", GOOD | {"hashes": "0" * 32 * (MAX_HASHES + 1)}, 422, "too_many_hashes"),
         ("lookup", {"namespace": "0" * 32, "tokens": [1]}, 422, "namespace_unknown"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x"}, "tokens": [1]}, 422, "tokens_not_hashable"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x", "scheme": "vllm-xxhash"}, "tokens": [1]}, 422, "scheme_not_hashable"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [-1] * 4}, 422, "bad_tokens"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [2**70] * 4}, 422, "bad_tokens"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 0}, "tokens": [1] * 4}, 422, "bad_tokens"),

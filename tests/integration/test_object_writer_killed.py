@@ -33,7 +33,7 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, dies_after: int = -1) -> None:
-        self.name, self.lists, self._folder, self._left = "folder://objects", True, folder, dies_after
+        self.name, self.forgets, self._folder, self._left = "folder://objects", False, folder, dies_after
         folder.mkdir(parents=True, exist_ok=True)
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:

@@ -81,12 +81,15 @@ class Asked:
     def __init__(self, pool: ObjectPool) -> None:
         self.pool = pool
         self.tier, self.block_bytes, self.reach = pool.tier, pool.block_bytes, pool.reach
-        self.name, self.blocks = pool.name, pool.blocks
+        self.name, self.blocks, self.forgets = pool.name, pool.blocks, pool.forgets
         self.puts: list[int] = []
         self.gets: list[tuple[int, int, int]] = []  # objects, first, wanted
         self.lock, self.opened, self.entered = threading.Lock(), threading.Event(), threading.Event()
         self.opened.set()
         self.spoils: ReadOutcome | None = None
+
+    def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
+        return self.pool.absent(namespace, hashes)
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         with self.lock:

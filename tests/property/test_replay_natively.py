@@ -44,7 +44,7 @@ def _both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_replay_state, "stats_of", both_ways(stats_of))
 
 
-@pytest.mark.parametrize("command", ["verify", "cat", "stat", "state --blocks", "state --blocks --at 1:9"])
+@pytest.mark.parametrize("command", ["verify", "cat", "stat", "state --blocks", "state --blocks --at e1+9"])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_command_says_the_same_with_and_without_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, command: str

@@ -185,7 +185,7 @@ def test_an_object_larger_than_a_copy_is_carried_by_one_all_the_same() -> None:
     held = Held()
     held.add(Tier.HBM, chain(0, 8))
     queue.offer(ONE, Tier.HBM, chain(0, 8), 1, held.lacking, NO_PARENT, 0)
-    assert [queue.next(), queue.next()] == [
+    assert [wish[:4] for wish in (queue.next(), queue.next()) if wish is not None] == [
         (ONE, Tier.HBM, Tier.OBJECT, chain(0, 4)),
         (ONE, Tier.HBM, Tier.OBJECT, chain(4, 4)),
     ]

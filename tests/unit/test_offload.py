@@ -5,10 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
-from kvbm.core.policy import SecondUse, WriteBudget, WriteThrough
-from kvbm.manager.offload import Offloader, Skipped
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
+from kvbm.core.policy import OffloadPolicy, SecondUse, WriteBudget, WriteThrough
+from kvbm.manager.chain_runs import NOWHERE
+from kvbm.manager.offload import Offloader, PromptLimits, Skipped
 from kvbm.manager.staging import Staging
+from kvbm.manager.turns import Turns
 from kvbm.manager.workers import Workers
 
 ONE, OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
@@ -25,6 +31,14 @@ def everything(tier: Tier, run: bytes) -> bytes:
 
 def offloader(**more: int) -> Offloader:
     return Offloader({Tier.HOST: WriteThrough(), Tier.NVME: SecondUse()}, **more)
+
+
+def drained(queue: Offloader) -> bytes:
+    """All that waits, in the order in which it goes."""
+    taken = []
+    while (wish := queue.next()) is not None:
+        taken.append(wish.hashes)
+    return b"".join(taken)
 
 
 # -- the queue ----------------------------------------------------------------------------------------------------------
@@ -48,8 +62,8 @@ def test_a_run_carries_one_namespace_one_source_and_one_target() -> None:
     while (wish := queue.next()) is not None:
         found.append((wish.namespace, wish.source, wish.target, len(wish.hashes) // HASH_BYTES))
     assert found == [
-        (ONE, Tier.HBM, Tier.HOST, 4),
-        (ONE, Tier.HOST, Tier.NVME, 6),
+        (ONE, Tier.HBM, Tier.HOST, 2),
+        (ONE, Tier.HOST, Tier.NVME, 2),
         (OTHER, Tier.HBM, Tier.HOST, 2),
         (OTHER, Tier.HOST, Tier.NVME, 2),
     ]
@@ -97,8 +111,123 @@ def test_one_busy_way_does_not_hold_up_another() -> None:
 def test_a_full_queue_skips_and_says_so() -> None:
     queue = offloader(capacity_blocks=100, run_blocks=64)
     queue.offer(ONE, Tier.HBM, hashes(0, 200), 1, everything)
-    assert queue.waiting_blocks == 72  # whole runs that fit: 64, not another 64, 8
-    assert queue.skipped == {Skipped.QUEUE: 128}
+    assert queue.waiting_blocks == 100  # its beginning: what lies behind a hole is of no use
+    assert queue.skipped == {Skipped.QUEUE: 100}
+    assert drained(queue) == hashes(0, 100)
+
+
+# -- long prompts -------------------------------------------------------------------------------------------------------
+
+PROMPT = 62_500
+
+
+def test_a_prompt_of_any_length_waits_whole_in_its_order_and_others_take_their_turns() -> None:
+    queue = Offloader(
+        {Tier.HOST: WriteThrough()}, PROMPT + 64, turns=Turns({"long": 1, "short": 1}, {ONE: "long", OTHER: "short"})
+    )
+    for at in range(0, PROMPT, 512):  # as a prefill creates them
+        count = min(512, PROMPT - at)
+        queue.offer(ONE, Tier.HBM, hashes(at, count), 1, everything, hashes(at - 1, 1) if at else NO_PARENT, at)
+    queue.offer(OTHER, Tier.HBM, hashes(1 << 40, 8), 1, everything, NO_PARENT, 0)
+    first, second = queue.next(), queue.next()
+    assert first is not None and second is not None
+    assert {first.namespace, second.namespace} == {ONE, OTHER}
+    assert hashes(0, 64) in (first.hashes, second.hashes)
+    assert drained(queue) == hashes(64, PROMPT - 64)
+    assert queue.skipped == {}
+
+
+def test_what_is_offered_again_while_it_waits_waits_once() -> None:
+    queue = offloader(capacity_blocks=1000)
+    for at in range(0, 900, 3):
+        queue.offer(ONE, Tier.HOST, hashes(at, 3), 2, everything, hashes(at - 1, 1) if at else NO_PARENT, at)
+    for _ in range(50):
+        queue.offer(ONE, Tier.HOST, hashes(0, 900), 2, everything, NO_PARENT, 0)
+        queue.offer(ONE, Tier.HOST, hashes(100, 700), 2, everything, hashes(99, 1), 100)
+    assert queue.waiting_blocks < 900 + 64  # a run that ends within one that waits waits beside it
+    assert queue.skipped == {}
+    assert b"".join(dict.fromkeys(split_hashes(drained(queue)))) == hashes(0, 900)
+
+
+def test_a_prompt_waits_as_far_as_it_is_lacking_hole_by_hole() -> None:
+    there = {number for number in range(500) if number % 7 == 3 or 100 <= number < 230 or number < 5}
+
+    def lacking(tier: Tier, run: bytes) -> bytes:
+        return b"".join(block for block in split_hashes(run) if int.from_bytes(block, "little") not in there)
+
+    queue = offloader()
+    queue.offer(ONE, Tier.HBM, hashes(0, 500), 1, lacking, NO_PARENT, 0)
+    assert drained(queue) == lacking(Tier.HOST, hashes(0, 500))
+
+
+def test_positions_follow_blocks_into_their_copies() -> None:
+    queue = offloader()
+    queue.offer(ONE, Tier.HBM, hashes(10, 5), 1, everything, hashes(9, 1), 10)
+    queue.offer(ONE, Tier.HBM, hashes(900, 2), 1, everything)
+    wish = queue.next()
+    assert wish is not None
+    assert list(wish.positions().values()) == [10, 11, 12, 13, 14, NOWHERE, NOWHERE]
+
+
+def test_a_tier_that_cannot_hold_a_prompt_gets_its_beginning() -> None:
+    limits = PromptLimits({Tier.HBM: 1000, Tier.HOST: 100})
+    queue = Offloader({Tier.HOST: WriteThrough()}, limits=limits)
+    for at in range(0, 300, 30):
+        queue.offer(ONE, Tier.HBM, hashes(at, 30), 1, everything, hashes(at - 1, 1) if at else NO_PARENT, at)
+    assert drained(queue) == hashes(0, 100)
+    assert queue.skipped == {Skipped.BEYOND: 200}
+
+
+def test_a_tenant_gets_no_more_of_a_prompt_than_its_quota() -> None:
+    limits = PromptLimits({Tier.HOST: 100}, {"small": {Tier.HOST: 20}})
+    turns = Turns({"small": 1}, {ONE: "small"})
+    queue = Offloader({Tier.HOST: WriteThrough()}, limits=limits, turns=turns)
+    queue.offer(ONE, Tier.HBM, hashes(0, 50), 1, everything, NO_PARENT, 0)
+    assert drained(queue) == hashes(0, 20)
+
+
+@pytest.mark.parametrize(
+    ("nvme", "object_", "reach"),
+    [
+        (WriteThrough(), None, 200),  # HOST is the way to NVME
+        (SecondUse(), None, 100),  # not on the first use
+        (None, WriteThrough(), 300),
+        (WriteThrough(), WriteThrough(), 300),
+    ],
+)
+def test_host_takes_as_much_of_a_prompt_as_what_lies_behind_it(
+    nvme: OffloadPolicy | None, object_: OffloadPolicy | None, reach: int
+) -> None:
+    policies = {Tier.HOST: WriteThrough(), Tier.NVME: nvme, Tier.OBJECT: object_}
+    limits = PromptLimits({Tier.HOST: 100, Tier.NVME: 200})
+    queue = Offloader({tier: policy for tier, policy in policies.items() if policy}, limits=limits)
+    queue.offer(ONE, Tier.HBM, hashes(0, 300), 1, everything, NO_PARENT, 0)
+    assert drained(queue) == hashes(0, reach)
+    queue.offer_arrived(ONE, Tier.HOST, hashes(0, 300), list(range(300)), everything)
+    taken = []
+    while (wish := queue.next()) is not None:
+        taken.append((wish.target, len(wish.hashes) // HASH_BYTES))
+    assert sum(blocks for tier, blocks in taken if tier == Tier.NVME) == (200 if isinstance(nvme, WriteThrough) else 0)
+    assert sum(blocks for tier, blocks in taken if tier == Tier.OBJECT) == (300 if object_ else 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90), st.integers(0, 5)), max_size=40))
+def test_whatever_is_offered_in_whatever_pieces_goes_once_at_least_and_is_counted_right(
+    offers: list[tuple[int, int, int]],
+) -> None:
+    queue, wanted, gone = offloader(run_blocks=8), set[bytes](), list[bytes]()
+    for start, count, takes in offers:
+        run = hashes(start, count)
+        queue.offer(ONE, Tier.HBM, run, 1, everything, hashes(start - 1, 1) if start else NO_PARENT, start)
+        wanted.update(split_hashes(run))
+        for _ in range(takes):
+            if (wish := queue.next()) is not None:
+                gone += split_hashes(wish.hashes)
+    waiting = queue.waiting_blocks
+    last = split_hashes(drained(queue))
+    assert len(last) == waiting
+    assert queue.waiting_blocks == 0
+    assert {*gone, *last} == wanted
 
 
 # -- the budget of a device's endurance ---------------------------------------------------------------------------------

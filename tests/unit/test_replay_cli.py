@@ -65,7 +65,7 @@ def test_cat_writes_a_line_an_event_and_stops_at_the_limit(capture: Path, capsys
     assert main(["cat", str(capture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == EVENTS
-    assert lines[0].startswith(f"one {FRAMES[0].epoch}:0 2026-01-01T00:00:00.000000Z InstanceStarted epoch ")
+    assert lines[0].startswith(f"one e{FRAMES[0].epoch}+0 2026-01-01T00:00:00.000000Z InstanceStarted epoch ")
     assert main(["cat", str(capture), "--limit", "5"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[:5]
     assert main(["cat", str(capture), "--limit", "0"]) == 0
@@ -97,7 +97,7 @@ def test_every_report_can_be_json_on_standard_output_or_in_a_file(
 
 
 def test_state_lists_blocks_when_asked(capture: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["state", str(capture), "--at", f"{FRAMES[0].epoch}:8", "--blocks"]) == 0
+    assert main(["state", str(capture), "--at", f"e{FRAMES[0].epoch}+8", "--blocks"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"one: epoch {FRAMES[0].epoch}, before offset 8, ")
     assert " slot 0" in out
@@ -215,7 +215,7 @@ def test_an_instance_that_is_not_there_and_a_place_that_is_none_are_said(
         assert main([command, str(capture), "--instance", "nobody"]) == 2
         assert "'nobody'" in capsys.readouterr().err
     assert main(["state", str(capture), "--at", "noon"]) == 2
-    assert "neither an offset nor a time" in capsys.readouterr().err
+    assert "neither a time nor an offset" in capsys.readouterr().err
 
 
 def test_a_frame_inside_damage_is_found_again_by_its_magic() -> None:

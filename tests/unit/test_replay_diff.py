@@ -82,10 +82,10 @@ def test_a_source_that_begins_later_or_ends_earlier_is_said_and_is_no_difference
     assert report.events == sum(len(frame.events) for frame in FRAMES[3:-2])
     begins, ends = report.notes
     a, b = tmp_path / "a", tmp_path / "b"
-    assert begins.startswith(f"instance one: {b} begins at {FRAMES[0].epoch}:0, {a} at {FRAMES[3].epoch}:")
+    assert begins.startswith(f"instance one: {b} begins at e{FRAMES[0].epoch}+0, {a} at e{FRAMES[3].epoch}+")
     assert (
         ends.startswith(f"instance one: {b} ends at ")
-        and f"{a} at {FRAMES[-1].epoch}:{FRAMES[-1].next_offset}; " in ends
+        and f"{a} at e{FRAMES[-1].epoch}+{FRAMES[-1].next_offset}; " in ends
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from kvbm.core.residency import Residencies
 from kvbm.replay.source import open_source
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import InstanceState, States, states_at
-from kvbm.replay.words import At, parse_at, time_text
+from kvbm.replay.words import At, parse_at, place_text, time_text
 from tests.captures import BEGIN_NS, SECOND_NS, Capture, make_capture, packed
 
 CAPTURE = make_capture(11, commands=120)
@@ -53,7 +53,7 @@ def test_the_state_at_every_offset_is_that_of_a_plain_fold(tmp_path: Path) -> No
         fold.evolve(entry.event)
         if index % 8 and index + 1 not in ends:
             continue
-        (state,) = states(path, f"{entry.epoch}:{offset}").instances
+        (state,) = states(path, f"e{entry.epoch}+{offset}").instances
         check_state(state, fold)
         assert state.offset == offset
         assert (state.frame_digest is not None) == (index + 1 in ends)
@@ -76,14 +76,14 @@ def test_a_bare_offset_is_one_of_the_last_epoch_and_no_place_is_the_end(tmp_path
     path = write(tmp_path, FRAMES)
     last = FRAMES[-1].epoch
     assert last > FRAMES[0].epoch
-    assert states(path, "5").instances == states(path, f"{last}:5").instances
+    assert states(path, "5").instances == states(path, place_text(last, 5)).instances
     (end,) = states_at(open_source(path), with_blocks=True).instances
     check_state(end, CAPTURE.held_before(len(CAPTURE.recorded)))
 
 
 def test_an_offset_beyond_the_stream_is_said_and_the_end_is_shown(tmp_path: Path) -> None:
     path = write(tmp_path, FRAMES)
-    answer = states(path, f"{FRAMES[-1].epoch}:900000")
+    answer = states(path, place_text(FRAMES[-1].epoch, 900000))
     assert "before the one asked for" in answer.notes[0]
     assert answer.instances[0].offset == FRAMES[-1].next_offset
     before = states(path, "1999-01-01T00:00:00Z")
@@ -99,11 +99,11 @@ def test_after_a_hole_a_tier_is_doubtful_until_a_round_has_ended_in_it(tmp_path:
             continue
         path = write(tmp_path, frames[:number] + frames[number + 1 :])
         epoch, hole = frames[number].epoch, frames[number].next_offset
-        assert all(tier.doubtful for tier in states(path, f"{epoch}:{hole}").instances[0].tiers)
+        assert all(tier.doubtful for tier in states(path, place_text(epoch, hole)).instances[0].tiers)
         for later in frames[number + 1 :]:
             if later.epoch != epoch:
                 break
-            (state,) = states(path, f"{epoch}:{later.next_offset}").instances
+            (state,) = states(path, place_text(epoch, later.next_offset)).instances
             ended = rounds_ended(capture, epoch, hole, later.next_offset)
             assert {Tier[tier.tier] for tier in state.tiers if not tier.doubtful} <= ended
             if not any(tier.doubtful for tier in state.tiers):
@@ -133,7 +133,7 @@ def test_stat_counts_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "at"),
     [
-        ("3:4711", At(epoch=Epoch(3), offset=Offset(4711))),
+        ("e3+4711", At(epoch=Epoch(3), offset=Offset(4711))),
         ("4711", At(offset=Offset(4711))),
         ("1767225600", At(time_us=1_767_225_600_000_000)),
         ("1767225600.25", At(time_us=1_767_225_600_250_000)),
@@ -141,6 +141,11 @@ def test_stat_counts_what_is_there(tmp_path: Path) -> None:
         ("2026-01-01T01:00:00+01:00", At(time_us=1_767_225_600_000_000)),
         ("2026-01-01", At(time_us=1_767_225_600_000_000)),
         ("2026-01-01T00:00:00.000001", At(time_us=1_767_225_600_000_001)),
+        ("13:19", At(clock_us=47_940_000_000)),
+        ("9:05", At(clock_us=32_700_000_000)),
+        ("13:19:05", At(clock_us=47_945_000_000)),
+        ("13:19:05.25Z", At(clock_us=47_945_250_000)),
+        ("00:30+02:00", At(clock_us=81_000_000_000)),
     ],
 )
 def test_a_place_is_an_offset_or_a_time(text: str, at: At) -> None:
@@ -148,8 +153,35 @@ def test_a_place_is_an_offset_or_a_time(text: str, at: At) -> None:
 
 
 def test_what_is_no_place_is_refused_with_examples() -> None:
-    with pytest.raises(ConfigError, match="3:4711"):
+    with pytest.raises(ConfigError, match=r"e3\+4711"):
         parse_at("yesterday")
+
+
+@pytest.mark.parametrize("text", ["3:4711", "13:77", "25:00", "13:19:61", "13:19 pm", "13:", "3:4711Z"])
+def test_what_looks_like_a_time_of_day_and_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no time of day"):
+        parse_at(text)
+
+
+def test_an_epoch_and_an_offset_written_as_before_are_told_how_to_write_them_now() -> None:
+    with pytest.raises(ConfigError, match=r"for offset 4711 of epoch 3 write e3\+4711"):
+        parse_at("3:4711")
+
+
+def test_a_time_of_day_is_the_last_one_the_log_reaches(tmp_path: Path) -> None:
+    path = write(tmp_path, FRAMES)
+    last_us = FRAMES[-1].wall_time_ns // 1000
+    end = datetime.fromtimestamp(last_us / 1e6, UTC)
+    for moment in (end.replace(microsecond=0), end - timedelta(hours=1), end + timedelta(hours=1)):
+        at = moment if moment <= end else moment - timedelta(days=1)
+        shown = states(path, moment.strftime("%H:%M:%S"))
+        same = states(path, at.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        assert shown.instances == same.instances
+        assert any(at.strftime("%Y-%m-%dT%H:%M:%S") in note for note in shown.notes)
+
+
+def test_a_place_that_is_written_is_read_back_as_the_same_place() -> None:
+    assert parse_at(place_text(13, 19)) == At(epoch=Epoch(13), offset=Offset(19))
 
 
 def test_a_time_that_is_written_is_read_back_as_the_same_microsecond() -> None:

@@ -24,7 +24,7 @@ from kvbm.config import (
     Settings,
 )
 from kvbm.core.checksum import crc32c
-from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_slots
+from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_hashes, split_slots
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
@@ -290,6 +290,36 @@ def test_a_host_too_small_sends_blocks_to_nvme_and_they_come_back_verified(tmp_p
         engine = Engine(manager, FULL, namespaces)
         assert engine.run(prompts[0]) == 32
         assert engine.scheduler.take_numbers()["hit_blocks"] == {"NVME": 8}
+
+
+def test_a_prompt_that_host_cannot_hold_goes_through_it_to_nvme_while_its_request_runs(tmp_path: Path) -> None:
+    manager, namespaces = opened(tmp_path, FULL, 10, 64)
+    with manager:
+        engine = Engine(manager, FULL, namespaces)
+        request = Request(list(range(40 * BLOCK_TOKENS + 1)))
+        assert engine.ask(request) == 0
+        engine.admit(request)
+        engine.compute(request)
+        chain = engine.scheduler.state_of(request).hashes(0, 0, 40, NATIVE.derived_hashes)
+        for _ in range(2000):  # as many steps as a device takes for it
+            engine.step(request)
+            manager.settle(0.005)
+            lacking = len(set(split_hashes(chain)).difference(manager.held(Tier.NVME)))
+            if not lacking:
+                break
+        assert not lacking
+        engine.end(request)
+        assert "stores_skipped" not in engine.scheduler.take_numbers()
+        assert manager.stats().skipped == {}
+
+
+def test_what_a_small_host_without_nvme_keeps_is_the_beginning_of_a_prompt(tmp_path: Path) -> None:
+    manager, namespaces = opened(tmp_path, FULL, 10, 0)
+    with manager:
+        engine = Engine(manager, FULL, namespaces)
+        prompt = list(range(40 * BLOCK_TOKENS + 1))
+        assert engine.run(prompt) == 0
+        assert engine.run(prompt) == 10 * BLOCK_TOKENS
 
 
 def test_a_hybrid_model_finds_a_prefix_only_where_every_group_has_what_it_needs(hybrid: Engine) -> None:

@@ -33,6 +33,7 @@ log = structlog.get_logger()
 
 _ABSENT = 0xFF  # of `Manager.holders`
 _IN_HOST = bytes([Tier.HOST])
+_SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
 _TELL_S = 1.0  # between two looks at the manager's counters
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
@@ -352,6 +353,7 @@ class Scheduler:
         """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room."""
         request = state.request
         confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        ids, is_short = block_ids, False  # short: HOST has no room for some of them now
         for index, group in enumerate(self._groups):
             begin, end = state.stored[index], confirmed // group.block_tokens
             if end <= begin:
@@ -361,11 +363,20 @@ class Scheduler:
             if end <= begin:
                 continue
             if block_ids is None:
-                block_ids = self._block_ids_of(request.request_id)
+                fits = self.manager.storable(state.namespaces[index].id, begin, end - begin)
+                is_short |= fits < end - begin
+                end = begin + fits
+                if not fits:
+                    continue
+                ids = self._block_ids_of(request.request_id) if ids is None else ids
             uses = 1 if begin or state.is_looked_at else 2  # what it found computed, it uses again
-            self._begin_stores(state, index, begin, block_ids[group.id][begin:end], uses, runs)
+            assert ids is not None
+            self._begin_stores(state, index, begin, ids[group.id][begin:end], uses, runs)
             state.stored[index] = end
         state.is_looked_at = True
+        if is_short:
+            self._look_in(state, _SHORT_STEPS)
+            return
         pairs = zip(self._groups, state.stored, strict=True)
         self._look_in(state, max(1, min((done + 1) * group.block_tokens for group, done in pairs) - confirmed))
 

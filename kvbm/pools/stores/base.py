@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 Body = bytes | bytearray | memoryview
 
@@ -94,16 +94,25 @@ class Listed(NamedTuple):
     modified_ns: int
 
 
+@runtime_checkable
+class ForgetfulStore(Protocol):
+    """What a `Store` that forgets can say besides."""
+
+    def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        """For each name whether nothing has it, for certain: False where the store does not say. To ask is not to use an object."""
+
+
 class Store(Protocol):
     """A store of objects. Names are relative to its prefix: ASCII letters, digits, "-", "_", "." and "/", at most 512 bytes.
 
     Attributes:
         name: the same for every instance that uses this store and this prefix; claims are kept under it.
-        lists: whether `listed` works; a cache that forgets by itself has nothing to list.
+        forgets: whether it drops objects by itself, for want of memory or after a time: an object that is gone is nothing to warn of,
+            and `absent` works.
     """
 
     name: str
-    lists: bool
+    forgets: bool
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
         """Put objects where nothing has their names; None for each that was put by this call, TAKEN where something was there."""

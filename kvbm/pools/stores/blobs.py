@@ -120,7 +120,7 @@ class BlobStore:
         import obstore
 
         self.name = name
-        self.lists = True
+        self.forgets = False
         self.remarks = remarks
         self.expiry_days = expiry_days
         self._obstore = obstore

@@ -18,7 +18,7 @@ class MemoryStore:
 
     def __init__(self, name: str = "memory://objects", clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.name = name
-        self.lists = True
+        self.forgets = False
         self.objects: dict[str, tuple[bytes, int]] = {}
         self._clock_ns = clock_ns
         self._lock = threading.Lock()

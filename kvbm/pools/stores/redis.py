@@ -1,12 +1,14 @@
-"""Valkey and Redis as a store: a cache of cluster reach that forgets by itself, so it lists nothing and no janitor visits it.
+"""Valkey and Redis as a store: a cache of cluster reach that forgets by itself.
 
 An object is a string. Requests of one kind travel in pipelines, a few connections side by side, so that a slow answer holds up its own
-connection alone. Where memory is short the server evicts (`maxmemory-policy allkeys-lru`) or refuses, which is a refusal here.
+connection alone. A listing is a SCAN of the whole database, sorted here, and tells when an object was used last, for when it was put nobody
+knows; neither it nor `absent` counts as a use. Where memory is short the server evicts (`maxmemory-policy allkeys-lru`) or refuses, which is a refusal here.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ _FIRST_DELAY_S = 0.02
 _LONGEST_DELAY_S = 0.5
 _PIPELINE_BYTES = 16 << 20  # bodies of one pipeline
 _PIPELINE = 256  # requests of one pipeline
+_SCAN_KEYS = 1000  # looked at by one SCAN, about
 
 # The value only if it is what was expected; one script is one step for everybody.
 _REPLACE = """
@@ -43,7 +46,7 @@ class RedisStore:
 
     def __init__(self, name: str, client: Redis, prefix: str, ttl_s: int, connections: int) -> None:
         self.name = name
-        self.lists = False
+        self.forgets = True
         self._client = client
         self._prefix = f"{prefix}/" if prefix else ""
         self._ttl_s = ttl_s
@@ -65,8 +68,21 @@ class RedisStore:
         return self._run(names, self._delete_run, deadline_s, [0] * len(names))
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """Raises PoolError: a cache is not listed; what it has forgotten needs no janitor."""
-        raise PoolError(f"{self.name}: a cache that forgets by itself is not listed; list the object store behind it")
+        """As `Store.listed`, of what is there at the end of the scan; `modified_ns` is when an object was used last, to the second.
+
+        Sizes are of the memory an object takes. With a policy by frequency (`…-lfu`) the server does not know when objects were used; it
+        counts as now.
+        """
+        names = self._scanned(f"{self._prefix}{prefix}", after, deadline_s)
+        for at in range(0, len(names), _PIPELINE):
+            [answer] = self._run([names[at : at + _PIPELINE]], self._look_run, deadline_s, [0])
+            if isinstance(answer, Refusal):
+                raise self._trouble(answer)
+            yield from answer
+
+    def absent(self, names: Sequence[str], deadline_s: float) -> list[bool]:
+        """As `ForgetfulStore.absent`."""
+        return [answer is True for answer in self._run(names, self._absent_run, deadline_s, [0] * len(names))]
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
         """As `Store.replace`. What is replaced so does not expire."""
@@ -149,6 +165,57 @@ class RedisStore:
             for name in names:
                 pipeline.unlink(self._prefix + name)
             return [_refusal(one) for one in pipeline.execute(raise_on_error=False)]
+
+    def _scanned(self, prefix: str, after: str, deadline_s: float) -> list[str]:
+        """The names behind `after` that begin so, without the store's own prefix, sorted. Raises PoolError."""
+        pattern = re.sub(r"([\\*?\[\]^])", r"\\\1", prefix) + "*"
+        cursor, names = 0, set[str]()
+        while True:
+            [page] = self._run([(cursor, pattern)], self._scan_run, deadline_s, [0])
+            if isinstance(page, Refusal):
+                raise self._trouble(page)
+            cursor, keys = page
+            found = (key.decode(errors="replace")[len(self._prefix) :] for key in keys)
+            names.update(name for name in found if name > after)
+            if not cursor:
+                return sorted(names)
+
+    def _scan_run(self, asked: Sequence[tuple[int, str]]) -> list[tuple[int, list[bytes]] | Refusal]:
+        pages: list[tuple[int, list[bytes]] | Refusal] = []
+        for cursor, pattern in asked:
+            page: Any = self._client.scan(cursor, match=pattern, count=_SCAN_KEYS)
+            pages.append((int(page[0]), list(page[1])))
+        return pages
+
+    def _look_run(self, asked: Sequence[Sequence[str]]) -> list[list[Listed] | Refusal]:
+        """What is there of some names, without using it."""
+        looks: list[list[Listed] | Refusal] = []
+        for names in asked:
+            with self._client.pipeline(transaction=False) as pipeline:
+                pipeline.time()
+                for name in names:
+                    pipeline.object("IDLETIME", self._prefix + name)
+                    pipeline.memory_usage(self._prefix + name, samples=0)
+                (seconds, microseconds), *said = pipeline.execute(raise_on_error=False)
+            now_ns = (int(seconds) * 1_000_000 + int(microseconds)) * 1000
+            pairs = zip(names, said[::2], said[1::2], strict=True)
+            looks.append(
+                [
+                    Listed(name, int(size), now_ns - (idle_s if isinstance(idle_s, int) else 0) * 1_000_000_000)
+                    for name, idle_s, size in pairs
+                    if isinstance(size, int)  # else it is gone
+                ]
+            )
+        return looks
+
+    def _absent_run(self, names: Sequence[str]) -> list[bool | Refusal]:
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name in names:
+                pipeline.exists(self._prefix + name)
+            return [one == 0 for one in pipeline.execute(raise_on_error=False)]
+
+    def _trouble(self, refusal: Refusal) -> PoolError:
+        return PoolError(f"OBJECT pool {self.name}: cannot be listed: {refusal.words}")
 
     def _replace_run(self, asked: Sequence[tuple[str, bytes, Body | None]]) -> list[Refusal | None]:
         answers: list[Refusal | None] = []

@@ -22,6 +22,8 @@ class Row(msgspec.Struct, kw_only=True):
         cpu: CPU time over wall time while it was measured; well below 1 means the machine was busy elsewhere. None where it was not
             taken.
         goal: what it should be, in words; "" where nothing is asked of it.
+        spread: half the distance of the quartiles in the row's own unit, instead of `noise` where the value is a difference of two
+            runs, which may be near 0 or below.
     """
 
     what: str
@@ -30,6 +32,7 @@ class Row(msgspec.Struct, kw_only=True):
     noise: float | None = None
     cpu: float | None = None
     goal: str = ""
+    spread: float | None = None
 
 
 class Found(NamedTuple):
@@ -77,6 +80,17 @@ def row_of(what: str, unit: str, values: Sequence[float], samples: Sequence[Samp
     wall = sum(sample.wall_s for sample in samples)
     cpu = sum(sample.cpu_s for sample in samples) / wall if wall else None
     return Row(what=what, unit=unit, value=middle, noise=(high - low) / 2 / middle if middle else None, cpu=cpu)
+
+
+def difference_of(what: str, unit: str, values: Sequence[float]) -> Row:
+    """The median of differences of two runs each, with how far they scatter. Two values at least."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return Row(what=what, unit=unit, value=middle, spread=(high - low) / 2)
+
+
+def within_noise(row: Row) -> bool:
+    """Whether a difference is no larger than it scatters, so that nobody can tell it from none."""
+    return row.spread is not None and abs(row.value) <= row.spread
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -127,7 +127,7 @@ BENCHES: dict[str, Bench] = {
     "codec": lambda options: _found(bench_codec(options.samples, options.seed)),
     "ledger": lambda options: _found(bench_ledger(options.samples, options.seed)),
     "index": lambda options: _found(bench_index(options.live, options.replacements, options.samples, options.seed)),
-    "events": lambda options: _found(bench_events(options.samples, options.seed)),
+    "events": lambda options: bench_events(options.samples, options.seed),
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
     "stream": _stream,
@@ -163,6 +163,7 @@ def run_bench(options: BenchOptions, json_path: Path | None) -> int:
 
 def _line(row: Row) -> str:
     noise = f"± {row.noise:.0%}" if row.noise is not None else ""
+    noise = f"± {row.spread:.2f}" if row.spread is not None else noise
     cpu = f"CPU {row.cpu:.0%}" if row.cpu is not None else ""
     number = f"{row.value:,.0f}" if row.value >= 1000 else f"{row.value:.2f}"
     goal = f"goal {row.goal}" if row.goal else ""

@@ -88,9 +88,12 @@ class SlowObjects:
         )  # leaves the seed's own draws as they were
         self.inner = memory_objects(BLOCK_BYTES, blocks, self.store)
         self.tier, self.block_bytes, self.blocks = self.inner.tier, self.inner.block_bytes, self.inner.blocks
-        self.reach, self.name = self.inner.reach, self.inner.name
+        self.reach, self.name, self.forgets = self.inner.reach, self.inner.name, self.inner.forgets
         self._world = world
         self.refuses = 0.0
+
+    def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
+        return self.inner.absent(namespace, hashes)
 
     def put(self, rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> list[bool]:
         nap(self._world, 0.01)
