@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvbm.core.ids import Tier
+from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.metadata import Answers, Plan
 from kvbm.engines.vllm.opening import open_scheduler, serve
@@ -107,7 +108,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
                 self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, kv_cache_config)
+            loaded = LoadedWeights.listening(vllm_config)
+            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, kv_cache_config, loaded=loaded)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""

@@ -100,8 +100,8 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     )
     known: dict[tuple[str, str], list[GroupNamespace]] = {}
 
-    def namespaces_of(request: Any) -> list[GroupNamespace]:
-        whose = identity.tenant_of(request), identity.lora_of(request)
+    def namespaces_of(request: Any, weights: str = "") -> list[GroupNamespace]:
+        whose = identity.tenant_of(request), identity.lora_of(request, weights)
         found = known.get(whose)
         if found is None:
             names = identity.namespaces(*whose)
