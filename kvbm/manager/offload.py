@@ -59,6 +59,7 @@ class Offloader:
         object_blocks: k, blocks of an object.
         turns: of tenants; None: all blocks are alike.
         engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
+        may_last: whether a namespace's blocks may go to tiers that outlive the process.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Offloader:
         object_blocks: int = 1,
         turns: Turns | None = None,
         engine_hbm: bool = False,
+        may_last: Callable[[NamespaceId], bool] = lambda _: True,
     ) -> None:
         self._policies = policies
         self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
@@ -77,7 +79,7 @@ class Offloader:
         self._run_bytes = {tier: run_blocks * HASH_BYTES for tier in Tier}
         self._run_bytes[Tier.OBJECT] = max(object_blocks, run_blocks // object_blocks * object_blocks) * HASH_BYTES
         self._groups = Groups(object_blocks) if Tier.OBJECT in policies and object_blocks > 1 else None
-        self._engine_hbm = engine_hbm
+        self._engine_hbm, self._may_last = engine_hbm, may_last
         self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
         self._turns = turns or Turns()
         # tenant → what waits for each of its ways, the next way first
@@ -105,10 +107,10 @@ class Offloader:
         Returns: whether anything waits to be offloaded.
         """
         for source, target in self._routes[tier, uses > 1]:
-            if self._policies[target].wants(uses):
+            if self._policies[target].wants(uses) and (target == Tier.HOST or self._may_last(namespace)):
                 wanted = self.unclaimed(hashes) if target == Tier.OBJECT else lacking(target, hashes)
                 self._push_all(namespace, source, target, wanted)
-        if self._groups is not None:
+        if self._groups is not None and self._may_last(namespace):
             if start is not None:
                 self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
             elif tier == self._objects_from:
