@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -28,6 +29,7 @@ _IN_PLACE = (
     "start_draft_weight_update",
     "finish_weight_update",
 )
+_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 _MARK = "_kvbm_listens"
 
 _engines: weakref.WeakSet[LoadedWeights] = weakref.WeakSet()
@@ -168,22 +170,22 @@ def _signature(path: str) -> _Signature:
 
 
 def _listen() -> None:
-    """Put ourselves behind vLLM's methods, once a process."""
+    """Put ourselves behind vLLM's methods, once a process. Raises ImportError, AttributeError."""
     from vllm.lora.worker_manager import WorkerLoRAManager
-    from vllm.v1.worker.cpu_worker import CPUWorker
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
     _behind(WorkerLoRAManager, "_load_adapter", _loading)
-    _behind(GPUModelRunner, "reload_weights", _changing)
-    _behind(SecondRunner, "reload_weights", _changing)
     for name in _IN_PLACE:
         _behind(Worker, name, _changing)
-    for kind in (GPUModelRunner, SecondRunner):
-        _behind(kind, "initialize_kv_cache", _guarding)
-    for kind in (Worker, CPUWorker):
-        _behind(kind, "sleep", _sleeping)
+    _behind(Worker, "sleep", _sleeping)
+    runners = [
+        sys.modules[name].GPUModelRunner for name in _RUNNERS if name in sys.modules
+    ]  # this rank's is made by now
+    if not runners:
+        raise ImportError(f"none of {', '.join(_RUNNERS)} is in use")
+    for runner in runners:
+        _behind(runner, "reload_weights", _changing)
+        _behind(runner, "initialize_kv_cache", _guarding)
 
 
 def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,7 +249,7 @@ def _guard_model(runner: Any) -> None:
 
 
 def _behind(kind: type, name: str, decorate: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    plain = vars(kind)[name]
+    plain = getattr(kind, name)
     if not getattr(plain, _MARK, False):
         listened = decorate(plain)
         setattr(listened, _MARK, True)
