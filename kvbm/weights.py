@@ -21,6 +21,8 @@ def weights_digest(path: str | Path) -> str:
     Raises: ConfigError: there is nothing there, or it cannot be read.
     """
     root = Path(path)
+    if not root.exists():
+        raise ConfigError(f"weights file {root} does not exist; give the file or folder that the engine loads")
     digest = hashlib.sha256(b"kvbm.weights.v2\0")
     try:
         files = [root] if root.is_file() else sorted(_files(root), key=lambda file: file.relative_to(root).as_posix())

@@ -165,6 +165,6 @@ def test_the_digest_of_weights_sees_every_byte(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_there_are_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for path in (tmp_path / "empty", tmp_path / "absent"):
-        with pytest.raises(ConfigError, match=r"no weights.*give the file or folder"):
+    for path, words in ((tmp_path / "empty", "has no weights"), (tmp_path / "absent", "does not exist")):
+        with pytest.raises(ConfigError, match=f"{words}.*give the file or folder"):
             kvbm.weights_digest(path)
