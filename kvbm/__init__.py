@@ -1,7 +1,7 @@
 """kvbm: an event-sourced lifecycle manager for the KV-cache blocks of LLM inference.
 
     import kvbm
-    namespace = kvbm.Namespace(model="my-model", block_tokens=16)
+    namespace = kvbm.Namespace(model="my-model", revision=kvbm.weights_digest("model.safetensors"), block_tokens=16)
     manager = kvbm.open_manager(kvbm.load_settings(flags={"pools.hbm.slots": 1024}), [namespace], block_bytes=65536)
 
 The names here are the public ones; everything else may change without notice.
@@ -15,6 +15,7 @@ from kvbm.core.layout import KvShape
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager, ManagerStats, Prefix
 from kvbm.pools.paged import PagedTensor, paged_layout
+from kvbm.weights import weights_digest
 
 __all__ = [
     "NO_PARENT",
@@ -31,4 +32,5 @@ __all__ = [
     "load_settings",
     "open_manager",
     "paged_layout",
+    "weights_digest",
 ]

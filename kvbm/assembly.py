@@ -22,7 +22,7 @@ import structlog
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
+from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
@@ -37,6 +37,7 @@ from kvbm.manager.copies import Pools
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.frames import FrameSink, Keeping
 from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
+from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload import Offloader, PromptLimits
 from kvbm.manager.recovery import recover
@@ -168,8 +169,11 @@ def open_manager(
 ) -> Manager:
     """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
 
+    NVME, the pod's folder and OBJECT hold blocks of namespaces that name a revision, and of no others: one warning says for whom they
+    are not used, and `Manager.trouble` goes on saying it.
+
     Args:
-        namespaces: those the engine uses from the start; all of one block shape. At least one.
+        namespaces: those the engine uses from the start; all of one block shape. At least one. `Manager.declare` takes further ones.
         block_bytes: bytes of one block.
         engine: who embeds the manager, for the stream.
         object_pool: an object pool to use instead of the one `pools.object` names.
@@ -182,6 +186,11 @@ def open_manager(
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
+    lasting = LastingNamespaces(namespaces, all_may=engine == JANITOR)
+    unused = _lasting_tiers(settings, object_pool)
+    if why := lasting.why(unused):
+        log.warning("namespace.unnamed", tiers=unused, notice=why)
+    settings = _without_lasting(settings, namespaces, engine)
     instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
     credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
     with ExitStack() as opened, ExitStack() as opened_pools:
@@ -209,7 +218,7 @@ def open_manager(
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
         known = max(on_stream, _epoch_in_catalog(settings, instance))
-        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known)
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, lasting)
         keeping: Keeping | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
@@ -223,14 +232,14 @@ def open_manager(
         new_manager = EngineHbmManager if settings.pools.hbm.owner == "engine" else Manager
         manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, kernels,
-            _offloader(settings, pools, namespaces), locator, settings.onboard.wait_s, settings.onboard.locate_s,
+            _offloader(settings, pools, namespaces, lasting), locator, settings.onboard.wait_s, settings.onboard.locate_s,
             settings.onboard.threads, wall_clock_ns, keeping=keeping,
             rounds=Rounds(settings.rounds.least_s, room_bytes),
             samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
             staging=Staging(
                 settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
                 pools.object_blocks,
-            ), budgets=_budgets(settings),
+            ), budgets=_budgets(settings), lasting=lasting, unused=unused,
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -512,6 +521,7 @@ def _begin_epoch(
     namespaces: Sequence[Namespace],
     engine: str,
     known: Epoch,
+    lasting: LastingNamespaces,
 ) -> str:
     """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
     recovered: dict[Tier, list[Recovered]] = {}
@@ -521,7 +531,8 @@ def _begin_epoch(
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
-            recovered[Tier.NVME] = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
+            found = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
+            recovered[Tier.NVME] = [one for one in found if not lasting.must_not(one.namespace)]
         if isinstance(nvme, NvmePool) and nvme.hints is not None and nvme.hints.is_new:
             for namespace, run in groupby(recovered[Tier.NVME], key=lambda one: one.namespace):
                 kept = list(run)
@@ -573,6 +584,30 @@ def _make_data_dir(settings: Settings) -> None:
         ) from None
 
 
+def _lasting_tiers(settings: Settings, object_pool: ObjectPool | None) -> list[str]:
+    """What is configured of the tiers that outlive the process or are shared."""
+    nvme, named = settings.pools.nvme, []
+    if nvme.slots or nvme.capacity_bytes:
+        named.append(Tier.NVME.name)
+    if nvme.folder:
+        named.append("the pod's folder")
+    if settings.pools.object.url or object_pool is not None:
+        named.append(Tier.OBJECT.name)
+    return named
+
+
+def _without_lasting(settings: Settings, namespaces: Sequence[Namespace], engine: str) -> Settings:
+    """Settings without tiers that no namespace may use: files that hold another model's blocks stay as they are."""
+    if engine == JANITOR or any(namespace.revision.strip() for namespace in namespaces):
+        return settings
+    pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings(), object=ObjectSettings())
+    return msgspec.structs.replace(settings, pools=pools)
+
+
+def _first_named(namespaces: Sequence[Namespace]) -> Namespace:
+    return next((one for one in namespaces if one.revision.strip()), namespaces[0])
+
+
 def _open_pools(
     settings: Settings,
     namespaces: Sequence[Namespace],
@@ -621,7 +656,7 @@ def _open_pools(
             keep(host)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, namespaces[0], instance, checksums, OPEN_BLOCK_IO,
+            nvme_paths(settings), count, block_bytes, _first_named(namespaces), instance, checksums, OPEN_BLOCK_IO,
             Reach.POD if wanted.nvme.folder else Reach.INSTANCE, io=wanted.nvme.io,
             direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
         )  # fmt: skip
@@ -632,7 +667,7 @@ def _open_pools(
     if wanted.nvme.folder:
         own = slots.get(Tier.NVME)
         pod = PodFolder(
-            pod_file(settings), settings.instance.cluster, block_bytes, namespaces[0], checksums, OPEN_BLOCK_IO,
+            pod_file(settings), settings.instance.cluster, block_bytes, _first_named(namespaces), checksums, OPEN_BLOCK_IO,
             own.hints if isinstance(own, NvmePool) else None, wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth,
         )  # fmt: skip
         opened.callback(pod.close)
@@ -714,7 +749,9 @@ def _stated(pools: Pools) -> list[PoolStated]:
     return stated
 
 
-def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]) -> Offloader:
+def _offloader(
+    settings: Settings, pools: Pools, namespaces: Sequence[Namespace], lasting: LastingNamespaces
+) -> Offloader:
     names = {Tier.HOST: settings.offload.host, Tier.NVME: settings.offload.nvme, Tier.OBJECT: settings.offload.object}
     there = {tier: True for tier in pools.slots} | ({Tier.OBJECT: True} if pools.object is not None else {})
     policies: dict[Tier, OffloadPolicy] = {
@@ -729,7 +766,7 @@ def _offloader(settings: Settings, pools: Pools, namespaces: Sequence[Namespace]
     return Offloader(
         policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, turns=turns,
         engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
-        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks),
+        waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=lasting.may,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from kvbm.pools.memory import MemoryPool
 from kvbm.streams.memory import MemoryLog
 
 BLOCK_BYTES = 64
-NAMESPACE = Namespace(model="test", block_tokens=16)
+NAMESPACE = Namespace(model="test", revision="r1", block_tokens=16)
 
 
 def hashes_of(prompt: int, depth: int, start: int = 0) -> bytes:

@@ -10,7 +10,7 @@ from kvbm._native import checksums
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId
 from kvbm.pools.base import Proof
 
-SHAPE = Namespace(model="tiny", block_tokens=16, layout="layers=2 kv=2 tokens=16 heads=2 dim=8")
+SHAPE = Namespace(model="tiny", revision="r1", block_tokens=16, layout="layers=2 kv=2 tokens=16 heads=2 dim=8")
 
 
 class Run(NamedTuple):

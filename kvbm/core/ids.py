@@ -53,7 +53,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """What may share blocks. Two blocks are the same only in one namespace.
 
     Attributes:
-        model, revision: name and version of the weights.
+        model, revision: name and version of the weights. A namespace without a revision is kept out of tiers that outlive the process
+            or are shared.
         kv_dtype: element type of the cache, such as "float32" or "bfloat16".
         block_tokens: tokens a block holds.
         layout: order and sizes of a block's dimensions, as `core.layout` writes them.

@@ -41,6 +41,7 @@ from kvbm.core.ids import (
     SLOT_BYTES,
     Epoch,
     InstanceId,
+    Namespace,
     NamespaceId,
     Offset,
     SequenceHash,
@@ -57,6 +58,7 @@ from kvbm.manager.claims import Claimed, Claims
 from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.groups import groups_of
+from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.offload import Offloader, Skipped, Wish
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.rounds import Rounds
@@ -219,6 +221,8 @@ class Manager:
         budgets: how much may be written to tiers, for their endurance.
         offsets: how far the journal has come.
         run: of this process; None makes one.
+        lasting: which namespaces may use tiers that outlive the process or are shared; None: all.
+        unused: names of such tiers that are configured, to say what is not used for the others.
         has_stream: whether a publisher says how far the stream has come.
     """
 
@@ -250,6 +254,8 @@ class Manager:
         offload_threads: int = 1,
         staging: Staging | None = None,
         budgets: Mapping[Tier, WriteBudget] | None = None,
+        lasting: LastingNamespaces | None = None,
+        unused: Sequence[str] = (),
     ) -> None:
         self.instance, self.cluster = instance, cluster
         self.run = secrets.token_hex(8) if run is None else run
@@ -264,6 +270,7 @@ class Manager:
         self._sampled_below = b"" if samples is None else samples.below
         self._load = Load()
         self._namespaces: dict[NamespaceId, None] = {}
+        self._lasting, self._unused = lasting or LastingNamespaces(all_may=True), tuple(unused)
         self._publishing: Publishing | None = None
         self._stopped = False  # closing has begun
         self._inherited_by = 0  # the forked child this is in
@@ -350,6 +357,11 @@ class Manager:
     def hash_tokens(self, tokens: Sequence[int] | np.ndarray, root: bytes, block_tokens: int) -> bytes:
         """The sequence hashes of a prompt's full blocks, packed. Raises LayoutError as `core.hashing.sequence_hashes`."""
         return self._kernels.sequence_hashes(token_column(tokens), block_tokens, root)
+
+    def declare(self, namespaces: Iterable[Namespace]) -> None:
+        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST."""
+        with self._lock:
+            self._lasting.add(namespaces)
 
     def match(self, hashes: bytes) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing."""
@@ -578,7 +590,9 @@ class Manager:
         if refusal:
             return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
         silent = [_name(source) for source in tuple(self._late_from) if self._is_silent(source)]
-        return f"{', '.join(silent)}: reads do not end; a miss until they do" if silent else ""
+        if silent:
+            return f"{', '.join(silent)}: reads do not end; a miss until they do"
+        return self._lasting.why(self._unused)
 
     def applied(self) -> Offset:
         """The offset after the last event decided."""
@@ -809,7 +823,7 @@ class Manager:
         for tier, group in groupby(map(Tier, found.tiers)):
             end = at + len(list(group))
             for first in range(at, end, _ONBOARD_BLOCKS) if tier != self._front else ():
-                if self._is_silent(tier):
+                if self._is_silent(tier) or (tier in DURABLE_TIERS and not self._lasting.may(namespace)):
                     return begun, first
                 wanted = hashes[first * HASH_BYTES : min(first + _ONBOARD_BLOCKS, end) * HASH_BYTES]
                 self._note_others(wanted, arrivals)
@@ -828,6 +842,9 @@ class Manager:
 
     def _begin_fetches(self, namespace: NamespaceId, hashes: bytes, depth: int, arrivals: Arrivals) -> list[Planned]:
         """Begin copies of what lies beyond the own tiers, which end at `depth`. Looks and asks outside the lock."""
+        with self._lock:
+            if not self._looks_beyond or not self._lasting.may(namespace):
+                return []
         stretches = self._look_in_pod(namespace, hashes, depth)
         depth += sum(len(stretch.wanted) for stretch in stretches) // HASH_BYTES
         stretches += self._look_in_objects(namespace, hashes, depth)

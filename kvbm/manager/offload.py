@@ -109,6 +109,7 @@ class Offloader:
         engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
         limits: how much of one prompt tiers can hold; None: all of it.
         waiting_objects: objects that may wait for blocks of theirs to arrive.
+        may_last: whether a namespace's blocks may go to tiers that outlive the process.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Offloader:
         engine_hbm: bool = False,
         limits: PromptLimits | None = None,
         waiting_objects: int = 8192,
+        may_last: Callable[[NamespaceId], bool] = lambda _: True,
     ) -> None:
         self._policies = policies
         self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
@@ -134,7 +136,7 @@ class Offloader:
         self._groups: Groups | None = None
         if Tier.OBJECT in policies and object_blocks > 1:
             self._groups = Groups(object_blocks, waiting=waiting_objects)
-        self._engine_hbm = engine_hbm
+        self._engine_hbm, self._may_last = engine_hbm, may_last
         self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
         self._turns = turns or Turns()
         # tenant → what waits for each of its ways, the next way first
@@ -168,9 +170,9 @@ class Offloader:
         """
         run = ChainRun(hashes, NOWHERE if start is None else start)
         for source, target in self._routes[tier, uses > 1]:
-            if self._policies[target].wants(uses):
+            if self._policies[target].wants(uses) and (target == Tier.HOST or self._may_last(namespace)):
                 self._push_chain(_Way(namespace, source, target), run, lacking, parent)
-        if self._groups is not None:
+        if self._groups is not None and self._may_last(namespace):
             if start is not None:
                 self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
             elif tier == self._objects_from:

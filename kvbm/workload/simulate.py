@@ -46,7 +46,9 @@ DECODE_TOKEN_S = 0.03
 UNBOUNDED_SLOTS = 1 << 22
 LAG_SAMPLE_EVERY = 100  # requests
 SETTLE_WAIT_S = 30.0
-NAMESPACE = Namespace(model="trace", block_tokens=TRACE_BLOCK_TOKENS, kv_dtype="uint8", layout="synthetic")
+NAMESPACE = Namespace(
+    model="trace", revision="r1", block_tokens=TRACE_BLOCK_TOKENS, kv_dtype="uint8", layout="synthetic"
+)
 POOL_TIERS = ("hbm", "host", "nvme")
 
 Route = Callable[["Arrival"], int]

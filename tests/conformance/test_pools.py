@@ -30,7 +30,7 @@ from tests.pool_runs import SHAPE, Run, part, random_run
 
 SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
-OTHER_NAMESPACE = Namespace(model="tiny", block_tokens=16, tenant="somebody else")
+OTHER_NAMESPACE = Namespace(model="tiny", revision="r1", block_tokens=16, tenant="somebody else")
 VERIFYING = {"memory", "memory-host", "nvme"}
 IN_PLACE = [
     "memory-hbm",

@@ -22,7 +22,7 @@ from kvbm.core.errors import ConfigError, JournalError, LayoutError, PoolError, 
 from tests.captures import make_capture, packed, starts
 from tests.servers import free_port, s3_server
 
-NAMESPACE = kvbm.Namespace(model="one", block_tokens=16)
+NAMESPACE = kvbm.Namespace(model="one", revision="r1", block_tokens=16)
 BLOCK_BYTES = 64
 WAIT_S = 30.0  # of a process; a loaded machine needs seconds to load the modules
 COMMAND_WAIT_S = 10.0  # no command may take longer, whatever it was given
@@ -292,7 +292,7 @@ from kvbm.cli import _configure_logs
 _configure_logs()
 flags = {"instance.data_dir": "data", "pools.hbm.slots": 8, "pools.hbm.device": "memory", "nats.timeout_s": 1,
          "nats.url": sys.argv[1]}
-space = kvbm.Namespace(model="one", block_tokens=16)
+space = kvbm.Namespace(model="one", revision="r1", block_tokens=16)
 began = time.monotonic()
 manager = kvbm.open_manager(kvbm.load_settings(flags=flags), [space], 64)
 manager.create(space.id, kvbm.NO_PARENT, 0, bytes(range(32)), manager.allocate(2))
@@ -422,7 +422,7 @@ def test_a_pool_file_of_another_namespace_or_block_size_is_left_as_it_is(tmp_pat
     path = tmp_path / "instances" / "one" / "nvme.pool"
     before = path.read_bytes()
     with pytest.raises(PoolMismatchError, match=r"model 'one'.*model 'two'"):
-        open_manager(tmp_path, kvbm.Namespace(model="two", block_tokens=16), pools__nvme__slots=4)
+        open_manager(tmp_path, kvbm.Namespace(model="two", revision="r1", block_tokens=16), pools__nvme__slots=4)
     with pytest.raises(PoolMismatchError, match=r"slots 4.*slots 5"):
         open_manager(tmp_path, pools__nvme__slots=5)
     settings = kvbm.load_settings(
@@ -528,7 +528,7 @@ def test_what_is_not_installed_is_named_with_its_pip_line(
 def test_the_core_install_serves_from_memory_pools(tmp_path: Path) -> None:
     script = f"""
 import sys, kvbm, kvbm.cli
-space = kvbm.Namespace(model="one", block_tokens=16)
+space = kvbm.Namespace(model="one", revision="r1", block_tokens=16)
 flags = {{"instance.data_dir": {str(tmp_path / "data")!r}, "pools.hbm.slots": 8, "pools.hbm.device": "memory",
          "pools.host.slots": 8, "pools.nvme.slots": 8, "nats.enabled": False}}
 with kvbm.open_manager(kvbm.load_settings(flags=flags), [space], 64) as manager:

@@ -16,7 +16,7 @@ from tests.object_pools import memory_objects
 SHAPE = ModelShape(vocab=97, layers=2, width=48, heads=4, kv_heads=2, head_dim=12, ffn_width=96, max_tokens=512)
 BLOCK_TOKENS = 4
 KV = KvShape(SHAPE.layers, BLOCK_TOKENS, SHAPE.kv_heads, SHAPE.head_dim)
-NAMESPACE = Namespace(model="tiny", block_tokens=BLOCK_TOKENS, layout=KV.describe())
+NAMESPACE = Namespace(model="tiny", revision="r1", block_tokens=BLOCK_TOKENS, layout=KV.describe())
 PROMPT = [(7 * i * i + 3 * i) % SHAPE.vocab for i in range(45)]
 
 

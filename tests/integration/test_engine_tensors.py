@@ -24,7 +24,7 @@ def engine_layers() -> list[list[kvbm.PagedTensor]]:
 
 def opened(folder: Path, layers: list[list[kvbm.PagedTensor]], layout: str = "", **flags: Any) -> kvbm.Manager:
     found = kvbm.paged_layout(layers)
-    namespace = kvbm.Namespace(model="paged", block_tokens=16, layout=layout or found.layout)
+    namespace = kvbm.Namespace(model="paged", revision="r1", block_tokens=16, layout=layout or found.layout)
     given = {
         "instance.data_dir": str(folder), "pools.host.slots": 8, "pools.nvme.slots": 16, "nats.enabled": False,
         **{name.replace("__", "."): value for name, value in flags.items()},
@@ -54,7 +54,9 @@ def test_kv_of_an_engines_layers_comes_back_from_host_and_nvme_into_other_slots(
         return layer * 16 + block + 1
 
     with opened(tmp_path, layers) as manager:
-        namespace = kvbm.Namespace(model="paged", block_tokens=16, layout=kvbm.paged_layout(layers).layout)
+        namespace = kvbm.Namespace(
+            model="paged", revision="r1", block_tokens=16, layout=kvbm.paged_layout(layers).layout
+        )
         hashes = manager.hash_tokens(list(range(64)), namespace.root(), 16)
         first = manager.allocate(4)
         assert first is not None

@@ -224,10 +224,25 @@ def test_a_folder_or_device_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "shape", "instance", "slots"),
     [
-        ("model 'tiny'.*'other'", Namespace(model="other", block_tokens=16, layout=SHAPE.layout), "a", SLOTS),
-        ("kv_dtype", Namespace(model="tiny", block_tokens=16, layout=SHAPE.layout, kv_dtype="bfloat16"), "a", SLOTS),
-        ("layout", Namespace(model="tiny", block_tokens=16), "a", SLOTS),
-        ("ranks", Namespace(model="tiny", block_tokens=16, layout=SHAPE.layout, ranks="tp2"), "a", SLOTS),
+        (
+            "model 'tiny'.*'other'",
+            Namespace(model="other", revision="r1", block_tokens=16, layout=SHAPE.layout),
+            "a",
+            SLOTS,
+        ),
+        (
+            "kv_dtype",
+            Namespace(model="tiny", revision="r1", block_tokens=16, layout=SHAPE.layout, kv_dtype="bfloat16"),
+            "a",
+            SLOTS,
+        ),
+        ("layout", Namespace(model="tiny", revision="r1", block_tokens=16), "a", SLOTS),
+        (
+            "ranks",
+            Namespace(model="tiny", revision="r1", block_tokens=16, layout=SHAPE.layout, ranks="tp2"),
+            "a",
+            SLOTS,
+        ),
         ("instance 'a'.*'b'", SHAPE, "b", SLOTS),
         (f"slots {SLOTS}.*{SLOTS + 1}", SHAPE, "a", SLOTS + 1),
     ],
@@ -247,7 +262,7 @@ def test_a_file_of_another_shape_is_refused_by_name_and_left_alone(
 
 def test_tenants_and_adapters_share_a_file(tmp_path: Path) -> None:
     _open(tmp_path / "pool").close()
-    tenant = Namespace(model="tiny", block_tokens=16, layout=SHAPE.layout, tenant="acme", lora="adapter")
+    tenant = Namespace(model="tiny", revision="r1", block_tokens=16, layout=SHAPE.layout, tenant="acme", lora="adapter")
     pool = _open(tmp_path / "pool", tenant)
     assert pool.opened == "reopened"
     pool.close()

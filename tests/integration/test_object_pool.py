@@ -251,7 +251,7 @@ def test_keys_that_a_tenant_lacks_are_named_when_a_pool_opens(
     add_key(tmp_path / "keys.toml", "acme", "1")
     with pytest.raises(ConfigError, match=r"keys\.toml has no keys of tenant ''; write a table \[tenants\.\"\"\]"):
         opened(flags)
-    opened(flags, (Namespace(model="tiny", block_tokens=16, tenant="acme"),)).close()
+    opened(flags, (Namespace(model="tiny", revision="r1", block_tokens=16, tenant="acme"),)).close()
 
 
 @pytest.mark.parametrize(

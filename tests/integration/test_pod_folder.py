@@ -319,7 +319,7 @@ def test_what_is_no_pool_of_this_pod_is_left_alone(tmp_path: Path, damage: str) 
                     shutil.move(file_of(tmp_path, "a", suffix), file_of(tmp_path, "c", suffix))
             case "other shape":
                 shutil.rmtree(tmp_path / "pod")
-                other = Namespace(model="other", block_tokens=16)
+                other = Namespace(model="other", revision="r1", block_tokens=16)
                 pool = NvmePool(
                     [path], 32, BLOCK_BYTES, other, InstanceId("a"), NATIVE.checksums, OPEN_BLOCK_IO, Reach.POD
                 )

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 BLOCK_TOKENS = 4
 NEW_TOKENS = 14
 SHAPE = ModelShape(vocab=97, layers=2, width=32, heads=4, kv_heads=2, head_dim=8, ffn_width=64, max_tokens=128)
-NAMESPACE = Namespace(model="tiny", block_tokens=BLOCK_TOKENS)
+NAMESPACE = Namespace(model="tiny", revision="r1", block_tokens=BLOCK_TOKENS)
 WEIGHTS = Weights.random(SHAPE, seed=11)
 
 

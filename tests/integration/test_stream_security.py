@@ -32,6 +32,7 @@ from kvbm.streams.base import (
     events_subject,
     fence_subject,
     instance_subject,
+    is_fence,
     mark_of,
     pulse_subject,
     still_holds,

@@ -11,7 +11,7 @@ from kvbm.core.ids import NO_PARENT, Namespace, Tier
 from kvbm.manager.manager import Manager
 
 BLOCK_BYTES = 4096
-QUIET, LOUD = (Namespace(model="m", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))
+QUIET, LOUD = (Namespace(model="m", revision="r1", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))
 
 
 def prefill(manager: Manager, namespace: Namespace, prompt: int, blocks: int = 4) -> bytes:

@@ -21,9 +21,9 @@ from tests.pool_runs import Run, random_run
 BLOCK_BYTES = 96
 K = 2
 GOOD, MISSING, CORRUPT, FAILED = ReadOutcome.GOOD, ReadOutcome.MISSING, ReadOutcome.CORRUPT, ReadOutcome.FAILED
-ACME = Namespace(model="tiny", block_tokens=16, tenant="acme")
-OTHER = Namespace(model="tiny", block_tokens=16, tenant="other")
-NOBODY = Namespace(model="tiny", block_tokens=16)
+ACME = Namespace(model="tiny", revision="r1", block_tokens=16, tenant="acme")
+OTHER = Namespace(model="tiny", revision="r1", block_tokens=16, tenant="other")
+NOBODY = Namespace(model="tiny", revision="r1", block_tokens=16)
 
 
 class Instance:
@@ -180,7 +180,9 @@ def test_a_tenant_without_keys_is_neither_put_nor_got_and_that_is_said_once(one:
         one.pool.names(NOBODY.id, [run.hashes[-HASH_BYTES:]])
     with pytest.raises(ConfigError, match="has no keys of tenant ''"):
         one.sealing.check([ACME, NOBODY])
-    unknown = random_run(K, BLOCK_BYTES, namespace=Namespace(model="never said", block_tokens=16, tenant="acme"))
+    unknown = random_run(
+        K, BLOCK_BYTES, namespace=Namespace(model="never said", revision="r1", block_tokens=16, tenant="acme")
+    )
     assert one.pool.put(unknown.rows, unknown.proof) == [False] * K
     assert "nobody has named" in one.troubles[1]
 

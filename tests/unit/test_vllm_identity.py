@@ -314,20 +314,11 @@ def test_a_name_that_may_move_is_said(tmp_path: Path) -> None:
     assert [log["event"] for log in logs] == ["revision.unknown"]
 
 
-def test_an_adapter_is_known_by_what_is_in_its_files(tmp_path: Path) -> None:
-    def asked(identity: Identity, is_reloaded: bool = False) -> str:
-        adapter = SimpleNamespace(lora_name="sql", lora_path=str(tmp_path), load_inplace=is_reloaded)
-        return identity.lora_of(request(lora_request=adapter))
-
-    weights(tmp_path, {"a": b"1"})
-    identity = Engine().identity()
-    first = asked(identity)
-    assert first.startswith("sql:")
+def test_an_adapter_is_known_by_its_name_and_by_what_the_ranks_have_loaded() -> None:
+    identity, asked = Engine().identity(), request(lora_request=SimpleNamespace(lora_name="sql", lora_path="/sql"))
+    assert identity.lora_of(asked, "one") == "sql:one"
+    assert identity.lora_of(asked, "two") == "sql:two"
     assert identity.lora_of(request()) == ""
-    weights(tmp_path, {"a": b"2"})
-    assert asked(identity) == first  # what the engine has loaded
-    assert asked(Engine().identity()) != first
-    assert asked(identity, is_reloaded=True) == asked(identity) != first
 
 
 def test_a_plain_engine_is_served() -> None:

@@ -244,7 +244,7 @@ def settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
 def opened(
     folder: Path, groups: list[Group], host_slots: int, nvme_slots: int
 ) -> tuple[EngineHbmManager, list[Namespace]]:
-    namespaces = [Namespace(model="m", block_tokens=BLOCK_TOKENS, kv_group=group.id) for group in groups]
+    namespaces = [Namespace(model="m", revision="r1", block_tokens=BLOCK_TOKENS, kv_group=group.id) for group in groups]
     return open_engine_manager(settings(folder, host_slots, nvme_slots), namespaces, BLOCK_BYTES, "vllm"), namespaces
 
 

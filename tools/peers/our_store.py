@@ -26,7 +26,7 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.host import HostPool
 from kvbm.pools.nvme import NvmePool
 
-_NAMESPACE = Namespace(model="bench", block_tokens=16)
+_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _EPOCH = Epoch(1)
 _PARENT = SequenceHash(NO_PARENT)
 _REGISTER_SLOTS = 65_536

@@ -14,7 +14,7 @@ from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier
 
-_NAMESPACE = Namespace(model="bench", block_tokens=BLOCK_TOKENS)
+_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=BLOCK_TOKENS)
 _NAMESPACE_ID = _NAMESPACE.id
 _FRAME_BLOCKS = 256
 _POOL = PoolStated(tier=Tier.HBM, slots=POOL_SLOTS, block_bytes=1 << 20)

@@ -12,6 +12,7 @@ Out: {"event": "ready" | "finished" | "done" | "status" | "error" | "stopped", â
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import sys
@@ -23,13 +24,14 @@ import msgspec
 
 from kvbm.assembly import open_manager
 from kvbm.config import Settings
-from kvbm.core.errors import KvbmError
+from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import Namespace, Tier
 from kvbm.core.layout import KvShape
 from kvbm.engines.reference.engine import Engine
 from kvbm.engines.reference.requests import Finished, Request
 from kvbm.engines.reference.weights import ModelShape, Weights
 from kvbm.manager.manager import Manager
+from kvbm.weights import weights_digest
 
 _READ_BYTES = 1 << 16
 
@@ -58,9 +60,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         return KvShape(shape.layers, self.block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
 
     def namespace(self) -> Namespace:
-        """Where its blocks belong: the weights decide, so their seed or file is the revision."""
+        """Where its blocks belong: the weights decide. Raises ConfigError as `weights_digest`."""
+        if self.weights_path:
+            revision = weights_digest(self.weights_path)
+        else:  # what random weights are made from
+            made_from = hashlib.sha256(msgspec.json.encode((self.shape, self.seed), order="sorted")).hexdigest()
+            revision = f"seed-{self.seed}-{made_from[:16]}"
         return Namespace(
-            model="kvbm-reference", revision=self.weights_path or f"seed-{self.seed}", block_tokens=self.block_tokens,
+            model="kvbm-reference", revision=revision, block_tokens=self.block_tokens,
             kv_dtype=self.shape.dtype, layout=self.kv_shape().describe(),
         )  # fmt: skip
 
@@ -79,6 +86,8 @@ class Worker:
             if worker.weights_path
             else Weights.random(worker.shape, worker.seed)
         )
+        if worker.namespace() != self._namespace:
+            raise ConfigError(f"weights in {worker.weights_path} changed while they were read; start again")
         self.manager: Manager = open_manager(
             settings, [self._namespace], worker.kv_shape().block_bytes, engine="reference"
         )

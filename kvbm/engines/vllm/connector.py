@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvbm.core.ids import Tier
+from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.metadata import Answers, Plan
 from kvbm.engines.vllm.opening import open_scheduler, serve
@@ -107,7 +108,14 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
                 self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            self._worker = Worker(get_tensor_model_parallel_rank(), served.ranks, kv_cache_config)
+            rank, loaded, why = get_tensor_model_parallel_rank(), None, ""
+            try:
+                loaded = LoadedWeights.listening(vllm_config)
+            except (ImportError, AttributeError) as error:
+                why = f"this vLLM loads weights in a way that is not known here, so blocks could be of others ({error})"
+            self._worker = Worker(rank, served.ranks, kv_cache_config, loaded=loaded)
+            if why:
+                self._worker.refuse(why)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets as randomness
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ import structlog
 from kvbm.core.ids import Namespace, SequenceHash
 from kvbm.engines.vllm.facts import digest_of, facts_of
 from kvbm.engines.vllm.regions import specs_of
-from kvbm.engines.vllm.revision import content_digest, model_of, revision_of
+from kvbm.engines.vllm.revision import model_of, revision_of
 
 log = structlog.get_logger()
 
@@ -74,7 +73,6 @@ class Identity:
         self.is_lasting = is_lasting
         self._secrets = dict(secrets)
         self._known: dict[tuple[str, str], tuple[Namespace, ...]] = {}
-        self._adapters: dict[tuple[str, str], str] = {}
         self._has_warned = False
 
     @classmethod
@@ -172,30 +170,13 @@ class Identity:
             )  # fmt: skip
         return ""
 
-    def lora_of(self, request: Any) -> str:
-        """The adapter a request is computed with, "" for none: its name, and what is in its files.
+    def lora_of(self, request: Any, weights: str = "") -> str:
+        """The adapter a request is computed with, "" for none: its name, and the digest of its weights as the engine has them.
 
-        vLLM's hashes have the adapter's name and path in them; this keeps apart what other hosts, or other days, have there.
-        Files are looked at once, at an adapter's first request.
+        vLLM's hashes have the adapter's name and path in them; this keeps apart what other hosts, other days or another load have there.
         """
         adapter = request.lora_request
-        if adapter is None:
-            return ""
-        key = (adapter.lora_name, adapter.lora_path)
-        found = None if adapter.load_inplace else self._adapters.get(key)
-        if found is None:
-            found = f"{adapter.lora_name}:{_adapter_digest(adapter.lora_path)}"
-            if len(self._adapters) >= _MOST_KNOWN:
-                self._adapters.clear()
-            self._adapters[key] = found
-        return found
-
-
-def _adapter_digest(path: str) -> str:
-    try:
-        return content_digest(Path(path)) if Path(path).exists() else "remote"
-    except OSError:
-        return "unreadable"
+        return "" if adapter is None else f"{adapter.lora_name}:{weights}"
 
 
 def _kv_dtype(cache_dtype: str, spec: Any) -> str:

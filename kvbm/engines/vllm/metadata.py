@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvbm.engines.vllm.adapters import Loaded
+
 
 class HostShare(NamedTuple):
     """The HOST pool's memory, for processes of the same host to map.
@@ -38,6 +40,8 @@ class Job(NamedTuple):
         rows: the HOST slot of each, packed u32.
         request: a load's request, which waits for it; "" for a store.
         why: in words when it is known to fail, else "".
+        adapter: of a load, the number of the request's adapter; 0: none.
+        weights: of a load with an adapter, the digest that each rank must have loaded under that number.
     """
 
     id: int
@@ -45,6 +49,8 @@ class Job(NamedTuple):
     rows: bytes
     request: str = ""
     why: str = ""
+    adapter: int = 0
+    weights: tuple[str, ...] = ()
 
 
 @dataclass
@@ -83,13 +89,15 @@ class Answers:
         loaded: load job → how many ranks are over with it, well or not.
         failed: load job → why it failed on some rank.
         refused: why a rank cannot take part at all, "" when it can: its tensors are not what the scheduler was told, or HOST
-            cannot be mapped.
+            cannot be mapped, or its weights are not those it was started with.
+        adapters: rank → what it has done with adapters, in its order.
     """
 
     stored: dict[int, dict[int, Stored]] = field(default_factory=dict)
     loaded: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     refused: str = ""
+    adapters: dict[int, list[Loaded]] = field(default_factory=dict)
 
     def merge(self, other: Answers) -> None:
         """Take in what another rank answers."""
@@ -100,9 +108,10 @@ class Answers:
         for job, why in other.failed.items():
             self.failed.setdefault(job, why)
         self.refused = self.refused or other.refused
+        self.adapters.update(other.adapters)
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.loaded or self.failed or self.refused)
+        return bool(self.stored or self.loaded or self.failed or self.refused or self.adapters)
 
 
 class Ranks(NamedTuple):

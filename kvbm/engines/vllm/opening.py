@@ -100,11 +100,12 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     )
     known: dict[tuple[str, str], list[GroupNamespace]] = {}
 
-    def namespaces_of(request: Any) -> list[GroupNamespace]:
-        whose = identity.tenant_of(request), identity.lora_of(request)
+    def namespaces_of(request: Any, weights: str = "") -> list[GroupNamespace]:
+        whose = identity.tenant_of(request), identity.lora_of(request, weights)
         found = known.get(whose)
         if found is None:
             names = identity.namespaces(*whose)
+            manager.declare(names)
             found = [GroupNamespace(names[group.id].id, identity.root(names[group.id])) for group in groups]
             if len(known) >= _MOST_KNOWN:
                 known.clear()
@@ -125,8 +126,8 @@ def _reachable(
 
     Raises: ConfigError, MissingExtraError: what no waiting would mend.
     """
-    if not settings.pools.object.url:
-        return settings, None
+    if not settings.pools.object.url or not namespaces[0].revision.strip():
+        return settings, None  # without a revision the manager says that it is not used
     if not settings.catalog.url:
         log.warning(
             "pool.unread", tier="OBJECT", url=settings.pools.object.url,

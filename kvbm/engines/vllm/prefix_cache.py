@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.engines.vllm.adapters import Origin
 from kvbm.engines.vllm.requests import DerivedHashes, Group, RequestState
 
 _GROUP_BYTES = 4  # vLLM appends the group's number to a hash
@@ -60,16 +61,31 @@ class PrefixCacheWatch:
         self._ours: dict[bytes, bytes] = {}  # vLLM's key → our hash, of all that was told and not withdrawn
         self._fresh: list[bytes] | None = None  # keys that are new to the map, while it is being filled
         self._removed: dict[bytes, bytes] = {}  # withdrawn and not told yet
+        self._origins: dict[int, Origin] = {}  # block id → what was computed into it; of requests with adapters
+        self._is_deaf = False
         self._fill, self._reset = pool.cache_full_blocks, pool.reset_prefix_cache
         self._listen_to_map()
         pool.cache_full_blocks, pool.reset_prefix_cache = self._cache_full_blocks, self._reset_prefix_cache
+
+    def origin_of(self, block_id: int) -> Origin | None:
+        """What a block was computed with, when a request with an adapter has filled it; None: unknown."""
+        return self._origins.get(block_id)
+
+    def silence(self) -> None:
+        """Withdraw everything, and tell of nothing any more."""
+        if not self._is_deaf:
+            self._is_deaf = True
+            self._ours.clear()
+            self._removed.clear()
+            self._sink.cleared()
 
     def flush(self) -> None:
         """Tell what was removed or cleared since the last time."""
         if self._pool.cached_block_hash_to_block is not self._map:
             self._ours.clear()
             self._removed.clear()
-            self._sink.cleared()
+            if not self._is_deaf:
+                self._sink.cleared()
             self._listen_to_map()
         elif self._removed:
             gone = b"".join(self._removed.values())
@@ -83,6 +99,7 @@ class PrefixCacheWatch:
 
         class Listening(plain):  # type: ignore[misc, valid-type]
             def insert(self, key: bytes, block: Any) -> None:
+                watch._origins.pop(block.block_id, None)
                 watch._on_insert(key, key in held)
                 super().insert(key, block)
 
@@ -120,11 +137,14 @@ class PrefixCacheWatch:
             return self._fill(request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
         finally:
             self._fresh = None
-            if fresh:
-                try:
+            try:
+                if getattr(request, "lora_request", None) is not None:
+                    group = kwargs["kv_cache_group_id"] if "kv_cache_group_id" in kwargs else args[1]
+                    self._note_origin(request, blocks, num_cached_blocks, num_full_blocks, group)
+                if fresh and not self._is_deaf:
                     self._tell_stored(request, num_cached_blocks, num_full_blocks, fresh)
-                except Exception as error:  # noqa: BLE001 - the engine must not hear of it
-                    self._sink.broken(error)
+            except Exception as error:  # noqa: BLE001 - the engine must not hear of it
+                self._sink.broken(error)
 
     def _reset_prefix_cache(self) -> Any:
         """Told at once: an engine that is reset may be idle, and no step comes that would tell."""
@@ -144,6 +164,8 @@ class PrefixCacheWatch:
             return
         index, group = known
         state = self._state_of(request)
+        if not state.namespaces:  # nobody knows yet what its adapter is
+            return
         hashes = state.hashes(index, 0, end, self._derive)
         digests = group.digests(request.block_hashes, begin, end)
         namespace = state.namespaces[index].id
@@ -159,6 +181,35 @@ class PrefixCacheWatch:
             self._tell_run(state, index, namespace, hashes, run_start, run_end)
             run_start = run_end = at + 1
         self._tell_run(state, index, namespace, hashes, run_start, run_end)
+
+    def tell_late(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """Tell of blocks that a request has filled before anybody knew its adapter."""
+        blocks, held = self._pool.blocks, self._map._cache
+        for number, (index, group) in self._groups.items():
+            ids = block_ids[number]
+            count = len(state.hashes(index, 0, len(ids), self._derive)) // HASH_BYTES
+            digests = group.digests(state.request.block_hashes, 0, count)
+            fresh = []
+            for block_id, digest in zip(ids, digests, strict=False):
+                key = digest + number.to_bytes(_GROUP_BYTES, "big")
+                is_its = state.origin.equals(self._origins.get(block_id))
+                if is_its and blocks[block_id].block_hash == key and key in held and key not in self._ours:
+                    fresh.append(key)
+            if fresh and not self._is_deaf:
+                self._tell_stored(state.request, 0, count, fresh)
+
+    def _note_origin(self, request: Any, blocks: Sequence[Any], begin: int, end: int, group: int) -> None:
+        """Remember what a request with an adapter fills blocks with. One that builds on blocks of other weights fills no pure ones."""
+        state = self._state_of(request)
+        origin = state.origin
+        for block in blocks[state.verified.get(group, 0) : begin]:
+            if not block.is_null and not origin.equals(self._origins.get(block.block_id)):
+                origin.is_pure = False
+                break
+        state.verified[group] = end
+        for block in blocks[begin:end]:
+            if not block.is_null:
+                self._origins[block.block_id] = origin
 
     def _tell_run(
         self, state: RequestState, index: int, namespace: NamespaceId, hashes: bytes, begin: int, end: int

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
+from kvbm.engines.vllm.adapters import Origin
 
 if TYPE_CHECKING:
     from kvbm.manager.engine_hbm import Acquiring
 
+_ASKS = 3  # an engine that has loaded an adapter says so with its next step
+
+_CONTENT = re.compile(
+    r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})"
+)  # vLLM's digest of an image, perhaps behind an adapter's name
+
 DerivedHashes = Callable[[bytes, Sequence[bytes]], bytes]
+
+
+def has_own_ids(request: Any) -> bool:
+    """Whether a client has named images or other inputs itself: vLLM hashes the name instead of the content."""
+    features = getattr(request, "mm_features", None) or ()
+    return any(_CONTENT.fullmatch(str(feature.identifier)) is None for feature in features)
 
 
 class Group(NamedTuple):
@@ -76,13 +90,17 @@ class RequestState:
 
     Attributes:
         request: vLLM's.
+        origin: what its blocks are computed with; while that is not known, it has no namespaces.
         namespaces: by group, in the order of the engine's groups.
+        verified: by vLLM's group: blocks from the first on that are known to be of its own weights.
         stored: by group: blocks from the first on that were looked at for a store.
         ask: the last answer, while it may still be used.
         due_step: of the scheduler's, in which it is looked at again at the latest.
+        is_untold: HBM has blocks of it that nobody was told of, because its adapter was not known.
         is_looked_at: it has been looked at for stores before.
         last_store: the last job that stores blocks of it; 0: none.
         refused: a load for it has failed, so it is offered nothing any more: vLLM would ask without end.
+        asks_left: how often it is told to ask again while its adapter is not known.
         queued_tokens: of its prompt, while it waits for its first step.
     """
 
@@ -91,19 +109,33 @@ class RequestState:
         "_hashes",
         "_last",
         "ask",
+        "asks_left",
         "due_step",
         "is_looked_at",
+        "is_untold",
         "last_store",
         "namespaces",
+        "origin",
         "queued_tokens",
         "refused",
         "request",
         "stored",
+        "verified",
     )
 
-    def __init__(self, request: Any, groups: Sequence[Group], namespaces: Sequence[GroupNamespace]) -> None:
+    def __init__(
+        self,
+        request: Any,
+        groups: Sequence[Group],
+        namespaces: Sequence[GroupNamespace],
+        origin: Origin | None = None,
+    ) -> None:
         self.request = request
         self.namespaces = namespaces
+        self.origin = origin or Origin()
+        self.is_untold = not namespaces
+        self.verified: dict[int, int] = {}
+        self.asks_left = _ASKS
         self.stored = [0] * len(groups)
         self.ask: Ask | None = None
         self.due_step = 0

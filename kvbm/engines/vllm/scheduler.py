@@ -23,10 +23,11 @@ import structlog
 
 from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
 from kvbm.core.kernels import Kernels
+from kvbm.engines.vllm.adapters import Adapters, Origin
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
-from kvbm.engines.vllm.requests import Ask, Group, GroupNamespace, RequestState
+from kvbm.engines.vllm.requests import Ask, Group, GroupNamespace, RequestState, has_own_ids
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 
 log = structlog.get_logger()
@@ -80,7 +81,7 @@ class Scheduler:
     Args:
         manager: whose HBM is the engine's.
         groups: the engine's KV groups, those that keep all blocks first.
-        namespaces_of: the namespaces of a request by group, by its tenant.
+        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights if it has one.
         ranks: how rows of HOST are parted.
         host: where HOST is, for workers.
         align_tokens: what the engine's prefixes are multiples of.
@@ -96,7 +97,7 @@ class Scheduler:
         manager: EngineHbmManager,
         kernels: Kernels,
         groups: Sequence[Group],
-        namespaces_of: Callable[[Any], Sequence[GroupNamespace]],
+        namespaces_of: Callable[..., Sequence[GroupNamespace]],
         ranks: Ranks,
         host: HostShare,
         align_tokens: int,
@@ -117,6 +118,7 @@ class Scheduler:
         self._watch: PrefixCacheWatch | None = None
         self._states: dict[str, RequestState] = {}
         self._plan = Plan()
+        self._adapters = Adapters(ranks.ranks)
         self._next_job = 1
         self._loads: dict[int, _Load] = {}
         self._load_answers: dict[int, int] = {}
@@ -143,10 +145,24 @@ class Scheduler:
         """Our state of a request, made when it is first heard of."""
         state = self._states.get(request.request_id)
         if state is None:
-            state = RequestState(request, self._groups, self._namespaces_of(request))
+            lora = getattr(request, "lora_request", None)
+            origin = Origin(
+                None if lora is None else self._adapters.of(lora.lora_int_id), is_pure=not has_own_ids(request)
+            )
+            namespaces = self._namespaces_of(request) if lora is None else ()
+            state = RequestState(request, self._groups, namespaces, origin)
             self._states[request.request_id] = state
             self._queued_tokens += state.queued_tokens
         return state
+
+    def _is_known(self, state: RequestState) -> bool:
+        """Whether a request's blocks have a namespace that says all they depend on."""
+        if not state.origin.is_known:
+            return False
+        if not state.namespaces:
+            assert state.origin.adapter is not None
+            state.namespaces = self._namespaces_of(state.request, state.origin.adapter.digest)
+        return True
 
     # -- loads --------------------------------------------------------------------------------------------------------
 
@@ -165,6 +181,16 @@ class Scheduler:
                 return self._settled(state, ask)
             state.drop_ask()
         if state.refused or request.skip_reading_prefix_cache or computed_tokens % self._align_tokens:
+            return 0
+        adapter = state.origin.adapter
+        if not self._is_known(state):
+            is_unheard = adapter is not None and not adapter.parts and adapter.is_sure and state.origin.is_pure
+            if not is_unheard or not state.asks_left:
+                return 0
+            state.asks_left -= 1  # an engine that has loaded it already says so with the next step
+            self.is_asked_again = True
+            return None
+        if adapter is not None and not adapter.is_loaded:
             return 0
         limit = (request.num_tokens - 1) // self._align_tokens * self._align_tokens
         if limit <= computed_tokens:
@@ -287,6 +313,10 @@ class Scheduler:
             for tier, blocks in acquiring.hits.items():
                 self._numbers.add_of("hit_blocks", tier.name, blocks)
         job = Job(self._job(), pack_slots(columns), pack_slots(rows), request.request_id)
+        if (adapter := state.origin.adapter) is not None:
+            weights = tuple(adapter.parts[rank] for rank in sorted(adapter.parts))
+            why = "" if state.origin.is_known else "its adapter was loaded anew"
+            job = job._replace(adapter=adapter.number, weights=weights, why=why)
         first = ask.computed_tokens // self._groups[0].block_tokens
         load = _Load(request.request_id, state.hashes(0, first, first + 1, self._derive), ask.runs)
         self._loading[load.first] = self._loading.get(load.first, 0) + 1
@@ -329,6 +359,7 @@ class Scheduler:
         for request_id in preempted:
             if (state := self._states.get(request_id)) is not None:
                 state.stored = [0] * len(self._groups)
+                state.verified.clear()
                 state.drop_ask()
         runs: list[_Run] = []
         looked_at = [
@@ -352,6 +383,15 @@ class Scheduler:
     def _collect(self, state: RequestState, block_ids: Sequence[Sequence[int]] | None, runs: list[_Run]) -> None:
         """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room."""
         request = state.request
+        if not self._is_known(state):
+            if state.origin.adapter is not None and state.origin.adapter.is_sure and state.origin.is_pure:
+                self._look_in(state, 1)
+            return
+        if state.is_untold:
+            state.is_untold = False
+            assert self._watch is not None
+            block_ids = self._block_ids_of(request.request_id) if block_ids is None else block_ids
+            self._watch.tell_late(state, block_ids)
         confirmed = request.num_computed_tokens - request.num_in_flight_tokens
         ids, is_short = block_ids, False  # short: HOST has no room for some of them now
         for index, group in enumerate(self._groups):
@@ -400,7 +440,7 @@ class Scheduler:
             if at < total and not digests:
                 digests = group.digests(state.request.block_hashes, begin, begin + total)
             blocks: list[Any] = []
-            while at < total and held[at] != Tier.HOST and (block := self._cached(group, digests[at], ids[at])):
+            while at < total and held[at] != Tier.HOST and (block := self._cached(state, group, digests[at], ids[at])):
                 blocks.append(block)
                 at += 1
             if blocks:
@@ -416,13 +456,16 @@ class Scheduler:
             elif at < total:
                 at += 1
 
-    def _cached(self, group: Group, digest: bytes, block_id: int) -> Any:
-        """The block that holds this hash; None where vLLM has none, or another in its place."""
+    def _cached(self, state: RequestState, group: Group, digest: bytes, block_id: int) -> Any:
+        """The block that holds this hash; None where vLLM has none, or another in its place, or one of other weights."""
         key = digest + group.id.to_bytes(4, "big")
         block = self._pool.blocks[block_id] if block_id else None
-        if block is not None and block.block_hash == key:
+        if block is None or block.block_hash != key:
+            block = self._pool.cached_block_hash_to_block.get_one_block(key)  # left the window, and lies in HBM still
+        if state.origin.adapter is None or block is None:
             return block
-        return self._pool.cached_block_hash_to_block.get_one_block(key)  # left the window, and lies in HBM still
+        assert self._watch is not None
+        return block if state.origin.equals(self._watch.origin_of(block.block_id)) else None
 
     def _store(self, runs: list[_Run], storing: Sequence[RequestState]) -> None:
         """Have workers store runs, of these requests."""
@@ -473,6 +516,8 @@ class Scheduler:
 
     def answered(self, answers: Answers) -> None:
         """Take in what ranks have finished."""
+        if answers.adapters:
+            self._adapters.told(answers.adapters)
         for job, why in answers.failed.items():
             self._fail_load(job, why)
         for job, count in answers.loaded.items():
@@ -491,6 +536,8 @@ class Scheduler:
         if answers.refused and not self.refusal:
             self.refusal = answers.refused
             log.warning("connector.refused", why=answers.refused, remedy="the engine goes on without kvbm")
+            if self._watch is not None:  # HBM may be told of by what it no longer is
+                self._watch.silence()
 
     def failed(self, request_id: str) -> None:
         """A load of this request has failed; vLLM computes it."""

@@ -15,6 +15,7 @@ import structlog
 
 from kvbm.assembly import RowCopier, copy_queue, segment_copies
 from kvbm.core.errors import KvbmError, LayoutError
+from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions
@@ -54,14 +55,18 @@ class Worker:
         refused: why this rank cannot take part, "" when it can. Every job is then answered as failed.
     """
 
-    def __init__(self, rank: int, ranks: Ranks, config: CacheConfig, threads: int = 0) -> None:
+    def __init__(
+        self, rank: int, ranks: Ranks, config: CacheConfig, threads: int = 0, loaded: LoadedWeights | None = None
+    ) -> None:
         """Know the rank and its blocks; nothing is opened.
 
         Args:
             config: vLLM's KVCacheConfig of this rank.
             threads: that copy on a CPU; 0: as many as help.
+            loaded: this rank's weights; None: nobody can say what they are, so nothing is loaded for adapters.
         """
         self.refused = ""
+        self._loaded = loaded
         self._rank = rank
         self._ranks = ranks
         self._config = config
@@ -94,6 +99,7 @@ class Worker:
         """Begin what a step plans, behind all that the engine has queued on its current stream so far."""
         if plan.host is not None and plan.host != self._share and not self.refused:
             self._map(plan.host)
+        self._heed_weights()
         self._awaited.update(job.request for job in plan.loads)
         for job in plan.loads:
             self._begin(job, stores=False)
@@ -111,6 +117,9 @@ class Worker:
             if wait_s > 0 and self._pending:
                 self._queue.wait(wait_s)
             self._collect(self._queue)
+        self._heed_weights()
+        if self._loaded is not None and (news := self._loaded.take()):
+            self._answers.adapters[self._rank] = news
         answers, self._answers = self._answers, Answers()
         return answers
 
@@ -138,6 +147,8 @@ class Worker:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and all is answered: most steps of an engine are such, and end here."""
+        if self._loaded is not None and (self._loaded.has_news or (self._loaded.changed and not self.refused)):
+            return False
         return not (self._pending or self._answers or self._received.finished)
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
@@ -192,7 +203,7 @@ class Worker:
         self._share = share
 
     def _begin(self, job: Job, stores: bool) -> None:
-        why = self.refused or job.why
+        why = self.refused or job.why or self._why_other_weights(job)
         if not why and (self._queue is None or self._host is None):
             why = (
                 "its tensors are not registered" if self._queue is None else "the scheduler has not said where HOST is"
@@ -215,6 +226,19 @@ class Worker:
                 self._pending[job.id] = _Pending(job, stores)
                 return
         self._end(_Pending(job, stores), None, 0.0, f"rank {self._rank}: {why}")
+
+    def _heed_weights(self) -> None:
+        """Take no further part once the model's weights were changed."""
+        if self._loaded is not None and self._loaded.changed:
+            self.refuse(self._loaded.changed)
+
+    def _why_other_weights(self, job: Job) -> str:
+        """Why this rank has other weights than those that a load's blocks were computed with."""
+        if not job.adapter:
+            return ""
+        if self._loaded is None:
+            return "nobody says which adapters are loaded"
+        return self._loaded.why_not(job.adapter, job.weights[self._rank])
 
     def _collect(self, queue: CopyQueue) -> None:
         for id, checksums, busy_s, why in queue.ended():

@@ -54,7 +54,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
     rng = np.random.default_rng(seed)
     prompts = 20 * samples
     with tempfile.TemporaryDirectory() as folder:
-        namespace = Namespace(model="bench", block_tokens=_BLOCK_TOKENS)
+        namespace = Namespace(model="bench", revision="r1", block_tokens=_BLOCK_TOKENS)
         settings = replace(
             Settings(),
             instance=InstanceSettings(id="bench", data_dir=folder),

@@ -22,7 +22,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
 from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
 
-NAMESPACE = Namespace(model="bench", block_tokens=16)
+NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 RUN_BLOCKS = 16
 BLOCK_BYTES = 16  # nobody looks at them
 _PUBLISH_WAIT_S = 120.0

@@ -16,7 +16,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, SequenceHash
 from kvbm.manager.manager import Manager
 from kvbm.workload.bench.measure import Row, Sample, row_of, timed
 
-_NAMESPACE = Namespace(model="bench", block_tokens=16)
+_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _RUN_BLOCKS = 32
 _SLOTS = 65_536
 _BLOCK_BYTES = 16  # nobody looks at them

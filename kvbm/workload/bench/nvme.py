@@ -28,7 +28,7 @@ from kvbm.pools.nvme import NvmePool
 from kvbm.workload.bench.fio import Fio
 
 CALLERS = 2  # threads that read or write runs, as offload.threads and onboard.threads have it
-NAMESPACE = Namespace(model="bench", block_tokens=16)
+NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _EPOCH = Epoch(1)
 _ROWS_BYTES = 256 << 20  # memory that runs lie in
 _STOP_S = 10.0

@@ -121,7 +121,7 @@ def _pool(options: ObjectsOptions) -> Iterator[BlockObjects]:
 
 
 def _namespace() -> Namespace:
-    return Namespace(model="bench", block_tokens=16, kv_dtype="bfloat16")
+    return Namespace(model="bench", revision="r1", block_tokens=16, kv_dtype="bfloat16")
 
 
 def _bare_store(options: ObjectsOptions) -> S3Store:

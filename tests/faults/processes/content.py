@@ -12,7 +12,7 @@ import numpy as np
 from kvbm.core.ids import HASH_BYTES, Namespace
 
 BLOCK_BYTES = 4032  # no whole page: past the page cache it goes through a bounce buffer
-NAMESPACE = Namespace(model="crash-loop", block_tokens=16)
+NAMESPACE = Namespace(model="crash-loop", revision="r1", block_tokens=16)
 FAMILIES, BRANCHES = 10, 6
 STEM_BLOCKS, LEAF_BLOCKS = 12, 8
 

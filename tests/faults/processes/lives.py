@@ -33,7 +33,7 @@ from kvbm.streams.journal import segment_files
 from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix
 from tests.faults.processes.noise import Noise
 
-NAMESPACE = Namespace(model="lives", block_tokens=16)
+NAMESPACE = Namespace(model="lives", revision="r1", block_tokens=16)
 WAIT_S = 30.0
 _VERIFY_BLOCKS = 64  # read back at a time
 _AHEAD_S = 1.0

@@ -103,9 +103,20 @@ class Served:
             )
             for ask in asks
         ]  # fmt: skip
-        loras = [LoRARequest(f"lora-{ask.lora[0]}", *ask.lora) if ask.lora else None for ask in asks]
+        loras = [LoRARequest(os.path.basename(ask.lora[1]), *ask.lora) if ask.lora else None for ask in asks]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras if any(loras) else None)
         return [_answer(output) for output in outputs]
+
+    def load_adapter(self, number: int, folder: str, in_place: bool = False) -> bool:
+        """Have an adapter loaded, as a server does that is told to."""
+        from vllm.lora.request import LoRARequest
+
+        adapter = LoRARequest(os.path.basename(folder), number, folder, load_inplace=in_place)
+        return bool(self._llm.llm_engine.add_lora(adapter))
+
+    def unload_adapter(self, number: int) -> bool:
+        """Have it let go of."""
+        return bool(self._llm.llm_engine.remove_lora(number))
 
     def settle(self, wait_s: float) -> bool:
         """Let the engine finish what it does between requests; whether it did in time."""

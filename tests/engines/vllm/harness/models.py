@@ -6,6 +6,7 @@ ago still shows in the output: a wrong block must be seen. `test_harness.py` mea
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 VOCABULARY = 512
 WINDOW_TOKENS = 96  # of a sliding layer: three blocks
+_ADAPTER_RANK = 8
 _VERSION = 1  # of what is made here; raise it with any change
 
 
@@ -53,6 +55,25 @@ def llama_of_words(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(folder)
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter for the Llama: random weights, so large that keys and values are others with it. Over what was in the folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors, outputs = {}, {"q_proj": 128, "k_proj": 64, "v_proj": 64}
+    for layer in range(2):
+        for name, output in outputs.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(_ADAPTER_RANK, 64, generator=generator) * 0.3
+            tensors[f"{at}.lora_B.weight"] = torch.randn(output, _ADAPTER_RANK, generator=generator) * 0.3
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": _ADAPTER_RANK, "lora_alpha": 2 * _ADAPTER_RANK, "target_modules": list(outputs)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 KINDS = {"llama": llama, "llama-2": lambda folder: llama(folder, 8), "llama-words": llama_of_words, "gemma": gemma}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tests.engines.vllm.harness.engine import Engine, Engines
 from tests.engines.vllm.harness.models import VOCABULARY
@@ -20,8 +21,8 @@ class WrongAnswerError(AssertionError):
 class Truth:
     """Right answers, each computed once, and prompts whose answers are clear."""
 
-    def __init__(self, engines: Engines, model: str) -> None:
-        self._engines, self._model = engines, model
+    def __init__(self, engines: Engines, model: str, options: Mapping[str, Any] | None = None) -> None:
+        self._engines, self._model, self._options = engines, model, options or {}
         self._known: dict[tuple[tuple[int, ...], int, tuple[int, str] | None], Answer] = {}
         self._engine: Engine | None = None
 
@@ -66,7 +67,9 @@ class Truth:
 
     def _running(self) -> Engine:
         if self._engine is None:
-            self._engine = self._engines.start(Setup(self._model, prefix_caching=False, requests=1))
+            self._engine = self._engines.start(
+                Setup(self._model, prefix_caching=False, requests=1, options=self._options)
+            )
         return self._engine
 
 

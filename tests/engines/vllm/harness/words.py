@@ -19,7 +19,7 @@ class Ask(NamedTuple):
         salt: vLLM's `cache_salt`; "" for none.
         output_tokens: how many to generate; always all of them.
         transfer: the request's `kv_transfer_params`.
-        lora: adapter, by number and folder.
+        lora: adapter, by number and folder; its name is the folder's.
     """
 
     tokens: tuple[int, ...]

@@ -1,0 +1,71 @@
+"""Which namespaces may use tiers that outlive the process or are shared: those that say which weights their blocks are of.
+
+A block in HBM and HOST goes with the engine that computed it. One in NVME, in a pod's folder or in OBJECT is found by whoever comes to the
+same hash, and without a revision two models of one name come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from kvbm.core.ids import Namespace, NamespaceId
+
+log = structlog.get_logger()
+
+
+class LastingNamespaces:
+    """The namespaces of one instance that name a revision. Under the manager's lock.
+
+    Args:
+        namespaces: those that are known; of others nobody knows whether they do, so they may not.
+        all_may: whatever they are; for one that says nothing by itself, as a janitor.
+
+    Attributes:
+        refused: models of namespaces that name none.
+    """
+
+    def __init__(self, namespaces: Iterable[Namespace] = (), all_may: bool = False) -> None:
+        self.refused: dict[str, None] = {}
+        self._all_may = all_may
+        self._may: set[NamespaceId] = set()
+        self._must_not: set[NamespaceId] = set()
+        self._has_warned = False
+        self.add(namespaces)
+
+    def add(self, namespaces: Iterable[Namespace]) -> None:
+        """Know more of them."""
+        for namespace in namespaces:
+            if namespace.revision.strip():
+                self._may.add(namespace.id)
+            else:
+                self._must_not.add(namespace.id)
+                self.refused.setdefault(namespace.model)
+
+    def may(self, namespace: NamespaceId) -> bool:
+        """Whether its blocks may go to lasting tiers, and come from there. The first of which nobody knows brings a warning."""
+        if self._all_may or namespace in self._may:
+            return True
+        if namespace not in self._must_not and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "namespace.undeclared", namespace=namespace.hex(),
+                notice="nobody said whether it names a revision, so it is kept out of NVME and OBJECT;"
+                " give it to open_manager, or to Manager.declare before its first use",
+            )  # fmt: skip
+        return False
+
+    def must_not(self, namespace: NamespaceId) -> bool:
+        """Whether it is known to name no revision."""
+        return namespace in self._must_not
+
+    def why(self, tiers: Iterable[str]) -> str:
+        """What is not used for whom, in one sentence; "" when all may use everything."""
+        named, models = ", ".join(tiers), ", ".join(repr(model) for model in list(self.refused))
+        if not named or not models or self._all_may:
+            return ""
+        return (
+            f"namespaces of {models} name no revision, so {named} keeps none of their blocks: nothing would tell other weights apart;"
+            " give Namespace(revision=…) a commit, or kvbm.weights_digest(path)"
+        )
