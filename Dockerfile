@@ -7,7 +7,7 @@ RUN pip wheel --no-cache-dir --wheel-dir /wheels '.[catalog]'
 
 FROM python:3.12-slim
 COPY --from=build /wheels /wheels
-RUN pip install --no-cache-dir --no-index --find-links /wheels 'kvbm[catalog]' && rm -rf /wheels
+RUN pip install --no-cache-dir --no-index --find-links /wheels 'kvbm-ledger[catalog]' && rm -rf /wheels
 USER 65532:65532
 WORKDIR /tmp
 CMD ["kvbm-catalog", "serve", "--set=catalog.listen=0.0.0.0:7700"]

@@ -37,10 +37,9 @@ class TupleClass {
   // Steals the references of its values.
   template <class... Values>
   nb::object operator()(Values... values) const {
-    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
-    PyObject* const made = type->tp_alloc(type, sizeof...(Values));
+    PyObject* const made = new_tuple(kind_, sizeof...(Values));
     Py_ssize_t at = 0;
-    (PyTuple_SET_ITEM(made, at++, values), ...);
+    (NB_TUPLE_SET_ITEM(made, at++, values), ...);
     if (made == nullptr || PyErr_Occurred() != nullptr) {
       throw nb::python_error();
     }
@@ -269,10 +268,10 @@ class PythonIndex {
     for (const InstanceDepth& one : answer_.instances) {
       PyObject* const tiers = PyTuple_New(kTierCount);
       for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-        PyTuple_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
+        NB_TUPLE_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
       }
-      PyList_SET_ITEM(instances.ptr(), at++,
-                      classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
+      NB_LIST_SET_ITEM(instances.ptr(), at++,
+                       classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
                                      flag_of(one.is_doubtful))
                           .release()
                           .ptr());

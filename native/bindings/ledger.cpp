@@ -20,13 +20,12 @@ class TupleClass {
 
   template <class... Values>
   nb::object operator()(Values&&... values) const {
-    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
-    PyObject* const made = type->tp_alloc(type, sizeof...(values));
+    PyObject* const made = new_tuple(kind_, sizeof...(values));
     if (made == nullptr) {
       throw nb::python_error();
     }
     Py_ssize_t index = 0;
-    (PyTuple_SET_ITEM(made, index++, nb::object(std::forward<Values>(values)).release().ptr()), ...);
+    (NB_TUPLE_SET_ITEM(made, index++, nb::object(std::forward<Values>(values)).release().ptr()), ...);
     return nb::steal(made);
   }
 
@@ -63,8 +62,7 @@ Bytes run_of(nb::handle run) {
   if (!PyBytes_Check(run.ptr())) {
     throw nb::type_error("runs of hashes, slots and tiers are packed bytes");
   }
-  return {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(run.ptr())),
-          static_cast<std::size_t>(PyBytes_GET_SIZE(run.ptr()))};
+  return bytes_of(run.ptr());
 }
 
 std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* what) {
