@@ -32,12 +32,12 @@ const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-u
 // A NamedTuple class whose instances are made without a call.
 class TupleClass {
  public:
-  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)), alloc_(allocator_of(kind_)) {}
 
   // Steals the references of its values.
   template <class... Values>
   nb::object operator()(Values... values) const {
-    PyObject* const made = new_tuple(kind_, sizeof...(Values));
+    PyObject* const made = alloc_(reinterpret_cast<PyTypeObject*>(kind_.ptr()), sizeof...(Values));
     Py_ssize_t at = 0;
     (NB_TUPLE_SET_ITEM(made, at++, values), ...);
     if (made == nullptr || PyErr_Occurred() != nullptr) {
@@ -48,6 +48,7 @@ class TupleClass {
 
  private:
   nb::object kind_;  // the class
+  allocfunc alloc_;  // makes its instances
 };
 
 PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }

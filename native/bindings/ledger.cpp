@@ -16,11 +16,11 @@ namespace {
 // A NamedTuple class, whose instances are made without running its Python constructor.
 class TupleClass {
  public:
-  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)), alloc_(allocator_of(kind_)) {}
 
   template <class... Values>
   nb::object operator()(Values&&... values) const {
-    PyObject* const made = new_tuple(kind_, sizeof...(values));
+    PyObject* const made = alloc_(reinterpret_cast<PyTypeObject*>(kind_.ptr()), sizeof...(values));
     if (made == nullptr) {
       throw nb::python_error();
     }
@@ -31,6 +31,7 @@ class TupleClass {
 
  private:
   nb::object kind_;  // the class
+  allocfunc alloc_;  // makes its instances
 };
 
 // The Python classes of the ledger's results. Made once at import, immutable; GIL held.

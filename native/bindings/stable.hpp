@@ -45,15 +45,14 @@ inline PyObject* item_of(PyObject* items, bool is_list, Py_ssize_t index) noexce
   return is_list ? NB_LIST_GET_ITEM(items, index) : NB_TUPLE_GET_ITEM(items, index);
 }
 
-// An empty instance of a NamedTuple class, without a call of its Python constructor; null with an error set.
-inline PyObject* new_tuple(nb::handle kind, std::size_t size) noexcept {
+// What makes an empty instance of a class of tuples, without a call of its Python constructor.
+inline allocfunc allocator_of(nb::handle kind) noexcept {
   auto* const type = reinterpret_cast<PyTypeObject*>(kind.ptr());
 #if defined(Py_LIMITED_API)
-  const auto alloc = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
+  return reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
 #else
-  const auto alloc = type->tp_alloc;
+  return type->tp_alloc;
 #endif
-  return alloc(type, static_cast<Py_ssize_t>(size));
 }
 
 // tuple.__new__ for a class below tuple; null with an error set.

@@ -553,7 +553,12 @@ def test_pools_that_nothing_can_fill_are_named(flags: dict[str, Any], result: Re
 
 
 def test_an_errors_last_words_are_what_to_do() -> None:
-    expect(refused("x", MissingExtraError("boto3", "s3")), PROBLEM, "boto3 is not installed", "pip install 'kvbm-ledger[s3]'")
+    expect(
+        refused("x", MissingExtraError("boto3", "s3")),
+        PROBLEM,
+        "boto3 is not installed",
+        "pip install 'kvbm-ledger[s3]'",
+    )
     expect(refused("x", ValueError("no more words")), PROBLEM, "no more words")
 
 
