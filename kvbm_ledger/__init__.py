@@ -32,8 +32,12 @@ def conflict() -> str:
     beside = _distributions_beside(folder)
     if not _is_ours(folder / "__init__.py"):
         others = beside or _owners()
-        whose = f"belongs to the distribution {' and '.join(others)}" if others else "is not the one of kvbm-ledger"
-        return f"the Python package kvbm at {folder} {whose}, not to kvbm-ledger; {_remedy(others)}"
+        whose = (
+            f"belongs to the distribution {' and '.join(others)}, not to"
+            if others
+            else "has lost files of, or is none of,"
+        )
+        return f"the Python package kvbm at {folder} {whose} kvbm-ledger; {_remedy(others)}"
     if beside:
         return (
             f"kvbm-ledger and the distribution {' and '.join(beside)} both write the Python package kvbm at {folder}, so its files "
