@@ -6,9 +6,9 @@ installed overwrite the first, and uninstalling one deletes files of the other.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 __all__ = ["conflict"]
@@ -46,11 +46,11 @@ def conflict() -> str:
     return ""
 
 
-def _folder(origin: str | None, locations: object) -> Path | None:
+def _folder(origin: str | None, locations: Iterable[str] | None) -> Path | None:
     """Where a package lies; also one that has lost its __init__.py."""
     if origin is not None:
         return Path(origin).parent
-    return next((Path(str(place)) for place in locations), None) if isinstance(locations, (list, tuple)) else None
+    return next((Path(place) for place in locations or ()), None)
 
 
 def _is_ours(init: Path) -> bool:
@@ -75,6 +75,9 @@ def _distributions_beside(folder: Path) -> list[str]:
 
 
 def _owners() -> list[str]:
+    """All distributions that have files of the package; slow, for an error alone."""
+    import importlib.metadata
+
     names = set(importlib.metadata.packages_distributions().get("kvbm", [])) - {"kvbm-ledger"}
     return sorted(f"{name} {importlib.metadata.version(name)}" for name in names)
 
