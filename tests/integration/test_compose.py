@@ -147,7 +147,11 @@ def _copy_context(target: Path) -> None:
     """The files of the checkout that .dockerignore lets through, by the rules of its file: the last pattern that fits decides."""
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "-c", "safe.directory=*", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     for name in listed:
         if not _is_ignored(name, rules) and (ROOT / name).is_file():
