@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["conflict"]
 
 _OUR_FIRST_WORDS = '"""kvbm: an event-sourced lifecycle manager'
-_REMEDY = "run: pip uninstall {others}; pip install --force-reinstall --no-deps kvbm-ledger; or give each an environment of its own"
+_REMEDY = "run: pip uninstall {others}; pip install --force-reinstall --no-deps kvbm-ledger (or its wheel file); or give each an environment of its own"
 
 
 def conflict() -> str:
