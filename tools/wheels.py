@@ -240,7 +240,8 @@ def _try(python: Python, wheel: Path, demo: bool) -> None:
     _pip(environment, "install", "-c", str(CONSTRAINTS), f"{wheel}[{extra}]", "pytest", "pytest-timeout", "hypothesis")
     programs = environment / "bin"
     with tempfile.TemporaryDirectory(prefix="kvbm-wheel-") as folder:
-        shutil.copytree(ROOT / "tests", Path(folder) / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("tests", "tools"):  # without the checkout's kvbm, which would come first
+            shutil.copytree(ROOT / part, Path(folder) / part, ignore=shutil.ignore_patterns("__pycache__"))
         for command in (
             [str(programs / "kvbm"), "--version"],
             [str(programs / "python"), "-c", _HIT],
