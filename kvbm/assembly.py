@@ -23,7 +23,7 @@ import structlog
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PoolsSettings, Settings, check_gc, check_settings
-from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, StreamError
+from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, PackageConflictError, StreamError
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
@@ -74,6 +74,7 @@ from kvbm.streams.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.publisher import PublisherThread, unknown_runs
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
+from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
@@ -130,7 +131,7 @@ def _kernels(settings: Settings) -> Kernels:
 def kvbm_version() -> str:
     """The installed version; "0" where the package is not installed."""
     try:
-        return version("kvbm")
+        return version("kvbm-ledger")
     except PackageNotFoundError:
         return "0"
 
@@ -180,8 +181,12 @@ def open_manager(
         wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
         layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each namespace has
             the layout that `paged_layout` gives them.
-    Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, StreamError: what cannot be used, and what to do.
+    Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, PackageConflictError, StreamError: what cannot be
+        used, and what to do.
     """
+    why = conflict()
+    if why:
+        raise PackageConflictError(why)
     to_standard_error()
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")

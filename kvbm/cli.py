@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_engine(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_probe(commands)
     commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
@@ -238,6 +239,18 @@ def _add_doctor(commands: _Commands) -> None:
     _add_settings(doctor)
 
 
+def _add_probe(commands: _Commands) -> None:
+    probe = _add_command(
+        commands, "probe", "ask whether NATS, a database or an HTTP service answers: for health checks, and to wait for one",
+        "kvbm probe nats://127.0.0.1:4222 --wait 30",
+    )  # fmt: skip
+    probe.add_argument("url", metavar="URL", help="nats://…, http://…, https://… or postgresql://…")
+    probe.add_argument(
+        "--wait", type=_seconds, default=0.0, metavar="S", help="ask again for so many seconds (default: once)"
+    )
+    _add_settings(probe)
+
+
 def _block_bytes(text: str) -> int:
     return _count_between(text, 1, 1 << 40)
 
@@ -293,7 +306,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
     _end_as_interrupted()
-    _configure_logs(logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor") else logging.INFO)
+    _configure_logs(
+        logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor", "probe") else logging.INFO
+    )
     try:
         return work(arguments)
     except KvbmError as error:
@@ -396,6 +411,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
             wanted = doctor.DoctorOptions(arguments.block_bytes, arguments.quick, arguments.json)
             return doctor.main(settings, wanted)
+        case "probe":
+            from kvbm.workload import probe
+
+            return probe.main(arguments.url, arguments.wait, _settings(arguments))
         case "nats-permissions":
             from kvbm.streams.credentials import keep_seed
             from kvbm.streams.permissions import ServerUser, server_config

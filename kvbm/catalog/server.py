@@ -236,6 +236,6 @@ def _url(listener: socket.socket) -> str:
 
 def _own_version() -> str:
     try:
-        return version("kvbm")
+        return version("kvbm-ledger")
     except PackageNotFoundError:
         return ""

@@ -179,12 +179,16 @@ class MissingExtraError(KvbmError):
     """An optional part is not installed.
 
     Attributes:
-        extra: the extra to install, as in pip install 'kvbm[extra]'.
+        extra: the extra to install, as in pip install 'kvbm-ledger[extra]'.
     """
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} is not installed; install it with: pip install 'kvbm[{extra}]'")
+        super().__init__(f"{what} is not installed; install it with: pip install 'kvbm-ledger[{extra}]'")
         self.extra = extra
+
+
+class PackageConflictError(KvbmError):
+    """The Python package kvbm is not kvbm-ledger's alone: another distribution of that name is installed. Only reinstalling helps."""
 
 
 class TraceError(KvbmError):

@@ -32,15 +32,14 @@ const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-u
 // A NamedTuple class whose instances are made without a call.
 class TupleClass {
  public:
-  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)), alloc_(allocator_of(kind_)) {}
 
   // Steals the references of its values.
   template <class... Values>
   nb::object operator()(Values... values) const {
-    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
-    PyObject* const made = type->tp_alloc(type, sizeof...(Values));
+    PyObject* const made = alloc_(reinterpret_cast<PyTypeObject*>(kind_.ptr()), sizeof...(Values));
     Py_ssize_t at = 0;
-    (PyTuple_SET_ITEM(made, at++, values), ...);
+    (NB_TUPLE_SET_ITEM(made, at++, values), ...);
     if (made == nullptr || PyErr_Occurred() != nullptr) {
       throw nb::python_error();
     }
@@ -49,6 +48,7 @@ class TupleClass {
 
  private:
   nb::object kind_;  // the class
+  allocfunc alloc_;  // makes its instances
 };
 
 PyObject* number_of(std::uint64_t value) { return PyLong_FromUnsignedLongLong(value); }
@@ -269,10 +269,10 @@ class PythonIndex {
     for (const InstanceDepth& one : answer_.instances) {
       PyObject* const tiers = PyTuple_New(kTierCount);
       for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-        PyTuple_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
+        NB_TUPLE_SET_ITEM(tiers, static_cast<Py_ssize_t>(tier), number_of(one.by_tier[tier]));
       }
-      PyList_SET_ITEM(instances.ptr(), at++,
-                      classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
+      NB_LIST_SET_ITEM(instances.ptr(), at++,
+                       classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
                                      flag_of(one.is_doubtful))
                           .release()
                           .ptr());

@@ -34,14 +34,18 @@ nb::object attribute(nb::handle object, const nb::object& name) {
   return nb::steal(value);
 }
 
-// Where a class keeps a field inside its objects, in bytes; -1 when it does not say.
-Py_ssize_t offset_of(nb::handle kind, const nb::object& field) {
+// Where a class keeps a field inside its objects, in bytes; -1 when it does not say, as to the stable API never.
+Py_ssize_t offset_of([[maybe_unused]] nb::handle kind, [[maybe_unused]] const nb::object& field) {
+#if defined(Py_LIMITED_API)
+  return -1;
+#else
   const nb::object descriptor = attribute(kind, field);
   if (Py_TYPE(descriptor.ptr()) != &PyMemberDescr_Type) {
     return -1;
   }
   const PyMemberDef* const member = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member;
   return member->type == T_OBJECT_EX ? member->offset : -1;
+#endif
 }
 
 // A msgspec struct: made from keyword arguments without a dictionary, and read without a search for its attributes.

@@ -21,7 +21,7 @@ nb::object python_text(std::string_view text);
 template <class... Values>
 nb::object named_tuple(const nb::object& kind, const Values&... values) {
   const nb::tuple arguments = nb::make_tuple(nb::make_tuple(values...));
-  PyObject* const made = PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(kind.ptr()), arguments.ptr(), nullptr);
+  PyObject* const made = tuple_from(kind, arguments);
   if (made == nullptr) {
     throw nb::python_error();
   }

@@ -34,13 +34,13 @@ class Tokens {
     if (!is_list && !PyTuple_CheckExact(tokens.ptr())) {
       return false;
     }
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(tokens.ptr());
+    const Py_ssize_t count = length_of(tokens.ptr(), is_list);
     copied_.resize(static_cast<std::size_t>(count));
-    PyObject** const items = PySequence_Fast_ITEMS(tokens.ptr());
     for (Py_ssize_t index = 0; index < count; ++index) {
+      PyObject* const item = item_of(tokens.ptr(), is_list, index);
       int overflow = 0;
       // An exact int runs no Python code, so the list cannot change here.
-      const long long value = PyLong_CheckExact(items[index]) ? PyLong_AsLongLongAndOverflow(items[index], &overflow) : -1;
+      const long long value = PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
       if (overflow != 0 || value < 0 || value > 0xFFFFFFFF) {
         return false;
       }
@@ -161,12 +161,11 @@ nb::bytes hash_derived(nb::handle root, nb::handle digests) {
   std::vector<Bytes> views(kept.size());
   std::size_t bytes = 0;
   for (std::size_t index = 0; index < views.size(); ++index) {
-    PyObject* const digest = PyTuple_GET_ITEM(items, static_cast<Py_ssize_t>(index));
+    PyObject* const digest = NB_TUPLE_GET_ITEM(items, static_cast<Py_ssize_t>(index));
     if (!PyBytes_Check(digest)) {
       throw not_bytes("digest " + std::to_string(index), digest);
     }
-    views[index] = {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(digest)),
-                    static_cast<std::size_t>(PyBytes_GET_SIZE(digest))};
+    views[index] = bytes_of(digest);
     bytes += views[index].size();
   }
   const nb::bytes hashes = new_bytes(views.size() * kHashBytes);

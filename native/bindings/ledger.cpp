@@ -16,22 +16,22 @@ namespace {
 // A NamedTuple class, whose instances are made without running its Python constructor.
 class TupleClass {
  public:
-  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)) {}
+  TupleClass(const nb::module_& module, const char* name) : kind_(module.attr(name)), alloc_(allocator_of(kind_)) {}
 
   template <class... Values>
   nb::object operator()(Values&&... values) const {
-    auto* const type = reinterpret_cast<PyTypeObject*>(kind_.ptr());
-    PyObject* const made = type->tp_alloc(type, sizeof...(values));
+    PyObject* const made = alloc_(reinterpret_cast<PyTypeObject*>(kind_.ptr()), sizeof...(values));
     if (made == nullptr) {
       throw nb::python_error();
     }
     Py_ssize_t index = 0;
-    (PyTuple_SET_ITEM(made, index++, nb::object(std::forward<Values>(values)).release().ptr()), ...);
+    (NB_TUPLE_SET_ITEM(made, index++, nb::object(std::forward<Values>(values)).release().ptr()), ...);
     return nb::steal(made);
   }
 
  private:
   nb::object kind_;  // the class
+  allocfunc alloc_;  // makes its instances
 };
 
 // The Python classes of the ledger's results. Made once at import, immutable; GIL held.
@@ -63,8 +63,7 @@ Bytes run_of(nb::handle run) {
   if (!PyBytes_Check(run.ptr())) {
     throw nb::type_error("runs of hashes, slots and tiers are packed bytes");
   }
-  return {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(run.ptr())),
-          static_cast<std::size_t>(PyBytes_GET_SIZE(run.ptr()))};
+  return bytes_of(run.ptr());
 }
 
 std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* what) {

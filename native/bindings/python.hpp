@@ -17,6 +17,7 @@
 
 #include "kvbm/error.hpp"
 #include "kvbm/event.hpp"
+#include "stable.hpp"
 
 namespace kvbm::bindings {
 
@@ -112,7 +113,7 @@ inline nb::bytes new_bytes(std::size_t size) {
 }
 
 inline std::span<std::uint8_t> writable(const nb::bytes& bytes) noexcept {
-  return {reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())), bytes.size()};
+  return {reinterpret_cast<std::uint8_t*>(characters(bytes.ptr())), bytes.size()};
 }
 
 inline nb::bytes copy_bytes(Bytes data) { return nb::bytes(data.data(), data.size()); }
@@ -132,10 +133,7 @@ inline nb::object as_bytes(nb::object value) {
   return nb::steal(copy);
 }
 
-inline Bytes view_of(const nb::object& bytes) noexcept {
-  return {reinterpret_cast<const std::uint8_t*>(PyBytes_AS_STRING(bytes.ptr())),
-          static_cast<std::size_t>(PyBytes_GET_SIZE(bytes.ptr()))};
-}
+inline Bytes view_of(const nb::object& bytes) noexcept { return bytes_of(bytes.ptr()); }
 
 // The bytes of an object, which then are kept.
 inline Bytes kept_bytes(nb::object value, Keepers& keepers) {

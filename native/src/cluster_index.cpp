@@ -7,6 +7,8 @@
 #include <map>
 #include <utility>
 
+#include "kvbm/entropy.hpp"
+
 namespace kvbm {
 namespace {
 
@@ -24,9 +26,7 @@ std::size_t ClusterIndex::IdHash::operator()(const NamespaceId& id) const noexce
 }
 
 std::array<std::uint64_t, 3> ClusterIndex::random_secret() {
-  std::random_device device;
-  const auto word = [&device] { return std::uint64_t{device()} << 32 | device(); };
-  return {word(), word(), word()};
+  return {random_word(), random_word(), random_word()};
 }
 
 ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret)

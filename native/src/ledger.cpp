@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 #include <set>
 #include <type_traits>
 
+#include "kvbm/entropy.hpp"
 #include "kvbm/error.hpp"
 
 namespace kvbm {
@@ -151,7 +151,7 @@ Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size
     : shares_(with_others(std::move(shares))),
       share_of_(std::make_unique<std::vector<std::uint32_t>>()),
       event_bytes_(event_bytes),
-      seed_((std::uint64_t{std::random_device{}()} << 32) ^ std::random_device{}()) {
+      seed_(random_word()) {
   if (eviction != "lru" && eviction != "s3fifo") {
     throw ledger_error("there is no eviction policy '" + std::string(eviction) + "'; use one of lru, s3fifo");
   }

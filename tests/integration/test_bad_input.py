@@ -511,12 +511,12 @@ def blocked(tmp_path: Path, *names: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("names", "command", "words"),
     [
-        (("torch",), ["engine", "--set=pools.hbm.slots=8"], ("torch", "pip install 'kvbm[engine]'")),
-        (("torch",), ["demo"], ("torch", "pip install 'kvbm[demo]'")),
-        (("moto", "boto3"), ["demo"], ("boto3, moto", "pip install 'kvbm[demo]'")),
-        (("fastapi",), ["catalog", "serve"], ("fastapi", "pip install 'kvbm[catalog]'")),
-        (("sqlalchemy",), ["catalog", "serve"], ("sqlalchemy", "pip install 'kvbm[catalog]'")),
-        (("fastapi", "alembic"), ["simulate"], ("alembic, fastapi", "pip install 'kvbm[catalog]'")),
+        (("torch",), ["engine", "--set=pools.hbm.slots=8"], ("torch", "pip install 'kvbm-ledger[engine]'")),
+        (("torch",), ["demo"], ("torch", "pip install 'kvbm-ledger[demo]'")),
+        (("moto", "boto3"), ["demo"], ("boto3, moto", "pip install 'kvbm-ledger[demo]'")),
+        (("fastapi",), ["catalog", "serve"], ("fastapi", "pip install 'kvbm-ledger[catalog]'")),
+        (("sqlalchemy",), ["catalog", "serve"], ("sqlalchemy", "pip install 'kvbm-ledger[catalog]'")),
+        (("fastapi", "alembic"), ["simulate"], ("alembic, fastapi", "pip install 'kvbm-ledger[catalog]'")),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_pip_line(
@@ -546,7 +546,7 @@ print(sorted(set({EXTRAS!r}) & set(sys.modules)))
     )
     assert ended.returncode == 0, ended.stderr
     said = [line for line in ended.stdout.splitlines() if not _LOG_LINE.match(line.replace(" ", "T", 1))]
-    assert said == ["2", "torch is not installed; install it with: pip install 'kvbm[engine]'", "[]"]
+    assert said == ["2", "torch is not installed; install it with: pip install 'kvbm-ledger[engine]'", "[]"]
     told = run(["replay", "verify", str(tmp_path / "data")], tmp_path, environment)
     assert told.returncode == 0, told.stderr
 
@@ -561,4 +561,4 @@ def test_the_doctor_runs_on_the_core_install(tmp_path: Path) -> None:
     told = run(["doctor", "--quick", *flags, "--set", "pools.object.url=s3://bucket/x"], tmp_path, environment)
     assert told.returncode == 1
     for extra in ("engine", "s3"):
-        assert f"pip install 'kvbm[{extra}]'" in told.stdout.partition("2 problems")[2]
+        assert f"pip install 'kvbm-ledger[{extra}]'" in told.stdout.partition("2 problems")[2]

@@ -222,7 +222,7 @@ def test_torch_has_to_fit_the_device_and_the_driver() -> None:
     plain = gpu.Torch("2.9.0+cpu", "")
     for cuda, torch, device, result, words in (
         (NO_CUDA, None, "memory", UNUSED, "works without it"),
-        (NO_CUDA, None, "auto", PROBLEM, "kvbm[engine]"),
+        (NO_CUDA, None, "auto", PROBLEM, "kvbm-ledger[engine]"),
         (NO_CUDA, plain, "cpu", OK, "without CUDA"),
         (NO_CUDA, plain, "auto", OK, "without CUDA"),
         (CUDA, plain, "auto", WARNING, "there is a GPU"),
@@ -553,7 +553,12 @@ def test_pools_that_nothing_can_fill_are_named(flags: dict[str, Any], result: Re
 
 
 def test_an_errors_last_words_are_what_to_do() -> None:
-    expect(refused("x", MissingExtraError("boto3", "s3")), PROBLEM, "boto3 is not installed", "pip install 'kvbm[s3]'")
+    expect(
+        refused("x", MissingExtraError("boto3", "s3")),
+        PROBLEM,
+        "boto3 is not installed",
+        "pip install 'kvbm-ledger[s3]'",
+    )
     expect(refused("x", ValueError("no more words")), PROBLEM, "no more words")
 
 

@@ -250,5 +250,6 @@ def test_without_torch_the_import_says_what_to_install() -> None:
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert (
-        found.stdout.strip() == "engine|the reference engine needs torch; install it with: pip install 'kvbm[engine]'"
+        found.stdout.strip()
+        == "engine|the reference engine needs torch; install it with: pip install 'kvbm-ledger[engine]'"
     )

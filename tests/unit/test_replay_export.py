@@ -183,7 +183,7 @@ def test_without_pyarrow_the_extra_is_named(
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["export", str(tmp_path / "a.kvbm"), str(tmp_path / "a.parquet")]) == 2
-    assert "pip install 'kvbm[parquet]'" in capsys.readouterr().err
+    assert "pip install 'kvbm-ledger[parquet]'" in capsys.readouterr().err
 
 
 def test_rows_come_from_frames_as_they_were_written() -> None:

@@ -178,4 +178,4 @@ def main(side: str, **options: object) -> OurStore | OurRegister:
 
 
 if __name__ == "__main__":
-    serve("kvbm", version("kvbm"), main)
+    serve("kvbm", version("kvbm-ledger"), main)

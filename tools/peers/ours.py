@@ -222,4 +222,4 @@ def main(side: str = "directory") -> OurDirectory | OurPool | Service:
 
 
 if __name__ == "__main__":
-    serve("kvbm", version("kvbm"), main)
+    serve("kvbm", version("kvbm-ledger"), main)

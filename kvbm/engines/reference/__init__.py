@@ -11,7 +11,7 @@ except ModuleNotFoundError as missing:
     if missing.name != "torch":
         raise
     refused = MissingExtraError("torch", "engine")
-    refused.args = ("the reference engine needs torch; install it with: pip install 'kvbm[engine]'",)
+    refused.args = ("the reference engine needs torch; install it with: pip install 'kvbm-ledger[engine]'",)
     raise refused from None
 
 from kvbm.engines.reference.blocks import BlockManager, HeldPrefix, PagedPool

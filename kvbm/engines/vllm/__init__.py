@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Any:
         if (missing.name or "").partition(".")[0] != "vllm":
             raise
         refused = MissingExtraError("vLLM", "vllm")
-        refused.args = ("KvbmConnector needs vLLM 0.32 or newer; install it with: pip install 'kvbm[vllm]'",)
+        refused.args = ("KvbmConnector needs vLLM 0.32 or newer; install it with: pip install 'kvbm-ledger[vllm]'",)
         raise refused from None
     return KvbmConnector

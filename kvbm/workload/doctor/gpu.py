@@ -13,7 +13,9 @@ from kvbm.workload.doctor.plan import Plan
 
 _ANY_PROCESS, _PROHIBITED = 0, 2
 _MODES = {0: "default", 1: "exclusive", 2: "prohibited", 3: "exclusive process"}
-_INSTALL_TORCH = "pip install 'kvbm[engine]' for the torch of your CUDA, or set pools.hbm.device=memory (no tensors)"
+_INSTALL_TORCH = (
+    "pip install 'kvbm-ledger[engine]' for the torch of your CUDA, or set pools.hbm.device=memory (no tensors)"
+)
 
 
 class Torch(NamedTuple):

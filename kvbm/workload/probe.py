@@ -1,0 +1,93 @@
+"""`kvbm probe`: does a service answer? For health checks, and for whoever must wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import urllib.error
+import urllib.request
+from typing import NamedTuple
+
+from kvbm.config import Settings
+from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.streams.credentials import Credentials
+from kvbm.streams.nats import look
+from kvbm.streams.permissions import catalog_inbox
+
+ASK_S = 4.0  # one answer; images' health checks wait a little longer
+_AGAIN_S = 0.25
+
+
+class Answer(NamedTuple):
+    """Whether a service can be used, and what it said, or why it cannot."""
+
+    is_well: bool
+    words: str
+
+
+def main(url: str, wait_s: float, settings: Settings) -> int:
+    """Ask, again until it answers or the time is up; say what was found. Returns 0, or 1 when it cannot be used.
+
+    Args:
+        url: nats://, tls://, http://, https:// or postgresql://.
+        settings: `nats` has the credentials NATS asks for.
+    Raises: ConfigError: no such service is known.
+    """
+    until_s = time.monotonic() + wait_s
+    answer = ask(url, settings)
+    while not answer.is_well and time.monotonic() < until_s:
+        time.sleep(_AGAIN_S)
+        answer = ask(url, settings)
+    print(answer.words, file=sys.stdout if answer.is_well else sys.stderr)
+    return 0 if answer.is_well else 1
+
+
+def ask(url: str, settings: Settings) -> Answer:
+    """Ask once, for at most `ASK_S`. Raises ConfigError: no such service is known."""
+    scheme = url.partition("://")[0]
+    try:
+        match scheme.partition("+")[0]:
+            case "nats" | "tls":
+                return _ask_nats(url, settings)
+            case "http" | "https":
+                return _ask_http(url)
+            case "postgresql" | "postgres":
+                return _ask_postgres(url.replace(scheme, "postgresql+asyncpg", 1))
+    except ConfigError:
+        raise
+    except KvbmError as error:
+        return Answer(False, str(error))
+    raise ConfigError(f"{url!r} is nothing to probe; give nats://…, http://…, https://… or postgresql://…")
+
+
+def _ask_nats(url: str, settings: Settings) -> Answer:
+    nats = settings.nats
+    inbox = catalog_inbox(settings.instance.cluster)
+    view = asyncio.run(
+        look(url, ASK_S, Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox))
+    )
+    if view.has_jetstream:
+        return Answer(False, f"NATS at {view.url}: {view.has_jetstream}")
+    return Answer(True, f"NATS at {view.url}: nats-server {view.version} answers, with JetStream")
+
+
+def _ask_http(url: str) -> Answer:
+    try:
+        with urllib.request.urlopen(url, timeout=ASK_S) as answer:
+            return Answer(True, f"{url} answers {answer.status}")
+    except urllib.error.HTTPError as error:
+        return Answer(False, f"{url} answers {error.code}")
+    except ValueError as error:
+        raise ConfigError(f"{url!r} is no URL that can be asked ({error})") from None
+    except OSError as error:
+        return Answer(False, f"{url} does not answer ({getattr(error, 'reason', None) or error})")
+
+
+def _ask_postgres(url: str) -> Answer:
+    from kvbm.catalog.database import look as look_at
+
+    view = asyncio.run(look_at(url, ASK_S))
+    if view.unwritable:
+        return Answer(False, f"{view.shown} takes no row ({view.unwritable})")
+    return Answer(True, f"{view.shown}: {view.server} answers")

@@ -1,0 +1,35 @@
+"""The programs `kvbm`, `kvbm-catalog` and `kvbm-replay`: they see whose the package `kvbm` is, then start what it has."""
+
+from __future__ import annotations
+
+import sys
+
+from kvbm_ledger import conflict
+
+__all__ = ["catalog_main", "main", "replay_main"]
+
+
+def main() -> int:
+    """The `kvbm` command; 2 when the package of that name is not ours."""
+    return _started("main", "kvbm")
+
+
+def catalog_main() -> int:
+    """The `kvbm-catalog` command, likewise."""
+    return _started("catalog_main", "kvbm-catalog")
+
+
+def replay_main() -> int:
+    """The `kvbm-replay` command, likewise."""
+    return _started("replay_main", "kvbm-replay")
+
+
+def _started(command: str, name: str) -> int:
+    why = conflict()
+    if why:
+        print(f"{name}: {why}", file=sys.stderr)
+        return 2
+    from kvbm import cli
+
+    code: int = getattr(cli, command)()
+    return code
