@@ -26,7 +26,7 @@ from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, Stream
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.core.kernels import REFERENCE
 from kvbm.streams import server as server_module
-from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail
+from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail, is_fence
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats import PULL_MESSAGES, NatsReader, NatsStream
@@ -82,7 +82,7 @@ async def read_all(url: str, cluster: str) -> list[StreamMessage]:
         found: list[StreamMessage] = []
         while not reader.at_end:
             found += await reader.fetch(WAIT_S)
-        return found
+        return [message for message in found if not is_fence(message.subject)]
     finally:
         await stream.close()
 
