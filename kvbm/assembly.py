@@ -301,6 +301,7 @@ def run_catalog(settings: Settings) -> int:
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
             connect_s=settings.nats.timeout_s,
+            replicas=settings.nats.replicas,
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
             capacity=settings.catalog.capacity,
@@ -454,7 +455,7 @@ def _publishing(
     """A publisher that has begun."""
 
     async def connect(url: str, timeout_s: float) -> NatsStream:
-        return await NatsStream.connect(url, timeout_s, credentials=credentials)
+        return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
 
     publisher = PublisherThread(
         frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
@@ -462,7 +463,9 @@ def _publishing(
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
     publisher.start()
-    return Publishing(publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began)
+    return Publishing(
+        publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began, lambda: publisher.trouble
+    )
 
 
 def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> Epoch:
@@ -476,7 +479,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credent
 
     async def ask() -> Epoch:
         async with asyncio.timeout(timeout_s):
-            stream = await NatsStream.connect(url, timeout_s, credentials=credentials)
+            stream = await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
             try:
                 tail = await stream.tail(cluster, instance, timeout_s)
                 fence = await stream.fence(cluster, instance, timeout_s)

@@ -205,6 +205,7 @@ class NatsSettings(_Group, frozen=True):
         heartbeat_s: between two signs of life.
         window_bytes: sent and not acknowledged at most.
         linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share one.
+        replicas: servers of a NATS cluster that keep the streams: 1, 3 or 5, for streams that are made from now on.
         credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
         tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate where the server wants one.
     """
@@ -215,6 +216,7 @@ class NatsSettings(_Group, frozen=True):
     heartbeat_s: float = 1.0
     window_bytes: int = 4 << 20
     linger_s: float = 0.002
+    replicas: int = 1
     credentials: str = ""
     nkey_seed: str = ""
     tls_ca: str = ""
@@ -461,6 +463,10 @@ def check_settings(settings: Settings) -> None:
     ):
         if not 0 < wait_s <= _LONGEST_S:
             raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
+    if settings.nats.replicas not in (1, 3, 5):
+        raise ConfigError(
+            f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
+        )
     _check_tenants(settings.tenants)
     routing = settings.catalog.routing
     weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}

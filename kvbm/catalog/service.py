@@ -22,6 +22,7 @@ from kvbm.catalog.archive import Archive
 from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
+from kvbm.catalog.lag import Backlog, Confirmation
 from kvbm.catalog.liveness import (
     LIVENESS_S,
     Followed,
@@ -32,6 +33,7 @@ from kvbm.catalog.liveness import (
     Liveness,
     OwnPulse,
     Ticked,
+    Why,
     Withhold,
     catalog_name,
     is_catalog,
@@ -45,6 +47,8 @@ from kvbm.catalog.store import InstanceState, Store
 from kvbm.catalog.storing import CLAIMS_EVERY_S, Numbering, Storing, numbering, slices
 from kvbm.core.answers import (
     BlockAnswer,
+    BlockHolder,
+    InstanceHolding,
     InstanceSummary,
     LookupAnswer,
     NamespaceSummary,
@@ -74,7 +78,9 @@ from kvbm.telemetry.metrics import CatalogNumbers
 log = structlog.get_logger()
 
 FETCH_WAIT_S = 0.25
-ASK_END_S = 1.0
+ASK_END_S = 0.5
+ASK_END_WAIT_S = 1.0
+_SENT_PULSES = 256
 RETRY_S = 0.1
 ROUNDS_STEP_S = 0.1
 SWEEP_EVERY_S = 1.0
@@ -85,6 +91,7 @@ AUDIT_PAUSE_S = 60.0  # between two passes
 CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0
 A = TypeVar("A", LookupAnswer, BlockAnswer)
+D = TypeVar("D", InstanceHolding, RankedInstance, BlockHolder)
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 
 
@@ -95,6 +102,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         cluster: the one to follow; None for all.
         listen: host:port; port 0 takes a free one.
         connect_s: how long NATS and the database have to answer at the start.
+        replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         claims_every_s: how often claims in the index are held against those in the database.
         tenant_secrets: tenant → secret, for lookups by tokens.
@@ -111,6 +119,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str | None = None
     listen: str = "127.0.0.1:7700"
     connect_s: float = 5.0
+    replicas: int = 1
     liveness_s: float = LIVENESS_S
     store_every_s: float = 0.1
     claims_every_s: float = CLAIMS_EVERY_S
@@ -153,6 +162,14 @@ class CatalogService:
         self._start_end = self._end = end  # of the stream, as of the start and of the last word
         self._liveness = Liveness(settings.liveness_s)
         self._ignored: dict[InstanceId, Heartbeat] = {}  # whose heartbeats count for nothing, and the last of them
+        self._confirmation = Confirmation(time.monotonic())
+        self._backlog = Backlog(1.25 * settings.liveness_s)  # who is silent is left out before it counts as behind
+        self._sent_pulses: dict[
+            int, float
+        ] = {}  # own ones that may still be heard: the time they bear, and when they were sent
+        self._heard_after_s = (
+            time.monotonic()
+        )  # the newest own pulse heard was sent then: what comes now was sent later
         self._told: dict[InstanceId, Followed] = {}  # what liveness knows of the stream
         self._own_run = secrets.token_hex(4)
         self._own_name = catalog_name(self._own_run)
@@ -202,7 +219,7 @@ class CatalogService:
         store = await Store.open(settings.database_url, settings.connect_s)
         try:
             stream = stream or await NatsStream.connect(
-                settings.nats_url, settings.connect_s, credentials=settings.credentials
+                settings.nats_url, settings.connect_s, credentials=settings.credentials, replicas=settings.replicas
             )
         except BaseException:
             await store.close()
@@ -279,11 +296,15 @@ class CatalogService:
         )
 
     def view_age_s(self) -> float:
-        """How old the view is that answers rest on; 0 while everybody's silence counts."""
+        """How old the view is that answers rest on; 0 while everybody's silence counts and the stream is read to its end."""
         return round(self._freshness().age_s, 3)
 
     def _freshness(self) -> Freshness:
-        fresh = self._liveness.freshness(time.monotonic())
+        now_s = time.monotonic()
+        fresh = self._liveness.freshness(now_s)
+        unconfirmed_s = self._confirmation.age_s(now_s)
+        if unconfirmed_s > fresh.age_s:
+            fresh = Freshness(unconfirmed_s, "so long nobody has confirmed that the stream is read to its end")
         is_old = (
             fresh.age_s >= self.settings.liveness_s / 2
         )  # before that, at the start, nobody could have fallen silent
@@ -305,8 +326,14 @@ class CatalogService:
         return row.cluster if row is not None else pulse.heartbeat.cluster if pulse is not None else None
 
     def _staleness(self) -> list[str]:
-        fresh = self._freshness()
-        return [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
+        fresh, behind = self._freshness(), sorted(self._backlog.behind)
+        found = [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
+        if behind:
+            most_s = max(self._backlog.age_s(time.monotonic(), name) for name in behind)
+            found.append(
+                f"{len(behind)} instances may have decided what is not read, for {most_s:.1f} s: {', '.join(behind[:5])}"
+            )
+        return found
 
     async def wait_for(self, instance: InstanceId, position: Position, timeout_s: float) -> Position:
         """Wait until a place in an instance's stream is in the index. Returns where it is, in time or not."""
@@ -326,7 +353,12 @@ class CatalogService:
 
     def lookup(self, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
         """Who has how much of a prefix."""
-        return self._dated(lookup(self._index, namespace, hashes))
+        answer = lookup(self._index, namespace, hashes)
+        if self._backlog.behind:
+            answer = msgspec.structs.replace(
+                answer, instances=[self._doubted_if_behind(one, one.instance) for one in answer.instances]
+            )
+        return self._dated(answer)
 
     def route(self, ask: Ask, fields: Namespace | None) -> list[RankedInstance]:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
@@ -341,11 +373,20 @@ class CatalogService:
         if not candidates:
             return []
         pulses = {instance: self._liveness.last(instance) for instance in candidates}
-        return self._router.route(now_s, ask, self._index, candidates, pulses)
+        ranked = self._router.route(now_s, ask, self._index, candidates, pulses)
+        return [self._doubted_if_behind(one, one.instance) for one in ranked]
 
     def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
         """Who holds one block."""
-        return self._dated(locate(self._index, namespace, block))
+        answer = locate(self._index, namespace, block)
+        if self._backlog.behind:
+            holders = [one if one.kind == "pool" else self._doubted_if_behind(one, one.name) for one in answer.holders]
+            answer = msgspec.structs.replace(answer, holders=holders)
+        return self._dated(answer)
+
+    def _doubted_if_behind(self, answer: D, instance: str) -> D:
+        is_behind = InstanceId(instance) in self._backlog.behind
+        return msgspec.structs.replace(answer, doubtful=True) if is_behind else answer
 
     def _dated(self, answer: A) -> A:
         """The answer with the age of a view that is kept."""
@@ -387,6 +428,8 @@ class CatalogService:
             samples=self._archive.samples if self._archive is not None else 0,
             samples_lost=self._archive.samples_lost if self._archive is not None else 0,
             doubtful=len(self._projector.troubles()),
+            behind=len(self._backlog.behind),
+            behind_s=max((self._backlog.age_s(time.monotonic(), name) for name in self._backlog.behind), default=0.0),
             withheld=len(self._liveness.withheld()),
             ignored=len(self._ignored),
             view_age_s=self.view_age_s(),
@@ -439,7 +482,8 @@ class CatalogService:
             offset=position.offset,
             published=heartbeat.published if heartbeat is not None else None,
             digest=f"{view.digest if view is not None else 0:016x}",
-            doubtful=view is None or view.doubtful,
+            applied=heartbeat.applied or None if heartbeat is not None else None,
+            doubtful=view is None or view.doubtful or instance in self._backlog.behind,
             partial=view is not None and view.partial,
             doubts=self._doubts(instance),
             round_asked_s=self._asker.age_s(now_s, instance),
@@ -475,13 +519,24 @@ class CatalogService:
         """Why an instance is doubtful, in words."""
         view, trouble = self._index.view(instance), self._projector.troubles().get(instance)
         if view is None:
-            return ["nothing was read of it"]
+            return ["nothing was read of it", *self._delays(instance)]
         doubts = trouble.reasons() if trouble is not None else ["its first round has not ended"] if view.missed else []
         if view.waiting:
             doubts.append("later events came first")
         if view.partial:
             doubts.append("the catalog is at its capacity")
-        return doubts
+        return doubts + self._delays(instance)
+
+    def _delays(self, instance: InstanceId) -> list[str]:
+        """That what an instance has decided is not read, in words."""
+        if instance not in self._backlog.behind:
+            return []
+        decided, age_s = self._backlog.decided(instance), self._backlog.age_s(time.monotonic(), instance)
+        if decided is None:
+            return [f"nothing was heard of it for {age_s:.1f} s"]
+        read = self._projector.position(instance)
+        said = f"it has decided events up to offset {decided.offset} of epoch {decided.epoch}"
+        return [f"{said}, and {age_s:.1f} s later only those up to offset {read.offset} of epoch {read.epoch} are read"]
 
     def _lag_messages(self) -> int:
         if self._reader is not None and self._reader.at_end:
@@ -549,6 +604,7 @@ class CatalogService:
             for part in parts[:-1]:
                 await self._project(part, at_end=False)
             await self._project(parts[-1], at_end=reader.at_end)
+            self._confirmation.read(max(self._projector.sequence, reader.reached))
             if not self._is_ready:
                 self._get_ready(reader.at_end)
 
@@ -657,17 +713,22 @@ class CatalogService:
         async for heartbeat in self._stream.watch_pulses(self.settings.cluster):
             if heartbeat.instance == self._own_name:
                 self._live(OwnPulse())
+                self._heard_after_s = max(self._heard_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
             elif not is_catalog(heartbeat.instance):
                 self._live(Heard(heartbeat))
                 believed = self._liveness.last(heartbeat.instance)
                 if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
-                    self._projector.hear(time.monotonic(), heartbeat)
+                    now_s, name = time.monotonic(), heartbeat.instance
+                    self._projector.hear(now_s, heartbeat)
+                    decided = Position(heartbeat.epoch, heartbeat.applied)
+                    self._backlog.hear(now_s, self._heard_after_s, name, decided, self._projector.position(name))
 
     async def _tick(self) -> None:
         """Withhold the silent in time."""
         while True:
             self._live(Ticked())
             self._name_ignored()
+            self._find_behind()
             await asyncio.sleep(self._liveness.tick_s)
 
     def _name_ignored(self) -> None:
@@ -689,6 +750,14 @@ class CatalogService:
                 )), "notice.not_sent", instance)  # fmt: skip
         self._ignored = ignored
 
+    def _find_behind(self) -> None:
+        now_s, before = time.monotonic(), self._backlog.behind
+        behind = self._backlog.judge(now_s, self._projector.position)
+        for instance in sorted(behind - before):
+            log.warning("instance.behind", instance=instance, why=self._delays(instance)[0])
+        for instance in sorted(before - behind):
+            log.info("instance.caught_up", instance=instance)
+
     async def _send_pulses(self) -> None:
         """Pulses of the catalog's own: while they come back, silence is the silence of others."""
         cluster = self.settings.cluster or OWN_CLUSTER
@@ -697,6 +766,9 @@ class CatalogService:
                 instance=self._own_name, cluster=cluster, epoch=Epoch(1), published=Offset(0),
                 wall_time_ns=time.time_ns(), run=self._own_run,
             )  # fmt: skip
+            self._sent_pulses[pulse.wall_time_ns] = time.monotonic()
+            if len(self._sent_pulses) > _SENT_PULSES:
+                del self._sent_pulses[next(iter(self._sent_pulses))]
             try:
                 await self._stream.send_pulse(pulse)
             except StreamError as error:
@@ -707,6 +779,8 @@ class CatalogService:
         """One step of liveness; what it decides is in answers from here on."""
         for effect in self._liveness.step(time.monotonic(), what):
             withheld = isinstance(effect, Withhold)
+            if isinstance(effect, Withhold) and effect.why is not Why.RESTARTED:
+                self._backlog.leave_out(effect.instance)  # it says no more, and is left out of answers
             why = effect.why.value if isinstance(effect, Withhold) else "heard"
             self._index.withhold(effect.instance, withheld)
             log.info(
@@ -746,8 +820,10 @@ class CatalogService:
     async def _watch_end(self) -> None:
         while True:
             await asyncio.sleep(ASK_END_S)
+            asked_s, sequence = time.monotonic(), self._projector.sequence
             try:
-                self._end = await self._stream.last_sequence(ASK_END_S)
+                self._end = await self._stream.last_sequence(ASK_END_WAIT_S)
+                self._confirmation.answered(asked_s, self._end, sequence)
             except StreamError as error:
                 log.debug("stream.end_unknown", why=str(error))
 

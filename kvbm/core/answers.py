@@ -60,7 +60,7 @@ class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
         depth: blocks from the first on that it holds in any tier, without a hole.
         tiers: blocks of that run, by the hottest tier that holds each.
         reach: where the run ends when the instance's cluster pools go on where its own tiers end.
-        doubtful: events of it were missed and it has not restated what it holds since.
+        doubtful: events of it were missed and it has not restated what it holds since, or what it has decided is not read.
     """
 
     instance: str
@@ -84,7 +84,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
         withheld: instances left out because they have stopped or fallen silent.
-        view_age_s: how old the view is while the catalog cannot tell who is silent, else 0.
+        view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
     """
 
     namespace: str
@@ -170,7 +170,7 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: "live", "silent" (no heartbeat lately), "stopping", "stopped", or "unheard" (never a heartbeat).
         offset: everything before it is in the index.
-        published: as the last heartbeat says; None without one.
+        published, applied: as the last heartbeat says: what is on the stream, and what was decided; None where none says it.
         digest: 16 hex digits.
         partial: residencies of it were refused at the catalog's capacity.
         doubts: why it is doubtful, in words. round_asked_s: seconds since the catalog last asked it for a round, while it is.
@@ -185,6 +185,7 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     offset: int
     published: int | None
+    applied: int | None
     digest: str
     doubtful: bool
     partial: bool

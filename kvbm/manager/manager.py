@@ -193,12 +193,14 @@ class Publishing(NamedTuple):
         published: how far the stream has come.
         stop: publish the rest within a timeout; whether all of it is published.
         round_began: what comes next in the journal is a round.
+        trouble: what the stream does not take now, in words; "" when all is well.
     """
 
     notify: Callable[[], None]
     published: Callable[[], Position]
     stop: Callable[[float], bool]
     round_began: Callable[[], None] = lambda: None
+    trouble: Callable[[], str] = lambda: ""
 
 
 class Manager:
@@ -583,6 +585,10 @@ class Manager:
 
     def trouble(self) -> str:
         """What the manager cannot do now, in words; "" when all is well."""
+        unpublished = self._publishing.trouble() if self._publishing is not None else ""
+        return "; ".join(filter(None, (self._own_trouble(), unpublished)))
+
+    def _own_trouble(self) -> str:
         refusal = self._frames.refusal
         if self._ledger.overflowed:
             why = refusal or "it took events too slowly"
@@ -636,14 +642,14 @@ class Manager:
         with self._lock:
             free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
             namespaces = tuple(self._namespaces)
-            epoch = self._ledger.epoch
+            epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
         pool = self.pools.object
         put_bytes = {} if pool is None else dict(islice(pool.stats().namespaces.items(), _TOLD_NAMESPACES))
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens, running_requests=self._load.running_requests, free_slots=free,
-            namespaces=namespaces, stopping=self._stopped, put_bytes=put_bytes,
+            namespaces=namespaces, stopping=self._stopped, put_bytes=put_bytes, applied=applied,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class StreamState(NamedTuple):
 
     Attributes:
         first_sequence: one more than `last_sequence` when it is empty. last_sequence: 0 before the first message.
-        max_bytes: -1 for no limit. max_age_s: 0 for no limit.
+        max_bytes: -1 for no limit. max_messages: beyond them the oldest go; -1 for no limit. max_age_s: 0 for no limit.
         created: when its store was made; another one is another stream.
     """
 
@@ -86,10 +86,15 @@ class StreamState(NamedTuple):
     max_bytes: int
     max_age_s: float
     created: str
+    max_messages: int = -1
 
 
 class UnreadableError(StreamError):
     """A message is not made of whole frames: another program writes there. A retry does not help."""
+
+
+class AwayError(StreamError):
+    """The stream does not answer, or has no leader, though the connection stands: it is right to ask again soon."""
 
 
 class FrameLog(Protocol):
@@ -115,6 +120,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         run: of the process that sends it, as in `Fence`.
         trouble: what it cannot do now, such as "journal full: …"; "" when all is well.
         put_bytes: what this run has put in the object pool, by namespace: bytes in memory, and as they lie in the store.
+        applied: offset up to which it has decided events, published or not; 0 from a kvbm that does not say it.
     """
 
     instance: InstanceId
@@ -130,6 +136,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     namespaces: tuple[NamespaceId, ...] = ()
     stopping: bool = False
     put_bytes: Mapping[NamespaceId, tuple[int, int]] = {}
+    applied: Offset = Offset(0)
 
 
 class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +241,10 @@ class EventReader(Protocol):
         It is a moment's truth: to know that everything before some moment was read, ask `last_sequence` after it.
         """
 
+    @property
+    def reached(self) -> int:
+        """Everything up to this sequence was fetched, or is nothing the reader asked for, as far as the stream has said."""
+
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         """The next messages, at least one unless none came in time.
 
@@ -292,6 +303,10 @@ class EventStream(Protocol):
     @property
     def max_message_bytes(self) -> int:
         """The largest message that `publish` can have stored, as of the last connection."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """Fenced messages of one instance that may be under way at a time, as of the last connection; 0: any number."""
 
     async def publish(
         self,

@@ -130,6 +130,11 @@ class MemoryStream:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
+    @property
+    def most_in_flight(self) -> int:
+        """See `EventStream.most_in_flight`."""
+        return 0
+
     async def publish(
         self,
         cluster: str,
@@ -381,6 +386,13 @@ class MemoryReader:
     def at_end(self) -> bool:
         """See `EventReader.at_end`."""
         return self.begun == self._stream.connections and not self._following(1)
+
+    @property
+    def reached(self) -> int:
+        """See `EventReader.reached`."""
+        if self.at_end:
+            return self._stream.end
+        return self._after.sequence if self._last is None else self._last.sequence
 
     def _connect(self) -> None:
         """Begin anew where the stream has lost what was fetched."""

@@ -48,6 +48,7 @@ from kvbm.streams.base import (
     SAMPLES_PREFIX,
     START,
     AccessSample,
+    AwayError,
     EpochRuns,
     Fence,
     Heartbeat,
@@ -80,11 +81,15 @@ MAX_AGE_S = 24 * 3600
 PULL_MESSAGES = 2000
 PULL_BYTES = 16 << 20
 PULL_EXPIRES_S = 30
-PULL_HEARTBEAT_S = 5
-SILENCE_S = 3 * PULL_HEARTBEAT_S
+PULL_HEARTBEAT_S = 1  # so often the server says that a reader's consumer lives
+SILENCE_S = 2.5 * PULL_HEARTBEAT_S
 READER_IDLE_S = 60  # after this long without a request the server forgets a reader; the next fetch makes a new one
 RECONNECT_FIRST_S = 0.05
-RECONNECT_MOST_S = 2.0
+RECONNECT_MOST_S = 0.5  # a cluster's new leader is found soon after it was chosen
+TRY_S = (
+    1.0  # a request of JetStream's API is sent again when it was not answered: nobody answers while there is no leader
+)
+PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait for it any longer
 
 JS_API = "$JS.API"
 BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
@@ -94,7 +99,10 @@ SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 _HEADERS_BEGIN = b"NATS/1.0\r\n"  # of headers without a status
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
+_UNDER_WAY = 10164  # so too, where the stream is replicated and has not yet decided on an earlier message
 _NOT_ENABLED = 10039  # JetStream, for this account
+_OFFLINE = (10008, 10009, 10118)  # no leader yet, not the leader, stream offline
+_NO_CLUSTER = 10074  # more than one replica wanted of a server that is alone
 _NS = 1_000_000_000
 _CLOSE_WAIT_S = 1.0
 _LOOKED_PINGS = 5
@@ -113,6 +121,8 @@ class _StreamConfig(msgspec.Struct):
     subjects: list[str] = []
     max_msgs_per_subject: int = -1
     max_bytes: int = -1
+    max_msgs: int = -1
+    discard: str = "old"
     max_age: int = 0
     allow_direct: bool = False
     storage: str = ""
@@ -123,6 +133,10 @@ class _StreamState(msgspec.Struct):
     first_seq: int = 0
     last_seq: int = 0
     bytes: int = 0
+
+
+class _AnyReply(msgspec.Struct):
+    error: _ApiError | None = None
 
 
 class _RawStreamInfo(msgspec.Struct):
@@ -216,11 +230,11 @@ class _RefusedError(StreamError):
     """The server forbids it: trying again soon is of no use."""
 
 
-class _NobodyError(StreamError):
+class _NobodyError(AwayError):
     """Nobody listens to the subject."""
 
 
-class _LateError(StreamError):
+class _LateError(AwayError):
     """No answer came in time, though the connection stands as far as is known."""
 
 
@@ -292,6 +306,7 @@ class _Link:
         self._inbox = ""
         self._counter = itertools.count()
         self.is_lent = False  # JetStream is another account's
+        self.most_in_flight = 0  # see `EventStream.most_in_flight`
 
     @classmethod
     async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> _Link:
@@ -330,14 +345,15 @@ class _Link:
 
         It waits by asyncio.wait_for, which until Python 3.12 prefers a result to a cancellation.
         """
+        urls = self.url.split(",")
         connecting = asyncio.ensure_future(
             self.client.connect(
-                self.url.split(","),
+                urls,
                 name="kvbm",
                 allow_reconnect=False,
                 max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
                 reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                connect_timeout=timeout_s,  # type: ignore[arg-type]
+                connect_timeout=timeout_s / len(urls),  # type: ignore[arg-type]
                 ping_interval=5,
                 max_outstanding_pings=2,
                 pending_size=0,  # buffer nothing while disconnected
@@ -362,9 +378,18 @@ class _Link:
     def new_inbox(self) -> str:
         return self.client.new_inbox()
 
-    async def ask(self, subject: str, data: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
+    async def ask(
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        again_s: float | None = None,
+    ) -> Msg:
         """Send a request and wait for its answer. Nothing is awaited before the bytes are in line to go.
 
+        Args:
+            again_s: send it again so often while no answer comes.
         Raises: StreamError: lost, refused, or late.
         """
         subject = self._routed(subject)
@@ -374,8 +399,11 @@ class _Link:
         self._waiting[inbox] = (subject, answer)
         try:
             async with asyncio.timeout(timeout_s):
-                await self.client.publish(subject, data, reply=inbox, headers=headers)
-                message = await answer
+                done: set[asyncio.Future[Msg]] = set()
+                while not done:
+                    await self.client.publish(subject, data, reply=inbox, headers=headers)
+                    done, _ = await asyncio.wait({answer}, timeout=again_s)
+                message = answer.result()
         except TimeoutError:
             raise _LateError(f"NATS at {self.shown} did not answer to {subject} within {timeout_s:g} s") from None
         except MaxPayloadError:
@@ -389,7 +417,8 @@ class _Link:
             self._waiting.pop(inbox, None)
         if message.headers and message.headers.get("Status") == "503":
             raise _NobodyError(
-                f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js)"
+                f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js), or the stream "
+                "has no leader now"
             )
         return message
 
@@ -505,34 +534,52 @@ def _words(error: Exception) -> str:
     return text or type(error).__name__
 
 
+class Making(NamedTuple):
+    """How streams are made that are not there yet; see `NatsStream.connect`."""
+
+    max_bytes: int = -1
+    replicas: int = 1
+
+    def config(self, name: str) -> dict[str, Any]:
+        """A stream's whole configuration."""
+        limits = {"max_bytes": self.max_bytes} if name == STREAM else {}
+        return _STREAMS[name] | limits | {"num_replicas": self.replicas}
+
+
 class NatsStream:
     """An `EventStream` on NATS. One asyncio loop; it owns its connection.
 
     A lost connection fails the calls in flight, and later ones at once; readers and watchers make a new one for all.
     """
 
-    def __init__(self, url: str, link: _Link, max_bytes: int, credentials: Credentials) -> None:
+    def __init__(self, url: str, link: _Link, making: Making, credentials: Credentials) -> None:
         self.url = url
         self._credentials = credentials
         self._link = link
-        self._max_bytes = max_bytes
+        self._making = making
         self._relinking = asyncio.Lock()
         self._is_closed = False
         self._readers: set[NatsReader] = set()
 
     @classmethod
     async def connect(
-        cls, url: str, timeout_s: float = 5.0, max_bytes: int = -1, credentials: Credentials | None = None
+        cls,
+        url: str,
+        timeout_s: float = 5.0,
+        max_bytes: int = -1,
+        credentials: Credentials | None = None,
+        replicas: int = 1,
     ) -> NatsStream:
-        """Connect and make sure that both streams exist.
+        """Connect and make sure that both streams exist; one that exists keeps its limits and its number of replicas.
 
         Args:
             max_bytes: what the events may take on the server's disk, if the stream is made here; -1 for no limit.
             credentials: keys and certificates, where the server wants some.
+            replicas: servers of a cluster that keep each stream, if it is made here.
         Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
         """
-        credentials = credentials or Credentials()
-        return cls(url, await _open_ready(url, timeout_s, max_bytes, credentials), max_bytes, credentials)
+        credentials, making = credentials or Credentials(), Making(max_bytes, replicas)
+        return cls(url, await _open_ready(url, timeout_s, making, credentials), making, credentials)
 
     @property
     def is_connected(self) -> bool:
@@ -552,6 +599,11 @@ class NatsStream:
     def max_message_bytes(self) -> int:
         """See `EventStream.max_message_bytes`."""
         return max(1, self._link.client.max_payload - _HEADERS_BYTES)
+
+    @property
+    def most_in_flight(self) -> int:
+        """See `EventStream.most_in_flight`."""
+        return self._link.most_in_flight
 
     async def publish(
         self,
@@ -603,7 +655,11 @@ class NatsStream:
         ack = _decode(await self._link.ask(subject, data, timeout_s, headers), _PublishAck, subject)
         if ack.error is not None:
             words = f"NATS at {shown(self.url)} refuses a message for {subject}: {ack.error.description}"
-            raise FencedError(words) if ack.error.err_code in _WRONG_LAST else StreamError(words)
+            if ack.error.err_code == _UNDER_WAY and self.most_in_flight == 1:
+                raise AwayError(f"{words}: another message that names the fence is under way")
+            if ack.error.err_code in _WRONG_LAST:
+                raise FencedError(words)
+            raise AwayError(words) if ack.error.err_code in _OFFLINE else StreamError(words)
         if ack.stream != STREAM:
             raise StreamError(f"{subject} at {shown(self.url)} is stored by stream {ack.stream!r}, not {STREAM!r}")
         return ack.seq
@@ -648,9 +704,9 @@ class NatsStream:
         """See `EventStream.state`."""
         info = await _stream_info(self._link, STREAM, timeout_s)
         first = info.state.first_seq if info.state.first_seq else info.state.last_seq + 1
-        return StreamState(
-            first, info.state.last_seq, info.state.bytes, info.config.max_bytes, info.config.max_age / _NS, info.created
-        )
+        config, held = info.config, info.state
+        most = config.max_msgs if config.discard == "old" else -1
+        return StreamState(first, held.last_seq, held.bytes, config.max_bytes, config.max_age / _NS, info.created, most)
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
         """See `EventStream.first_sequence`."""
@@ -701,6 +757,7 @@ class NatsStream:
                     log.debug("stream.pulses_unreachable", why=str(error))
                     await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
                     wait_s = min(2 * wait_s, RECONNECT_MOST_S)
+                    await self._make_pulse_stream()
                     continue
                 wait_s = RECONNECT_FIRST_S
                 for message in messages:
@@ -709,6 +766,13 @@ class NatsStream:
                         yield heartbeat
         finally:
             await reader.close()
+
+    async def _make_pulse_stream(self) -> None:
+        """It may not be there: a connection does not wait for it."""
+        try:
+            await _ensure_stream(await self.link(PULSE_WAIT_S), self._making.config(PULSE), PULSE_WAIT_S)
+        except (StreamError, TimeoutError) as error:
+            log.debug("stream.pulses_unreachable", why=str(error))
 
     # -- what nobody keeps --------------------------------------------------------------------------------------------
 
@@ -809,7 +873,7 @@ class NatsStream:
                 self._check_open()
                 if not self._link.is_open:
                     await self._link.close()
-                    self._link = await _open_ready(self.url, timeout_s, self._max_bytes, self._credentials)
+                    self._link = await _open_ready(self.url, timeout_s, self._making, self._credentials)
                     try:
                         self._check_open()
                     except StreamError:
@@ -843,6 +907,7 @@ class _Pull:
         self.ready: deque[StreamMessage] = deque()
         self.asked = 0  # messages that requests in flight may still bring
         self.pending = 0  # messages the server had left, as of its last word
+        self.looked = 0  # the consumer has come so far, past what its filter leaves out
         self.heard_s = time.monotonic()
         self.why_broken = ""
         self._delivered = 0  # by the consumer's own count, which has no holes
@@ -877,6 +942,9 @@ class _Pull:
     def _on_status(self, headers: dict[str, str]) -> None:
         status, words = headers["Status"], headers.get("Description", "")
         if status == "100":
+            looked = headers.get("Nats-Last-Stream", "")
+            if looked.isdigit() and headers.get("Nats-Last-Consumer") == str(self._delivered):
+                self.looked = int(looked)
             return
         unserved = headers.get("Nats-Pending-Messages", "")
         if status in ("404", "408", "409") and unserved.isdigit():
@@ -952,6 +1020,12 @@ class NatsReader:
         pull = self._pull
         return pull is not None and not pull.why_broken and not pull.ready and pull.pending == 0
 
+    @property
+    def reached(self) -> int:
+        """See `EventReader.reached`."""
+        pull, after = self._pull, self._after.sequence if self._after is not None else 0
+        return after if pull is None or pull.ready or pull.why_broken else max(after, pull.looked)
+
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         """See `EventReader.fetch`."""
         deadline_s = time.monotonic() + timeout_s
@@ -1013,7 +1087,7 @@ class NatsReader:
                 self._pull = await self._make_pull(link, timeout_s)
                 self.begun += 1
         except TimeoutError:
-            raise StreamError(f"no answer from NATS at {shown(self._stream.url)} within {timeout_s:g} s") from None
+            raise AwayError(f"no answer from NATS at {shown(self._stream.url)} within {timeout_s:g} s") from None
 
     async def _check_store(self, link: _Link, timeout_s: float) -> None:
         """Begin anew when the store was replaced or has lost its end, because its sequences then name other messages."""
@@ -1057,7 +1131,7 @@ class NatsReader:
             }
             subject = f"$JS.API.CONSUMER.CREATE.{self._name}"
             request = json.dumps({"stream_name": self._name, "config": config}).encode()
-            reply = _decode(await link.ask(subject, request, timeout_s), _ConsumerReply, subject)
+            reply = await _ask_until(link, subject, request, _ConsumerReply, timeout_s)
             if reply.error is not None:
                 raise StreamError(f"NATS at {link.shown} refuses a reader of {self._name}: {reply.error.description}")
             pull.path = f"{self._name}.{reply.name}"
@@ -1088,7 +1162,7 @@ class StreamView(NamedTuple):
 
     Attributes:
         missing: subjects it lacks.
-        max_bytes, max_age_s: limits; -1 and 0 for none.
+        max_bytes, max_messages, max_age_s: limits; -1, -1 and 0 for none.
     """
 
     missing: tuple[str, ...]
@@ -1097,6 +1171,7 @@ class StreamView(NamedTuple):
     max_age_s: float
     storage: str
     replicas: int
+    max_messages: int = -1
 
 
 class ServerView(NamedTuple):
@@ -1167,8 +1242,9 @@ async def _look_at_stream(link: _Link, timeout_s: float) -> tuple[str, StreamVie
         return "", None, "" if info.error.code == 404 else info.error.description
     config = info.config
     missing = tuple(subject for subject in _STREAMS[STREAM]["subjects"] if subject not in config.subjects)
+    most = config.max_msgs if config.discard == "old" else -1
     view = StreamView(
-        missing, info.state.bytes, config.max_bytes, config.max_age / _NS, config.storage, config.num_replicas
+        missing, info.state.bytes, config.max_bytes, config.max_age / _NS, config.storage, config.num_replicas, most
     )
     return "", view, ""
 
@@ -1184,35 +1260,48 @@ async def _look_at_account(link: _Link, timeout_s: float) -> tuple[int, int]:
 # -- requests of the JetStream API --------------------------------------------------------------------------------------
 
 
-async def _open_ready(url: str, timeout_s: float, max_bytes: int, credentials: Credentials) -> _Link:
+async def _open_ready(url: str, timeout_s: float, making: Making, credentials: Credentials) -> _Link:
     deadline_s = time.monotonic() + timeout_s
     link = await _Link.open(url, timeout_s, credentials)
     try:
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
             info = await _request(link, f"{JS_API}.STREAM.INFO.{STREAM}", {}, _StreamInfo, timeout_s)
             link.is_lent = info.error is not None and info.error.err_code == _NOT_ENABLED
-            for config in _STREAMS.values():
-                limits = {"max_bytes": max_bytes} if config["name"] == STREAM else {}
-                await _ensure_stream(link, config | limits, timeout_s)
+            events = await _ensure_stream(link, making.config(STREAM), timeout_s)
+            # the leader of a replicated stream refuses a message that names a fence while another that names it is under way
+            link.most_in_flight = 1 if events.config.num_replicas > 1 else 0
+            try:
+                await _ensure_stream(link, making.config(PULSE), timeout_s, PULSE_WAIT_S)
+            except AwayError as error:  # its node is down: events go on without heartbeats
+                log.warning("stream.pulses_away", server=link.shown, why=str(error))
     except TimeoutError:
         await link.close()
-        raise StreamError(f"JetStream at {link.shown} did not answer within {timeout_s:g} s") from None
+        raise AwayError(f"JetStream at {link.shown} did not answer within {timeout_s:g} s") from None
     except BaseException:
         await link.close()
         raise
     return link
 
 
-async def _ensure_stream(link: _Link, config: dict[str, Any], timeout_s: float) -> None:
-    """Make the stream, unless it is there; one that is there keeps its limits, which are its operator's."""
+async def _ensure_stream(
+    link: _Link, config: dict[str, Any], timeout_s: float, look_s: float | None = None
+) -> _StreamInfo:
+    """Make the stream, unless it is there; one that is there keeps its limits, which are its operator's. What it is now.
+
+    Args:
+        look_s: how long to wait for word of one that may be there.
+    """
     name = config["name"]
-    info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
+    info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, look_s or timeout_s)
     if info.error is not None and info.error.code == 404:
         info = await _request(link, f"$JS.API.STREAM.CREATE.{name}", config, _StreamInfo, timeout_s)
         if info.error is not None and info.error.err_code == 10058:  # another made it meanwhile, with other limits
             info = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _StreamInfo, timeout_s)
     if info.error is not None:
-        raise StreamError(f"stream {name} cannot be had at {link.shown}: {info.error.description}")
+        remedy = ""
+        if info.error.err_code == _NO_CLUSTER:
+            remedy = f"; nats.replicas is {config['num_replicas']}: set it to 1, or run a cluster of at least so many servers"
+        raise StreamError(f"stream {name} cannot be had at {link.shown}: {info.error.description}{remedy}")
     most = config.get("max_msgs_per_subject", -1)
     if config["subjects"][0] not in info.config.subjects or info.config.max_msgs_per_subject != most:
         raise StreamError(
@@ -1222,6 +1311,7 @@ async def _ensure_stream(link: _Link, config: dict[str, Any], timeout_s: float) 
     lacks = [subject for subject in config["subjects"] if subject not in info.config.subjects]
     if lacks or not info.config.allow_direct:
         await _modernize_stream(link, config, lacks, timeout_s)
+    return info
 
 
 async def _modernize_stream(link: _Link, config: dict[str, Any], lacks: list[str], timeout_s: float) -> None:
@@ -1276,7 +1366,24 @@ def _ns_of(words: str, asked: str) -> int:
 
 
 async def _request(link: _Link, subject: str, body: dict[str, Any], kind: type[T], timeout_s: float) -> T:
-    return _decode(await link.ask(subject, json.dumps(body).encode(), timeout_s), kind, subject)
+    return await _ask_until(link, subject, json.dumps(body).encode(), kind, timeout_s)
+
+
+async def _ask_until(link: _Link, subject: str, data: bytes, kind: type[T], timeout_s: float) -> T:
+    """A request of the API, sent again while nobody answers it: without a leader it is dropped, or refused for now.
+
+    Raises: AwayError: no other answer came in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        reply = await link.ask(subject, data, left_s, again_s=TRY_S)
+        error = _decode(reply, _AnyReply, subject).error
+        if error is None or error.err_code not in _OFFLINE:
+            return _decode(reply, kind, subject)
+        if deadline_s - time.monotonic() < RECONNECT_MOST_S:
+            raise AwayError(f"NATS at {link.shown} answers to {subject}: {error.description}")
+        await asyncio.sleep(RECONNECT_MOST_S / 2)
 
 
 def _decode(message: Msg, kind: type[T], subject: str) -> T:

@@ -19,6 +19,7 @@ from kvbm.core.errors import FencedError, KvbmError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ORIGIN,
+    AwayError,
     EpochRuns,
     EventStream,
     Fence,
@@ -27,6 +28,7 @@ from kvbm.streams.base import (
     Position,
     PublisherOwner,
     SampleSource,
+    StreamState,
     Tail,
     UnreadableError,
     events_subject,
@@ -42,7 +44,14 @@ WINDOW_MESSAGES = 512
 LINGER_S = 0.002
 ACK_WAIT_S = 5.0
 BACKOFF_FIRST_S = 0.1
-BACKOFF_MOST_S = 5.0
+BACKOFF_MOST_S = 2.0
+ACK_LEAST_S = 1.0  # no acknowledgement counts as late before, however short the round trips are
+ACK_FIRST_S = 3.0  # before any acknowledgement has come
+LOOK_MOST_S = 0.5  # between two looks whether a stream that is away is back: a new leader is there within seconds
+LOOKS_MOST = 8  # then by another connection: perhaps it is this server that hears nothing
+PROBE_WAIT_S = 1.0  # for each answer of a look
+WINDOWS_KEPT = 2  # so many windows a stream must keep, or an instance's own messages push out its fence
+STALLED_S = 5.0  # after this long without progress it is said what is waited for
 STEADY_S = 10.0  # a connection that lasted this long clears the count of failures
 CONNECT_WAIT_S = 5.0
 STATE_EVERY_S = 60.0
@@ -50,6 +59,21 @@ SILENT_HEARTBEATS = 3  # so long must another run be silent before its place is 
 FENCE_CHECK_HEARTBEATS = 10  # so often an instance that has nothing to publish looks whether the place is still its own
 LOG_EPOCHS = 64  # named by a fence, the newest of them
 FENCE_SHARE = 4  # a fence is moved at least so often in the time the stream keeps a message
+
+
+def check_keeps(state: StreamState, window_bytes: int, window_messages: int) -> None:
+    """Raises StreamError: the stream keeps so little that an instance's own messages may push out its fence."""
+    for key, most, window in (
+        ("max_bytes", state.max_bytes, window_bytes),
+        ("max_msgs", state.max_messages, window_messages),
+    ):
+        if 0 < most < WINDOWS_KEPT * window:
+            least = WINDOWS_KEPT * window
+            raise StreamError(
+                f"stream KVBM keeps {key}={most}, and an instance may have {window} on the way: its own messages push out its "
+                f"fence, and nothing more is taken; give the stream at least {least} (nats stream edit KVBM "
+                f"--{key.replace('_', '-')}={least})"
+            )
 
 
 def unknown_runs() -> Mapping[Epoch, str]:
@@ -64,18 +88,25 @@ class Connected(NamedTuple):
         attempt: of the Connect that this answers.
         fence, tail: what the stream holds of this instance.
         message_bytes: the most that one message may have.
+        in_flight: messages that may be under way at a time; 0: any number.
     """
 
     attempt: int
     fence: Fence | None
     tail: Tail | None
     message_bytes: int
+    in_flight: int = 0
 
 
 class Disconnected(NamedTuple):
-    """The connection is lost, or could not be made."""
+    """The connection is lost, or could not be made.
+
+    Attributes:
+        stands: it is there, and what a Connect asked was not answered.
+    """
 
     reason: str
+    stands: bool = False
 
 
 class Appended(NamedTuple):
@@ -96,10 +127,15 @@ class FenceSet(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The stream did not take a message or a fence, for another reason than the fence."""
+    """The stream did not take a message or a fence, for another reason than the fence.
+
+    Attributes:
+        away: it has no leader now, or does not answer: nobody has looked at what was sent.
+    """
 
     attempt: int
     reason: str
+    away: bool = False
 
 
 class FencedOff(NamedTuple):
@@ -260,7 +296,30 @@ class _Sent(NamedTuple):
     attempt: int
     through: Position
     size: int
-    overdue_s: float
+    sent_s: float
+
+
+class _RoundTrips:
+    """How long acknowledgements take, and so how long to wait for one: as TCP's retransmission timer (RFC 6298)."""
+
+    def __init__(self, least_s: float, most_s: float) -> None:
+        self._least_s, self._most_s = min(least_s, most_s), most_s
+        self._mean_s: float | None = None
+        self._deviation_s = 0.0
+
+    def take(self, took_s: float) -> None:
+        if self._mean_s is None:
+            self._mean_s, self._deviation_s = took_s, took_s / 2
+            return
+        self._deviation_s += (abs(self._mean_s - took_s) - self._deviation_s) / 4
+        self._mean_s += (took_s - self._mean_s) / 8
+
+    def wait_s(self, late: int) -> float:
+        """How long to wait, after so many that came late, or not at all, one after another."""
+        wait_s = ACK_FIRST_S
+        if self._mean_s is not None:
+            wait_s = max(self._least_s, self._mean_s + 4 * self._deviation_s)
+        return min(self._most_s, wait_s * float(1 << min(late, 16)))
 
 
 class Publisher:
@@ -274,6 +333,10 @@ class Publisher:
     all was acknowledged; a new connection goes on there, because what follows may have holes, and the end of the stream does
     not show them. The stream's word is believed even when it is less than what was acknowledged once: then it has lost its end,
     or is another one, and gets again what the log still has.
+
+    An acknowledgement that is late, or the word that the stream is away, costs no connection: fence and end are asked for again on
+    the one that stands, soon and often, because a cluster's stream has a new leader within seconds. How long an acknowledgement may
+    take follows from how long they took.
 
     Every connection, round and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
     stored. A fence of a newer epoch, of another run in the same epoch, or set by another run after this run's own, means that
@@ -293,6 +356,7 @@ class Publisher:
         published: the stream has held everything before it; only grows.
         confirmed: the stream holds everything before it, as far as this connection knows.
         epoch: the owner's.
+        acks: messages of this run that were stored, as far as is known.
     """
 
     def __init__(
@@ -312,6 +376,7 @@ class Publisher:
         self.published = ORIGIN
         self.confirmed = ORIGIN
         self.epoch = epoch
+        self.acks = 0
         self._frames = frames
         self._run = run
         self._heartbeat_s = heartbeat_s
@@ -319,7 +384,7 @@ class Publisher:
         self._window_messages = window_messages
         self._message_bytes = min(message_bytes, max(1, window_bytes // 4))
         self._linger_s = linger_s
-        self._ack_wait_s = ack_wait_s
+        self._round_trips = _RoundTrips(ACK_LEAST_S, ack_wait_s)
         self._jitter = jitter
         self._runs = runs
 
@@ -329,6 +394,12 @@ class Publisher:
         self._attempts = 0
         self._awaited = 0  # attempt of the Connect or SetFence in flight
         self._failures = 0
+        self._looks = 0  # on this connection, without an ack between
+        self._late = 0  # acks that were late, without one in time between
+        self._is_looking = False  # the next Connect is one, and the place is this run's as far as is known
+        self._fenced_off_s = float("-inf")
+        self._fencings = 0  # that followed each other closely
+        self._acked_s = float("-inf")  # the last ack
         self._connected_s = 0.0
         self._first_epoch = epoch  # this run's; those before it are of the log's earlier runs
         self._has_begun = False  # a connection has said where to go on
@@ -343,6 +414,7 @@ class Publisher:
         self._max_age_s = 0.0
 
         self._message_limit = message_bytes  # of this connection
+        self._most_in_flight = window_messages  # so too
         self._cursor = ORIGIN  # where the next message begins
         self._sent_s = float("-inf")  # when the last one was sent
         self._window: deque[_Sent] = deque()
@@ -368,7 +440,24 @@ class Publisher:
     @property
     def has_place(self) -> bool:
         """Whether the place is this run's, as far as this connection knows: only then may it send heartbeats."""
-        return self._fence_sequence > 0 and self._state in (_State.FENCING, _State.SENDING, _State.PAUSED)
+        is_asking = self._is_looking and self._state in (_State.WAITING, _State.CONNECTING)
+        is_using = self._state in (_State.FENCING, _State.SENDING, _State.PAUSED)
+        return self._fence_sequence > 0 and (is_using or is_asking)
+
+    @property
+    def waits_for(self) -> str:
+        """What has to come before anything goes on, in words; "" while it may send."""
+        match self._state:
+            case _State.FENCING:
+                return "its fence to be stored"
+            case _State.FENCED:
+                return "its place, which another process has"
+            case _State.SENDING:
+                return "messages to be stored" if self._in_flight else ""
+            case _State.PAUSED:
+                return "a refused message to be taken"
+            case _:
+                return "an answer of the stream"
 
     def has_all(self) -> bool:
         """Whether all of the log is on the stream."""
@@ -381,8 +470,11 @@ class Publisher:
         match happened:
             case Connected():
                 self._take_connection(happened, effects)
-            case Disconnected():
-                self._retry()
+            case Disconnected(_, stands):
+                if stands and self._is_looking and self._state is _State.CONNECTING:
+                    self._look_again()
+                else:
+                    self._retry()
             case Appended():
                 if self._due_s is None:
                     self._due_s = max(self._now_s, self._sent_s + self._linger_s)
@@ -390,8 +482,8 @@ class Publisher:
                 self._take_ack(attempt)
             case FenceSet(attempt, fence):
                 self._take_fence(attempt, fence)
-            case Refused(attempt):
-                self._take_refusal(attempt)
+            case Refused(attempt, _, away):
+                self._take_refusal(attempt, away)
             case FencedOff(attempt):
                 self._take_fencing(attempt, effects)
             case FenceRead(asked, fence):
@@ -416,13 +508,16 @@ class Publisher:
         match self._state:
             case _State.WAITING:
                 if self._now_s >= self._wake_s:
-                    self._connect(True, effects)
+                    self._connect(not self._is_looking, effects)
                 else:
                     effects.append(WakeAt(self._wake_s))
             case _State.CONNECTING:
                 pass
             case _State.FENCING:
-                self._wait_or_retry(self._wake_s, effects)
+                if self._now_s >= self._wake_s:
+                    self._late += 1
+                    self._look_again()
+                effects.append(WakeAt(self._wake_s))
             case _State.PAUSED:
                 if self._now_s >= self._wake_s:
                     self._state = _State.SENDING
@@ -452,6 +547,7 @@ class Publisher:
             return
         self._connected_s = self._now_s
         self._message_limit = max(1, min(self._message_bytes, found.message_bytes))
+        self._most_in_flight = min(self._window_messages, found.in_flight or self._window_messages)
         fence, tail = found.fence, found.tail
         if fence is not None and fence.run == self._run:
             self._fence_epoch = max(self._fence_epoch, fence.epoch)  # set, though the ack may not have come
@@ -488,20 +584,27 @@ class Publisher:
         if self._state is not _State.CONNECTING and self._now_s - self._connected_s >= STEADY_S:
             self._failures = 0
         self._give_up_window()
+        self._is_looking = False
+        self._looks = 0
         self._state = _State.WAITING
         self._wake_s = self._now_s + self._backoff_s()
+
+    def _look_again(self) -> None:
+        """The stream is late or away: see soon where it stands, by the connection there is."""
+        if self._looks >= LOOKS_MOST:
+            self._retry()
+            return
+        self._give_up_window()
+        self._is_looking = True
+        self._looks += 1
+        self._state = _State.WAITING
+        wait_s: float = min(LOOK_MOST_S, BACKOFF_FIRST_S * 2 ** min(self._looks - 1, 16))
+        self._wake_s = self._now_s + wait_s * (0.5 + 0.5 * self._jitter())
 
     def _backoff_s(self) -> float:
         wait_s: float = min(BACKOFF_MOST_S, BACKOFF_FIRST_S * 2 ** min(self._failures, 16))
         self._failures += 1
         return wait_s * (0.5 + 0.5 * self._jitter())
-
-    def _wait_or_retry(self, deadline_s: float, effects: list[Effect]) -> None:
-        if self._now_s >= deadline_s:
-            self._retry()
-            effects.append(WakeAt(self._wake_s))
-        else:
-            effects.append(WakeAt(deadline_s))
 
     def _next_attempt(self) -> int:
         self._attempts += 1
@@ -511,7 +614,7 @@ class Publisher:
 
     def _set_fence(self, effects: list[Effect]) -> None:
         self._state = _State.FENCING
-        self._wake_s = self._now_s + self._ack_wait_s
+        self._wake_s = self._now_s + self._round_trips.wait_s(self._late)
         self._awaited = self._next_attempt()
         self._is_fence_wanted = False
         effects.append(SetFence(self._awaited, self.epoch, self._run, self._fence_sequence, self._log()))
@@ -526,6 +629,7 @@ class Publisher:
     def _take_fence(self, attempt: int, fence: Fence) -> None:
         if self._state is not _State.FENCING or attempt != self._awaited:
             return
+        self._is_looking = False
         self._fence_sequence = fence.sequence
         if self._found is not None:
             self._replaced[self._found.run] = max(self._found.sequence, self._replaced.get(self._found.run, 0))
@@ -559,8 +663,12 @@ class Publisher:
     def _take_fencing(self, attempt: int, effects: list[Effect]) -> None:
         if attempt not in self._in_flight and not (self._state is _State.FENCING and attempt == self._awaited):
             return
-        if self._failures:
-            self._retry()  # a second time without an ack between: in no haste
+        self._fencings = self._fencings + 1 if self._now_s - self._fenced_off_s < STEADY_S else 0
+        self._fenced_off_s = self._now_s
+        self._is_looking = False
+        if self._failures or self._fencings > 1:
+            self._failures = max(self._failures, self._fencings)  # acks between do not make it worth more haste
+            self._retry()
         else:
             self._failures = 1
             self._connect(False, effects)
@@ -608,8 +716,13 @@ class Publisher:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _take_ack(self, attempt: int) -> None:
-        if self._in_flight.pop(attempt, None) is None:
+        acked = self._in_flight.pop(attempt, None)
+        if acked is None:
             return  # late: it was given up, and is sent again
+        self.acks += 1
+        self._round_trips.take(self._now_s - acked.sent_s)
+        self._acked_s = self._now_s
+        self._looks = self._late = 0
         self._see_to_fence()
         while self._window and self._window[0].attempt not in self._in_flight:
             sent = self._window.popleft()
@@ -618,8 +731,11 @@ class Publisher:
             self._failures = 0
         self.published = max(self.published, self.confirmed)
 
-    def _take_refusal(self, attempt: int) -> None:
-        if self._state is _State.FENCING and attempt == self._awaited:
+    def _take_refusal(self, attempt: int, away: bool) -> None:
+        is_fence = self._state is _State.FENCING and attempt == self._awaited
+        if away and (is_fence or attempt in self._in_flight):
+            self._look_again()
+        elif is_fence:
             self._retry()
         elif attempt in self._in_flight:
             self._give_up_window()
@@ -634,15 +750,16 @@ class Publisher:
         self._cursor = self.confirmed
 
     def _send(self, effects: list[Effect]) -> None:
-        if self._in_flight and self._now_s >= self._window[0].overdue_s:
-            self._retry()
+        if self._in_flight and self._now_s >= self._overdue_s():
+            self._late += 1
+            self._look_again()
             effects.append(WakeAt(self._wake_s))
             return
         if self._now_s >= self._fence_due_s:
             self._is_fence_wanted = True
         while not self._is_fence_wanted and self._due_s is not None and self._now_s >= self._due_s:
             if self._window and (
-                len(self._window) >= self._window_messages
+                len(self._window) >= self._most_in_flight
                 or self._window_used + self._message_limit > self._window_bytes
             ):
                 break
@@ -656,12 +773,16 @@ class Publisher:
         if self._state is _State.FENCING:
             waits = [self._wake_s]
         elif self._window:
-            waits.append(self._window[0].overdue_s)
+            waits.append(self._overdue_s())
         if self._due_s is not None and self._due_s > self._now_s:
             waits.append(self._due_s)
         at_s = min(waits, default=float("inf"))
         if at_s < float("inf"):
             effects.append(WakeAt(at_s))
+
+    def _overdue_s(self) -> float:
+        """When the oldest message counts as late. Acks of others show that the stream stores; so they give it time anew."""
+        return max(self._window[0].sent_s, self._acked_s) + self._round_trips.wait_s(self._late)
 
     def _send_one(self, effects: list[Effect]) -> None:
         frames, is_cut = self._read()
@@ -678,7 +799,7 @@ class Publisher:
         is_more = is_cut or 2 * len(data) >= self._message_limit
         self._due_s = self._now_s if is_more else self._now_s + self._linger_s  # a little may as well wait for company
         self._cursor = Position(frames[-1].epoch, frames[-1].next_offset)
-        sent = _Sent(self._next_attempt(), self._cursor, len(data), self._now_s + self._ack_wait_s)
+        sent = _Sent(self._next_attempt(), self._cursor, len(data), self._now_s)
         self._window.append(sent)
         self._in_flight[sent.attempt] = sent
         self._window_used += sent.size
@@ -730,6 +851,7 @@ class PublisherThread:
         self._samples = owner if isinstance(owner, SampleSource) else None
         self._interval_s = interval_s
         self._connect = connect
+        self._window_bytes = window_bytes
         self._publisher = Publisher(
             frames, owner.epoch, owner.run, interval_s, window_bytes, linger_s=linger_s, runs=runs
         )
@@ -747,6 +869,11 @@ class PublisherThread:
             None  # the watch of round requests on this connection, also when it has ended
         )
         self._wake_s = 0.0
+        self._trouble = ""
+        self._progress_s = time.monotonic()  # when something was stored last, or nothing was waiting
+        self._progress_acks = 0
+        self._stalls: set[str] = set()  # what was said of the stall that lasts
+        self._why = ""
         self._said = ""
         self._warned: set[str] = set()
 
@@ -760,6 +887,11 @@ class PublisherThread:
     def published(self) -> Position:
         """Everything before it is on the stream."""
         return self._published
+
+    @property
+    def trouble(self) -> str:
+        """What the stream does not take for a while now, in words; "" when all is well."""
+        return self._trouble
 
     def notify(self) -> None:
         """Say that the log has more. Cheap: calls until the thread looks are one."""
@@ -820,6 +952,7 @@ class PublisherThread:
             had_place = self._publisher.has_place
             if now_s >= next_pulse_s:
                 next_pulse_s = now_s + self._interval_s
+                self._watch_progress(now_s)
                 await self._send_pulse(stopping=False)
                 await self._send_samples()
             if self._stop_s is not None and (now_s >= self._stop_s or self._publisher.is_fenced or self._has_all()):
@@ -917,8 +1050,12 @@ class PublisherThread:
                     stream = None
                 await self._end_tasks(self._watches)
                 stream = await self._connect(self._url, CONNECT_WAIT_S)
-            fence = await stream.fence(self._cluster, self._instance, CONNECT_WAIT_S)
-            tail = await self._tail(stream)
+                check_keeps(await stream.state(CONNECT_WAIT_S), self._window_bytes, WINDOW_MESSAGES)
+            wait_s = CONNECT_WAIT_S if anew else PROBE_WAIT_S
+            fence = await stream.fence(self._cluster, self._instance, wait_s)
+            tail = await self._tail(stream, wait_s)
+        except AwayError as error:
+            await self._fail_connection(stream, str(error), stands=stream is not None and stream is self._stream)
         except StreamError as error:
             await self._fail_connection(stream, str(error))
         except Exception as error:  # whatever it was, without a word of it the publisher would wait for ever
@@ -929,16 +1066,16 @@ class PublisherThread:
                 self._stream = stream
                 self._begin(self._follow_state(stream), watch=True)
                 self._asks = None
-            self._inputs.put_nowait(Connected(attempt, fence, tail, stream.max_message_bytes))
+            self._inputs.put_nowait(Connected(attempt, fence, tail, stream.max_message_bytes, stream.most_in_flight))
 
-    async def _fail_connection(self, stream: EventStream | None, why: str) -> None:
+    async def _fail_connection(self, stream: EventStream | None, why: str, stands: bool = False) -> None:
         if stream is not None and stream is not self._stream:
             await stream.close()
-        self._inputs.put_nowait(Disconnected(why))
+        self._inputs.put_nowait(Disconnected(why, stands and stream is not None and stream.is_connected))
 
-    async def _tail(self, stream: EventStream) -> Tail | None:
+    async def _tail(self, stream: EventStream, wait_s: float) -> Tail | None:
         try:
-            return await stream.tail(self._cluster, self._instance, CONNECT_WAIT_S)
+            return await stream.tail(self._cluster, self._instance, wait_s)
         except UnreadableError as error:
             self._warn_once("publisher.foreign_message", why=str(error), remedy="all that the log has is sent again")
             return Tail(ORIGIN, ORIGIN)
@@ -969,7 +1106,7 @@ class PublisherThread:
             self._inputs.put_nowait(FencedOff(attempt, str(error)))
         except StreamError as error:
             if stream.is_connected:
-                self._inputs.put_nowait(Refused(attempt, str(error)))
+                self._inputs.put_nowait(Refused(attempt, str(error), isinstance(error, AwayError)))
             elif stream is self._stream:
                 self._inputs.put_nowait(Disconnected(str(error)))
         except Exception as error:  # whatever it was, the publisher waits for a word
@@ -1078,10 +1215,40 @@ class PublisherThread:
                 self._say("publisher.connected", "")
             case Acked() if self._said == "publisher.refused":
                 self._say("publisher.connected", "")
-            case Disconnected(reason):
-                self._say("publisher.disconnected", reason)
-            case Refused(_, reason):
-                self._say("publisher.refused", reason)
+            case Disconnected(reason, stands):
+                self._why = reason
+                if not stands:
+                    self._say("publisher.disconnected", reason)
+            case Refused(_, reason, away):
+                self._why = reason
+                if not away:
+                    self._say("publisher.refused", reason)
+
+    def _watch_progress(self, now_s: float) -> None:
+        """Say what is waited for, once for each thing, when nothing was stored for a while though there is something to store."""
+        confirmed, acks = self._publisher.confirmed, self._publisher.acks
+        if acks != self._progress_acks or self._has_all():
+            self._progress_acks, self._progress_s = acks, now_s
+            if self._stalls:
+                log.info(
+                    "publisher.goes_on", server=self._server, instance=self._instance, epoch=confirmed.epoch,
+                    offset=confirmed.offset,
+                )  # fmt: skip
+            self._stalls.clear()
+            self._trouble = ""
+            return
+        waited_s = now_s - self._progress_s
+        if waited_s < STALLED_S:
+            return
+        waits_for = self._publisher.waits_for or "its turn"
+        self._trouble = f"stream: it waits for {waits_for}; nothing is published after offset {confirmed.offset} of epoch {confirmed.epoch}"
+        if waits_for not in self._stalls:
+            self._stalls.add(waits_for)
+            log.warning(
+                "publisher.stalled", server=self._server, instance=self._instance, waits_for=waits_for,
+                waited_s=round(waited_s, 1), epoch=confirmed.epoch, offset=confirmed.offset, why=self._why,
+                remedy="look whether the server's disk is full, and whether its cluster has a leader of stream KVBM",
+            )  # fmt: skip
 
     def _say(self, what: str, why: str) -> None:
         if what == self._said:

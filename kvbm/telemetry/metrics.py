@@ -57,6 +57,8 @@ class CatalogNumbers(NamedTuple):
     checkpoint_sequence: int
     archive_sequence: int
     doubtful: int
+    behind: int
+    behind_s: float
     withheld: int
     ignored: int
     view_age_s: float
@@ -110,9 +112,11 @@ _GAUGES = {
     "checkpoint_sequence": "Sequence of the last checkpoint written.",
     "archive_sequence": "Sequence up to which the archive has everything.",
     "doubtful": "Instances that a round would make whole.",
+    "behind": "Instances that may have decided for a while what is not read: they say so, or are not heard.",
+    "behind_s": "How long ago the one of them known worst was known whole.",
     "withheld": "Instances whose residencies are left out of answers.",
     "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
-    "view_age_s": "Age of the view that answers rest on while silence does not count, else 0.",
+    "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is read; else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }
 

@@ -239,6 +239,17 @@ def test_a_server_is_looked_at_without_making_a_stream(fresh_nats: str, tmp_path
 
     asyncio.run(make())
     expect(nats_findings(settings)[1], Result.OK, "KVBM holds 0 bytes, keeps 1.0 GiB, 24 h; file, 1 replica")
+    wants_three = settings_of(tmp_path, nats__url=fresh_nats, nats__replicas=3)
+    expect(nats_findings(wants_three)[1], Result.WARNING, "1 replica", "nats.replicas is 3")
+
+
+def test_a_stream_that_keeps_less_than_an_instance_sends_at_once_is_a_problem(fresh_nats: str, tmp_path: Path) -> None:
+    async def make() -> None:
+        await (await NatsStream.connect(fresh_nats, WAIT_S, max_bytes=3 << 20)).close()
+
+    asyncio.run(make())
+    found = nats_findings(settings_of(tmp_path, nats__url=fresh_nats))[1]
+    expect(found, Result.PROBLEM, "keeps 3.0 MiB", "--max-bytes=8388608")
 
 
 def test_an_embedded_server_that_runs_is_found_in_the_data_folder(tmp_path: Path) -> None:

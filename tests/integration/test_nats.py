@@ -16,8 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
@@ -79,8 +81,8 @@ async def read_all(url: str, cluster: str) -> list[StreamMessage]:
         reader = await stream.pull(0, cluster)
         found: list[StreamMessage] = []
         while not reader.at_end:
-            found += [message for message in await reader.fetch(WAIT_S) if not is_fence(message.subject)]
-        return found
+            found += await reader.fetch(WAIT_S)
+        return [message for message in found if not is_fence(message.subject)]
     finally:
         await stream.close()
 
@@ -1288,3 +1290,101 @@ def test_a_message_that_is_too_large_for_the_server_says_what_to_raise() -> None
             await stream.close()
 
         asyncio.run(work())
+
+
+# -- a stream that cannot serve -----------------------------------------------------------------------------------------
+
+
+def limit_stream(url: str, **limits: Any) -> None:
+    """Change the stream of events as an operator would."""
+    import nats
+
+    async def change() -> None:
+        client = await nats.connect(url)
+        config = (await client.jsm().stream_info("KVBM")).config
+        await client.jsm().update_stream(config.evolve(**limits))
+        await client.close()
+
+    asyncio.run(change())
+
+
+@pytest.mark.parametrize("limits", [{"max_bytes": 3 << 20}, {"max_msgs": 100}], ids=["bytes", "messages"])
+def test_a_stream_that_keeps_less_than_an_instance_sends_at_once_is_refused_in_words(
+    fresh_nats: str, limits: dict[str, int]
+) -> None:
+    async def make() -> None:
+        await (await NatsStream.connect(fresh_nats, WAIT_S)).close()
+
+    asyncio.run(make())
+    limit_stream(fresh_nats, **limits)
+    frames = MemoryLog()
+    frames.append(make_frame(0))
+    publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1)
+    with capture_logs() as logs:
+        publisher.start()
+        try:
+            assert wait_until(lambda: any(line["event"] == "publisher.disconnected" for line in logs))
+            (line,) = [line for line in logs if line["event"] == "publisher.disconnected"]
+            (key,) = limits
+            assert f"keeps {key}={limits[key]}" in line["why"] and "nats stream edit KVBM" in line["why"]
+            limit_stream(fresh_nats, **dict.fromkeys(limits, -1))
+            assert publisher.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
+        finally:
+            publisher.stop(0.0)
+
+
+def test_a_stream_that_comes_to_keep_too_little_while_it_is_used_is_not_hammered(fresh_nats: str) -> None:
+    """Its own messages push out the instance's fence; the publisher says why it stops, tries now and then, and goes on later."""
+    frames, fences = MemoryLog(), []
+    publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1)
+    do = publisher._step
+
+    def count(happened: Any) -> None:
+        fences.append(isinstance(happened, FencedOff))
+        do(happened)
+
+    publisher._step = count  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        publisher.start()
+        try:
+            frames.append(make_frame(0))
+            publisher.notify()
+            assert publisher.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
+            limit_stream(fresh_nats, max_bytes=200 << 10)
+            for at in range(1, 200):
+                frames.append(make_frame(at, blocks=1500))
+            publisher.notify()
+            assert wait_until(lambda: any("keeps max_bytes=204800" in str(line.get("why")) for line in logs))
+            assert wait_until(lambda: "nothing is published after" in publisher.trouble)
+            assert [line["waits_for"] for line in logs if line["event"] == "publisher.stalled"]
+            assert sum(fences) < 1000
+            limit_stream(fresh_nats, max_bytes=-1)
+            assert publisher.wait_published(Position(Epoch(1), Offset(200)), WAIT_S)
+            assert wait_until(lambda: not publisher.trouble)
+        finally:
+            publisher.stop(0.0)
+
+
+def test_replicas_that_a_server_alone_cannot_keep_are_refused_in_words(fresh_nats: str) -> None:
+    async def connect() -> None:
+        await NatsStream.connect(fresh_nats, WAIT_S, replicas=3)
+
+    with pytest.raises(StreamError, match=r"nats\.replicas is 3: set it to 1, or run a cluster"):
+        asyncio.run(connect())
+
+
+def test_a_reader_is_told_how_far_the_stream_was_looked_through_for_it(nats_url: str, cluster: str) -> None:
+    """What its filter leaves out moves it on too: to know that all was read, nobody needs a message of its own."""
+
+    async def play() -> None:
+        stream = await NatsStream.connect(nats_url, WAIT_S)
+        reader = await stream.pull(0, cluster)
+        await stream.publish(f"{cluster}-other", ONE, make_frame(0).data)
+        end = await stream.last_sequence()
+        deadline_s = time.monotonic() + WAIT_S
+        while reader.reached < end:
+            assert not await reader.fetch(0.2)
+            assert time.monotonic() < deadline_s
+        await stream.close()
+
+    asyncio.run(play())

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbm.catalog.lag import Backlog
 from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
 from kvbm.catalog.service import CatalogService
 from kvbm.catalog.store import InstanceRow
@@ -64,6 +65,8 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     service._projector = NATIVE.projector(service._index)
     service._own_name = InstanceId("own")
     service._liveness = Liveness()
+    service._backlog = Backlog(3.5)
+    service._heard_after_s, service._sent_pulses = 0.0, {}
     service._live(OwnPulse())
     asyncio.run(service._hear())
     last = service._liveness.last(ONE)

@@ -22,6 +22,8 @@ from kvbm.streams.publisher import (
     FENCE_CHECK_HEARTBEATS,
     FENCE_SHARE,
     LINGER_S,
+    LOOK_MOST_S,
+    LOOKS_MOST,
     SILENT_HEARTBEATS,
     Acked,
     Appended,
@@ -316,12 +318,12 @@ def test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_
 
 
 @pytest.mark.parametrize("trouble", [Disconnected("gone"), Ticked()], ids=["lost", "overdue"])
-def test_a_lost_connection_and_an_overdue_ack_end_in_a_new_connection(trouble: Input) -> None:
+def test_after_a_lost_connection_and_an_overdue_ack_the_stream_is_asked_where_it_ends(trouble: Input) -> None:
     driven = Driven(log_of(*frames_of(1)))
     sent = the(driven.begin(), Publish)
     effects = driven.step(trouble, ACK_WAIT_S)
     assert not of_kind(effects, Publish)
-    assert the(driven.wait(effects), Connect).anew
+    assert the(driven.wait(effects), Connect).anew == isinstance(trouble, Disconnected)
     assert not of_kind(driven.step(Appended()), Publish)
     driven.step(Acked(sent.attempt))
     assert driven.publisher.published == ORIGIN
@@ -783,3 +785,101 @@ def test_after_other_runs_have_come_and_gone_the_last_epoch_is_whole(seed: int) 
     assert world.publisher.published == Position(Epoch(world.epoch), Offset(world.next_offset))
     world.appended = [frame for frame in world.appended if frame.epoch == world.epoch]
     assert world.contiguous() == world.publisher.published
+
+
+# -- a stream that is away ----------------------------------------------------------------------------------------------
+
+
+def test_a_stream_that_is_away_is_asked_again_soon_by_the_same_connection_and_heartbeats_go_on() -> None:
+    driven = Driven(log_of(*frames_of(2)))
+    (sent,) = of_kind(driven.begin(), Publish)
+    effects = driven.step(Refused(sent.attempt, "no leader", away=True))
+    begin_s = driven.now_s
+    for _ in range(LOOKS_MOST - 1):
+        assert driven.publisher.has_place
+        connect = the(driven.wait(effects), Connect)
+        assert not connect.anew and driven.publisher.has_place
+        effects = driven.step(Disconnected("late", stands=True))
+    assert driven.now_s - begin_s < LOOKS_MOST * LOOK_MOST_S
+    connect = the(driven.wait(effects), Connect)
+    effects = driven.step(Connected(connect.attempt, Fence(Epoch(1), "me", 100), None, ROOM))
+    wanted = the(effects, SetFence)
+    effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 200)))
+    assert the(effects, Publish).fence == 200
+
+
+def test_a_stream_that_stays_away_is_tried_by_another_connection() -> None:
+    driven = Driven(log_of(*frames_of(1)))
+    (sent,) = of_kind(driven.begin(), Publish)
+    effects = driven.step(Refused(sent.attempt, "no leader", away=True))
+    kinds = []
+    for _ in range(LOOKS_MOST + 1):
+        kinds.append(the(driven.wait(effects), Connect).anew)
+        effects = driven.step(Disconnected("late", stands=True))
+    assert kinds == [False] * LOOKS_MOST + [True]
+
+
+def test_how_long_an_ack_may_take_follows_from_how_long_acks_took() -> None:
+    def late_after_s(took_s: float) -> float:
+        driven = Driven(MemoryLog())
+        driven.begin()
+        for at in range(30):
+            driven.publisher._frames.append(make_frame(at))  # type: ignore[attr-defined]
+            (sent,) = of_kind(driven.step(Appended(), driven.now_s + 1.0), Publish)
+            driven.step(Acked(sent.attempt), driven.now_s + took_s)
+        driven.publisher._frames.append(make_frame(30))  # type: ignore[attr-defined]
+        effects = driven.step(Appended(), driven.now_s + 0.1)
+        begin_s = driven.now_s
+        while not of_kind(effects, Connect):
+            effects = driven.wait(effects)
+        return driven.now_s - begin_s
+
+    assert late_after_s(0.001) < 1.2
+    assert 2.0 < late_after_s(2.0) <= ACK_WAIT_S
+
+
+def test_messages_that_take_longer_than_expected_are_given_more_time_each_time() -> None:
+    """Otherwise a link slower than the first acknowledgement said would never get a message through."""
+    driven = Driven(log_of(*frames_of(1)))
+    effects = driven.begin()
+    waits = []
+    for _ in range(4):
+        begin_s = driven.now_s
+        while not (connects := of_kind(effects, Connect)):
+            effects = driven.wait(effects)
+        waits.append(driven.now_s - begin_s)
+        effects = driven.step(Connected(connects[0].attempt, Fence(Epoch(1), "me", 100), None, ROOM))
+        wanted = the(effects, SetFence)
+        effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 100)))
+    assert waits[-1] >= ACK_WAIT_S > waits[0]
+
+
+def test_a_fence_that_is_pushed_out_again_and_again_costs_few_attempts_though_messages_are_stored_between() -> None:
+    driven = Driven(log_of(*frames_of(400)), message_bytes=SIZE)
+    effects, rounds, fence = driven.begin(), 0, 100
+    while driven.now_s < 60.0 and rounds < 1000:
+        sent = of_kind(effects, Publish)
+        if sent:
+            rounds += 1
+            driven.step(Acked(sent[0].attempt))
+            effects = driven.step(FencedOff(sent[1].attempt, "pushed out"))
+            continue
+        if connects := of_kind(effects, Connect):
+            effects = driven.step(Connected(connects[0].attempt, None, None, ROOM))
+            wanted = the(effects, SetFence)
+            fence += 1
+            effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", fence)))
+            continue
+        effects = driven.wait(effects)
+    assert rounds < 100
+
+
+def test_no_more_messages_are_under_way_than_the_stream_bears() -> None:
+    driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
+    connect = the(driven.step(Ticked()), Connect)
+    wanted = the(driven.step(Connected(connect.attempt, None, None, ROOM, in_flight=1)), SetFence)
+    effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 7)))
+    for offset in range(1, 5):
+        (sent,) = of_kind(effects, Publish)
+        assert sent.through == position(1, offset)
+        effects = driven.step(Acked(sent.attempt))

@@ -17,9 +17,11 @@ from kvbm.locate.http import CatalogClient
 from kvbm.pools.stores.base import Get, Put, Refusal, Store, Trouble
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
+from kvbm.streams.base import StreamState
 from kvbm.streams.credentials import Credentials
 from kvbm.streams.nats import ServerView, look
 from kvbm.streams.permissions import catalog_inbox, instance_inbox
+from kvbm.streams.publisher import WINDOW_MESSAGES, check_keeps
 from kvbm.streams.server import answers, server_binary
 from kvbm.workload.doctor.deadline import PROBE_S
 from kvbm.workload.doctor.finding import Finding, milliseconds, ok, problem, refused, size, unused, warning
@@ -93,7 +95,7 @@ def judge_nats(facts: Nats, settings: Settings) -> list[Finding]:
     found += ", TLS" if view.is_tls else ""
     found += f", messages up to {size(view.max_payload)}"
     found += ", embedded" if facts.embedded else f", taken for the {facts.role}" if settings.nats.nkey_seed else ""
-    return [_judge_server(view, found), _judge_stream(view)]
+    return [_judge_server(view, found), _judge_stream(view, settings)]
 
 
 def _judge_server(view: ServerView, found: str) -> Finding:
@@ -113,7 +115,7 @@ def _judge_server(view: ServerView, found: str) -> Finding:
     return ok("NATS", found)
 
 
-def _judge_stream(view: ServerView) -> Finding:
+def _judge_stream(view: ServerView, settings: Settings) -> Finding:
     check = "NATS stream"
     if view.has_jetstream:
         fix = "start nats-server with -js, or write jetstream {} into its configuration; for an account, jetstream: enabled"
@@ -130,6 +132,8 @@ def _judge_stream(view: ServerView) -> Finding:
             return problem(check, f"KVBM cannot be made{account}", fix)
         return ok(check, f"KVBM is not there yet; the first catalog or instance makes it{account}")
     copies = f"{stream.replicas} replica{'s' if stream.replicas != 1 else ''}"
+    if stream.replicas != settings.nats.replicas:
+        copies += f" (nats.replicas is {settings.nats.replicas}, for a stream that is made)"
     limits = [size(stream.max_bytes) if stream.max_bytes > 0 else "no limit of bytes"]
     limits.append(f"{stream.max_age_s / 3600:g} h" if stream.max_age_s else "no limit of age")
     found = f"KVBM holds {size(stream.bytes)}, keeps {', '.join(limits)}; {stream.storage}, {copies}{account}"
@@ -140,6 +144,17 @@ def _judge_stream(view: ServerView) -> Finding:
         return problem(check, f"{found}: it is full", fix)
     if stored and stored >= 0.8 and stream.max_bytes <= 0:
         return warning(check, f"{found}: nearly full", fix)
+    nats = settings.nats
+    try:
+        check_keeps(
+            StreamState(0, 0, stream.bytes, stream.max_bytes, stream.max_age_s, "", stream.max_messages),
+            nats.window_bytes, WINDOW_MESSAGES,
+        )  # fmt: skip
+    except StreamError as error:
+        return problem(check, found, str(error))
+    if stream.replicas < nats.replicas:
+        fix = f"nats.replicas is {nats.replicas}, and a stream that exists keeps its own: set the one or the other"
+        return warning(check, found, f"{fix} (nats stream edit KVBM --replicas={nats.replicas}, and KVBM_PULSE)")
     if stream.storage == "memory":
         return warning(check, found, "make the stream with file storage: a restart of the server loses it")
     return ok(check, found)

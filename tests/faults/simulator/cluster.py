@@ -425,6 +425,8 @@ class Cluster:
     def _settings(self, instance: str) -> Settings:
         rng = self.world.rng
         in_memory = rng.random() < 0.1 and self.remembers
+        most = self.server.max_bytes  # a stream must keep two windows
+        windows = [window for window in (2 << 10, 16 << 10, 4 << 20) if most < 0 or 2 * window <= most]
         return Settings(
             core="reference" if rng.random() < 0.5 else "native",
             instance=InstanceSettings(id=instance, cluster=CLUSTER),
@@ -440,7 +442,7 @@ class Cluster:
                 capacity_bytes=rng.choice((128 << 10, 1 << 20)), waiting_bytes=1 << 20,
                 in_memory=in_memory,
             ),
-            nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice((2 << 10, 16 << 10, 4 << 20))),
+            nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
             rounds=RoundsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
 

@@ -426,6 +426,10 @@ class SimStream:
     def max_message_bytes(self) -> int:
         return 1 << 20
 
+    @property
+    def most_in_flight(self) -> int:
+        return 0
+
     async def link(self, timeout_s: float) -> Link:
         """The connection, or a new one. Raises StreamError."""
         if self._closed:
@@ -620,6 +624,10 @@ class SimReader:
     @property
     def at_end(self) -> bool:
         return self._link is not None and self._link.is_up and not self._ready and self._pending == 0
+
+    @property
+    def reached(self) -> int:
+        return self._server.last_sequence if self.at_end else self._after.sequence
 
     async def begin(self, timeout_s: float) -> None:
         link = await self._stream.link(timeout_s)

@@ -1,0 +1,136 @@
+"""How old what is known is: against the stream's own end, and against what each instance says it has decided."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from kvbm.core.ids import InstanceId
+from kvbm.streams.base import Position
+
+_KEPT = 64  # words of one instance that are not read yet; beyond them the newest gives way to the next
+
+
+class Confirmation:
+    """Since when it is not known that the whole stream was read.
+
+    The stream's leader is asked where the stream ends. Once so much is read, the view is as young as that question, whatever the
+    reader has heard since. While nobody answers, or what the answer names is not read, the view grows old: it does not matter why.
+    A stream that ends before what is read is another one, or has lost its end, and confirms nothing.
+
+    Times are of one clock that only grows.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self._confirmed_s = now_s
+        self._asked: deque[tuple[float, int]] = deque()
+
+    def answered(self, asked_s: float, end: int, sequence: int) -> None:
+        """A question asked at a time is answered: the stream ended there. The last message that was read then had that sequence."""
+        if end < sequence or (self._asked and end < self._asked[-1][1]):
+            self._asked.clear()
+        if end < sequence:
+            return
+        if len(self._asked) == _KEPT:
+            self._asked.pop()
+        self._asked.append((asked_s, end))
+
+    def read(self, reached: int) -> None:
+        """Everything up to a sequence was read."""
+        while self._asked and self._asked[0][1] <= reached:
+            asked_s, _ = self._asked.popleft()
+            self._confirmed_s = max(self._confirmed_s, asked_s)
+
+    def age_s(self, now_s: float) -> float:
+        """Since when the view is not confirmed."""
+        return max(0.0, now_s - self._confirmed_s)
+
+
+class _Told:
+    """What is known of one instance."""
+
+    __slots__ = ("as_of_s", "is_left_out", "unread")
+
+    def __init__(self, now_s: float) -> None:
+        self.as_of_s = now_s  # all that it had decided by then is read
+        self.is_left_out = False  # of answers: it does not count as behind
+        self.unread: deque[tuple[Position, float]] = deque()  # what it said later, and when
+
+
+class Backlog:
+    """As of when each instance is known: the time of its last heartbeat after which everything decided before it was read.
+
+    It does not matter why that is long ago: events may be stuck in a journal, in a publisher, in a server that takes nothing, or with
+    the reader; or the heartbeats themselves do not come, and nobody knows what it has decided since.
+
+    Args:
+        patience_s: an instance known as of longer ago is behind.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._told: dict[InstanceId, _Told] = {}
+        self._judged_s = float("-inf")
+        self._behind: frozenset[InstanceId] = frozenset()
+
+    @property
+    def behind(self) -> frozenset[InstanceId]:
+        """Those that were behind when last judged."""
+        return self._behind
+
+    def hear(self, now_s: float, sent_s: float, instance: InstanceId, decided: Position, read: Position) -> None:
+        """An instance says how far it has decided; an offset of 0 does not say.
+
+        Args:
+            sent_s: it was sent after this, for certain. A stream keeps heartbeats, and may give out an old one as news.
+        """
+        told = self._told.setdefault(instance, _Told(sent_s))
+        unread, told.is_left_out = told.unread, False
+        if not decided.offset or decided <= read:
+            told.as_of_s = max(told.as_of_s, sent_s)
+            unread.clear()
+            self._count(now_s, instance)
+            return
+        while unread and unread[-1][0].epoch < decided.epoch:
+            unread.pop()  # the rest of an epoch that is over may never come
+        if unread and (unread[-1][0] >= decided or len(unread) == _KEPT):
+            unread.pop()
+        unread.append((decided, sent_s))
+        self._count(now_s, instance)
+
+    def _count(self, now_s: float, instance: InstanceId) -> None:
+        """At once: who is back after a silence has something to tell of it."""
+        if (instance in self._behind) != self._is_behind(now_s, instance):
+            self._behind ^= {instance}
+
+    def _is_behind(self, now_s: float, instance: InstanceId) -> bool:
+        return not self._told[instance].is_left_out and self.age_s(now_s, instance) >= self._patience_s
+
+    def judge(self, now_s: float, position: Callable[[InstanceId], Position]) -> frozenset[InstanceId]:
+        """Take note of what is read by now; who is behind."""
+        if now_s - self._judged_s < self._patience_s / 8:
+            return self._behind
+        self._judged_s = now_s
+        for instance, told in self._told.items():
+            if told.unread:
+                read = position(instance)
+                while told.unread and told.unread[0][0] <= read:
+                    told.as_of_s = max(told.as_of_s, told.unread.popleft()[1])
+        self._behind = frozenset(name for name in self._told if self._is_behind(now_s, name))
+        return self._behind
+
+    def leave_out(self, instance: InstanceId) -> None:
+        """It has stopped, or is silent, and so is left out of answers until it is heard again."""
+        if instance in self._told:
+            self._told[instance].is_left_out = True
+            self._behind -= {instance}
+
+    def age_s(self, now_s: float, instance: InstanceId) -> float:
+        """How long ago it was that an instance is known as of; 0 of one that was never heard."""
+        told = self._told.get(instance)
+        return now_s - told.as_of_s if told is not None else 0.0
+
+    def decided(self, instance: InstanceId) -> Position | None:
+        """The newest that an instance is known to have decided and that is not read; None: all is."""
+        told = self._told.get(instance)
+        return told.unread[-1][0] if told is not None and told.unread else None
