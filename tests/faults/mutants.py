@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import kvbm.catalog.projector as projector_module
 import kvbm.manager.manager as manager_module
 import kvbm.streams.journal as journal_module
 from kvbm import assembly
@@ -39,7 +40,7 @@ class Mutant(NamedTuple):
     Attributes:
         rule: what is broken.
         plant: replaces production code; undone by the stack.
-        mix: the faults to look with.
+        mix: the faults to look with; () for any, as they meet.
         run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
     """
 
@@ -281,6 +282,10 @@ def _stale_epoch_applied(stack: ExitStack) -> None:
     original = _swap(stack, Projector, "_place", place)
 
 
+def _lives_taken_for_one(stack: ExitStack) -> None:
+    _swap(stack, projector_module, "is_other_life", lambda epoch, run, fence: False)
+
+
 def _places_without_fingerprints(stack: ExitStack) -> None:
     _swap(stack, Projector, "mark", property(lambda self: Mark(self.sequence)))
 
@@ -323,6 +328,9 @@ MUTANTS: dict[str, Mutant] = {
         "an epoch that is over is over",
         _stale_epoch_applied,
         ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES),
+    ),
+    "lives_taken_for_one": Mutant(
+        "an epoch's number that comes again in another run is of another life", _lives_taken_for_one, ()
     ),
     "places_without_fingerprints": Mutant(
         "a place in a history that the server has lost is not read on from",
