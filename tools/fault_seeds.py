@@ -5,6 +5,12 @@
     python tools/fault_seeds.py --seed 4711                      one seed, told step by step
     python tools/fault_seeds.py --seed 4711 --minimise           the same with as few faults as still break it
     python tools/fault_seeds.py --mutant no_fencing --seeds 200  until a deliberate defect is found
+    python tools/fault_seeds.py --pairs --seeds 2                every two kinds of faults that meet, two seeds each
+    python tools/fault_seeds.py --triples --of 200               200 of all threes, one seed each
+    python tools/fault_seeds.py --together trim,kill --seeds 50  these two (or more) meet, 50 times
+
+A seed without --mix and --together draws from all kinds, mostly two or three that meet. What is broken is told with the command
+that repeats it; add --minimise to it.
 
 Ends with 1 when a seed broke something. What the simulator does is in tests/faults/simulator.
 """
@@ -15,6 +21,7 @@ import argparse
 import gc
 import json
 import os
+import random
 import sys
 import time
 from contextlib import ExitStack
@@ -28,23 +35,41 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tests.faults.mutants import MUTANTS
-from tests.faults.simulator.run import RUN_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.drawing import pairs, triples
+from tests.faults.simulator.faults import KINDS
+from tests.faults.simulator.run import RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 
 CHUNK = 10
+COLLECT_EVERY = 3
 
 
-def run_chunk(seeds: list[int], mutant: str, how: Plan) -> list[Outcome]:
+Job = tuple[int, Plan]
+
+
+def run_chunk(jobs: list[Job], mutant: str) -> list[tuple[Outcome, Plan]]:
     """Some seeds, one after another, in this process."""
     found = []
     with ExitStack() as stack:
         stack.enter_context(watched())
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = how._replace(mix=MUTANTS[mutant].mix, run_s=min(how.run_s, MUTANTS[mutant].run_s))
-        for seed in seeds:
-            found.append(run_seed(seed, how))
-            gc.collect()
+        for number, (seed, how) in enumerate(jobs, 1):
+            found.append((run_seed(seed, how), how))
+            if number % COLLECT_EVERY == 0:
+                gc.collect()
     return found
+
+
+def jobs_of(wanted: argparse.Namespace, how: Plan) -> list[Job]:
+    """Which seeds to run, and how each."""
+    parties: list[tuple[str, ...]] = []
+    if wanted.pairs or wanted.triples:
+        parties = [*(pairs() if wanted.pairs else []), *(triples() if wanted.triples else [])]
+        if wanted.of:
+            parties = sorted(random.Random(wanted.first).sample(parties, min(wanted.of, len(parties))))
+    seeds = wanted.seeds or (1 if parties else 300)
+    plans = [how._replace(together=party) for party in parties] or [how]
+    return [(wanted.first + at * seeds + number, plan) for at, plan in enumerate(plans) for number in range(seeds)]
 
 
 def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
@@ -53,7 +78,6 @@ def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
         stack.enter_context(watched())
         if mutant:
             stack.enter_context(MUTANTS[mutant].planted())
-            how = how._replace(mix=MUTANTS[mutant].mix, run_s=min(how.run_s, MUTANTS[mutant].run_s))
         outcome = run_seed(seed, how, say=None if minimise else print)
         if minimise and outcome.violation:
             without: frozenset[int] = frozenset()
@@ -73,52 +97,79 @@ def one(seed: int, mutant: str, minimise: bool, how: Plan) -> int:
     return 1 if outcome.violation else 0
 
 
-def main() -> int:
-    """See the module."""
+def parsed() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=300, help="how many")
+    parser.add_argument(
+        "--seeds", type=int, help="how many; with --pairs and --triples of each (default 300; 1 of each)"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="run this one alone, and tell what happens")
     parser.add_argument("--minimise", action="store_true", help="leave out what the violation does not need")
-    parser.add_argument("--mix", default="", help="kinds of faults to draw from, with commas; else any")
+    parser.add_argument("--mix", default="", help="kinds of faults to draw single ones from, with commas")
+    parser.add_argument("--together", default="", help="kinds of faults that meet, one of each, with commas")
+    parser.add_argument("--pairs", action="store_true", help="every two kinds together")
+    parser.add_argument("--triples", action="store_true", help="every three kinds together")
+    parser.add_argument("--of", type=int, default=0, metavar="N", help="only N of the pairs or triples, by chance")
     parser.add_argument(
         "--run-s",
         type=float,
-        default=RUN_S,
         metavar="S",
-        help=f"virtual seconds with work and faults (default {RUN_S:g})",
+        help=f"virtual seconds with work and faults (default {RUN_S:g}; {SHORT_S:g} for faults that meet)",
     )
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), default="", help="plant this defect")
+    parser.add_argument(
+        "--mutant", choices=sorted(MUTANTS), default="", help="plant this defect; its mix, if none is named"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", action="store_true", help="the summary as JSON")
-    wanted = parser.parse_args()
-    how = Plan(mix=tuple(filter(None, wanted.mix.split(","))), run_s=wanted.run_s)
+    return parser.parse_args()
+
+
+def plan_of(wanted: argparse.Namespace) -> Plan:
+    """How each seed runs. Exits: a kind of fault is not known."""
+    mix, together = (tuple(filter(None, words.split(","))) for words in (wanted.mix, wanted.together))
+    if unknown := sorted({*mix, *together} - set(KINDS)):
+        sys.exit(f"no fault is called {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    meets = bool(together or wanted.pairs or wanted.triples)
+    run_s = wanted.run_s or (SHORT_S if meets else RUN_S)
+    if wanted.mutant and not (mix or meets):
+        mutant = MUTANTS[wanted.mutant]
+        mix, run_s = mutant.mix, min(run_s, mutant.run_s)
+    return Plan(mix=mix, together=together, run_s=run_s)
+
+
+def main() -> int:
+    """See the module."""
+    wanted = parsed()
+    how = plan_of(wanted)
     if wanted.seed is not None:
         return one(wanted.seed, wanted.mutant, wanted.minimise, how)
-    seeds = range(wanted.first, wanted.first + wanted.seeds)
-    chunks = [list(seeds[at : at + CHUNK]) for at in range(0, len(seeds), CHUNK)]
+    jobs = jobs_of(wanted, how)
+    chunks = [jobs[at : at + CHUNK] for at in range(0, len(jobs), CHUNK)]
     begun_s = time.monotonic()
     outcomes: list[Outcome] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    work = partial(run_chunk, mutant=wanted.mutant, how=how)
+    work = partial(run_chunk, mutant=wanted.mutant)
     with Pool(wanted.processes, maxtasksperchild=20) as pool, Progress(*columns, console=Console(stderr=True)) as bar:
-        shown = bar.add_task("seeds", total=len(seeds))
+        shown = bar.add_task("seeds", total=len(jobs))
         for found in pool.imap_unordered(work, chunks):
-            for outcome in found:
+            for outcome, plan in found:
                 outcomes.append(outcome)
                 if outcome.violation:
                     bar.console.print(
-                        f"seed {outcome.seed}, step {outcome.steps}, {outcome.virtual_s:.1f} s: {outcome.violation}",
+                        f"--seed {outcome.seed} {plan.words}: step {outcome.steps}, {outcome.virtual_s:.1f} s: {outcome.violation}",
                         highlight=False, soft_wrap=True,
                     )  # fmt: skip
-            if not bar.console.is_terminal and len(outcomes) % 100 < CHUNK:
-                bar.console.print(f"{len(outcomes)} of {len(seeds)} seeds")
+            if not bar.console.is_terminal and len(outcomes) % 500 < CHUNK:
+                bar.console.print(f"{len(outcomes)} of {len(jobs)} seeds")
             bar.update(shown, advance=len(found))
+    met = sum(outcome.met for outcome in outcomes)
     broken = sorted(outcome.seed for outcome in outcomes if outcome.violation)
     summary = {
         "seeds": len(outcomes),
         "first": wanted.first,
         "broken": broken,
+        "met": met,
         "least_steps": min(outcome.steps for outcome in outcomes),
         "least_faults": min(outcome.faults for outcome in outcomes),
         "steps": sum(outcome.steps for outcome in outcomes),
@@ -136,6 +187,7 @@ def main() -> int:
             f"{summary['seeds']} seeds from {wanted.first} on in {summary['elapsed_s']} s: {summary['steps']:,} steps (at least "
             f"{summary['least_steps']:,} a seed), {summary['faults']:,} faults (at least {summary['least_faults']}), "
             f"{summary['operations']:,} operations, {summary['catalog_checks']:,} checks of the catalog; "
+            f"{f'{met} of them had the faults meet; ' if how.together or wanted.pairs or wanted.triples else ''}"
             f"{len(broken)} broken{': ' + ', '.join(map(str, broken[:20])) if broken else ''}"
         )
     return 1 if broken else 0

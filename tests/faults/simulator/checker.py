@@ -174,6 +174,11 @@ class Checker:
         self.put.pop(machine, None)
         self._machine_slots.pop(machine, None)
 
+    def lost_disk(self, machine: str) -> None:
+        """Nothing it wrote is there; its epochs may begin anew."""
+        self.lost_power(machine)
+        self._machine_epochs.pop(machine, None)
+
     # -- what the server keeps ----------------------------------------------------------------------------------------
 
     def stored(self, stored: Stored) -> None:

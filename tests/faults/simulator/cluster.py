@@ -461,6 +461,11 @@ class Cluster:
         for node in self.nodes:
             node.start()
         self._sync_server()
+        self._back_up()
+
+    def _back_up(self) -> None:
+        self.store.back_up()
+        self.world.after(0.4, self.world.nature, self._back_up)
 
     def _sync_server(self) -> None:
         self.server.sync()

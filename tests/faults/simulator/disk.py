@@ -109,6 +109,16 @@ class Disk:
                     file.write(bytes(4096))
         return lost
 
+    def wipe(self) -> None:
+        """Another disk is in the machine: nothing is on it."""
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        self.synced.clear()
+        self._forgotten.clear()
+
     def flip(self, path: Path, begin: int = 0) -> bool:
         """Flip one bit of a file."""
         size = path.stat().st_size

@@ -1,6 +1,7 @@
 """What goes wrong: each fault begins at a moment and is undone later, with chances of its own.
 
 Whether one fault is left out does not change what the others draw, so a failing run can be made smaller by leaving faults out.
+When they come, and which of them together, is drawn in `drawing`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from kvbm import assembly
 from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksEvicted, EvictReason
-from kvbm.core.ids import InstanceId, Offset, Tier
+from kvbm.core.ids import InstanceId, Offset
 from kvbm.streams.base import ORIGIN, Position, events_subject
 from tests.faults.simulator.kernel import Thread
 
@@ -30,12 +29,26 @@ class Fault(NamedTuple):
     Attributes:
         at_s, for_s: when, and for how long where it lasts.
         seed: of its own chances.
+        victim: which instance it happens to, by a number that faults who mean the same one share; None: any.
     """
 
     kind: str
     at_s: float
     for_s: float
     seed: int
+    victim: int | None = None
+
+
+class Happened(NamedTuple):
+    """A fault that came about.
+
+    Attributes:
+        end_s: when it was undone; `begin_s` of what is over at once.
+    """
+
+    kind: str
+    begin_s: float
+    end_s: float
 
 
 class Faults:
@@ -43,8 +56,8 @@ class Faults:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._world = cluster, cluster.world
-        self.happened = 0
-        self._is_over = False
+        self.happened: list[Happened] = []
+        self._victim: int | None = None
         self._undone: list[Callable[[], None]] = []
 
     def schedule(self, faults: list[Fault]) -> None:
@@ -53,12 +66,14 @@ class Faults:
 
     def _begin(self, fault: Fault) -> None:
         rng = random.Random(fault.seed)
-        kind = fault.kind
+        kind, self._victim = fault.kind, fault.victim
         undo = KINDS[kind](self, rng)
         if undo is _NOTHING:
             kind = "break_links"  # which can always happen
             undo = KINDS[kind](self, rng)
-        self.happened += 1
+        now_s = self._world.now
+        number = len(self.happened)
+        self.happened.append(Happened(kind, now_s, now_s if undo is None else float("inf")))
         self._cluster.told("fault", {"kind": kind, "for_s": round(fault.for_s, 2)})
         if undo is not None:
             self._undone.append(undo)
@@ -67,14 +82,23 @@ class Faults:
                 if undo in self._undone:
                     self._undone.remove(undo)
                     undo()
+                    self.happened[number] = Happened(kind, now_s, self._world.now)
                     self._cluster.told("healed", {"kind": kind})
 
             self._world.after(fault.for_s, self._world.nature, end)
 
-    def end(self) -> None:
-        """Everything is well from now on."""
+    def end(self, rng: random.Random | None = None) -> None:
+        """Everything is well from now on.
+
+        Args:
+            rng: what lasts until now ends in any order, and not at once; without it, all in the order of its beginning.
+        """
         undone, self._undone = self._undone, []
+        if rng is not None:
+            rng.shuffle(undone)
         for undo in undone:
+            if rng is not None and rng.random() < 0.7:
+                self._world.run(self._world.now + rng.choice((0.01, 0.1, 0.6)) * rng.uniform(0.5, 1.5))
             undo()
         by_instance: dict[str, list[Node]] = {}
         for node in self._cluster.nodes:
@@ -102,6 +126,10 @@ class Faults:
 
     def node(self, rng: random.Random, running: bool = True) -> Node | None:
         nodes = [node for node in self._cluster.nodes if node.wanted and (node.is_running or not running)]
+        if self._victim is not None:
+            names = sorted({node.instance for node in self._cluster.nodes})
+            meant = names[self._victim % len(names)]
+            nodes = [node for node in nodes if node.instance == meant] or nodes
         return rng.choice(nodes) if nodes else None
 
     def restart(self, node: Node) -> Callable[[], None]:
@@ -142,6 +170,16 @@ class Faults:
         self._cluster.checker.lost_power(node.machine.name)
         return self.restart(node)
 
+    def lose_disk(self, rng: random.Random) -> Callable[[], None] | None:
+        """A machine comes back with an empty disk: journal, epoch and pool file are gone."""
+        node = self.node(rng, running=False)
+        if node is None:
+            return _NOTHING
+        node.kill()
+        node.machine.disk.wipe()
+        self._cluster.checker.lost_disk(node.machine.name)
+        return self.restart(node)
+
     def stop(self, rng: random.Random) -> Callable[[], None] | None:
         node = self.node(rng)
         if node is None or node.process is None:
@@ -170,6 +208,28 @@ class Faults:
         process = node.process
         self._world.freeze(process)
         return lambda: self._world.thaw(process)
+
+    def stutter(self, rng: random.Random) -> Callable[[], None] | None:
+        """A process that is frozen, or was, comes back for moments: a zombie does so twice."""
+        node = self.node(rng)
+        if node is None or node.process is None:
+            return _NOTHING
+        process, world = node.process, self._world
+        is_over = False
+
+        def turn(freezes: bool) -> None:
+            if is_over or not process.alive:
+                return
+            (world.freeze if freezes else world.thaw)(process)
+            world.after(rng.choice((0.02, 0.1, 0.4)) * rng.uniform(0.5, 1.5), world.nature, turn, not freezes)
+
+        def end() -> None:
+            nonlocal is_over
+            is_over = True
+            world.thaw(process)
+
+        turn(not process.frozen)
+        return end
 
     def zombie(self, rng: random.Random) -> Callable[[], None] | None:
         """An instance freezes, another machine takes its name, then the old one comes back."""
@@ -252,6 +312,29 @@ class Faults:
         self._cluster.server.go_down(lose_tail)
         return self._cluster.server.come_up
 
+    def recreate_stream(self, rng: random.Random) -> Callable[[], None] | None:
+        """The stream begins anew, empty, while instances go on: deleted and made again, or its server comes back without its files."""
+        server = self._cluster.server
+        if not server.is_up:
+            server.recreate()  # it had been down, and comes back so
+            return None
+        if rng.random() < 0.5:
+            server.recreate()
+            return None
+        server.go_down(lose_tail=False)
+        server.recreate()
+        return server.come_up
+
+    def take_nothing(self, rng: random.Random) -> Callable[[], None] | None:
+        """The server's disk is full: connections stand, questions are answered, publishes never."""
+        server = self._cluster.server
+        server.takes_nothing = True
+
+        def end() -> None:
+            server.takes_nothing = False
+
+        return end
+
     def hide_messages(self, rng: random.Random) -> Callable[[], None] | None:
         server = self._cluster.server
         if not server.last_sequence:
@@ -294,7 +377,7 @@ class Faults:
             fence_subject = ".".join((*names[:2], "fence", *names[3:]))
 
             def again(stored: object = stored, fence_subject: str = fence_subject) -> None:
-                if server.is_up and stored.fenced_by is not None:  # type: ignore[attr-defined]
+                if server.is_up and not server.takes_nothing and stored.fenced_by is not None:  # type: ignore[attr-defined]
                     server.publish(
                         stored.subject, fence_subject, stored.data, stored.fenced_by, stored.safe, stored.by  # type: ignore[attr-defined]
                     )  # fmt: skip
@@ -306,7 +389,7 @@ class Faults:
         """Somebody writes garbage, damaged frames, or another's frames, on an instance's subject."""
         server = self._cluster.server
         node = self.node(rng)
-        if node is None or not server.is_up:
+        if node is None or not server.is_up or server.takes_nothing:
             return _NOTHING
         subject = events_subject(node.settings.instance.cluster, node.instance)
         events = [stored for stored in list(server.messages)[-40:] if stored.fence is None]
@@ -432,6 +515,17 @@ class Faults:
 
         return end
 
+    def restore_database(self, rng: random.Random) -> Callable[[], None] | None:
+        """The database comes back as an older backup has it, or empty."""
+        store = self._cluster.store
+        store.is_down = True
+        store.restore(rng.choice(store.backups))
+
+        def end() -> None:
+            store.is_down = False
+
+        return end
+
     def database_loses_replies(self, rng: random.Random) -> Callable[[], None] | None:
         store = self._cluster.store
         store.loses_replies = 0.5
@@ -474,34 +568,9 @@ def _NOTHING() -> None:
     return
 
 
+_HELPERS = ("schedule", "end", "node", "restart")
 KINDS: dict[str, Callable[[Faults, random.Random], Callable[[], None] | None]] = {
     name: method
     for name, method in vars(Faults).items()
-    if callable(method)
-    and name not in ("__init__", "schedule", "_begin", "end", "node", "restart", "_cut", "_server_down", "_stir")
+    if callable(method) and not name.startswith("_") and name not in _HELPERS
 }
-_MOVES = ("zombie", "twin")  # an instance goes on where its journal is not
-FORGETS = ("trim", "hide_messages", "cut_server_power")  # the stream may lose the fence
-_WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
-_ = (np, Tier)
-
-
-def plan(rng: random.Random, begin_s: float, end_s: float, mix: tuple[str, ...] = ()) -> list[Fault]:
-    """A schedule: some kinds of faults, several of them, at any time.
-
-    Args:
-        mix: the kinds to draw from; else a random choice of all.
-    """
-    kinds = list(mix) or rng.sample(list(KINDS), rng.randint(4, len(KINDS)))
-    if not mix:  # an epoch that its stream has forgotten is nothing a process without the journal could know of
-        left_out = rng.choice((_MOVES, FORGETS))
-        kinds = [kind for kind in kinds if kind not in left_out] or ["kill"]
-    weights = [_WEIGHTS.get(kind, 1) for kind in kinds]
-    count = rng.randint(7, 16)
-    return sorted(
-        (
-            Fault(kind, rng.uniform(begin_s, end_s), rng.choice((0.1, 0.5, 2.0, 6.0)) * rng.uniform(0.5, 1.5), rng.getrandbits(32))
-            for kind in rng.choices(kinds, weights, k=count)
-        ),
-        key=lambda fault: fault.at_s,
-    )  # fmt: skip

@@ -20,11 +20,13 @@ from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from tests.faults.simulator.checker import Checker
 from tests.faults.simulator.cluster import Cluster, nap
+from tests.faults.simulator.drawing import FORGETS, Draw, draw, met
 from tests.faults.simulator.environment import installed
-from tests.faults.simulator.faults import FORGETS, Fault, Faults, plan
+from tests.faults.simulator.faults import Fault, Faults
 from tests.faults.simulator.kernel import INSTALLED, Violation, World
 
 RUN_S = 10.0  # of virtual time with work and faults
+SHORT_S = 2.0  # the same, where a few faults meet
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
 
@@ -34,6 +36,7 @@ class Plan(NamedTuple):
 
     Attributes:
         mix: kinds of faults to draw from; () for any.
+        together: kinds of faults that meet; () for no certain ones.
         without: numbers of faults to leave out.
     """
 
@@ -41,6 +44,14 @@ class Plan(NamedTuple):
     without: frozenset[int] = frozenset()
     run_s: float = RUN_S
     settle_s: float = SETTLE_S
+    together: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The options of `tools/fault_seeds.py` that say the same."""
+        words = [f"--mix {','.join(self.mix)}"] if self.mix else []
+        words += [f"--together {','.join(self.together)}"] if self.together else []
+        return " ".join([*words, f"--run-s {self.run_s:g}"])
 
 
 class Outcome(NamedTuple):
@@ -50,6 +61,7 @@ class Outcome(NamedTuple):
         violation: what must never be, "" when all was well.
         steps: of the scheduler until then; operations: of engines.
         trace: digest of the order of things; equal for equal runs.
+        met: whether the faults that were to meet did.
         story: the last things that happened.
     """
 
@@ -63,6 +75,7 @@ class Outcome(NamedTuple):
     virtual_s: float
     trace: str
     planned: list[Fault]
+    met: bool
     story: list[str]
 
 
@@ -131,8 +144,9 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         checker.attach(cluster)
         faults = Faults(cluster)
         try:
-            planned = plan(random.Random(seed ^ 0xFA17), 1.0, how.run_s, how.mix)
-            cluster.remembers = not any(fault.kind in FORGETS for fault in planned)
+            chances = random.Random(seed ^ 0xFA17)
+            planned = draw(chances, how.run_s, Draw(how.mix, how.together))
+            cluster.remembers = not how.mix or not any(fault.kind in FORGETS for fault in planned)
             for number in range(world.rng.randint(2, 3)):
                 cluster.add_node(f"instance-{number}")
             faults.schedule([fault for number, fault in enumerate(planned) if number not in how.without])
@@ -141,8 +155,13 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
                 world.run(min(world.now + 1.0, how.run_s))
                 trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {cluster.operations};".encode())
                 _raise_troubles(world)
-            cluster.is_over = True
-            faults.end()
+            if how.mix:
+                cluster.is_over = True
+                faults.end()
+            else:
+                cluster.is_over = chances.random() < 0.5
+                faults.end(chances)
+                cluster.is_over = True
             told("settling", {})
             settle(world, cluster, checker, how.settle_s)
         except Violation as found:
@@ -152,8 +171,9 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         finally:
             trace.update(f"{world.now} {world.steps} {cluster.server.last_sequence} {violation}".encode())
             outcome = Outcome(
-                seed, violation, world.steps, cluster.operations, faults.happened, checker.checks,
-                cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned, list(story),
+                seed, violation, world.steps, cluster.operations, len(faults.happened), checker.checks,
+                cluster.server.last_sequence, world.now, trace.hexdigest()[:16], planned,
+                met(faults.happened, how.together), list(story),
             )  # fmt: skip
             cluster.end()
             asyncio._set_running_loop(None)

@@ -178,6 +178,12 @@ class _Consumer:
     ) -> None:
         self.link, self.prefixes, self.after, self.take = link, prefixes, after, take
         self.credit = 4
+        self.is_gone = False
+
+    def end(self) -> None:
+        """The reader hears that its consumer went with its stream."""
+        self.is_gone = True
+        self.take([], 1)
 
 
 class Server:
@@ -187,7 +193,7 @@ class Server:
         self.world, self.network = world, network
         self.max_bytes, self.max_age_s = max_bytes, max_age_s
         self.is_up = True
-        self.created = "created-1"
+        self._streams, self.created = 1, "created-1"
         self.messages: deque[Stored] = deque()
         self.first_sequence, self.last_sequence = 1, 0
         self.bytes = 0
@@ -195,6 +201,7 @@ class Server:
         self.last: dict[str, Stored] = {}
         self.pulses: dict[str, Heartbeat] = {}
         self.refuses = 0.0  # share of publishes refused with an error
+        self.takes_nothing = False  # nor says so: its disk is full
         self.drop_acks = 0.0
         self.loses_asks = 0.0
         self.on_stored: Callable[[Stored], None] = lambda stored: None
@@ -261,6 +268,16 @@ class Server:
         self.messages = deque(kept)
         self.bytes = sum(len(stored.data) + 64 for stored in kept)
         self.last = {stored.subject: stored for stored in kept}
+
+    def recreate(self) -> None:
+        """Another stream has the name: it is empty, its sequences begin with 1, and whoever read the old one is told."""
+        self._replace([])
+        self.first_sequence, self.last_sequence, self.synced = 1, 0, 0
+        self._streams += 1
+        self.created = f"created-{self._streams}"
+        consumers, self._consumers = self._consumers, []
+        for consumer in consumers:
+            consumer.link.to_client(consumer.end)
 
     def sync(self) -> None:
         self.synced = self.last_sequence
@@ -669,6 +686,8 @@ class SimReader:
                     link.to_server(partial(self._server.more, consumer))
                 return messages
             left_s = max(0.0, end_s - loop.time())
+            if self._consumer is not None and self._consumer.is_gone:
+                self._consumer = self._link = None
             if self._link is None or not self._link.is_up:
                 try:
                     await self.begin(max(left_s, 0.05))
@@ -719,6 +738,8 @@ async def ask(server: Server, link: Link, timeout_s: float, handle: Callable[[],
 
     def arrive() -> None:
         if not server.is_up or server.generation != generation:
+            return
+        if ack and server.takes_nothing:
             return
         result = handle()
         if ack and server.drop_acks and server.world.rng.random() < server.drop_acks:

@@ -20,6 +20,9 @@ from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark
 from tests.faults.simulator.kernel import World
 
+_TABLES = ("places", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows")
+_BACKUPS = 5
+
 
 class SimStore:
     """Rows that survive every process. One for all catalogs."""
@@ -34,6 +37,20 @@ class SimStore:
         self.namespace_rows: dict[NamespaceId, NamespaceRow] = {}
         self.position_rows: dict[InstanceId, InstancePosition] = {}
         self.claim_rows: dict[tuple[str, NamespaceId, bytes], InstanceId] = {}
+        self.backups: list[dict[str, Any]] = [self._copy()]  # the first of an empty database
+
+    def _copy(self) -> dict[str, Any]:
+        return {name: dict(getattr(self, name)) for name in _TABLES}
+
+    def back_up(self) -> None:
+        """Keep a copy of all tables; of the copies, the first and the youngest."""
+        self.backups.append(self._copy())
+        del self.backups[1:-_BACKUPS]
+
+    def restore(self, backup: dict[str, Any]) -> None:
+        """The tables are those of a copy."""
+        for name, rows in backup.items():
+            setattr(self, name, dict(rows))
 
     async def close(self) -> None:
         return
