@@ -189,9 +189,14 @@ class Checker:
         owner = self._fences.get(name)
         if owner is not None and stored.by not in (owner, "foreign") and not stored.by.startswith("copy"):
             fence = self.cluster.server.last.get(fence_subject(*subject_names(stored.subject)))
-            if (
+            is_owners = (
                 fence is not None and fence.by == owner
-            ):  # else the server has lost the owner's fence, and an older one counts again
+            )  # else the server has lost it, and an older one counts again
+            if (
+                fence is not None
+                and is_owners
+                and not (self.cluster.server.is_another and stored.fenced_by == fence.sequence)
+            ):
                 raise Violation(f"the stream took events of {name} from {stored.by}, while the fence is {owner}'s")
         if stored.by == "foreign":
             return

@@ -215,6 +215,11 @@ class Server:
         self.generation = 0
         self.hidden = False  # messages that had been stored were ever lost from the middle
 
+    @property
+    def is_another(self) -> bool:
+        """Whether the stream was made anew: a fence may have the number that another had in the stream before."""
+        return self._streams > 1
+
     # -- connections --------------------------------------------------------------------------------------------------
 
     def accept(self, process: Process) -> Link:
