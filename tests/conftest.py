@@ -92,6 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--objects", action="store_true", help="run also what needs radosgw and Redis: `make test-objects`"
     )
+    parser.addoption("--triples", action="store_true", help="run also every three faults that meet: `make faults`")
     parser.addoption(
         "--engines",
         action="store_true",
@@ -107,10 +108,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it."""
-    if config.getoption("--objects"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("objects")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("objects")]
+    """Without --objects, what needs radosgw or Redis is left out: `make test-objects` runs it. So is with --triples what is long."""
+    for name in ("objects", "triples"):
+        left_out = [item for item in items if item.get_closest_marker(name)]
+        if left_out and not config.getoption(f"--{name}"):
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker(name)]

@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.faults.mutants import MUTANTS
+from tests.faults.simulator.drawing import met, pairs, triples
+from tests.faults.simulator.faults import Happened
 from tests.faults.simulator.kernel import INSTALLED, Event, Process, Thread, Waiter, World
-from tests.faults.simulator.run import RUN_S, Outcome, Plan, run_seed, watched
+from tests.faults.simulator.run import RUN_S, SHORT_S, Outcome, Plan, run_seed, watched
 from tests.faults.simulator.server import Network, Server
 
 SEEDS = 300
 CHUNK = 5
 MUTANT_SEEDS = 200
+PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 19, 2
+TRIPLES, TRIPLES_CHUNK = triples(), 50
+MEET_SHARE = (
+    0.85  # of faults that are to meet, so many must; some cannot happen there, such as one to files that are not
+)
 
 _LOSSES = ("hide_messages", "cut_server_power", "refuse_publishes", "drop_acks")
 _HISTORIES = MUTANTS["places_without_fingerprints"].mix
@@ -48,14 +55,28 @@ def run(seed: int, how: Plan = Plan()) -> Outcome:  # noqa: B008
     return outcome
 
 
-def check(outcome: Outcome) -> None:
+def check(outcome: Outcome, how: Plan = Plan()) -> None:  # noqa: B008
     story = "\n".join(outcome.story)
     assert not outcome.violation, (
         f"seed {outcome.seed}, step {outcome.steps}: {outcome.violation}\n{story}\n"
-        f"repeat it: python tools/fault_seeds.py --seed {outcome.seed}"
+        f"repeat it: python tools/fault_seeds.py --seed {outcome.seed} {how.words} --minimise"
     )
-    assert outcome.steps >= 1000
-    assert outcome.faults >= 5
+    assert outcome.steps >= 500
+    assert outcome.faults >= min(3, len(outcome.planned))
+
+
+def check_parties(parties: list[tuple[str, ...]], first: int, seeds: int) -> None:
+    """Faults that meet break nothing, and they do meet."""
+    have_met = 0
+    with watched():
+        for at, party in enumerate(parties):
+            how = Plan(together=party, run_s=SHORT_S)
+            for seed in range(seeds * (first + at), seeds * (first + at + 1)):
+                outcome = run_seed(seed, how)
+                check(outcome, how)
+                have_met += outcome.met
+            gc.collect()
+    assert have_met >= MEET_SHARE * seeds * len(parties)
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -65,10 +86,22 @@ def test_whatever_fails_catalog_ledgers_journals_and_stream_agree_in_the_end(fir
             check(run(seed))
 
 
+@pytest.mark.parametrize("first", range(0, len(PAIRS), PAIRS_CHUNK))
+def test_two_faults_that_meet_break_nothing(first: int) -> None:
+    check_parties(PAIRS[first : first + PAIRS_CHUNK], first, PAIR_SEEDS)
+
+
+@pytest.mark.triples
+@pytest.mark.parametrize("first", range(0, len(TRIPLES), TRIPLES_CHUNK))
+def test_three_faults_that_meet_break_nothing(first: int) -> None:
+    check_parties(TRIPLES[first : first + TRIPLES_CHUNK], first, 1)
+
+
 @pytest.mark.parametrize(("seed", "mix", "run_s", "story"), REGRESSIONS)
 def test_what_once_broke_stays_whole(seed: int, mix: tuple[str, ...], run_s: float, story: str) -> None:
+    how = Plan(mix=mix, run_s=run_s)
     with watched():
-        check(run(seed, Plan(mix=mix, run_s=run_s)))
+        check(run(seed, how), how)
 
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
@@ -98,6 +131,13 @@ def test_a_seed_is_the_same_run_in_every_process() -> None:
             cwd=Path(__file__).resolve().parents[2], env=os.environ | {"PYTHONHASHSEED": hash_seed},
         )  # fmt: skip
         assert other.stdout.split() == ours
+
+
+def test_faults_meet_while_they_work_or_what_they_left_is_mended() -> None:
+    first, second = Happened("kill", 1.0, 1.2), Happened("trim", 1.6, 1.6)
+    assert met([first, second], ("kill", "trim"))
+    assert not met([first, second._replace(begin_s=1.8, end_s=1.8)], ("kill", "trim"))
+    assert not met([first, first], ("kill", "trim"))
 
 
 # -- the simulator itself -----------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbm import assembly
+from kvbm.catalog.projector import Projector
 from kvbm.catalog.service import CatalogService
+from kvbm.catalog.store import InstanceState
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.kernels import Fold
@@ -189,14 +191,10 @@ class Checker:
         owner = self._fences.get(name)
         if owner is not None and stored.by not in (owner, "foreign") and not stored.by.startswith("copy"):
             fence = self.cluster.server.last.get(fence_subject(*subject_names(stored.subject)))
-            is_owners = (
-                fence is not None and fence.by == owner
-            )  # else the server has lost it, and an older one counts again
-            if (
-                fence is not None
-                and is_owners
-                and not (self.cluster.server.is_another and stored.fenced_by == fence.sequence)
-            ):
+            # Else the server has lost the owner's fence and an older one counts again, or a stream that was made anew has given it
+            # the number that another had in the stream before.
+            is_owners = fence is not None and fence.by == owner
+            if is_owners and not (self.cluster.server.is_another and stored.fenced_by == fence.sequence):
                 raise Violation(f"the stream took events of {name} from {stored.by}, while the fence is {owner}'s")
         if stored.by == "foreign":
             return
@@ -288,7 +286,12 @@ class Checker:
                 return f"{instance}: {why}"
         for instance in projector.instances():
             self.check_instance(projector, instance)
-        return self._unsettled_rows(service) or self._unsettled_blocks(live, index)
+        return (
+            self._unsettled_rows(service)
+            or self._unsettled_histories(live, projector)
+            or self._unsettled_blocks(live, index)
+            or self._unlike_cold(projector, index)
+        )
 
     def _unsettled_instance(self, instance: InstanceId, node: Node, index: Any, projector: Any) -> str:
         manager: Any = node.manager
@@ -300,6 +303,8 @@ class Checker:
             return f"the catalog is at {tuple(position)}, the ledger at epoch {manager.epoch} offset {offset}"
         if view.doubtful:
             return "it is still doubtful"
+        if view.partial:
+            return "residencies of it were refused"
         if view.stopped:
             return "the catalog says it has stopped"
         if view.withheld:
@@ -397,6 +402,43 @@ class Checker:
         counted = {pool: count for pool, count in index.claim_counts().items() if count}
         if claims != counted:
             return f"SQL has claims {claims}, the index {counted}"
+        return ""
+
+    def _unsettled_histories(self, live: dict[InstanceId, Node], projector: Any) -> str:
+        """SQL's rows of instances, epochs and namespaces are those of the ledgers."""
+        store = self.cluster.store
+        for instance, node in sorted(live.items()):
+            manager: Any = node.manager
+            offset, digest = manager.digest()
+            row, epoch = store.instance_rows.get(instance), store.epoch_rows.get((instance, manager.epoch))
+            if row is None or (row.epoch, row.state) != (manager.epoch, InstanceState.LIVE):
+                return f"SQL has {row}, {instance} is in epoch {manager.epoch} and runs"
+            if epoch is None or (epoch.next_offset, epoch.digest) != (offset, digest) or epoch.ended_ns is not None:
+                return f"SQL has {epoch}, {instance} is at offset {offset} with digest {digest:016x}"
+            pools = {pool.tier: pool.slots for pool in row.pools if pool.slots}
+            if pools and any(len(manager.held(tier)) > pools.get(tier, 0) for tier in manager.pools.slots):
+                return f"SQL has {instance} with pools {pools}, it holds more"
+            for namespace in projector.declared(instance):
+                if namespace not in store.namespace_rows:
+                    return f"{instance} declared the namespace {namespace.hex()}, SQL lacks it"
+        return ""
+
+    def _unlike_cold(self, projector: Any, index: Any) -> str:
+        """A catalog that reads the whole stream now stands where this one stands, and has its claims."""
+        server = self.cluster.server
+        if not server.is_whole:
+            return ""
+        cold_index = assembly.NATIVE_INDEX(1 << 20)
+        cold = Projector(cold_index, assembly.NATIVE.scan_frames, "cold")
+        cold.step(0.0, [stored.message for stored in server.messages], at_end=True)
+        for instance in projector.instances():
+            if cold.position(instance) != projector.position(instance):
+                return f"read anew, {instance} is at {tuple(cold.position(instance))}, not {tuple(projector.position(instance))}"
+        claims, again = (
+            {pool: count for pool, count in one.claim_counts().items() if count} for one in (index, cold_index)
+        )
+        if claims != again:
+            return f"the catalog counts claims {claims}; read anew, the stream has {again}"
         return ""
 
     def _unsettled_blocks(self, live: dict[InstanceId, Node], index: Any) -> str:

@@ -213,12 +213,18 @@ class Server:
         self._links = 0
         self.fenced_off = 0
         self.generation = 0
+        self.has_lost = False  # its end, ever
         self.hidden = False  # messages that had been stored were ever lost from the middle
 
     @property
     def is_another(self) -> bool:
         """Whether the stream was made anew: a fence may have the number that another had in the stream before."""
         return self._streams > 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the stream still has everything that was ever stored."""
+        return not (self.first_sequence > 1 or self.hidden or self.has_lost or self.is_another)
 
     # -- connections --------------------------------------------------------------------------------------------------
 
@@ -294,6 +300,7 @@ class Server:
         if lose_tail and self.last_sequence > self.synced:
             end = self.world.rng.randint(self.synced, self.last_sequence)
             self._replace([stored for stored in self.messages if stored.sequence <= end])
+            self.has_lost = self.has_lost or end < self.last_sequence
             self.last_sequence = end
         self.pulses.clear()
         self._consumers.clear()
