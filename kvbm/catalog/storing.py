@@ -20,7 +20,7 @@ from kvbm.catalog.index import NewIndex
 from kvbm.catalog.projector import Projector
 from kvbm.catalog.store import ClaimRun, Outcome, Store, StoreBatch
 from kvbm.core.errors import CatalogError, StreamError
-from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.core.kernels import ScanFrames
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats import STREAM
@@ -295,7 +295,7 @@ class Storing:
         )  # fmt: skip
         if stored:
             second.restore_blind(place, positions.values())
-        second.add_claims(self._unstored)
+        second.add_claims(self._still_so(self._unstored))
         log.info("rows.read_again", after=stored)
         reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
         try:
@@ -323,6 +323,23 @@ class Storing:
             log.info("rows.caught_up", stored=self.stored, read=second.sequence)
         finally:
             await reader.close()
+
+    def _still_so(self, claims: Sequence[ClaimRun]) -> list[ClaimRun]:
+        """Of what waited for SQL, what the index still says.
+
+        A batch whose answer was lost may be stored, as may one of another catalog; SQL then stands behind what these claims come from,
+        and what has withdrawn them since is not read again.
+        """
+        index = self._projector.index
+        so = []
+        for run in claims:
+            blocks = [
+                block for block in split_hashes(run.hashes)
+                if any(holder.is_pool and holder.name == run.pool for holder in index.holders(run.namespace, block)) != run.withdrawn
+            ]  # fmt: skip
+            if blocks:
+                so.append(msgspec.structs.replace(run, hashes=b"".join(blocks)))
+        return so
 
     async def _step(self, second: Projector, messages: Sequence[StreamMessage]) -> None:
         for part in slices(messages):

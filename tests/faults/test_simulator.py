@@ -48,6 +48,15 @@ REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     (55, _HISTORIES, 2.0, "the same"),
 ]
 
+MEETINGS = [  # seed, faults that met, seconds of them, what it was
+    (
+        13,
+        ("restore_database", "database_loses_replies", "lose_objects"),
+        3.0,
+        "claims that had waited were said again after a batch whose answer was lost, and stood against their withdrawal",
+    ),
+]
+
 
 def run(seed: int, how: Plan = Plan()) -> Outcome:  # noqa: B008
     outcome = run_seed(seed, how)
@@ -100,6 +109,13 @@ def test_three_faults_that_meet_break_nothing(first: int) -> None:
 @pytest.mark.parametrize(("seed", "mix", "run_s", "story"), REGRESSIONS)
 def test_what_once_broke_stays_whole(seed: int, mix: tuple[str, ...], run_s: float, story: str) -> None:
     how = Plan(mix=mix, run_s=run_s)
+    with watched():
+        check(run(seed, how), how)
+
+
+@pytest.mark.parametrize(("seed", "together", "run_s", "story"), MEETINGS)
+def test_what_once_broke_by_meeting_stays_whole(seed: int, together: tuple[str, ...], run_s: float, story: str) -> None:
+    how = Plan(together=together, run_s=run_s)
     with watched():
         check(run(seed, how), how)
 

@@ -23,7 +23,7 @@ _LOSES = (
     "restore_database",
 )  # who remembers an epoch, or a place, may forget it
 _WEIGHTS = {"kill": 3, "kill_in_write": 2, "kill_catalog": 2, "spoil_index": 2, "zombie": 2}
-_GENERIC_WEIGHTS = _WEIGHTS | dict.fromkeys((*_MOVES, *_LOSES), 4)
+_GENERIC_WEIGHTS = _WEIGHTS | dict.fromkeys((*_MOVES, *_LOSES), 3)
 
 
 class Draw(NamedTuple):
