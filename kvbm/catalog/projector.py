@@ -424,8 +424,13 @@ class Projector:
         return self._claims_bytes + _ROW_BYTES * (len(self._epochs) + len(self._new_namespaces) + len(self._claims))
 
     def tell_all(self) -> None:
-        """Give out the rows of every instance with the next batch: some may be newer than what the stream still has."""
+        """Give out the rows of all instances and namespaces with the next batch: the stream may not have what they come from."""
         self._dirty |= {instance for instance, followed in self._followed.items() if followed.position.epoch}
+        told = {row.id for row in self._new_namespaces}
+        self._new_namespaces += [
+            NamespaceRow(id=name, fields=fields, first_seen_ns=self.newest_wall_ns)
+            for name, fields in self._namespaces.items() if name not in told
+        ]  # fmt: skip
 
     def waiting_claims(self) -> list[ClaimRun]:
         """Claims that were gathered and not given out."""

@@ -55,6 +55,12 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         3.0,
         "claims that had waited were said again after a batch whose answer was lost, and stood against their withdrawal",
     ),
+    (
+        100,
+        ("restore_database", "recreate_stream", "lose_objects"),
+        3.0,
+        "a database that came back empty, a stream without the starts: SQL never learned the namespaces again",
+    ),
 ]
 
 
