@@ -426,10 +426,14 @@ class Projector:
     def tell_all(self) -> None:
         """Give out the rows of all instances and namespaces with the next batch: the stream may not have what they come from."""
         self._dirty |= {instance for instance, followed in self._followed.items() if followed.position.epoch}
+        self.tell_namespaces(self._namespaces, self.newest_wall_ns)
+
+    def tell_namespaces(self, namespaces: Mapping[NamespaceId, Namespace], seen_ns: int) -> None:
+        """Give out the rows of these namespaces as well: SQL may have lost them, and no start that names them comes again."""
         told = {row.id for row in self._new_namespaces}
         self._new_namespaces += [
-            NamespaceRow(id=name, fields=fields, first_seen_ns=self.newest_wall_ns)
-            for name, fields in self._namespaces.items() if name not in told
+            NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns)
+            for name, fields in namespaces.items() if name not in told
         ]  # fmt: skip
 
     def waiting_claims(self) -> list[ClaimRun]:

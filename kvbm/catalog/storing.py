@@ -296,6 +296,7 @@ class Storing:
         if stored:
             second.restore_blind(place, positions.values())
         second.add_claims(self._still_so(self._unstored))
+        second.tell_namespaces(self._projector.namespaces(), self._projector.newest_wall_ns)
         log.info("rows.read_again", after=stored)
         reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
         try:

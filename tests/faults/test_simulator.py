@@ -61,6 +61,7 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         3.0,
         "a database that came back empty, a stream without the starts: SQL never learned the namespaces again",
     ),
+    (151, ("restore_database", "recreate_stream", "lose_objects"), 3.0, "the same, with nothing published afterwards"),
 ]
 
 
