@@ -39,7 +39,7 @@ class Mutant(NamedTuple):
     Attributes:
         rule: what is broken.
         plant: replaces production code; undone by the stack.
-        mix: the faults to look with.
+        mix: the faults to look with; () for any, as they meet.
         run_s: of virtual time with work and faults; a short one ends while instances are quiet, whose next event would heal much.
     """
 
@@ -281,6 +281,10 @@ def _stale_epoch_applied(stack: ExitStack) -> None:
     original = _swap(stack, Projector, "_place", place)
 
 
+def _lives_taken_for_one(stack: ExitStack) -> None:
+    _swap(stack, Projector, "_is_other_life", staticmethod(lambda followed, fence: False))
+
+
 def _places_without_fingerprints(stack: ExitStack) -> None:
     _swap(stack, Projector, "mark", property(lambda self: Mark(self.sequence)))
 
@@ -323,6 +327,9 @@ MUTANTS: dict[str, Mutant] = {
         "an epoch that is over is over",
         _stale_epoch_applied,
         ("late_copies", "hide_messages", "cut_server_power", *_PROCESSES),
+    ),
+    "lives_taken_for_one": Mutant(
+        "an epoch's number that comes again in another run is of another life", _lives_taken_for_one, ()
     ),
     "places_without_fingerprints": Mutant(
         "a place in a history that the server has lost is not read on from",
