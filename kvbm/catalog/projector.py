@@ -199,6 +199,18 @@ class _Arrived(NamedTuple):
         return self.frame.end - self.frame.at
 
 
+class _Evidence(NamedTuple):
+    """What a heartbeat calls published and is not read yet.
+
+    Attributes:
+        run: of the process that said so; "" when it did not tell.
+    """
+
+    said: Position
+    since_s: float
+    run: str
+
+
 class _Followed:
     """One instance, as far as it was read."""
 
@@ -217,7 +229,7 @@ class _Followed:
         self.hole_since_s: float | None = (
             None  # since when something lies aside while the reader is at the stream's end
         )
-        self.evidence: tuple[Position, float] | None = None  # said to be passed by a heartbeat, since when
+        self.evidence: _Evidence | None = None
 
 
 class Projector:
@@ -351,17 +363,22 @@ class Projector:
         """Take note of what an instance says it has published.
 
         It speaks of one epoch alone: that of an older one all was published, or never will be, is not said. A newer epoch than the
-        one that is read takes the place of what was said of the older, whose end nobody will send any more.
+        one that is read takes the place of what was said of the older, whose end nobody will send any more. What another life
+        said of an epoch does not count: nobody will send that.
         """
         if not heartbeat.published:
             return
         said = Position(heartbeat.epoch, heartbeat.published)
         followed = self._follow(heartbeat.instance, heartbeat.cluster)
-        known = followed.evidence
+        known, holder = followed.evidence, followed.holder
+        if _contradicts(holder, said.epoch, heartbeat.run):
+            return
+        if known is not None and holder is not None and known.run != heartbeat.run == holder.run:
+            known = followed.evidence = None  # whose place it is knows better
         if said <= followed.position:
             return
-        if known is None or known[0] <= followed.position or known[0].epoch < said.epoch:
-            followed.evidence = (said, now_s)
+        if known is None or known.said <= followed.position or known.said.epoch < said.epoch:
+            followed.evidence = _Evidence(said, now_s, heartbeat.run)
 
     def renumber(self, stream: str, stored: int) -> None:
         """Go on in a stream whose sequences began anew, under another name in SQL."""
@@ -556,6 +573,8 @@ class Projector:
         if is_other_life(followed.position.epoch, followed.run, fence):
             self._begin_life(followed, fence, step)
         followed.holder = fence
+        if followed.evidence is not None and _contradicts(fence, followed.evidence.said.epoch, followed.evidence.run):
+            followed.evidence = None
         if followed.position.epoch and not followed.run:
             followed.run = run_of(fence, followed.position.epoch)
         step.advanced[followed.row.id] = followed.position
@@ -661,10 +680,11 @@ class Projector:
             followed.hole_since_s = None
         elif followed.hole_since_s is None:
             followed.hole_since_s = now_s
-        if followed.evidence is not None and followed.evidence[0] <= followed.position:
+        if followed.evidence is not None and followed.evidence.said <= followed.position:
             followed.evidence = None
+        run = ""
         if followed.evidence is not None:
-            said, since_s = followed.evidence
+            said, since_s, run = followed.evidence
             wait_s = self._gap_wait_s
         elif followed.hole_since_s is not None:
             said, since_s = followed.position, followed.hole_since_s
@@ -677,7 +697,7 @@ class Projector:
         self.counters.gaps += 1
         if said.epoch > expected.epoch:  # not even the start of its epoch came
             self._pass_holes(followed, step)
-            followed.run = run_of(followed.holder, said.epoch)
+            followed.run = run_of(followed.holder, said.epoch) or run
             self._begin_blind(followed, said.epoch, 0)
             followed.position = Position(said.epoch, Offset(0))
         resumed = min(followed.aside, default=None)
@@ -837,3 +857,8 @@ def _position_of(followed: _Followed) -> InstancePosition:
     return InstancePosition(
         instance=followed.row.id, epoch=followed.position.epoch, next_offset=followed.position.offset, run=followed.run
     )
+
+
+def _contradicts(fence: Fence | None, epoch: Epoch, run: str) -> bool:
+    """Whether a fence knows another run to have begun an epoch than the one that speaks of it."""
+    return bool(run) and run_of(fence, epoch) not in ("", run)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import kvbm.catalog.projector as projector_module
 import kvbm.manager.manager as manager_module
 import kvbm.streams.journal as journal_module
 from kvbm import assembly
@@ -282,7 +283,7 @@ def _stale_epoch_applied(stack: ExitStack) -> None:
 
 
 def _lives_taken_for_one(stack: ExitStack) -> None:
-    _swap(stack, Projector, "_is_other_life", staticmethod(lambda followed, fence: False))
+    _swap(stack, projector_module, "is_other_life", lambda epoch, run, fence: False)
 
 
 def _places_without_fingerprints(stack: ExitStack) -> None:

@@ -61,6 +61,12 @@ MEETINGS = [  # seed, faults that met, seconds of them, what it was
         3.0,
         "a database that came back empty, a stream without the starts: SQL never learned the namespaces again",
     ),
+    (
+        1028,
+        ("break_disk", "lose_disk", "recreate_stream", "kill_catalog"),
+        3.0,
+        "a heartbeat of the life before was taken for word of this one's events: gaps were found for ever",
+    ),
     (151, ("restore_database", "recreate_stream", "lose_objects"), 3.0, "the same, with nothing published afterwards"),
 ]
 
