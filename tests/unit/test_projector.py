@@ -852,6 +852,36 @@ def test_an_epoch_of_one_number_that_two_runs_began_is_read_of_the_one_that_has_
 
 
 @each_twin
+@pytest.mark.parametrize("is_gap_found", [False, True])
+def test_what_the_life_before_called_published_is_not_waited_for(twin: Twin, is_gap_found: bool) -> None:
+    """The stream is another: the old end was heard before the new fence was read."""
+    reader = Reader(twin.projector())
+    old, new = Instance(), Instance()
+    old.create(1, 2)
+    said = msgspec.structs.replace(old.heartbeat(), published=Offset(200), run="old")
+    reader.projector.hear(0.0, said)
+    if is_gap_found:
+        assert reader.read(now_s=20.0, at_end=True).gaps
+    life(reader, 1, "new")
+    reader.projector.hear(21.0, said)  # a zombie's, or one that was kept
+    reader.read(*new.frames, new.create(3), at_end=True, now_s=21.0)
+    assert not reader.read(now_s=50.0, at_end=True).gaps
+    assert reader.in_step(new) and not reader.is_doubtful()
+
+
+@each_twin
+def test_all_namespaces_are_told_again_with_all_rows(twin: Twin) -> None:
+    reader, instance = Reader(twin.projector()), Instance()
+    reader.read(*instance.frames)
+    reader.projector.take_batch()
+    reader.projector.tell_all()
+    reader.read(instance.create(1))
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [row.id for row in batch.namespaces] == [NAMESPACE.id]
+
+
+@each_twin
 def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
     """What is not on the stream yet of the epoch before comes first."""
     reader = Reader(twin.projector())
