@@ -77,7 +77,7 @@ test-engines-quick: $(ENGINES_STAMP)  ## kvbm inside real vLLM on this CPU: what
 test-engines: $(ENGINES_STAMP)  ## all of it
 	$(ENGINES)/bin/python -m pytest --engines -n $(JOBS) tests/engines $(PYTEST_ARGS)
 
-faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (half an hour more), real processes
+faults: setup  ## the fault suite alone: the seeded simulator with its mutants and every three faults together (some 20 minutes more), real processes
 	$(BIN)/python -m pytest --triples -n $(JOBS) tests/faults $(PYTEST_ARGS)
 
 faults: mutants-quick
