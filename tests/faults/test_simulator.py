@@ -20,8 +20,8 @@ from tests.faults.simulator.server import Network, Server
 SEEDS = 300
 CHUNK = 5
 MUTANT_SEEDS = 200
-PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 19, 2
-TRIPLES, TRIPLES_CHUNK = triples(), 50
+PAIRS, PAIRS_CHUNK, PAIR_SEEDS = pairs(), 10, 2
+TRIPLES, TRIPLES_CHUNK = triples(), 24
 MEET_SHARE = (
     0.85  # of faults that are to meet, so many must; some cannot happen there, such as one to files that are not
 )
