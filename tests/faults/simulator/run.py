@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvbm.catalog.projector import Projector
 from kvbm.core.codec import FrameBytes
+from kvbm.streams import leaving
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from tests.faults.simulator.checker import Checker
@@ -132,6 +133,7 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         if say is not None:
             say(line)
 
+    open_before = set(leaving._open)
     checker = Checker()
     world.checker = checker  # type: ignore[attr-defined]
     trace = hashlib.sha256()
@@ -176,6 +178,8 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
                 met(faults.happened, how.together), list(story),
             )  # fmt: skip
             cluster.end()
+            for opened in leaving._open.keys() - open_before:  # the dead are not closed when the interpreter ends
+                del leaving._open[opened]
             asyncio._set_running_loop(None)
             if collecting:
                 gc.enable()
