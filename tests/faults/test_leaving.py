@@ -102,7 +102,10 @@ def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
     words, ready, status = COMMANDS[command]
     said = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready)
     said.send_signal(told)
-    out, remarks = said.communicate(timeout=WAIT_S)
+    try:
+        out, remarks = said.communicate(timeout=WAIT_S)
+    finally:
+        said.kill()
     assert said.returncode == status, remarks
     assert "Traceback" not in remarks
     assert "[info" not in out and "[warning" not in out, "remarks are on standard output"
@@ -113,10 +116,7 @@ def test_a_command_ends_cleanly_when_its_terminal_goes_as_when_it_is_asked_to(
 @pytest.mark.timeout(120)
 def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     words, ready, _ = COMMANDS["catalog"]
-    ignoring = (
-        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
-    )
-    told = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready, [sys.executable, "-c", ignoring])
+    told = start_command([*words, f"--set=instance.data_dir={tmp_path}"], ready, "SIG_IGN")
     told.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         told.wait(1.0)
@@ -124,10 +124,15 @@ def test_a_command_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     assert told.wait(WAIT_S) == 0
 
 
-def start_command(words: list[str], ready: str, through: list[str] | None = None) -> subprocess.Popen[str]:
-    """A command that has said that it is ready, on either of its outputs."""
+def start_command(words: list[str], ready: str, hang_up: str = "SIG_DFL") -> subprocess.Popen[str]:
+    """A command that has said that it is ready, on either of its outputs.
+
+    Args:
+        hang_up: what SIGHUP finds; whoever runs the tests may do so under nohup.
+    """
+    set_it = f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{hang_up}); os.execv(sys.executable, sys.argv[1:])"
     process = subprocess.Popen(
-        [*(through or []), sys.executable, "-m", "kvbm", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, "-c", set_it, sys.executable, "-m", "kvbm", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stderr is not None
