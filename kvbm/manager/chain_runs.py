@@ -48,10 +48,11 @@ class ChainRuns:
 
     Args:
         run_bytes: of the longest run that is kept in one piece.
+        unit_blocks: what is never cut apart: the blocks of an object, else one.
     """
 
-    def __init__(self, run_bytes: int) -> None:
-        self._run_bytes = run_bytes
+    def __init__(self, run_bytes: int, unit_blocks: int = 1) -> None:
+        self._run_bytes, self._unit_blocks = run_bytes, unit_blocks
         self._runs: OrderedDict[bytes, ChainRun] = OrderedDict()  # by the last hash
 
     def __bool__(self) -> bool:
@@ -78,7 +79,7 @@ class ChainRuns:
                 return added + run.blocks - there.blocks
             if there.hashes.endswith(run.hashes):
                 return added
-            run, _ = run.cut(run.blocks - 1)  # its last block waits
+            run, _ = run.cut(max(0, run.blocks - self._unit_blocks))  # its last block, or object, waits
         if not run.hashes:
             return added
         added += run.blocks

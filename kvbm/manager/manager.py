@@ -1178,10 +1178,14 @@ class Manager:
         return Skipped.BUDGET if any(budget.left_bytes(now_s) < wish_bytes for budget in behind) else None
 
     def _leave_host(self) -> bool:
-        """Whether blocks of HOST are on their way to what is colder, or wait for it. Under the lock."""
+        """Whether blocks are on their way to HOST, or from there to what is colder, or wait for that. Under the lock."""
         return bool(
             self._offloader.waiting_in(Tier.HOST)
-            or any(copy.source == Tier.HOST and copy.target in DURABLE_TIERS for copy in self._running.values())
+            or any(
+                copy.target in DURABLE_TIERS if copy.source == Tier.HOST else copy.target == Tier.HOST
+                for copy in self._running.values()
+                if copy.source in (Tier.HBM, Tier.HOST)
+            )
         )
 
     def _room_to_pass(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
 from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
 from kvbm.manager.groups import Group, Groups, groups_of
@@ -170,7 +170,7 @@ class Offloader:
         """
         run = ChainRun(hashes, NOWHERE if start is None else start)
         for source, target in self._routes[tier, uses > 1]:
-            if self._policies[target].wants(uses) and (target == Tier.HOST or self._may_last(namespace)):
+            if self._policies[target].wants(uses):
                 self._push_chain(_Way(namespace, source, target), run, lacking, parent)
         if self._groups is not None and self._may_last(namespace):
             if start is not None:
@@ -205,6 +205,8 @@ class Offloader:
     def within(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> tuple[ChainRun, ChainRun]:
         """As much of a run as the target can hold together with all that is before it in its chain, and the rest."""
         limit = self._reaches[target] if not self._limits.quota_slots else self._reach_of(namespace, target)
+        if target == Tier.HOST and limit is not None and self.behind_host() and not self._may_last(namespace):
+            limit = self._limits.of(self._turns.tenant_of(namespace), target)  # it goes nowhere from there
         if limit is None or run.start < 0 or run.start + run.blocks <= limit:
             return run, ChainRun(b"")
         return run.cut(max(0, limit - run.start))
@@ -341,7 +343,9 @@ class Offloader:
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
     def _push_chain(self, way: _Way, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
-        """Let those of a run's blocks wait that the target lacks and can hold."""
+        """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last there."""
+        if way.target in DURABLE_TIERS and not self._may_last(way.namespace):
+            return
         run, beyond = self.within(way.namespace, way.target, run)
         if beyond.hashes:
             self.skip(Skipped.BEYOND, lacking(way.target, beyond.hashes))
@@ -358,6 +362,10 @@ class Offloader:
             if not self._push_run(way, stretch, before):
                 self.skip(Skipped.QUEUE, wanted[done_bytes:])
                 return
+
+    def _runs_of(self, way: _Way) -> ChainRuns:
+        unit_bytes = self._object_bytes if way.target == Tier.OBJECT else HASH_BYTES
+        return ChainRuns(self._run_bytes[way.target], unit_bytes // HASH_BYTES)
 
     def _push_run(self, way: _Way, run: ChainRun, parent: bytes) -> bool:
         """As many runs as it takes copies; whether all of it waits now. Where the queue is full its beginning does."""
@@ -389,7 +397,7 @@ class Offloader:
                 self._turns.begin(tenant)
             ways = self._ways.setdefault(tenant, OrderedDict())
             if way not in ways:
-                ways[way] = ChainRuns(self._run_bytes[way.target])
+                ways[way] = self._runs_of(way)
             self._count(tenant, way.source, ways[way].add(kept, parent))
         return len(kept.hashes) == len(run.hashes)
 
@@ -420,7 +428,7 @@ class Offloader:
         blocks = len(wish.hashes) // HASH_BYTES
         self._turns.spend(tenant, -blocks)
         ways = self._ways.setdefault(tenant, OrderedDict())
-        ways.setdefault(way, ChainRuns(self._run_bytes[way.target])).add_first(wish.runs)
+        ways.setdefault(way, self._runs_of(way)).add_first(wish.runs)
         self._count(tenant, wish.source, blocks)
 
     def skip(self, why: Skipped, hashes: bytes) -> None:

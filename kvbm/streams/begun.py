@@ -8,6 +8,7 @@ life from the old one.
 from __future__ import annotations
 
 import os
+from errno import EACCES, EAGAIN, EMFILE, ENFILE, ENOMEM, EPERM, ESTALE
 from pathlib import Path
 
 import msgspec
@@ -45,6 +46,9 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(msgspec.structs.replace(self, crc32c=_sum_of(self, checksum)))
 
 
+_PASSING = {EACCES, EPERM, EMFILE, ENFILE, ENOMEM, EAGAIN, ESTALE}  # of the process or the mount; the file may be whole
+
+
 def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
     """What has begun in a folder; nothing where there is no file, or one that is damaged, which is then put aside.
 
@@ -57,6 +61,8 @@ def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
     except FileNotFoundError:
         return Begun(instance)
     except (OSError, ValueError) as error:  # msgspec's errors and those of UTF-8 are ValueErrors
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            raise JournalError(f"{path} cannot be read now ({error.strerror}); see to it and start again") from None
         return _put_aside(path, instance, str(error))
     if stored.crc32c and stored.encoded(checksum) != data:
         return _put_aside(path, instance, "its checksum does not agree")

@@ -95,7 +95,7 @@ def test_a_block_that_left_before_a_restart_is_explained_after_it(
     assert replay(["cat", str(folder), "--json"]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if gone.hex() in line and "BlocksEvicted" in line]
     assert {json.loads(line)["epoch"] for line in said} == {1}, said
-    assert replay(["state", str(folder), "--at", "1:2", "--blocks"]) == 0
+    assert replay(["state", str(folder), "--at", "e1+2", "--blocks"]) == 0
 
 
 def test_history_whose_beginning_was_trimmed_is_no_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_history_whose_beginning_was_trimmed_is_no_finding(tmp_path: Path, capsy
     (tmp_path / kept(tmp_path)[0]).unlink()
     assert replay(["cat", str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in said] == ["1:2", "1:3", "1:4", "1:5", "2:0"]
+    assert [line.split()[1] for line in said] == ["e1+2", "e1+3", "e1+4", "e1+5", "e2+0"]
     replay(["verify", str(tmp_path)])
     assert "missing" not in capsys.readouterr().out
     journal.close()

@@ -10,6 +10,7 @@ import structlog
 
 import kvbm
 from kvbm.core.errors import ConfigError
+from kvbm.core.ids import split_hashes
 from kvbm.pools.stores.memory import MemoryStore
 from tests.managers import BLOCK_BYTES, hashes_of, rows_of
 from tests.object_pools import memory_objects
@@ -97,6 +98,19 @@ def test_namespaces_of_one_manager_are_told_apart(tmp_path: Path) -> None:
     with kvbm.open_manager(settings_of(tmp_path), [UNNAMED, NAMED], BLOCK_BYTES) as manager:
         assert depth(manager, NAMED, named) == BLOCKS
         assert depth(manager, UNNAMED, unnamed) == 0
+
+
+@pytest.mark.parametrize("host_slots", [2, 64])
+def test_blocks_that_come_by_host_are_told_apart_too(tmp_path: Path, host_slots: int) -> None:
+    """Also those of a prompt that HOST cannot hold: what may not go on keeps its beginning there."""
+    named, unnamed = hashes_of(1, BLOCKS), hashes_of(2, BLOCKS)
+    settings = settings_of(tmp_path, pools__host__slots=host_slots)
+    with kvbm.open_manager(settings, [UNNAMED, NAMED], BLOCK_BYTES) as manager:
+        create(manager, NAMED, 1)
+        create(manager, UNNAMED, 2)
+        assert b"".join(sorted(manager.held(kvbm.Tier.NVME))) == b"".join(sorted(split_hashes(named)))
+        in_host = set(manager.held(kvbm.Tier.HOST))
+        assert set(split_hashes(unnamed)[: min(host_slots, BLOCKS)]) <= in_host
 
 
 def test_what_an_older_kvbm_kept_without_a_revision_is_not_found(

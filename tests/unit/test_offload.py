@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy, SecondUse, WriteBudget, WriteThrough
-from kvbm.manager.chain_runs import NOWHERE
+from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns
 from kvbm.manager.offload import Offloader, PromptLimits, Skipped
 from kvbm.manager.staging import Staging
 from kvbm.manager.turns import Turns
@@ -347,3 +347,19 @@ def test_what_has_not_begun_can_be_taken_back() -> None:
     assert third.cancelled()
     release.set()
     first.result(WAIT_S)
+
+
+def test_a_run_of_objects_is_shortened_by_whole_objects() -> None:
+    """Its last object waits already, with other blocks before it: half an object would join the next run to a wrong one."""
+    runs = ChainRuns(64 * HASH_BYTES, unit_blocks=2)
+    runs.add(ChainRun(hashes(1, 2) + hashes(5, 2), 0))
+    assert runs.add(ChainRun(hashes(3, 2) + hashes(5, 2), 2)) == 2
+    assert [run.hashes for run in runs.take()] == [hashes(1, 2) + hashes(5, 2), hashes(3, 2)]
+
+
+def test_blocks_that_arrive_go_on_only_where_their_namespace_may_last() -> None:
+    queue = Offloader(
+        {Tier.HOST: WriteThrough(), Tier.NVME: WriteThrough()}, may_last=lambda namespace: namespace == ONE
+    )
+    assert not queue.offer_arrived(OTHER, Tier.HOST, hashes(1, 4), range(4), everything)
+    assert queue.offer_arrived(ONE, Tier.HOST, hashes(1, 4), range(4), everything)
