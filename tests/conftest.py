@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from hypothesis import settings
 from tests.ceph import Radosgw, radosgw
 from tests.object_stores import Place, place_in
 from tests.servers import azurite_server, fresh_database, postgres, redis_server, s3_server
+
+# A shell that starts something in the background ignores SIGINT for it, nohup SIGHUP; the processes of tests meet them as from a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _ENGINES = Path(__file__).parent / "engines"
 

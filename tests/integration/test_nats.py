@@ -141,7 +141,7 @@ def test_a_failed_start_names_the_log_and_quotes_its_last_line(tmp_path: Path) -
 
 def test_a_missing_wheel_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "files", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"kvbm\[catalog\]"):
+    with pytest.raises(MissingExtraError, match=r"kvbm-ledger\[catalog\]"):
         EmbeddedServer.start(tmp_path)
 
 

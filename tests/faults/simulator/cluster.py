@@ -41,7 +41,10 @@ from tests.object_pools import memory_objects
 
 BLOCK_BYTES = 64
 CLUSTER = "sim"
-NAMESPACES = (Namespace(model="sim", block_tokens=16), Namespace(model="sim", block_tokens=16, tenant="other"))
+NAMESPACES = (
+    Namespace(model="sim", revision="r1", block_tokens=16),
+    Namespace(model="sim", revision="r1", block_tokens=16, tenant="other"),
+)
 
 
 def block_hash(namespace: int, chain: int, depth: int) -> bytes:
