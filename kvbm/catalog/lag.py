@@ -93,7 +93,9 @@ class Backlog:
             return
         while unread and unread[-1][0].epoch < decided.epoch:
             unread.pop()  # the rest of an epoch that is over may never come
-        if unread and (unread[-1][0] >= decided or len(unread) == _KEPT):
+        while unread and unread[-1][0] >= decided:
+            unread.pop()  # said again, or of another life
+        if len(unread) == _KEPT:
             unread.pop()
         unread.append((decided, sent_s))
         self._count(now_s, instance)

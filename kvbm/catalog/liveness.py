@@ -10,14 +10,14 @@ what a sender's clock says is never looked at.
 An instance is withheld while one of these holds, and returned when none does:
 
 - *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
+- *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
+  that is gone, so it stays left out until the stream has the start, however alive the instance is.
+- *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
+
 An instance is told apart from an older self by its run, not by its epoch alone: the fences in the stream say which run has its place
 (`Followed.run`), and `Followed.life` grows when they say that what was read before is of another life; all that was heard of that one is
 forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
 `liveness_s` is named by `ignored`: nobody is left out of the view without a word.
-
-- *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
-  that is gone, so it stays left out until the stream has the start, however alive the instance is.
-- *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
 
 Silence counts only while the catalog hears itself: it sends pulses of its own, and when they do not come back by the same server
 (for half of `liveness_s`), then it is the catalog that is cut off. Nobody is withheld then, and when it hears itself again,

@@ -733,7 +733,9 @@ class CatalogService:
 
     def _name_ignored(self) -> None:
         """Say whose heartbeats count for nothing: to who looks at the catalog, and to the instance itself."""
-        ignored = self._liveness.ignored(time.monotonic()) if not self._lag_messages() else {}
+        if self._lag_messages():
+            return  # what is not read yet may explain it
+        ignored = self._liveness.ignored(time.monotonic())
         for instance in self._ignored.keys() - ignored.keys():
             self._degraded.clear(f"instance {instance}")
         for instance, heartbeat in ignored.items():
@@ -752,7 +754,11 @@ class CatalogService:
 
     def _find_behind(self) -> None:
         now_s, before = time.monotonic(), self._backlog.behind
-        behind = self._backlog.judge(now_s, self._projector.position)
+        for instance in self._backlog.judge(now_s, self._projector.position):
+            is_left_out = self._liveness.why(instance) is not None or not self._projector.position(instance).epoch
+            if is_left_out and self._liveness.state(instance) is LifeState.SILENT:
+                self._backlog.leave_out(instance)  # it has died in its restart, or before anything of it was read
+        behind = self._backlog.behind
         for instance in sorted(behind - before):
             log.warning("instance.behind", instance=instance, why=self._delays(instance)[0])
         for instance in sorted(before - behind):

@@ -207,7 +207,8 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
             if frame.epoch < newest.get(frame.instance, 0):
                 report.stale += 1
                 continue
-            run = run_of(holders.get(frame.instance), frame.epoch)
+            is_new = newest.get(frame.instance) != frame.epoch
+            run = run_of(holders.get(frame.instance), frame.epoch) if is_new else runs[frame.instance]
             newest[frame.instance], runs[frame.instance] = frame.epoch, run
             first_ns, last_ns = first_ns or frame.wall_time_ns, max(last_ns, frame.wall_time_ns)
             report.recorded_s = (last_ns - first_ns) / 1e9

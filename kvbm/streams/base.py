@@ -25,6 +25,7 @@ ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it 
 FACTS_KEPT = 10_000
 SAMPLES_KEPT = 4_000
 
+_MOST_EPOCH, _MOST_RUN, _FENCE_EPOCHS = 1 << 63, 128, 128  # what a fence may say: anybody who may write one may write anything
 _FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
@@ -516,6 +517,9 @@ def fence_of(data: bytes, sequence: int, what: str) -> Fence:
         body = msgspec.msgpack.decode(data, type=_FenceBody)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableError(f"{what} is not a fence ({error}); another program writes there") from None
+    runs = ((body.epoch, body.run), *body.log)
+    if len(runs) > _FENCE_EPOCHS or any(not 0 <= epoch < _MOST_EPOCH or len(run) > _MOST_RUN for epoch, run in runs):
+        raise UnreadableError(f"{what} is not a fence (it names what no fence does); another program writes there")
     return Fence(body.epoch, body.run, sequence, body.log)
 
 

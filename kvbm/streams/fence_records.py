@@ -38,7 +38,7 @@ def encode_fence(message: StreamMessage) -> bytes:
         return b""
     body = msgspec.msgpack.encode(FenceRecord(cluster=cluster, instance=instance, fence=fence))
     data = _HEAD.pack(FENCE_MAGIC, len(body)) + body
-    return data + _CHECKSUM.pack(zlib.crc32(data))
+    return data + _CHECKSUM.pack(zlib.crc32(data)) if len(data) + _CHECKSUM.size <= MOST_BYTES else b""
 
 
 def record_bytes(head: bytes) -> int:

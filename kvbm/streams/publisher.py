@@ -442,7 +442,8 @@ class Publisher:
         """Whether the place is this run's, as far as this connection knows: only then may it send heartbeats."""
         is_asking = self._is_looking and self._state in (_State.WAITING, _State.CONNECTING)
         is_using = self._state in (_State.FENCING, _State.SENDING, _State.PAUSED)
-        return self._fence_sequence > 0 and (is_using or is_asking)
+        is_anothers = self._found is not None  # until the fence is moved
+        return self._fence_sequence > 0 and not is_anothers and (is_using or is_asking)
 
     @property
     def waits_for(self) -> str:
@@ -555,6 +556,8 @@ class Publisher:
             self._yield_place(fence, tail, effects)
             return
         self._told = None
+        if fence is None and tail is None:
+            self._replaced.clear()  # of a stream that is gone
         others = [Epoch(0) if tail is None else tail.end.epoch]
         if fence is not None and fence.run != self._run:
             others.append(fence.epoch)

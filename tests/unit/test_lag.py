@@ -153,3 +153,14 @@ def test_what_is_remembered_of_one_instance_is_bounded_and_the_oldest_counts() -
     assert read.backlog.age_s(10_000.0, ONE) == 9_999.0
     read.places[ONE] = at(1, 9_999)
     assert not read.behind(10_001.0)
+
+
+def test_what_another_life_had_decided_is_not_waited_for() -> None:
+    """Its epoch was larger: nobody will ever read so far. The new life is always a little ahead of what is read."""
+    backlog = Backlog(4.0)
+    for offset in (700, 800, 900):
+        backlog.hear(0.0, 0.0, ONE, at(8, offset), at(8, 600))
+    for second in range(1, 60):
+        backlog.hear(float(second), float(second), ONE, at(1, 10 * second), at(1, 10 * second - 5))
+        backlog.judge(float(second), lambda _, read=10 * second - 5: at(1, read))
+    assert backlog.age_s(60.0, ONE) < 4.0 and not backlog.behind

@@ -921,10 +921,21 @@ def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin)
 
 
 @each_twin
-def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin) -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1",
+        fence_data(Epoch(-1), "z"),
+        fence_data(Epoch(1 << 63), "z"),
+        fence_data(Epoch(0), "z" * 70_000),
+        fence_data(Epoch(0), "z", ((Epoch(-2), "y"),)),
+        fence_data(Epoch(0), "z", tuple((Epoch(number), "y") for number in range(1000))),
+    ],
+)
+def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin, data: bytes) -> None:
     reader = Reader(twin.projector())
     instance, frames = five_frames()
     reader.read(*frames)
     reader.sequence += 1
-    reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", b"\xc1")])
+    reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
     assert reader.in_step(instance) and reader.projector.counters.poison == 1

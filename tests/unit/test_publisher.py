@@ -153,6 +153,14 @@ def test_a_fence_that_it_has_replaced_shows_that_the_server_has_lost_its_end() -
     assert wanted.expected == 9
 
 
+def test_the_place_is_its_own_only_once_its_fence_is_stored() -> None:
+    driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
+    wanted = the(driven.find(Fence(Epoch(4), "before", 9)), SetFence)
+    assert not driven.publisher.has_place
+    driven.step(FenceSet(wanted.attempt, Fence(Epoch(5), "me", 10)))
+    assert driven.publisher.has_place
+
+
 def test_a_fence_names_who_began_the_epochs_that_follow_it() -> None:
     log = log_of(*frames_of(2, epoch=3), *frames_of(2, epoch=5))
     driven = Driven(log, epoch=5)
