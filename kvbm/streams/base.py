@@ -25,11 +25,10 @@ ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it 
 FACTS_KEPT = 10_000
 SAMPLES_KEPT = 4_000
 
-_MOST_EPOCH, _MOST_RUN, _FENCE_EPOCHS = (
-    1 << 63,
-    128,
-    128,
-)  # what a fence may say: anybody who may write one may write anything
+# What a fence may say: whoever may write one may write anything.
+_MOST_EPOCH = 1 << 63
+_MOST_RUN = 128  # characters
+_FENCE_EPOCHS = 128
 _FENCE_BEGINS = f"{FENCE_PREFIX}."
 _BAD_IN_NAME = re.compile(r"[\s.*>\x00-\x20\x7f]")
 
