@@ -576,7 +576,7 @@ class Projector:
         if followed.evidence is not None and _contradicts(fence, followed.evidence.said.epoch, followed.evidence.run):
             followed.evidence = None
         if followed.position.epoch and not followed.run:
-            followed.run = run_of(fence, followed.position.epoch)
+            self._learn_run(followed, run_of(fence, followed.position.epoch))
         step.advanced[followed.row.id] = followed.position
 
     def _begin_life(self, followed: _Followed, fence: Fence, step: Step) -> None:
@@ -597,6 +597,14 @@ class Projector:
         self._begin_blind(followed, fence.epoch, 0)
         followed.position = ORIGIN
         if self._is_gathering:
+            self._dirty.add(followed.row.id)
+
+    def _learn_run(self, followed: _Followed, run: str) -> None:
+        """Frames were read before the fence of who wrote them. Rows without a run change none of another life's."""
+        followed.run = run
+        followed.row = msgspec.structs.replace(followed.row, run=run)
+        followed.epoch_row = msgspec.structs.replace(followed.epoch_row, run=run)
+        if run and self._is_gathering:
             self._dirty.add(followed.row.id)
 
     def _end_epoch(self, followed: _Followed, ended_ns: int) -> None:

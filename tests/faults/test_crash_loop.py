@@ -62,21 +62,23 @@ def test_the_checker_notices_what_differs(run_folder: Path, monkeypatch: pytest.
         worker = system.workers[0]
         ask = worker.ask
         found = {}
-        for what, lie in _LIES.items():
+        for what, (lie, contradiction) in _LIES.items():
             monkeypatch.setattr(worker, "ask", lambda lie=lie, **command: lie(ask(**command)))
             if what == "replayed":  # a sample of answers may miss what a replay may not
                 monkeypatch.setattr(checker, "SAMPLED_BLOCKS", 0)
                 monkeypatch.setattr(checker, "SAMPLED_PROMPTS", 0)
-            found[what] = " ".join(system.checker.check(2.0).differences)
+            end_s = time.monotonic() + WHOLE_S * SLOW
+            while True:  # a catalog without a processor tells of its age instead
+                found[what] = " ".join(system.checker.check(2.0).differences)
+                if contradiction in found[what] or time.monotonic() > end_s:
+                    break
         monkeypatch.setattr(worker, "ask", ask)
         worker.wrong.append({"event": "wrong_bytes", "blocks": 1})
         assert "wrong bytes" in system.checker.check(WHOLE_S * SLOW).differences[0]
     finally:
         system.close()
-    for what in ("digest", "offset", "count"):
-        assert "catalog0: w0" in found[what], found
-    assert "it says" in found["sampled"], found
-    assert "journal: w0 holds" in found["replayed"], found
+    for what, (_, contradiction) in _LIES.items():
+        assert contradiction in found[what], found
 
 
 def _forget_a_tier(answer: dict[str, Any]) -> dict[str, Any]:
@@ -85,12 +87,15 @@ def _forget_a_tier(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-_LIES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "digest": lambda answer: answer | ({"digest": "0" * 16} if "digest" in answer else {}),
-    "offset": lambda answer: answer | ({"applied": answer["applied"] + 1} if "applied" in answer else {}),
-    "count": lambda answer: answer | ({"counts": {"HBM": 1}} if "counts" in answer else {}),
-    "sampled": _forget_a_tier,
-    "replayed": _forget_a_tier,
+_LIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "digest": (lambda answer: answer | ({"digest": "0" * 16} if "digest" in answer else {}), "catalog0: w0"),
+    "offset": (
+        lambda answer: answer | ({"applied": answer["applied"] + 1} if "applied" in answer else {}),
+        "catalog0: w0",
+    ),
+    "count": (lambda answer: answer | ({"counts": {"HBM": 1}} if "counts" in answer else {}), "catalog0: w0"),
+    "sampled": (_forget_a_tier, "it says"),
+    "replayed": (_forget_a_tier, "journal: w0 holds"),
 }
 
 

@@ -46,6 +46,7 @@ REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     ),
     (8, _HISTORIES, 2.0, "the same"),
     (55, _HISTORIES, 2.0, "the same"),
+    (5299, (), 2.0, "frames before their fence, which was trimmed: SQL's row of the life before stayed"),
 ]
 
 MEETINGS = [  # seed, faults that met, seconds of them, what it was

@@ -899,6 +899,19 @@ def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
 
 
 @each_twin
+def test_rows_of_frames_that_were_read_before_their_fence_tell_whose_they_are(twin: Twin) -> None:
+    """Trimming has taken the first fence: a row that names nobody would change none of another life's."""
+    reader, instance = Reader(twin.projector()), Instance()
+    reader.read(*instance.frames)
+    before = reader.projector.take_batch()
+    assert before is not None and before.instances[0].run == before.epochs[0].run == ""
+    life(reader, 1, "one's")  # its publisher sets it again
+    batch = reader.projector.take_batch()
+    assert batch is not None
+    assert [row.run for row in (*batch.instances, *batch.epochs, *batch.positions)] == ["one's"] * 3
+
+
+@each_twin
 def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin) -> None:
     reader = Reader(twin.projector())
     first, second = Instance(epoch=2), Instance(epoch=2)
