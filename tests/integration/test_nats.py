@@ -1241,7 +1241,7 @@ def test_without_direct_access_the_last_messages_are_asked_for_in_the_other_way(
             heartbeat = PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0)))
             await stream.send_pulse(heartbeat)
             async with asyncio.timeout(WAIT_S):
-                while await stream.last_pulse("c", ONE) != heartbeat:  # nothing confirms a pulse
+                while await stream.last_pulse("c", ONE) != heartbeat:  # noqa: ASYNC110  # nothing confirms a pulse
                     await asyncio.sleep(0.01)
             await client.close()
             await stream.close()
