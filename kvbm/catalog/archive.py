@@ -29,7 +29,8 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
-from kvbm.streams.fence_records import encode_fence
+from kvbm.streams.fence_records import encode_fence, encode_told
+from kvbm.streams.holders import Holders
 from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
 log = structlog.get_logger()
@@ -82,6 +83,8 @@ class ArchiveFiles:
         self._file = -1
         self._synced = ArchivePosition()
         self._has_failed = False  # the last `append`
+        self._holders = Holders()
+        self._kept: tuple[Sequence[StreamMessage], list[bytes]] | None = None
 
     @classmethod
     def open(cls, folder: Path, file_bytes: int = FILE_BYTES) -> ArchiveFiles:
@@ -117,6 +120,9 @@ class ArchiveFiles:
         if messages and messages[0].sequence <= self.position.sequence and not self._has_failed:
             self._begin_generation()  # the reader has begun anew: another store
         self._has_failed = True
+        if self._kept is None or self._kept[0] is not messages:  # a call that is made again keeps what it kept
+            self._kept = (messages, [self._keep(message) for message in messages])
+        kept = self._kept[1]
         at = 0
         while at < len(messages):
             if messages[at].sequence <= self.position.sequence:
@@ -127,7 +133,7 @@ class ArchiveFiles:
             room = self._file_bytes - self.position.bytes
             end, size, parts = at, 0, list[bytes]()
             while end < len(messages):
-                part = _kept(messages[end])
+                part = kept[end]
                 if parts and size + len(part) > room:
                     break
                 parts.append(part)
@@ -144,6 +150,7 @@ class ArchiveFiles:
             )
             at = end
         self._has_failed = False
+        self._kept = None
         if self.position.bytes - self._synced.bytes >= SYNC_BYTES:
             self.sync()
 
@@ -183,6 +190,15 @@ class ArchiveFiles:
             self._close_file()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _keep(self, message: StreamMessage) -> bytes:
+        """What the archive keeps of a message."""
+        counts, told = self._holders.take(message)
+        if is_fence(message.subject):
+            return encode_fence(message)
+        if not counts:
+            return b""
+        return message.data if told is None else encode_told(message, told) + message.data
 
     def _recover(self) -> ArchivePosition:
         files = sorted(path.name for path in self._folder.glob(f"*{FRAMES}"))
@@ -239,6 +255,7 @@ class ArchiveFiles:
         self.sync()
         self._close_file()
         self.position = ArchivePosition(generation=self.position.generation + 1)
+        self._holders.clear()
         log.warning("archive.store_replaced", generation=self.position.generation)
 
     def _rotate(self, first: int) -> None:
@@ -276,11 +293,6 @@ class ArchiveFiles:
 
     def _failed(self, error: OSError) -> CatalogError:
         return CatalogError(f"the archive {self._folder} takes nothing more ({error.strerror}); it goes on when it can")
-
-
-def _kept(message: StreamMessage) -> bytes:
-    """What the archive keeps of a message."""
-    return encode_fence(message) if is_fence(message.subject) else message.data
 
 
 def _write_all(file: int, data: bytes) -> None:

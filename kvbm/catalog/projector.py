@@ -3,6 +3,7 @@
 A reader's place in an instance's stream is (epoch, next offset). What arrives is one of these:
 
     epoch below the known one        stale    ignored
+    of a fence of a lost history     stray    ignored, with a word in the log
     before the next offset           repeat   ignored: a publisher that lost an acknowledgement sends again
     the next offset                  applied
     beyond the next offset           a hole   kept aside; a publisher that goes back sends what is missing, 0 1 3 4 2 3 4
@@ -58,6 +59,7 @@ from kvbm.streams.base import (
     run_of,
     subject_names,
 )
+from kvbm.streams.holders import holder_after, is_stray
 
 log = structlog.get_logger()
 
@@ -113,6 +115,7 @@ class Counters(msgspec.Struct, kw_only=True):
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
         gaps_repaired, digest_repaired: after which the instance was whole again.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
+        strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: times a fence said that what was read of an instance is of another life.
     """
 
@@ -132,6 +135,7 @@ class Counters(msgspec.Struct, kw_only=True):
     gaps_repaired: int = 0
     digest_repaired: int = 0
     lives: int = 0
+    strays: int = 0
 
 
 class Trouble(msgspec.Struct, kw_only=True):
@@ -550,6 +554,8 @@ class Projector:
             self._receive_fence(message, self._follow(instance, cluster), step)
             return
         frames, error = self._scan_frames(message.data)
+        if message.fence is not None and not self._hear_of_holder(message, message.fence, cluster, instance, step):
+            return
         for frame in frames:
             if frame.instance != instance:
                 self.counters.foreign += 1
@@ -570,6 +576,27 @@ class Projector:
         except StreamError as error:
             self._poison(message, str(error))
             return
+        self._take_fence(followed, fence, step)
+
+    def _hear_of_holder(
+        self, message: StreamMessage, named: Fence, cluster: str, instance: InstanceId, step: Step
+    ) -> bool:
+        """Take the fence that a message of events names. False: nobody reads it."""
+        followed = self._follow(instance, cluster)
+        if is_stray(named, followed.holder):
+            self.counters.strays += 1
+            self._refuse(
+                message, f"it is of run {named.run}, which had fence {named.sequence} in a history that is gone"
+            )
+            return False
+        holder = holder_after(named, followed.holder)
+        if holder is not None and holder is not followed.holder:
+            if followed.holder is None or holder.run != followed.holder.run:
+                self._take_fence(followed, holder, step)
+            followed.holder = holder
+        return True
+
+    def _take_fence(self, followed: _Followed, fence: Fence, step: Step) -> None:
         if is_other_life(followed.position.epoch, followed.run, fence):
             self._begin_life(followed, fence, step)
         followed.holder = fence

@@ -3,6 +3,9 @@
 A batch and the stream position it reaches are stored together or not at all, so applying one twice is applying it
 once. Its first statement moves the position's row from `previous` to `stream_sequence`: the row's lock lets one replica
 at a time write, and a replica whose `previous` no longer holds learns that and writes nothing.
+
+A stream that was replaced, or has lost its end, is counted under another name. The first batch under that name ends those before it:
+a replica that has not noticed yet must not write older rows over newer ones.
 """
 
 from __future__ import annotations
@@ -135,7 +138,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What the projection changed between two positions of a stream.
 
     Attributes:
-        stream: the stream's name.
+        stream: the stream's name: <whose>@<which>. Of those of one <whose> the last to begin counts, and the others are over.
         previous: the position the projection stood at, 0 before the first message.
         stream_sequence: the position after the batch, above `previous`.
         fingerprint: of the message there, as in `Mark`; None: not known.
@@ -160,6 +163,7 @@ class Outcome(Enum):
     APPLIED = "applied"
     REPEATED = "repeated"  # the position is at or past the batch's end: everything in it is there
     OVERTAKEN = "overtaken"  # another replica stands within the batch: read the position, cut anew from there
+    OVER = "over"  # another name of this stream's counts since: find the name, and project anew
     MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there
 
 
@@ -238,7 +242,7 @@ class Store:
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             async with self._engine.begin() as connection:
                 if not await _move_position(connection, batch, self._upserts["first_position"]):
-                    return _not_applied(batch, await _position(connection, batch.stream))
+                    return await _not_applied(connection, batch)
                 await self._upsert(connection, "instances", _last(map(_instance_values, batch.instances), "id"))
                 await self._upsert(connection, "epochs", _last(map(_epoch_values, batch.epochs), "instance", "epoch"))
                 await self._upsert(
@@ -267,6 +271,11 @@ class Store:
         return {
             row["stream"]: Mark(row["stream_sequence"], row["fingerprint"]) for row in await self._read(select(table))
         }
+
+    async def streams_over(self) -> set[str]:
+        """The names of those that are counted under another name since."""
+        table = tables.positions
+        return {row["stream"] for row in await self._read(select(table.c.stream).where(table.c.is_over))}
 
     async def streams(self) -> list[str]:
         """The names of all streams that were applied, in order."""
@@ -398,7 +407,7 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     table = tables.positions
     moved = await connection.execute(
         update(table)
-        .where(table.c.stream == batch.stream, table.c.stream_sequence == batch.previous)
+        .where(table.c.stream == batch.stream, table.c.stream_sequence == batch.previous, table.c.is_over.is_(False))
         .values(stream_sequence=batch.stream_sequence, fingerprint=batch.fingerprint)
     )
     if moved.rowcount == 1:
@@ -407,10 +416,20 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
         return False
     values = {"stream": batch.stream, "stream_sequence": batch.stream_sequence, "fingerprint": batch.fingerprint}
     made = await connection.execute(first, values)
-    return made.rowcount == 1
+    if made.rowcount != 1:
+        return False
+    whose = f"{batch.stream.partition('@')[0]}@"
+    is_before = and_(func.substr(table.c.stream, 1, len(whose)) == whose, table.c.stream != batch.stream)
+    await connection.execute(update(table).where(is_before).values(is_over=True))
+    return True
 
 
-def _not_applied(batch: StoreBatch, stored: Mark) -> Applied:
+async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> Applied:
+    table = tables.positions
+    asked = select(table.c.is_over).where(table.c.stream == batch.stream)
+    stored = await _position(connection, batch.stream)
+    if (await connection.execute(asked)).scalar():
+        return Applied(Outcome.OVER, *stored)
     if stored.sequence >= batch.stream_sequence:
         return Applied(Outcome.REPEATED, *stored)
     return Applied(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)

@@ -63,7 +63,8 @@ async def numbering(
     generation = max([1, *places])
     place = places.get(generation, START)
     is_held = place.sequence <= state.last_sequence if stream is None else await still_holds(stream, place)
-    if generation <= _generation(lost, first) or not is_held:
+    is_over = _named(first, generation) in await store.streams_over()
+    if generation <= _generation(lost, first) or not is_held or is_over:
         generation, place = max(generation, _generation(lost, first)) + 1, START
         log.warning("stream.end_lost", stream=_named(first, generation), end=state.last_sequence)
     return Numbering(_named(first, generation), place)
@@ -254,6 +255,9 @@ class Storing:
             return False
         self._batch = batch
         applied = await self._store.apply(batch)
+        if applied.outcome is Outcome.OVER:
+            self._give_over(batch)
+            return False
         is_met = applied.outcome in (Outcome.OVERTAKEN, Outcome.REPEATED) and batch.stream == self.name
         before = len(self._unstored)
         if is_met and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
@@ -275,6 +279,23 @@ class Storing:
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
         return True
+
+    def _give_over(self, batch: StoreBatch) -> None:
+        """SQL counts the stream under another name since: another catalog has seen it replaced, or its end lost.
+
+        Raises CatalogError where this catalog has not: its name is looked up in a while. Two that read different servers would
+        drive each other on.
+        """
+        self._batch = None
+        self._unstored += batch.claims
+        if batch.stream != self.name:
+            return  # what was cut before the name was looked up
+        log.warning("stream.end_lost", stream=self.name, stored=self.stored, why="SQL counts it under another name")
+        self.begin_anew()
+        raise CatalogError(
+            f"another catalog has read that the stream {batch.stream} was replaced or has lost its end; if this lasts, the "
+            "catalogs of this database read different NATS servers"
+        )
 
     def _let_go(self, why: str) -> None:
         if not self._is_behind:
@@ -359,6 +380,9 @@ class Storing:
             match applied.outcome:
                 case Outcome.OVERTAKEN:
                     batch = msgspec.structs.replace(batch, previous=applied.position)
+                case Outcome.OVER:
+                    self._give_over(batch)
+                    raise CatalogError(f"the stream {batch.stream} is over in SQL")
                 case Outcome.MISSING:
                     raise CatalogError(f"the database stands at {applied.position}, before {batch.previous}")
                 case _:

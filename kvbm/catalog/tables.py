@@ -12,6 +12,7 @@ from __future__ import annotations
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Boolean,
     CheckConstraint,
     Column,
     Dialect,
@@ -22,6 +23,7 @@ from sqlalchemy import (
     Table,
     Text,
     TypeDecorator,
+    false,
 )
 
 VERSION_TABLE = "kvbm_schema"
@@ -153,6 +155,9 @@ positions = Table(
     Column("stream", Words, primary_key=True),
     Column("stream_sequence", Count, nullable=False),  # the last one applied
     Column("fingerprint", Hex64),  # of the message there, as in `streams.base.Mark`; NULL: not known
+    Column(
+        "is_over", Boolean, nullable=False, server_default=false()
+    ),  # another name counts the cluster's messages since
 )
 
 instance_positions = Table(

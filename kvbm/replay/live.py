@@ -9,8 +9,9 @@ from kvbm.core.errors import StreamError
 from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import Located, Place, SourceError
-from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, UnreadableError, fence_of, is_fence, subject_names
+from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.fence_records import FenceRecord
+from kvbm.streams.holders import Holders
 from kvbm.streams.nats import NatsReader, NatsStream, shown
 
 
@@ -32,6 +33,7 @@ class StreamSource:
     def read(self, kernels: Kernels) -> Iterator[Located]:
         """See `Source.read`."""
         order = self.done = 0
+        holders = Holders()
         with asyncio.Runner() as runner:
             stream = runner.run(NatsStream.connect(self._url, self._timeout_s))
             try:
@@ -42,7 +44,7 @@ class StreamSource:
                         at = message.sequence
                         if at > last:
                             break
-                        for located in self._frames(message, kernels, order):
+                        for located in self._frames(message, holders, kernels, order):
                             yield located
                             order += 1
                         self.done += 1
@@ -68,16 +70,19 @@ class StreamSource:
             )
         return messages
 
-    def _frames(self, message: StreamMessage, kernels: Kernels, order: int) -> Iterator[Located]:
+    def _frames(self, message: StreamMessage, holders: Holders, kernels: Kernels, order: int) -> Iterator[Located]:
         data, group = message.data, message.subject.rpartition(".")[0]
+        counts, fence = holders.take(message)
+        if not counts:  # here as in the catalog
+            return
+        cluster, instance = subject_names(message.subject)
         if is_fence(message.subject):
-            cluster, instance = subject_names(message.subject)
-            try:
-                fence = fence_of(data, message.sequence, f"message {message.sequence}")
-            except UnreadableError:
-                return  # it counts for nothing, here as in the catalog
+            fence = fence_of(data, message.sequence, f"message {message.sequence}")
+        if fence is not None:
             record = FenceRecord(cluster=cluster, instance=instance, fence=fence)
             yield Located(record, Place(self.name, message.sequence, 0), b"", f"{EVENTS_PREFIX}.{cluster}", order)
+            order += 1
+        if is_fence(message.subject):
             return
         for piece in scan(lambda at, size: data[at : at + size], len(data), kernels):
             found = piece.found

@@ -266,7 +266,7 @@ class _Feeder:
         while self._under_way and self._bytes + len(data) > WINDOW_BYTES:
             await self._confirm()
         safe = self._ends.get(due.instance, ORIGIN)
-        work = self._stream.publish(self._cluster, due.instance, data, TIMEOUT_S, fence.sequence, safe)
+        work = self._stream.publish(self._cluster, due.instance, data, TIMEOUT_S, fence, safe)
         self._under_way.append((due, len(data), asyncio.ensure_future(work)))
         self._bytes += len(data)
         self._report.messages += 1

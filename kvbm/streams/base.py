@@ -203,12 +203,14 @@ class StreamMessage(NamedTuple):
         sequence: its place in the stream of all instances, from 1; grows, with holes where a filter leaves others out.
         data: one or more whole frames of one epoch of one instance.
         stored_ns: when the server took it, by the server's clock; 0: not told.
+        fence: of events: the fence that its publisher named, without a log; see `holders`. None: it named none.
     """
 
     sequence: int
     subject: str
     data: bytes
     stored_ns: int = 0
+    fence: Fence | None = None
 
 
 class Mark(NamedTuple):
@@ -318,7 +320,7 @@ class EventStream(Protocol):
         instance: InstanceId,
         data: bytes,
         timeout_s: float = 5.0,
-        fence: int | None = None,
+        fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
         """Store one message of whole frames; gives its sequence once the stream has it.
@@ -327,8 +329,8 @@ class EventStream(Protocol):
         was stored, except for a refusal. A repeat is harmless to readers.
 
         Args:
-            fence: sequence of the instance's fence message; the server refuses when it is another by now. None: unfenced, for
-                tools that are alone.
+            fence: the instance's, as far as the publisher knows. The server refuses when the fence message at the end has another
+                sequence by now, and readers are told of all but the log. None: unfenced, for tools that are alone.
             safe: what `Tail.safe` will say: everything before it was acknowledged when this message was sent.
         Raises: FencedError: the fence is another one.
         """

@@ -36,6 +36,15 @@ def encode_fence(message: StreamMessage) -> bytes:
         fence = fence_of(message.data, message.sequence, f"message {message.sequence}")
     except UnreadableError:
         return b""
+    return _encode(cluster, instance, fence)
+
+
+def encode_told(message: StreamMessage, fence: Fence) -> bytes:
+    """A fence that a message of events has told of, as an archive keeps it before that message."""
+    return _encode(*subject_names(message.subject), fence)
+
+
+def _encode(cluster: str, instance: InstanceId, fence: Fence) -> bytes:
     body = msgspec.msgpack.encode(FenceRecord(cluster=cluster, instance=instance, fence=fence))
     data = _HEAD.pack(FENCE_MAGIC, len(body)) + body
     return data + _CHECKSUM.pack(zlib.crc32(data)) if len(data) + _CHECKSUM.size <= MOST_BYTES else b""

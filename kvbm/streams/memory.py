@@ -141,16 +141,17 @@ class MemoryStream:
         instance: InstanceId,
         data: bytes,
         timeout_s: float = 5.0,
-        fence: int | None = None,
+        fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
         """See `EventStream.publish`."""
         subject = events_subject(cluster, instance)
         self._check_open()
         if fence is not None:
-            self._check_fence(cluster, instance, fence)
+            self._check_fence(cluster, instance, fence.sequence)
+            fence = fence._replace(log=())
         self._safe[self._last_sequence + 1] = safe
-        return self._store(subject, data)
+        return self._store(subject, data, fence)
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
         """See `EventStream.tail`."""
@@ -194,10 +195,10 @@ class MemoryStream:
                 f"the fence of {subject} is at {found}, not {expected}: another has moved it, or it has aged out"
             )
 
-    def _store(self, subject: str, data: bytes) -> int:
+    def _store(self, subject: str, data: bytes, fence: Fence | None = None) -> int:
         self._last_sequence += 1
         stored_ns = int(asyncio.get_running_loop().time() * 1e9)
-        message = StreamMessage(self._last_sequence, subject, data, stored_ns)
+        message = StreamMessage(self._last_sequence, subject, data, stored_ns, fence)
         self.messages.append(message)
         self._last_of[subject] = message
         self._wake()

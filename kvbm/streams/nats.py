@@ -23,6 +23,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -94,8 +95,11 @@ PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait fo
 JS_API = "$JS.API"
 BORROWED_API = "kvbm.v1.api"  # the same for a user whose account has no JetStream, and is lent that of another account
 
+FENCE_HEADER = "Kvbm-Fence"  # <sequence>:<epoch>:<run> of the fence that a message of events names
 SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
 
+_FENCE_LINE = f"{FENCE_HEADER}: ".encode()
+_MOST_FENCE_WORDS = 200
 _HEADERS_BEGIN = b"NATS/1.0\r\n"  # of headers without a status
 _HEADERS_BYTES = 1024  # more than the headers of a publish take; the server counts them as part of the message
 _WRONG_LAST = (10071, 10164)  # the server's codes for an expected last sequence that is another
@@ -249,7 +253,8 @@ class _Headers(dict[str, str]):
 
     def __init__(self, raw: bytes) -> None:
         super().__init__()
-        self._raw = raw
+        self.raw = raw
+        self._is_apart = False
 
     def __bool__(self) -> bool:
         return True
@@ -272,8 +277,10 @@ class _Headers(dict[str, str]):
         return super().items()
 
     def _take_apart(self) -> None:
-        raw, self._raw = self._raw, b""
-        for line in raw.decode(errors="replace").split("\r\n"):
+        if self._is_apart:
+            return
+        self._is_apart = True
+        for line in self.raw.decode(errors="replace").split("\r\n"):
             name, colon, value = line.partition(":")
             if colon:
                 self[name] = value.strip()
@@ -611,14 +618,16 @@ class NatsStream:
         instance: InstanceId,
         data: bytes,
         timeout_s: float = 5.0,
-        fence: int | None = None,
+        fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
         """See `EventStream.publish`."""
         subject = events_subject(cluster, instance)
         headers = {SAFE_HEADER: f"{safe.epoch}:{safe.offset}"}
         if fence is not None:
-            headers |= _expecting(fence, fence_subject(cluster, instance))
+            headers |= _expecting(fence.sequence, fence_subject(cluster, instance))
+            if fence.run.isprintable() and fence.run.isascii():  # else it names none
+                headers[FENCE_HEADER] = f"{fence.sequence}:{fence.epoch}:{fence.run}"
         return await self._store(subject, data, headers, timeout_s)
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
@@ -937,7 +946,8 @@ class _Pull:
         self._delivered = count
         self.asked -= 1
         self.pending = pending
-        self.ready.append(StreamMessage(sequence, message.subject, message.data, stored_ns))
+        fence = _fence_in(message.headers.raw) if isinstance(message.headers, _Headers) else None
+        self.ready.append(StreamMessage(sequence, message.subject, message.data, stored_ns, fence))
 
     def _on_status(self, headers: dict[str, str]) -> None:
         status, words = headers["Status"], headers.get("Description", "")
@@ -1399,6 +1409,24 @@ def _expecting(sequence: int, subject: str) -> dict[str, str]:
         "Nats-Expected-Last-Subject-Sequence": str(sequence),
         "Nats-Expected-Last-Subject-Sequence-Subject": subject,
     }
+
+
+def _fence_in(headers: bytes) -> Fence | None:
+    """The fence that headers as they came name; those of one fence are one object."""
+    at = headers.find(_FENCE_LINE)
+    if at < 0:
+        return None
+    at += len(_FENCE_LINE)
+    return _fence_named(headers[at : headers.find(b"\r\n", at)])
+
+
+@lru_cache(1024)
+def _fence_named(words: bytes) -> Fence | None:
+    sequence, _, rest = words.partition(b":")
+    epoch, _, run = rest.partition(b":")
+    if not (sequence.isdigit() and epoch.isdigit() and run and len(words) <= _MOST_FENCE_WORDS):
+        return None  # another program's
+    return Fence(Epoch(int(epoch)), run.decode(errors="replace"), int(sequence))
 
 
 def _position_in(words: str | None) -> Position | None:

@@ -217,14 +217,14 @@ class Publish(NamedTuple):
         attempt: tells this sending from every other.
         data: whole frames of one epoch.
         through: where they end.
-        fence: sequence of the fence it names.
+        fence: the one it names.
         safe: see `Tail.safe`.
     """
 
     attempt: int
     data: bytes
     through: Position
-    fence: int
+    fence: Fence
     safe: Position
 
 
@@ -806,7 +806,8 @@ class Publisher:
         self._window.append(sent)
         self._in_flight[sent.attempt] = sent
         self._window_used += sent.size
-        effects.append(Publish(sent.attempt, data, sent.through, self._fence_sequence, self.confirmed))
+        fence = Fence(self._fence_epoch, self._run, self._fence_sequence)
+        effects.append(Publish(sent.attempt, data, sent.through, fence, self.confirmed))
 
     def _read(self) -> tuple[list[FrameBytes], bool]:
         """The next message's frames, consecutive ones of one epoch, so that its last header tells where it ends; is there more?"""

@@ -35,6 +35,7 @@ class CatalogNumbers(NamedTuple):
     blocks: int
     repeats: int
     stale: int
+    strays: int
     holes: int
     gaps: int
     digest_mismatches: int
@@ -81,6 +82,7 @@ _COUNTERS = {
     "events": "Events applied to the index.",
     "blocks": "Blocks named by the events that were applied.",
     "repeats": "Frames ignored because they had been applied before.",
+    "strays": "Messages ignored because they name a fence of a history that the stream has lost.",
     "stale": "Frames ignored because they belong to an epoch that is over.",
     "holes": "Times later frames came before the next one; most are filled soon.",
     "gaps": "Holes whose events will not come any more; the instance is doubtful until its next round.",

@@ -147,6 +147,31 @@ def on_connection(url: str, work: Callable[[Connection], T]) -> T:
     return asyncio.run(run())
 
 
+def test_a_replica_that_has_not_seen_a_stream_replaced_writes_nothing_under_its_old_name(database_url: str) -> None:
+    """It would write rows of the life before over those of the newer one."""
+
+    def of(stream: str, previous: int, end: int, epoch: int, run: str) -> StoreBatch:
+        row = InstancePosition(instance=FIRST, epoch=Epoch(epoch), next_offset=Offset(end), run=run)
+        return StoreBatch(stream=stream, previous=previous, stream_sequence=end, positions=(row,))
+
+    async def work(store: Store) -> None:
+        assert await store.apply(of("KVBM/c@1", 0, 20, 5, "old"))
+        assert await store.apply(of("KVBM/other@1", 0, 7, 5, "other's"))
+        assert await store.apply(of("KVBM/c@2", 0, 3, 1, "new"))
+        assert await store.streams_over() == {"KVBM/c@1"}
+        for previous, end in ((20, 21), (0, 30), (3, 9)):
+            late = await store.apply(of("KVBM/c@1", previous, end, 5, "old"))
+            assert late.outcome is Outcome.OVER and late.position == 20
+        assert (await store.instance_positions())[FIRST] == InstancePosition(
+            instance=FIRST, epoch=Epoch(1), next_offset=Offset(3), run="new"
+        )
+        assert await store.apply(of("KVBM/other@1", 7, 8, 5, "other's"))  # of another cluster
+        assert await store.apply(of("KVBM/c@1#2", 0, 2, 5, "old"))  # its server is there again, with what it had
+        assert await store.streams_over() == {"KVBM/c@1", "KVBM/c@2"}
+
+    with_store(database_url, work)
+
+
 # -- the schema -------------------------------------------------------------------------------------------------------
 
 

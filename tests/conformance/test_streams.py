@@ -277,17 +277,19 @@ def test_a_fence_is_set_by_who_knows_the_last_one_and_by_nobody_else(run: Run, c
 def test_a_message_of_another_fence_is_refused_and_nothing_of_it_is_kept(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
         with pytest.raises(FencedError):
-            await stream.publish(cluster, ONE, make_frame(0).data, fence=1)
+            await stream.publish(cluster, ONE, make_frame(0).data, fence=Fence(Epoch(1), "r", 1))
         old = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
-        await stream.publish(cluster, ONE, make_frame(0).data, fence=old.sequence)
-        await stream.publish(cluster, ONE, make_frame(1).data, fence=old.sequence)
+        await stream.publish(cluster, ONE, make_frame(0).data, fence=old)
+        await stream.publish(cluster, ONE, make_frame(1).data, fence=old)
         new = await stream.set_fence(cluster, ONE, Epoch(2), "b", old.sequence)
         with pytest.raises(FencedError):
-            await stream.publish(cluster, ONE, make_frame(2).data, fence=old.sequence)
-        await stream.publish(cluster, ONE, make_frame(0, epoch=2).data, fence=new.sequence)
+            await stream.publish(cluster, ONE, make_frame(2).data, fence=old)
+        await stream.publish(cluster, ONE, make_frame(0, epoch=2).data, fence=new)
         messages = await read_until_end(await stream.pull(0, cluster))
-        headers = [decode_header(message.data) for message in messages if not is_fence(message.subject)]
+        events = [message for message in messages if not is_fence(message.subject)]
+        headers = [decode_header(message.data) for message in events]
         assert [(header.epoch, header.first_offset) for header in headers] == [(1, 0), (1, 1), (2, 0)]
+        assert [message.fence for message in events] == [old, old, new]  # what each named is told to whoever reads it
 
     run(work)
 
@@ -296,8 +298,7 @@ def test_messages_under_way_together_are_stored_in_the_order_of_their_calls(run:
     async def work(stream: EventStream) -> None:
         fence = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
         calls = [
-            asyncio.create_task(stream.publish(cluster, ONE, make_frame(at).data, fence=fence.sequence))
-            for at in range(300)
+            asyncio.create_task(stream.publish(cluster, ONE, make_frame(at).data, fence=fence)) for at in range(300)
         ]
         sequences = await asyncio.gather(*calls)
         assert sequences == sorted(sequences)
@@ -314,7 +315,7 @@ def test_a_reader_gets_fences_where_they_stand_among_the_events_with_the_runs_of
     async def work(stream: EventStream) -> None:
         reader = await stream.pull(0, cluster)
         fence = await stream.set_fence(cluster, ONE, Epoch(1), "a", 0)
-        sequence = await stream.publish(cluster, ONE, make_frame(0).data, fence=fence.sequence)
+        sequence = await stream.publish(cluster, ONE, make_frame(0).data, fence=fence)
         runs = ((Epoch(1), "a"), (Epoch(3), "b"))
         last = await stream.set_fence(cluster, ONE, Epoch(3), "b", fence.sequence, epochs=runs)
         assert last == Fence(Epoch(3), "b", last.sequence, runs) == await stream.fence(cluster, ONE)

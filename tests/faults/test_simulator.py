@@ -28,6 +28,7 @@ MEET_SHARE = (
 
 _LOSSES = ("hide_messages", "cut_server_power", "refuse_publishes", "drop_acks")
 _HISTORIES = MUTANTS["places_without_fingerprints"].mix
+_LIVES = ("zombie", "twin", "cut_server_power", "freeze")
 REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     (12, _LOSSES, RUN_S, "rows read again behind a hole: the next batch must begin where the last one ended"),
     (16, _LOSSES, RUN_S, "the same, with the hole in another instance"),
@@ -47,6 +48,10 @@ REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     (8, _HISTORIES, 2.0, "the same"),
     (55, _HISTORIES, 2.0, "the same"),
     (5299, (), 2.0, "frames before their fence, which was trimmed: SQL's row of the life before stayed"),
+    (20096, (), 2.0, "a hidden fence: the run before had its place back, and nobody read what it published"),
+    (20389, (), 2.0, "a catalog that had not seen the stream replaced wrote SQL's rows of the old one over newer ones"),
+    (40443, _LIVES, 2.0, "the same after a power cut"),
+    (21155, (), 2.0, "a late message of a process that was dead named the number its fence had in the stream before"),
 ]
 
 MEETINGS = [  # seed, faults that met, seconds of them, what it was

@@ -26,7 +26,7 @@ from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, Stream
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.core.kernels import REFERENCE
 from kvbm.streams import server as server_module
-from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Position, StreamMessage, Tail, is_fence
+from kvbm.streams.base import ORIGIN, AccessSample, Fence, Heartbeat, Position, StreamMessage, Tail, is_fence
 from kvbm.streams.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from kvbm.streams.nats import PULL_MESSAGES, NatsReader, NatsStream
@@ -678,8 +678,8 @@ async def drive(publisher: Publisher, stream: NatsStream, cluster: str, happened
                     case SetFence(attempt, epoch, run, expected):
                         fence = await stream.set_fence(cluster, ONE, epoch, run, expected)
                         inputs.append(FenceSet(attempt, fence))
-                    case Publish(attempt, data, _, number, safe):
-                        await stream.publish(cluster, ONE, data, fence=number, safe=safe)
+                    case Publish(attempt, data, _, named, safe):
+                        await stream.publish(cluster, ONE, data, fence=named, safe=safe)
                         inputs.append(Acked(attempt))
                     case _:
                         pass
@@ -816,7 +816,7 @@ class DroppingStream(NatsStream):
     lost: set[int]
 
     async def publish(
-        self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: int | None = None,
+        self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:  # fmt: skip
         """See `EventStream.publish`."""
@@ -1236,7 +1236,7 @@ def test_without_direct_access_the_last_messages_are_asked_for_in_the_other_way(
             fence = await stream.set_fence("c", ONE, Epoch(2), "r", 0)
             assert await stream.fence("c", ONE) == fence
             safe = Position(Epoch(1), Offset(9))
-            await stream.publish("c", ONE, make_frame(0, epoch=2).data, fence=fence.sequence, safe=safe)
+            await stream.publish("c", ONE, make_frame(0, epoch=2).data, fence=fence, safe=safe)
             assert await stream.tail("c", ONE) == Tail(Position(Epoch(2), Offset(1)), safe)
             heartbeat = PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0)))
             await stream.send_pulse(heartbeat)

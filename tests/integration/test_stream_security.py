@@ -317,7 +317,7 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
         assert await stream.fence(CLUSTER, A) is None
         fence = await stream.set_fence(CLUSTER, A, Epoch(1), "run", 0)
         assert await stream.fence(CLUSTER, A) == fence
-        await stream.publish(CLUSTER, A, make_frame(0, instance="a").data, fence=fence.sequence)
+        await stream.publish(CLUSTER, A, make_frame(0, instance="a").data, fence=fence)
         assert (await stream.tail(CLUSTER, A)) is not None
         assert (await stream.state()).last_sequence == 2
         message = await catalog.message(2)

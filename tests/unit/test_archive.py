@@ -11,8 +11,9 @@ from structlog.testing import capture_logs
 
 from kvbm.catalog.archive import ArchiveFiles
 from kvbm.core.errors import CatalogError
-from kvbm.core.ids import InstanceId, NamespaceId
-from kvbm.streams.base import AccessSample, StreamMessage
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId
+from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
+from kvbm.streams.fence_records import encode_fence, encode_told
 from kvbm.streams.samples import read_samples
 
 SAMPLE = AccessSample(
@@ -145,6 +146,39 @@ def test_a_stream_that_has_lost_its_end_is_another_one(tmp_path: Path) -> None:
     archive.follow("now", 1, 9)
     archive.append(messages(1, 4))
     assert archive.follow("now", 1, 2) == 0
+
+
+def test_strays_are_left_out_and_a_fence_that_only_messages_tell_of_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Fence(Epoch(1), "one's", 1), Fence(Epoch(1), "other's", 1)
+    later = Fence(Epoch(2), "later's", 7)
+    read = [
+        StreamMessage(1, "kvbm.v1.fence.c.one", fence_data(Epoch(1), "one's")),
+        message(2)._replace(fence=one),
+        message(3)._replace(fence=other),  # a stray
+        message(4)._replace(fence=later),  # its fence was never read
+        message(5)._replace(fence=later),
+    ]
+    archive = ArchiveFiles.open(tmp_path, file_bytes=200)
+    archive.follow("now", 1, 5)
+    write, writes = os.write, []
+
+    def full_at_first(file: int, data: bytes) -> int:
+        writes.append(len(data))
+        if len(writes) == 1:
+            raise OSError(errno.ENOSPC, "no space")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full_at_first)
+    with pytest.raises(CatalogError):
+        archive.append(read)
+    archive.append(read)
+    archive.close()
+    assert content(tmp_path) == b"".join(
+        [encode_fence(read[0]), written(2), encode_told(read[3], later), written(4, 5)]
+    )
+    assert archive.position.sequence == 5
 
 
 def test_messages_that_aged_out_before_their_turn_are_counted(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.streams.base import START, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
+from kvbm.streams.base import START, Fence, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
 from tests.indexes import NATIVE, Twin, each_twin
 
 ONE = InstanceId("one")
@@ -909,6 +909,61 @@ def test_rows_of_frames_that_were_read_before_their_fence_tell_whose_they_are(tw
     batch = reader.projector.take_batch()
     assert batch is not None
     assert [row.run for row in (*batch.instances, *batch.epochs, *batch.positions)] == ["one's"] * 3
+
+
+def send(reader: Reader, fence: Fence, *frames: Frame) -> Step:
+    """Read frames whose publisher named a fence."""
+    messages = []
+    for frame in frames:
+        reader.sequence += 1
+        messages.append(StreamMessage(reader.sequence, "kvbm.v1.events.c.one", encode_frame(frame), fence=fence))
+    return reader.projector.step(0.0, messages)
+
+
+@each_twin
+def test_a_message_whose_fence_had_its_number_in_another_history_is_a_stray(twin: Twin) -> None:
+    """The stream was made anew while it was on its way: by number alone the server takes it for the holder's."""
+    reader, old, new = Reader(twin.projector()), Instance(), Instance()
+    old.create(1, 2)
+    new.create(3)
+    late = old.create(4)
+    life(reader, 1, "new")
+    send(reader, Fence(Epoch(1), "new", 1), *new.frames)
+    send(reader, Fence(Epoch(1), "old", 1), *old.frames[:2], late)
+    assert reader.projector.counters.strays == 3
+    assert reader.in_step(new) and not reader.is_doubtful()
+    assert (reader.depth(3), reader.depth(1, 2)) == (1, 0)
+    send(reader, Fence(Epoch(1), "new", 1), new.create(5))
+    assert reader.in_step(new) and not reader.is_doubtful()
+
+
+@each_twin
+def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before(twin: Twin) -> None:
+    """What its messages name is proof; until it restates what it holds, what is known of it is a part."""
+    reader, older, newer = Reader(twin.projector()), Instance(epoch=2), Instance(epoch=3)
+    older.create(1, 2)
+    newer.create(3)
+    life(reader, 2, "older")
+    send(reader, Fence(Epoch(2), "older", 1), *older.frames)
+    life(reader, 3, "newer")
+    lost = reader.sequence
+    send(reader, Fence(Epoch(3), "newer", lost), *newer.frames)
+    assert reader.depth(3) == 1
+    send(reader, Fence(Epoch(2), "older", 1), older.create(4))
+    assert reader.projector.counters.lives == 1
+    assert reader.projector.holder(ONE).run == "older"
+    assert reader.depth(3) == 0 and reader.is_doubtful()
+    send(reader, Fence(Epoch(2), "older", 1), older.round())
+    assert reader.in_step(older) and not reader.is_doubtful()
+    assert (reader.depth(1, 2), reader.depth(4)) == (2, 1)
+
+
+@each_twin
+def test_a_reader_that_joins_midway_learns_whose_events_it_reads_from_the_first_of_them(twin: Twin) -> None:
+    reader, instance = Reader(twin.projector()), Instance()
+    send(reader, Fence(Epoch(1), "one's", 77), *instance.frames)
+    batch = reader.projector.take_batch()
+    assert batch is not None and batch.instances[0].run == batch.positions[0].run == "one's"
 
 
 @each_twin

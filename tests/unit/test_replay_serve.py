@@ -15,7 +15,7 @@ from kvbm.replay import serve as serve_module
 from kvbm.replay.scan import CORRUPT
 from kvbm.replay.serve import MAX_SPEED, Served, serve
 from kvbm.replay.source import SourceError, open_source
-from kvbm.streams.base import FENCE_PREFIX, EventStream, Position
+from kvbm.streams.base import FENCE_PREFIX, EventStream, Fence, Position
 from kvbm.streams.memory import MemoryStream
 from tests.captures import SECOND_NS, make_capture, packed, starts
 
@@ -40,10 +40,10 @@ class Clock:
         clock = self
 
         class Noting(MemoryStream):
-            def _store(self, subject: str, data: bytes) -> int:
+            def _store(self, subject: str, data: bytes, fence: Fence | None = None) -> int:
                 if not subject.startswith(FENCE_PREFIX):
                     clock.came.append((clock.now_s, data))
-                return super()._store(subject, data)
+                return super()._store(subject, data, fence)
 
         return Noting()
 

@@ -194,7 +194,9 @@ class Checker:
             # Else the server has lost the owner's fence and an older one counts again, or a stream that was made anew has given it
             # the number that another had in the stream before.
             is_owners = fence is not None and fence.by == owner
-            if is_owners and not (self.cluster.server.is_another and stored.fenced_by == fence.sequence):
+            if is_owners and not (
+                self.cluster.server.is_another and stored.named is not None and stored.named.sequence == fence.sequence
+            ):
                 raise Violation(f"the stream took events of {name} from {stored.by}, while the fence is {owner}'s")
         if stored.by == "foreign":
             return
@@ -368,6 +370,8 @@ class Checker:
         for stored in self.cluster.server.messages:
             if stored.fence is not None or stored.by == "foreign" or subject_names(stored.subject)[1] != instance:
                 continue
+            if stored.named is not None and stored.named.run != manager.run:
+                continue  # of another life, which may have had an epoch of this number
             frames, _ = assembly.NATIVE.scan_frames(stored.data)
             for frame in frames:
                 if frame.epoch != manager.epoch or frame.instance != instance or frame.flaw:

@@ -54,11 +54,11 @@ class Stored(NamedTuple):
     fence: Fence | None  # of a fence message
     stored_s: float
     by: str  # the process that sent it
-    fenced_by: int | None  # the fence it named
+    named: Fence | None  # by a message of events
 
     @property
     def message(self) -> StreamMessage:
-        return StreamMessage(self.sequence, self.subject, self.data, int(self.stored_s * 1e9))
+        return StreamMessage(self.sequence, self.subject, self.data, int(self.stored_s * 1e9), self.named)
 
 
 class Link:
@@ -238,12 +238,12 @@ class Server:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def store(
-        self, subject: str, data: bytes, safe: Position, fence: Fence | None, by: str, fenced_by: int | None = None
+        self, subject: str, data: bytes, safe: Position, fence: Fence | None, by: str, named: Fence | None = None
     ) -> int:
         self.last_sequence += 1
         if fence is not None:
             fence = fence._replace(sequence=self.last_sequence)
-        stored = Stored(self.last_sequence, subject, data, safe, fence, self.world.now, by, fenced_by)
+        stored = Stored(self.last_sequence, subject, data, safe, fence, self.world.now, by, named)
         self.messages.append(stored)
         self.bytes += len(data) + 64
         self.last[subject] = stored
@@ -316,11 +316,11 @@ class Server:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def publish(
-        self, subject: str, fence_subject: str, data: bytes, fence: int | None, safe: Position, by: str
+        self, subject: str, fence_subject: str, data: bytes, fence: Fence | None, safe: Position, by: str
     ) -> int | Exception:
         if fence is not None:
             last = self.last.get(fence_subject)
-            if (0 if last is None else last.sequence) != fence:
+            if (0 if last is None else last.sequence) != fence.sequence:
                 self.fenced_off += 1
                 return FencedError(f"the fence of {subject} is not {fence} (simulated)")
         if self.refuses and self.world.rng.random() < self.refuses:
@@ -484,7 +484,7 @@ class SimStream:
         instance: InstanceId,
         data: bytes,
         timeout_s: float = 5.0,
-        fence: int | None = None,
+        fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
         subject, fence_subject = events_subject(cluster, instance), instance_subject(FENCE_PREFIX, cluster, instance)

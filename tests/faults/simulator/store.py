@@ -20,7 +20,7 @@ from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark
 from tests.faults.simulator.kernel import World
 
-_TABLES = ("places", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows")
+_TABLES = ("places", "over", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows")
 _BACKUPS = 5
 
 
@@ -32,6 +32,7 @@ class SimStore:
         self.is_down = False
         self.loses_replies = 0.0  # share of transactions that are kept although the caller hears of a failure
         self.places: dict[str, Mark] = {}
+        self.over: dict[str, None] = {}  # streams that are counted under another name since
         self.instance_rows: dict[InstanceId, InstanceRow] = {}
         self.epoch_rows: dict[tuple[InstanceId, int], EpochRow] = {}
         self.namespace_rows: dict[NamespaceId, NamespaceRow] = {}
@@ -63,10 +64,15 @@ class SimStore:
         self._check()
         assert 0 <= batch.previous < batch.stream_sequence
         place = self.places.get(batch.stream, START)
+        if batch.stream in self.over:
+            return Applied(Outcome.OVER, *place)
         if place.sequence != batch.previous:
             if place.sequence >= batch.stream_sequence:
                 return Applied(Outcome.REPEATED, *place)
             return Applied(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
+        if batch.stream not in self.places:
+            whose = batch.stream.partition("@")[0]
+            self.over |= dict.fromkeys(name for name in self.places if name.partition("@")[0] == whose)
         self.places[batch.stream] = Mark(batch.stream_sequence, batch.fingerprint)
         for row in batch.instances:
             old = self.instance_rows.get(row.id)
@@ -101,6 +107,10 @@ class SimStore:
     async def positions(self) -> dict[str, Mark]:
         self._check()
         return dict(self.places)
+
+    async def streams_over(self) -> set[str]:
+        self._check()
+        return set(self.over)
 
     async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
         self._check()
