@@ -276,6 +276,7 @@ class Projector:
         self._epochs: list[EpochRow] = []
         self._new_namespaces: list[NamespaceRow] = []
         self._claims: list[ClaimRun] = []
+        self._tells, self._told_claims = False, 0  # as in `StoreBatch`
         self._claims_bytes = 0
         self._watched: list[ClaimRun] | None = None
 
@@ -427,6 +428,8 @@ class Projector:
             namespaces=tuple(self._new_namespaces),
             claims=tuple(self._claims),
             positions=tuple(map(_position_of, changed)),
+            tells=self._tells,
+            told_claims=self._told_claims,
         )
         self._stored = end.sequence
         self._forget_rows()
@@ -451,6 +454,7 @@ class Projector:
 
     def tell_namespaces(self, namespaces: Mapping[NamespaceId, Namespace], seen_ns: int) -> None:
         """Give out the rows of these namespaces as well: SQL may have lost them, and no start that names them comes again."""
+        self._tells = True
         told = {row.id for row in self._new_namespaces}
         self._new_namespaces += [
             NamespaceRow(id=name, fields=fields, first_seen_ns=seen_ns)
@@ -464,6 +468,7 @@ class Projector:
     def add_claims(self, claims: Iterable[ClaimRun]) -> None:
         """Give out these as well, before those gathered here."""
         earlier = list(claims)
+        self._told_claims += len(earlier)
         self._claims = [*earlier, *self._claims]
         self._claims_bytes += sum(len(run.hashes) for run in earlier)
 
@@ -494,13 +499,16 @@ class Projector:
         self._dirty |= other._dirty & self._followed.keys()
         self._epochs += other._epochs
         self._new_namespaces += other._new_namespaces
+        self._tells |= other._tells
+        self._told_claims += other._told_claims if not self._claims else 0
         self._claims += other._claims
         self._claims_bytes += other._claims_bytes
         other._forget_rows()
 
     def _forget_rows(self) -> None:
         self._dirty, self._epochs, self._new_namespaces, self._claims = set(), [], [], []
-        self._claims_bytes = 0
+        self._claims_bytes = self._told_claims = 0
+        self._tells = False
 
     def position(self, instance: InstanceId) -> Position:
         """How far an instance was read; (0, 0) when nothing of it was."""

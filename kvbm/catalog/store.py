@@ -144,6 +144,8 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: of the message there, as in `Mark`; None: not known.
         instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
+        tells: there are rows that no message after `previous` says. told_claims: so many of the claims, the first. Another
+            catalog that has stored the same messages has not stored these.
     """
 
     stream: str
@@ -155,13 +157,15 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     namespaces: tuple[NamespaceRow, ...] = ()
     claims: tuple[ClaimRun, ...] = ()
     positions: tuple[InstancePosition, ...] = ()
+    tells: bool = False
+    told_claims: int = 0
 
 
 class Outcome(Enum):
     """What became of a batch."""
 
     APPLIED = "applied"
-    REPEATED = "repeated"  # the position is at or past the batch's end: everything in it is there
+    REPEATED = "repeated"  # the position is at or past the batch's end: everything that messages say is there
     OVERTAKEN = "overtaken"  # another replica stands within the batch: read the position, cut anew from there
     OVER = "over"  # another name of this stream's counts since: find the name, and project anew
     MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there

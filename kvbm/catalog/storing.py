@@ -278,7 +278,17 @@ class Storing:
             return False
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
+            if applied.outcome is Outcome.REPEATED:
+                self._tell_again(batch, self._projector)
         return True
+
+    def _tell_again(self, batch: StoreBatch, projector: Projector) -> None:
+        """Another catalog has stored these messages, and not what this batch told besides: it goes with the next one."""
+        if batch.tells and projector is self._projector:
+            projector.tell_all()
+        elif batch.tells:
+            projector.tell_namespaces(self._projector.namespaces(), self._projector.newest_wall_ns)
+        projector.add_claims(self._still_so(batch.claims[: batch.told_claims]))
 
     def _give_over(self, batch: StoreBatch) -> None:
         """SQL counts the stream under another name since: another catalog has seen it replaced, or its end lost.
@@ -385,8 +395,10 @@ class Storing:
                     raise CatalogError(f"the stream {batch.stream} is over in SQL")
                 case Outcome.MISSING:
                     raise CatalogError(f"the database stands at {applied.position}, before {batch.previous}")
-                case _:
+                case outcome:
                     self.stored = max(self.stored, applied.position)
+                    if outcome is Outcome.REPEATED:
+                        self._tell_again(batch, second)
                     batch = None
 
 

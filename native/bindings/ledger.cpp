@@ -60,10 +60,11 @@ using SharedLedgerClasses = std::shared_ptr<const LedgerClasses>;
 
 // The bytes of an argument that must be bytes: they cannot change while a command reads them.
 Bytes run_of(nb::handle run) {
-  if (!PyBytes_Check(run.ptr())) {
+  const auto bytes = bytes_if(run.ptr());
+  if (!bytes) {
     throw nb::type_error("runs of hashes, slots and tiers are packed bytes");
   }
-  return bytes_of(run.ptr());
+  return *bytes;
 }
 
 std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* what) {
@@ -82,7 +83,7 @@ NamespaceId namespace_of(nb::handle value) { return sixteen_of(value, "a namespa
 // An enum member, which is an int, of an enum that counts from 0.
 template <class Enum>
 Enum member_of(nb::handle value, std::uint8_t count, const char* what) {
-  const long number = PyLong_Check(value.ptr()) ? PyLong_AsLong(value.ptr()) : -1;
+  const long number = PyLong_AsLong(value.ptr());
   if (number < 0 || number >= count) {
     PyErr_Clear();
     throw nb::value_error((std::string(nb::repr(value).c_str()) + " is no " + what).c_str());

@@ -164,9 +164,15 @@ class EnumClass {
 // A field of a frame or event as an unsigned number. Throws Error: kLayout, when it is none or too large.
 template <class Number>
 Number number(nb::handle value) {
-  const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
-  const unsigned long long wide = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
-  if (PyErr_Occurred() != nullptr || wide > std::numeric_limits<Number>::max()) {
+  unsigned long long wide = PyLong_AsUnsignedLongLong(value.ptr());
+  bool has_failed = wide == std::numeric_limits<unsigned long long>::max() && PyErr_Occurred() != nullptr;
+  if (has_failed) {  // not an int, but perhaps one of numpy's
+    PyErr_Clear();
+    const nb::object index = nb::steal(PyNumber_Index(value.ptr()));
+    wide = index.is_valid() ? PyLong_AsUnsignedLongLong(index.ptr()) : 0;
+    has_failed = PyErr_Occurred() != nullptr;
+  }
+  if (has_failed || wide > std::numeric_limits<Number>::max()) {
     PyErr_Clear();
     throw Error(ErrorCode::kLayout, "a number does not fit the frame: " + std::string(nb::repr(value).c_str()));
   }

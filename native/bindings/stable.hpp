@@ -5,6 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <optional>
 
 #include "kvbm/event.hpp"
 
@@ -21,15 +22,27 @@ inline char* characters(PyObject* bytes) noexcept {
 #endif
 }
 
-// What a bytes object holds, for as long as it lives.
-inline Bytes bytes_of(PyObject* bytes) noexcept {
+// What an object holds that must be bytes, for as long as it lives; nothing when it is none.
+inline std::optional<Bytes> bytes_if(PyObject* object) noexcept {
+  char* begin = nullptr;
+  Py_ssize_t size = 0;
 #if defined(Py_LIMITED_API)
-  const Py_ssize_t size = PyBytes_Size(bytes);
+  if (PyBytes_AsStringAndSize(object, &begin, &size) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
 #else
-  const Py_ssize_t size = PyBytes_GET_SIZE(bytes);
+  if (!PyBytes_Check(object)) {
+    return std::nullopt;
+  }
+  begin = PyBytes_AS_STRING(object);
+  size = PyBytes_GET_SIZE(object);
 #endif
-  return {reinterpret_cast<const std::uint8_t*>(characters(bytes)), static_cast<std::size_t>(size)};
+  return Bytes{reinterpret_cast<const std::uint8_t*>(begin), static_cast<std::size_t>(size)};
 }
+
+// What a bytes object holds.
+inline Bytes bytes_of(PyObject* bytes) noexcept { return bytes_if(bytes).value_or(Bytes{}); }
 
 // The length of a list, or of a tuple.
 inline Py_ssize_t length_of(PyObject* items, bool is_list) noexcept {

@@ -13,7 +13,7 @@ from kvbm import _native
 from kvbm.assembly import NATIVE_INDEX
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.projector import Projector
-from kvbm.catalog.store import Applied, Store, StoreBatch
+from kvbm.catalog.store import Applied, ClaimRun, Store, StoreBatch
 from kvbm.catalog.storing import Numbering, Storing, numbering
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
@@ -41,7 +41,13 @@ class World:
 
     async def begin(self) -> None:
         begun = await numbering(self.store, "c", await self.stream.state(), self.stream)
-        self.projector = Projector(NATIVE_INDEX(1 << 16), _native.scan_frames, begun.name, begun.place.sequence)
+        self.projector = Projector(
+            NATIVE_INDEX(1 << 16),
+            _native.scan_frames,
+            begun.name,
+            begun.place.sequence,
+            known=await self.store.instances(),
+        )
         self.storing = self._storing(begun)
         self.reader = await self.stream.pull(begun.place.sequence, "c", fingerprint=begun.place.fingerprint)
         if begun.place.sequence:
@@ -298,5 +304,34 @@ def test_instances_that_an_older_copy_does_not_know_are_told_again(sqlite_url: s
         await world.store_until(is_stored)
         rows = {row.id: row for row in await world.store.instances()}
         assert rows[TWO].engine == "test" and rows[TWO].pools == (POOL,)  # though it has said nothing since
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_what_is_told_again_goes_with_the_next_batch_where_another_catalog_has_stored_the_same_messages(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    """The other has read them too, but not what the stream has lost since."""
+
+    async def work(world: World) -> None:
+        await world.start(TWO)
+        await world.claim(1)
+        await world.storing.flush()
+        with sqlite3.connect(world.file) as here:
+            here.execute("DELETE FROM instances WHERE id = 'two'")
+        world.projector.index.claim("pool", SPACE.id, block(2))
+        world.projector.tell_all()
+        world.projector.add_claims([ClaimRun(pool="pool", namespace=SPACE.id, hashes=block(2), instance=TWO, at_ns=1)])
+        other = await another(world)
+        await world.claim(3)
+        await other.read()
+        await other.storing.flush()
+        await world.storing.flush()  # the other was first
+        assert [row.id for row in await world.store.instances()] == [ONE]
+        assert await world.claimed() == {1, 3}
+        await world.claim(4)
+        await world.storing.flush()
+        assert [row.id for row in await world.store.instances()] == [ONE, TWO]
+        assert await world.claimed() == {1, 2, 3, 4}
 
     run(work, sqlite_url, tmp_path / "catalog.db")
