@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvbm-installed
 # Ours is built with what this environment has; a dependency that comes as source, such as nkeys, in isolation with what is pinned here.
 PINNED := -c constraints.txt --build-constraint constraints.txt
 NATIVE_SOURCES := CMakeLists.txt $(wildcard native/include/kvbm/* native/src/* native/bindings/*)
-WHEELS_STAMP := build/wheels/.built
+WHEELS_STAMP := dist/.built
 BENCH := build/bench/.venv
 BENCH_STAMP := $(BENCH)/.kvbm-installed
 ENGINES := build/engines/.venv
@@ -40,14 +40,13 @@ demo: setup  ## the whole line on embedded defaults, then a table; fails when an
 	$(BIN)/kvbm demo
 
 $(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
-	$(PYTHON) tools/wheels.py build $(WHEELS_ARGS)
+	$(PYTHON) tools/wheels.py build
 	touch $@
 
 wheels: $(WHEELS_STAMP)  ## dist/: a wheel for Python 3.11 and one (abi3) for 3.12 and later, with those Pythons that are here
 
-wheels-check: WHEELS_ARGS = --most-glibc 2.34
 wheels-check: $(WHEELS_STAMP)  ## … and each installed in a fresh environment of each Python that is here, and used
-	$(PYTHON) tools/wheels.py try --demo
+	$(PYTHON) tools/wheels.py try --demo --most-glibc 2.34
 
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0

@@ -72,12 +72,12 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 when a wheel was not built or did not work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    build = commands.add_parser("build", help="build and check the wheels")
-    build.add_argument("--most-glibc", metavar="2.N", type=_glibc, help="fail when a wheel needs a newer glibc")
+    build = commands.add_parser("build", help="build the wheels")
     tried = commands.add_parser("try", help="install each wheel in a fresh environment and use it")
     tried.add_argument(
         "--demo", action="store_true", help="run `kvbm demo` as well, on the oldest Python: it needs torch"
     )
+    tried.add_argument("--most-glibc", metavar="2.N", type=_glibc, help="fail when a wheel needs a newer glibc")
     which = commands.add_parser("which", help="print the wheel for the Python that runs this")
     for command in (build, tried, which):
         command.add_argument(
@@ -87,9 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     options.dist = options.dist.resolve()
     try:
         if options.command == "build":
-            build_wheels(options.dist, options.most_glibc)
+            build_wheels(options.dist)
         elif options.command == "try":
-            try_wheels(options.dist, options.demo)
+            try_wheels(options.dist, options.demo, options.most_glibc)
         else:
             print(wheel_of(options.dist, sys.version_info[:2]))
     except WheelsError as error:
@@ -152,7 +152,7 @@ def _glibc(text: str) -> tuple[int, int]:
 # -- building ----------------------------------------------------------------------------------------------------------
 
 
-def build_wheels(dist: Path, most_glibc: tuple[int, int] | None) -> None:
+def build_wheels(dist: Path) -> None:
     """One wheel for each Python below 3.12 and one for all later ones. Raises WheelsError."""
     pythons = [python for python in found_pythons() if python.has_headers]
     builders = {_tag(python.version): python for python in reversed(pythons)}  # of several, the oldest
@@ -166,12 +166,8 @@ def build_wheels(dist: Path, most_glibc: tuple[int, int] | None) -> None:
     for tag, python in sorted(builders.items()):
         began = time.monotonic()
         wheel = _built(tag, python, dist)
-        needs = needed_glibc(wheel.name)
-        print(f"{wheel} needs glibc {_dotted(needs)}, built in {time.monotonic() - began:.0f} s", flush=True)
-        if most_glibc is not None and needs > most_glibc:
-            raise WheelsError(
-                f"{wheel.name} needs glibc {_dotted(needs)}, more than {_dotted(most_glibc)}: build on an older system"
-            )
+        needs = _dotted(needed_glibc(wheel.name))
+        print(f"{wheel} needs glibc {needs}, built in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _built(tag: str, python: Python, dist: Path) -> Path:
@@ -207,7 +203,7 @@ def needed_glibc(wheel: str) -> tuple[int, int]:
 # -- trying ------------------------------------------------------------------------------------------------------------
 
 
-def try_wheels(dist: Path, demo: bool) -> None:
+def try_wheels(dist: Path, demo: bool, most_glibc: tuple[int, int] | None = None) -> None:
     """Install and use the wheel of each Python that is there. Raises WheelsError."""
     pythons = found_pythons()
     if not pythons:
@@ -218,6 +214,12 @@ def try_wheels(dist: Path, demo: bool) -> None:
             print(f"wheels: {dist} holds none for Python {_dotted(python.version)}; left out", file=sys.stderr)
     if not fitting:
         raise WheelsError(f"{dist} holds no wheel for a Python that is here; run: make wheels")
+    for wheel in {wheel_of(dist, python.version).name for python in fitting}:
+        needs = needed_glibc(wheel)
+        if most_glibc is not None and needs > most_glibc:
+            raise WheelsError(
+                f"{wheel} needs glibc {_dotted(needs)}, more than {_dotted(most_glibc)}: build on an older system"
+            )
     for python in fitting:
         _try(python, wheel_of(dist, python.version), demo and python is fitting[0])
 

@@ -865,6 +865,7 @@ class PublisherThread:
         self._stop_s: float | None = None
         self._progress = threading.Condition()
         self._published = ORIGIN
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"kvbm-publisher-{instance}", daemon=True)
         self._stream: EventStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # requests, each of them short
@@ -933,7 +934,12 @@ class PublisherThread:
     # -- its own thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        asyncio.run(self._drive())
+        try:
+            asyncio.run(self._drive())
+        except RuntimeError:
+            if not self._is_over:
+                raise
+            # all is done; the loop wanted a thread to end its resolver's threads with, and Python 3.12 starts none while it ends
 
     def _take_notice(self) -> None:
         self._is_notified = False
@@ -967,6 +973,7 @@ class PublisherThread:
         if self._stream is not None:
             await self._stream.close()
         await self._end_tasks(self._tasks | self._watches)
+        self._is_over = True
 
     async def _next_input(self, wake_s: float) -> Input:
         try:

@@ -71,7 +71,7 @@ def test_a_python_that_only_seems_to_be_on_the_path_is_passed_over(
 
 def test_without_any_python_that_can_build_it_says_what_to_install(no_other_pythons: Path, tmp_path: Path) -> None:
     with pytest.raises(wheels.WheelsError, match="python3-dev and python3-venv"):
-        wheels.build_wheels(tmp_path / "dist", None)
+        wheels.build_wheels(tmp_path / "dist")
     with pytest.raises(wheels.WheelsError, match="no Python of"):
         wheels.try_wheels(tmp_path / "dist", demo=False)
 
