@@ -161,11 +161,11 @@ class Comparison:
         return [one for one in self._catalog.instances() if self._only is None or one.instance == self._only]
 
     def _at_least(self, name: InstanceId, end: Position) -> InstanceSummary | None:
-        """What the catalog says of an instance once it stands at a place, or after the wait."""
+        """What the catalog says of an instance once it stands at a place and its start was heard, or after the wait."""
         deadline_s = time.monotonic() + self._wait_s
         while True:
             answer = next((one for one in self._answers() if one.instance == name), None)
-            is_there = answer is not None and (answer.epoch, answer.offset) >= end
+            is_there = answer is not None and (answer.epoch, answer.offset) >= end and answer.withheld != "restarted"
             if is_there or time.monotonic() >= deadline_s:
                 return answer
             time.sleep(_POLL_S)
@@ -209,8 +209,9 @@ class Comparison:
                     )
                 )  # fmt: skip
         now = self._at_least(name, end)
-        if now is None or (now.epoch, now.offset) != end or now.state not in ("live", "unheard"):
-            state = "moved on" if now is None or (now.epoch, now.offset) != end else f"holds it for {now.state}"
+        moved = now is None or (now.epoch, now.offset) != end
+        if now is None or moved or now.withheld or now.state not in ("live", "unheard"):
+            state = "moved on" if now is None or moved else f"holds it for {now.withheld or now.state}"
             self.report.notes.append(f"instance {name}: the catalog {state}, so single blocks were not compared")
             return
         self.report.blocks += asked

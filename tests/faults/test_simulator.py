@@ -242,7 +242,8 @@ def test_the_simulated_server_refuses_another_fence_and_forgets_its_unsynced_tai
     fence = server.set_fence("kvbm.v1.fence.sim.a", 1, "run", 0, "a")  # type: ignore[arg-type]
     assert not isinstance(fence, Exception)
     publish = ("kvbm.v1.events.sim.a", "kvbm.v1.fence.sim.a", b"frame")
-    assert server.publish(*publish, fence.sequence, (0, 0), "a") == 2  # type: ignore[arg-type]
-    assert isinstance(server.publish(*publish, fence.sequence + 1, (0, 0), "b"), Exception)  # type: ignore[arg-type]
+    assert server.publish(*publish, fence, (0, 0), "a") == 2  # type: ignore[arg-type]
+    another = fence._replace(sequence=fence.sequence + 1)
+    assert isinstance(server.publish(*publish, another, (0, 0), "b"), Exception)  # type: ignore[arg-type]
     server.go_down(lose_tail=True)
     assert server.last_sequence == len(server.messages) <= 2
