@@ -1,0 +1,108 @@
+"""Prefill and decode as two engines: P computes a prompt's KV, D decodes with it and computes none of its blocks again.
+
+P puts whole objects of KV into a pool that both share, and claims them in its stream. The catalog reads the stream. D's manager asks
+the catalog, gets the objects, and verifies them. A router hands over only tokens, and how far P's stream had come.
+
+    python examples/prefill_decode.py
+
+The shared tier is an object store in this program's memory; with S3 it would be `pools.object.url = "s3://bucket/prefix"`, and each
+engine a process of its own. A fetch from P's memory straight into D's does not exist yet. Needs torch and the extra `catalog`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+import kvbm
+from kvbm.assembly import CODER, NATIVE
+from kvbm.core.answers import PositionWanted
+from kvbm.core.ids import split_hashes
+from kvbm.pools.object import BlockObjects
+from kvbm.pools.stores.memory import MemoryStore
+from kvbm.streams.server import shared_server
+from kvbm.telemetry.remarks import to_standard_error
+from kvbm.workload.processes import start_catalog
+
+BLOCK_TOKENS, BLOCK_BYTES, OBJECT_BLOCKS = 16, 512, 4
+NAMESPACE = kvbm.Namespace(model="toy", revision="1", block_tokens=BLOCK_TOKENS, kv_dtype="uint8")
+WAIT_S = 20.0
+
+
+class Engine:
+    """A toy engine. The KV of a token depends on all tokens before it; the next token depends on all KV."""
+
+    def __init__(self, name: str, folder: Path, nats_url: str, catalog_url: str, store: MemoryStore) -> None:
+        flags = {
+            "instance.id": name, "instance.data_dir": str(folder), "nats.url": nats_url, "catalog.url": catalog_url,
+            "pools.hbm.device": "cpu", "pools.hbm.slots": 32, "pools.host.slots": 32,
+            "onboard.locate_s": 5.0,  # wait so long for the catalog; less where computing is quicker
+        }  # fmt: skip
+        objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, blocks=OBJECT_BLOCKS)
+        settings = kvbm.load_settings(flags=flags)
+        self.manager = kvbm.open_manager(settings, [NAMESPACE], BLOCK_BYTES, engine="example", object_pool=objects)
+        self.name, self.computed_blocks = name, 0
+
+    def kv_of(self, tokens: list[int]) -> torch.Tensor:
+        """Compute the KV of the last block of these tokens."""
+        self.computed_blocks += 1
+        kv = hashlib.shake_256(repr(tokens).encode()).digest(BLOCK_BYTES)
+        return torch.frombuffer(bytearray(kv), dtype=torch.uint8)
+
+    def prefill(self, tokens: list[int]) -> tuple[list[int], dict[kvbm.Tier, int]]:
+        """KV of a prompt's full blocks, in pinned slots; and where those lay that were not computed."""
+        manager = self.manager
+        hashes = split_hashes(manager.hash_tokens(tokens, NAMESPACE.root(), BLOCK_TOKENS))
+        prefix = manager.acquire(NAMESPACE.id, b"".join(hashes), wait_s=WAIT_S)
+        fresh = manager.allocate(len(hashes) - prefix.depth)
+        assert fresh is not None
+        for at, slot in enumerate(fresh, prefix.depth):
+            manager.hbm.tensor[slot] = self.kv_of(tokens[: (at + 1) * BLOCK_TOKENS])
+        parent = hashes[prefix.depth - 1] if prefix.depth else kvbm.NO_PARENT
+        slots = manager.create(NAMESPACE.id, parent, prefix.depth, b"".join(hashes[prefix.depth :]), fresh)
+        return prefix.slots + slots, {tier: count for tier, count in prefix.hits.items() if count}
+
+    def decode(self, tokens: list[int], slots: list[int], count: int) -> list[int]:
+        """The next tokens. What is behind the last full block has no block yet: it is computed here in any case."""
+        kv = self.manager.hbm.tensor[slots].to(torch.int64).sum()
+        for _ in range(count):
+            tokens = [*tokens, int(kv + sum(tokens)) % 50_000]
+        return tokens[-count:]
+
+
+def main() -> None:
+    prompt = [7 * token % 1000 for token in range(8 * BLOCK_TOKENS + 5)]
+    to_standard_error()  # where logs go
+    with ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        server = shared_server(folder / "nats")
+        opened.callback(server.stop)
+        catalog = start_catalog(folder / "catalog", server.url, opened)
+        store = MemoryStore()
+        p, d = (Engine(name, folder, server.url, catalog.url, store) for name in ("prefill", "decode"))
+        for engine in (p, d):
+            opened.enter_context(engine.manager)
+
+        slots, _ = p.prefill(prompt)
+        p.manager.settle(WAIT_S)  # until its objects are in the store
+        print(f"{p.name}: computed {p.computed_blocks} blocks, the store has {len(store.objects)} objects")
+
+        seen = PositionWanted(instance=p.manager.instance, epoch=p.manager.epoch, offset=p.manager.applied())
+        answer = catalog.lookup(NAMESPACE, catalog.hashes(NAMESPACE, b"", prompt), at_least=[seen], wait_s=5.0)
+        print("catalog: " + ", ".join(f"{pool.depth} blocks in {pool.pool}" for pool in answer.pools))
+
+        d_slots, hits = d.prefill(prompt)
+        tokens = d.decode(prompt, d_slots, 4)
+        found = ", ".join(f"{count} from {tier.name}" for tier, count in hits.items())
+        print(f"{d.name}: found {found}, computed {d.computed_blocks} blocks, next tokens {tokens}")
+        if d.computed_blocks or tokens != p.decode(prompt, slots, 4):
+            raise SystemExit("D should have found all blocks of P, and decoded the same tokens")
+        print("the same tokens as P would have decoded")
+
+
+if __name__ == "__main__":
+    main()
