@@ -1,7 +1,7 @@
 """Follow the events of a cluster: read the stream and print what happens, block by block.
 
 The stream is NATS JetStream; each message is one or more frames, each frame some events of one instance, each event a run of blocks.
-A reader starts at the beginning and misses nothing. Frames may come twice; (epoch, offset) tells.
+A reader gets all that the stream still keeps, in order. A frame may come twice; its epoch and offsets tell.
 
     python examples/follow_events.py
 
