@@ -266,7 +266,7 @@ def http_page() -> str:
                     part += f"\n{name}: [`{schema}`](#{schema.lower()})\n"
                     used.append(schema)
             for kind, example in _examples(body):
-                part += f"\nExample, {kind}:\n\n```json\n{json.dumps(example, indent=2)}\n```\n"
+                part += f"\nExample, {kind}:\n\n```json\n{_spread(example)}\n```\n"
             errors = [(code, one["description"]) for code, one in operation["responses"].items() if code != "200"]
             if errors:
                 part += "\n" + _table(("status", "when"), errors)
@@ -294,6 +294,12 @@ def http_page() -> str:
         "sentence, and what to do.\n\n" + _table(("code", "status", "raised in"), codes),
         "## Bodies\n\n" + "\n".join(fields),
     )
+
+
+def _spread(example: dict[str, Any]) -> str:
+    """An object as JSON, a line a field."""
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in example.items())
+    return f"{{\n{lines}\n}}"
 
 
 def error_codes() -> list[tuple[str, int, str]]:
