@@ -17,7 +17,7 @@ AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo docs wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,7 +51,7 @@ wheels-check: $(WHEELS_STAMP)  ## … and each installed in a fresh environment 
 $(AZURITE):
 	npm install --no-audit --no-fund --loglevel=error --prefix build/azurite azurite@3.35.0
 
-test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm
+test: setup $(AZURITE)  ## all tests but those of test-objects; starts its own nats-server, PostgreSQL, S3 and Azure servers; needs npm and curl
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 test-objects: setup  ## what is asked of object stores, asked of Ceph's radosgw and of Redis; needs Debian's packages of both
@@ -109,6 +109,9 @@ fuzz: setup  ## C++ parsers under libFuzzer, FUZZ_SECONDS a target; needs clang
 fuzz-short: FUZZ_SECONDS = 20
 fuzz-short: fuzz
 
+docs: setup  ## the documentation, into build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # Benchmarks run what is shipped: the wheel, in an environment of its own.
 $(BENCH_STAMP): $(WHEELS_STAMP) | $(BIN)/python
 	$(BIN)/python -m venv --clear $(BENCH)
@@ -122,7 +125,7 @@ bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kv
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint type contract native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
+check: lint type contract docs native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

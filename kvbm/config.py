@@ -44,9 +44,11 @@ class InstanceSettings(_Group, frozen=True):
 
 
 class HbmSettings(_Group, frozen=True):
-    """The HBM pool.
+    """The HBM pool. Give `slots` or `capacity_bytes`, not both.
 
     Attributes:
+        slots: blocks that fit.
+        capacity_bytes: room for blocks; the slots follow from a block's size.
         owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
             is needed, and `device` says nothing.
         device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
@@ -59,12 +61,14 @@ class HbmSettings(_Group, frozen=True):
 
 
 class HostSettings(_Group, frozen=True):
-    """The HOST pool; both 0: there is none.
+    """The HOST pool, in host memory. Give `slots` or `capacity_bytes`, not both; both 0: there is none.
 
     Attributes:
+        slots: blocks that fit.
+        capacity_bytes: host memory for blocks, taken at the start.
         huge_pages: "auto": where they can be had, "on": or refuse to start, "off".
         numa_node: node its memory is bound to; -1: the one the manager starts on when the machine has several.
-        copy_threads: that copy blocks; 0: as many as help on this machine.
+        copy_threads: threads that copy blocks; 0: as many as help on this machine.
     """
 
     slots: int = 0
@@ -75,9 +79,11 @@ class HostSettings(_Group, frozen=True):
 
 
 class NvmeSettings(_Group, frozen=True):
-    """The NVME pool; both 0: there is none.
+    """The NVME pool. Give `slots` or `capacity_bytes`, not both; both 0: there is none.
 
     Attributes:
+        slots: blocks that fit.
+        capacity_bytes: room for blocks, taken at the start; a page of header for each block comes on top.
         path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are striped.
         folder: of a pod, instead of `path`: each instance has a file of its own there and reads all others', also of instances
             that are gone. With neither slots nor capacity_bytes it only reads.
@@ -149,6 +155,8 @@ class OffloadSettings(_Group, frozen=True):
     """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier.
 
     Attributes:
+        host, nvme, object: when a block goes to this tier: "write_through" as soon as it is there, "second_use" once a second request
+            has asked for it, "never".
         queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as the pools hold
             that blocks are taken from, so that a prompt of any length waits whole.
         threads: offloads at a time.
@@ -164,7 +172,13 @@ class OffloadSettings(_Group, frozen=True):
 
 
 class OnboardSettings(_Group, frozen=True):
-    """How long a request waits for bytes (`wait_s`) and for the catalog's answer (`locate_s`)."""
+    """How long a request waits for blocks of colder tiers.
+
+    Attributes:
+        wait_s: for bytes; what has not come by then is computed.
+        locate_s: for the catalog's answer.
+        threads: onboards at a time.
+    """
 
     wait_s: float = 2.0
     locate_s: float = 0.25
@@ -175,7 +189,9 @@ class JournalSettings(_Group, frozen=True):
     """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between.
 
     Attributes:
+        fsync: "off", "interval" or "always".
         sync_interval_s: how far apart the syncs of "interval" are at most.
+        segment_bytes: size at which a new file begins.
         capacity_bytes: room for what the instance needs of it; what a whole round has made needless goes once published, and an
             instance begins a round by itself when half is used.
         keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
@@ -202,6 +218,7 @@ class NatsSettings(_Group, frozen=True):
     Attributes:
         url: "" starts (or finds) an embedded nats-server in the data folder.
         enabled: false keeps events local.
+        timeout_s: for an answer of the server.
         heartbeat_s: between two signs of life.
         window_bytes: sent and not acknowledged at most.
         linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share one.
@@ -237,7 +254,11 @@ class SamplesSettings(_Group, frozen=True):
 
 
 class TierWeightSettings(_Group, frozen=True):
-    """Factors on the cost of fetching a block from each tier to HBM, as routing prices it."""
+    """Factors on the cost of fetching a block from each tier to HBM, as routing prices it.
+
+    Attributes:
+        host, nvme, object: of a block in this tier.
+    """
 
     host: float = 1.0
     nvme: float = 1.0

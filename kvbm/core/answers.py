@@ -34,6 +34,7 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         hashes: of the prompt's full blocks in order: a list, or one string of 32 digits each.
         tokens: token ids of the prompt.
         at_least: what the answer must have seen; it waits for that up to `timeout_s` seconds.
+        timeout_s: for `at_least`.
     """
 
     namespace: HashHex | Namespace
@@ -168,6 +169,11 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One instance.
 
     Attributes:
+        instance, cluster: its name, and that of its cluster.
+        epoch: its incarnation, as far as the stream was read.
+        engine, version: who embeds the manager, and its version of kvbm. topology: where it stands, outermost first.
+        pools: its pools, hottest first. held_blocks: blocks it holds, by tier.
+        doubtful: it may hold more or less than answers say; `doubts` says why.
         state: "live", "silent" (no heartbeat lately), "stopping", "stopped", or "unheard" (never a heartbeat).
         offset: everything before it is in the index.
         published, applied: as the last heartbeat says: what is on the stream, and what was decided; None where none says it.
@@ -239,7 +245,13 @@ class ReadyAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request failed: a constant for programs, a sentence, and what to do."""
+    """Why a request failed.
+
+    Attributes:
+        code: a constant for programs.
+        message: what happened, in a sentence.
+        what_to_do: by whoever asked.
+    """
 
     code: str
     message: str

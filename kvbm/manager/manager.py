@@ -108,11 +108,20 @@ class ManagerStats(NamedTuple):
     """Counters since the start, and what is in use now.
 
     Attributes:
+        created_blocks: blocks the engine declared full.
+        hit_blocks: blocks that requests got instead of computing them, by the tier they were in.
+        missed_blocks: blocks that requests asked for and did not get.
+        offloaded_blocks: blocks brought to a colder tier, by that tier.
+        corrupt_blocks: blocks whose bytes were found wrong; they were withdrawn and computed.
+        verified_reads: blocks whose bytes were found right.
+        failed_copies: copies a device or store did not carry out.
         late_copies: onboards that ended after their request had gone on.
         skipped_offloads: blocks a policy wanted in a colder tier that did not get there for want of something; `skipped` says of
             what.
         copies_in_flight: copies that hold slots, those that are late or quarantined among them.
+        pools: how the slots of each tier are used.
         trouble: what the manager cannot do now, in words; "" when all is well.
+        skipped: blocks that were not offloaded, by reason.
         late_slots: slots, at both ends, held by onboards that run on after their request.
         quarantined_slots: slots, at both ends, of copies nobody can confirm; nothing uses them before the process is gone.
         shares: how tenants use each pool, where they have shares. Who has reached its quota gives up its own blocks for new ones.
