@@ -331,7 +331,7 @@ class Storing:
         log.info("rows.read_again", after=stored)
         reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
         try:
-            while not reader.at_end or second.sequence < self._projector.sequence:
+            while not reader.at_end or max(second.sequence, reader.reached) < self._projector.sequence:
                 await self._step(second, await reader.fetch(_FETCH_WAIT_S))
                 await self._store_all(second)
                 if not second.waiting_claims():
@@ -340,7 +340,7 @@ class Storing:
                     return  # the stream was replaced meanwhile; begin anew
             async with self._applying:
                 deadline_s = time.monotonic() + _HANDOVER_S
-                while second.sequence < self._projector.sequence:
+                while max(second.sequence, reader.reached) < self._projector.sequence:  # damage may hide the last ones
                     if time.monotonic() > deadline_s:
                         return
                     await self._step(second, await reader.fetch(_FETCH_WAIT_S))

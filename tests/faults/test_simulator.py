@@ -52,6 +52,7 @@ REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     (20389, (), 2.0, "a catalog that had not seen the stream replaced wrote SQL's rows of the old one over newer ones"),
     (40443, _LIVES, 2.0, "the same after a power cut"),
     (80389, (), 2.0, "two catalogs told SQL all again after a restore: what the slower one told was taken for stored"),
+    (230108, (), 2.0, "SQL read again to a stream's end whose last messages were hidden: it waited for them"),
     (21155, (), 2.0, "a late message of a process that was dead named the number its fence had in the stream before"),
 ]
 
