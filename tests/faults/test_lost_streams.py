@@ -23,7 +23,8 @@ from kvbm.replay.source import open_source
 from kvbm.replay.verify import verify
 from kvbm.streams.nats import NatsStream
 from kvbm.workload.processes import Child, start_catalog_process
-from tests.faults.processes.clusters import WAIT_S, eventually
+from tests.eventually import eventually
+from tests.faults.processes.clusters import WAIT_S
 from tests.faults.processes.parties import NatsParty
 from tests.faults.processes.told import ToldWorker
 

@@ -40,6 +40,7 @@ from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
+from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
@@ -143,13 +144,6 @@ def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
         client.wait_ready(10)
         yield Running(settings, client)
         client.close()
-
-
-def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.02)
 
 
 def prepared(running: Running) -> list[PositionWanted]:
@@ -538,7 +532,7 @@ def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluste
         assert running.client.lookup(SPACE, HASHES) == before
         again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]))
         try:
-            eventually(lambda: not running.client.ready().degraded, 30)
+            eventually(lambda: not running.client.ready().degraded)
             c = running.instance("c")
             c.create(0, 9)
             assert running.client.lookup(SPACE, HASHES, at_least=[c.publish()], wait_s=5).deepest == 9

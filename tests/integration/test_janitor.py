@@ -28,6 +28,7 @@ from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.withdrawn import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
 from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of, serve
 from tests.object_pools import memory_objects
 from tests.object_stores import Place, place_in
@@ -37,13 +38,6 @@ DEPTH = 8  # blocks of a prompt: two objects
 WAIT_S = 30.0
 PROMPTS = range(6)
 Claims = dict[NamespaceId, set[bytes]]
-
-
-def eventually(true: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
 
 
 class Site:

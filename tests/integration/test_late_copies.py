@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +25,7 @@ from kvbm.manager.manager import Manager
 from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
+from tests.eventually import eventually
 from tests.integration.test_manager import Wrapped
 from tests.managers import (
     BLOCK_BYTES,
@@ -40,13 +41,6 @@ from tests.object_pools import memory_objects
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 class OutOfReach(Wrapped):
@@ -243,11 +237,11 @@ def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun()
         ]
         for asker in askers:
             asker.start()
-        wait_until(lambda: manager.stats().copies_in_flight == 4 and len(manager._running) == 2, "two run, two wait")
+        eventually(lambda: manager.stats().copies_in_flight == 4 and len(manager._running) == 2, "two run, two wait")
         time.sleep(0.05)  # for the last of them to be submitted
         closer = threading.Thread(target=manager.close, args=(0.2,))
         closer.start()
-        wait_until(lambda: len(depths) == 2, "those whose copies had not begun wait on")
+        eventually(lambda: len(depths) == 2, "those whose copies had not begun wait on")
         gate.opened.set()
         for thread in (*askers, closer):
             thread.join(WAIT_S)
@@ -427,7 +421,7 @@ def test_pools_are_closed_by_the_copy_that_ends_last_after_their_manager() -> No
     assert time.monotonic() - began < 5
     assert manager.pools.slots[Tier.HBM].memory is not None  # the copy may still write it
     gate.opened.set()
-    wait_until(lambda: manager.pools.slots[Tier.HBM].memory is None, "the pools stay open")
+    eventually(lambda: manager.pools.slots[Tier.HBM].memory is None, "the pools stay open")
 
 
 def test_a_process_ends_though_a_device_keeps_its_threads() -> None:

@@ -47,6 +47,7 @@ from kvbm.streams.publisher import (
     Ticked,
 )
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
+from tests.eventually import eventually
 from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
@@ -64,15 +65,6 @@ def process_state(pid: int) -> str:
 
 def is_alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
-
-
-def wait_until(what: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if what():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 async def read_all(url: str, cluster: str) -> list[StreamMessage]:
@@ -210,7 +202,7 @@ def test_a_server_dies_with_its_killed_owner_and_the_next_one_takes_its_port(
     owner = share()
     url, pid = said(owner)
     owner.kill()
-    assert wait_until(lambda: not is_alive(pid))
+    eventually(lambda: not is_alive(pid))
     second = shared_server(tmp_path, WAIT_S)
     try:
         assert second.owned is not None
@@ -299,7 +291,7 @@ def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             words = ""
-            assert wait_until(lambda: not failing_connect(f"nats://127.0.0.1:{port}")[0].startswith("no connection"))
+            eventually(lambda: not failing_connect(f"nats://127.0.0.1:{port}")[0].startswith("no connection"))
             words, _ = failing_connect(f"nats://127.0.0.1:{port}")
             assert "JetStream" in words
         finally:
@@ -404,7 +396,7 @@ def test_a_lost_connection_fails_what_waits_and_what_comes(tmp_path: Path) -> No
     async def work() -> None:
         stream = await NatsStream.connect(server.url, WAIT_S)
         os.kill(server.pid, signal.SIGSTOP)
-        assert wait_until(lambda: process_state(server.pid) == "T")
+        eventually(lambda: process_state(server.pid) == "T")
         waiting = asyncio.create_task(stream.publish("c", ONE, make_frame(0).data, WAIT_S))
         await asyncio.sleep(0.1)
         os.kill(server.pid, signal.SIGKILL)
@@ -740,19 +732,19 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         logs[1].append(make_frame(0))
         second.start()
         seen = len(owners[0].beats)
-        assert wait_until(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
+        eventually(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
         assert owners[1].fenced == []
         assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
         assert asyncio.run(ask_round(nats_url, cluster))
-        assert wait_until(lambda: owners[0].asked == 1)
+        eventually(lambda: owners[0].asked == 1)
         assert owners[1].asked == 0
         assert capsys.readouterr().out.count("instance.fenced") == 1
         logs[0].append(make_frame(1))
         first.notify()
         assert first.wait_published(Position(Epoch(1), Offset(2)), WAIT_S)
         first.stop(WAIT_S)
-        assert wait_until(lambda: owners[1].fenced == [Epoch(1)])
+        eventually(lambda: owners[1].fenced == [Epoch(1)])
         logs[1].append(make_frame(0, epoch=2))
         second.notify()
         assert second.wait_published(Position(Epoch(2), Offset(1)), WAIT_S)
@@ -784,7 +776,7 @@ def test_messages_of_a_window_behind_a_refused_one_come_again_in_order(fresh_nat
     publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1, window_bytes=128 << 10)
     publisher.start()
     try:
-        assert wait_until(lambda: publisher.published.offset >= 10)
+        eventually(lambda: publisher.published.offset >= 10)
         assert not publisher.wait_published(Position(Epoch(1), Offset(40)), 0.3)
         asyncio.run(allow(-1, DiscardPolicy.OLD))
         assert publisher.wait_published(Position(Epoch(1), Offset(40)), WAIT_S)
@@ -849,7 +841,7 @@ def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, clu
     owner = PlainOwner(cluster)
     first = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, connect, window_bytes=100 << 10)
     first.start()
-    assert wait_until(lambda: bool(connections) and not connections[0].is_connected)
+    eventually(lambda: bool(connections) and not connections[0].is_connected)
     assert not first.stop(0.0)
     assert f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}
     assert headers_in(asyncio.run(read_all(nats_url, cluster))) == [(1, 0), (1, 1), (1, 3), (1, 4)]
@@ -961,7 +953,7 @@ def test_an_owner_that_raises_ends_nothing(nats_url: str, cluster: str, capsys: 
     publisher = PublisherThread(frames, nats_url, cluster, ONE, owner, interval_s=0.02)
     publisher.start()
     try:
-        assert wait_until(lambda: len(owner.beats) > 3)
+        eventually(lambda: len(owner.beats) > 3)
         frames.append(make_frame(0))
         publisher.notify()
         assert publisher.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
@@ -996,7 +988,7 @@ def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samp
 
     try:
         asyncio.run(work())
-        assert wait_until(lambda: owner.asked == 1)
+        eventually(lambda: owner.asked == 1)
         assert owner.states[0].max_age_s == 86400.0
     finally:
         publisher.stop(0.0)
@@ -1009,11 +1001,11 @@ def test_a_heartbeat_follows_each_connection_at_once(tmp_path: Path) -> None:
     publisher = PublisherThread(MemoryLog(), server.url, "c", ONE, owner, interval_s=3600.0)
     publisher.start()
     try:
-        assert wait_until(lambda: len(owner.beats) == 1)
+        eventually(lambda: len(owner.beats) == 1)
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         server = EmbeddedServer.start(tmp_path, port=port)
-        assert wait_until(lambda: len(owner.beats) == 2)
+        eventually(lambda: len(owner.beats) == 2)
     finally:
         publisher.stop(0.0)
         server.stop()
@@ -1032,7 +1024,7 @@ def test_an_idle_publisher_fills_the_store_of_a_server_that_came_back_without_it
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         server = EmbeddedServer.start(tmp_path / "b", port=port)
-        assert wait_until(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
+        eventually(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
     finally:
         publisher.stop(0.0)
         server.stop()
@@ -1050,10 +1042,10 @@ def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
         return found.sequence if found else 0
 
     try:
-        assert wait_until(lambda: asyncio.run(fence()) > 0)
+        eventually(lambda: asyncio.run(fence()) > 0)
         before = asyncio.run(fence())
         publisher.round_began()
-        assert wait_until(lambda: asyncio.run(fence()) > before)
+        eventually(lambda: asyncio.run(fence()) > before)
     finally:
         publisher.stop(0.0)
 
@@ -1324,7 +1316,7 @@ def test_a_stream_that_keeps_less_than_an_instance_sends_at_once_is_refused_in_w
     with capture_logs() as logs:
         publisher.start()
         try:
-            assert wait_until(lambda: any(line["event"] == "publisher.disconnected" for line in logs))
+            eventually(lambda: any(line["event"] == "publisher.disconnected" for line in logs))
             (line,) = [line for line in logs if line["event"] == "publisher.disconnected"]
             (key,) = limits
             assert f"keeps {key}={limits[key]}" in line["why"] and "nats stream edit KVBM" in line["why"]
@@ -1355,13 +1347,13 @@ def test_a_stream_that_comes_to_keep_too_little_while_it_is_used_is_not_hammered
             for at in range(1, 200):
                 frames.append(make_frame(at, blocks=1500))
             publisher.notify()
-            assert wait_until(lambda: any("keeps max_bytes=204800" in str(line.get("why")) for line in logs))
-            assert wait_until(lambda: "nothing is published after" in publisher.trouble)
+            eventually(lambda: any("keeps max_bytes=204800" in str(line.get("why")) for line in logs))
+            eventually(lambda: "nothing is published after" in publisher.trouble)
             assert [line["waits_for"] for line in logs if line["event"] == "publisher.stalled"]
             assert sum(fences) < 1000
             limit_stream(fresh_nats, max_bytes=-1)
             assert publisher.wait_published(Position(Epoch(1), Offset(200)), WAIT_S)
-            assert wait_until(lambda: not publisher.trouble)
+            eventually(lambda: not publisher.trouble)
         finally:
             publisher.stop(0.0)
 
