@@ -10,8 +10,19 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvbm.assembly import NATIVE
-from kvbm.core.events import PoolStated
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+from kvbm.core.codec import decode_frame
+from kvbm.core.events import Event, PoolStated
+from kvbm.core.ids import (
+    HASH_BYTES,
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Reach,
+    SequenceHash,
+    Tier,
+)
 from kvbm.core.kernels import NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteThrough
@@ -26,6 +37,7 @@ from kvbm.manager.samples import SampleSink
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
+from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 
 BLOCK_BYTES = 64
@@ -137,3 +149,8 @@ def check_bytes(manager: Manager, hashes: bytes, slots: list[int]) -> None:
         rows = np.empty((len(slots), BLOCK_BYTES), dtype=np.uint8)
         manager.pools.slots[Tier.HBM].read(slots, NAMESPACE.id, hashes, rows)
         assert np.array_equal(rows, rows_of(hashes)), "wrong bytes in HBM"
+
+
+def events_in(log: MemoryLog) -> list[Event]:
+    frames = log.read_after(Position(0, 0), 1 << 30)  # type: ignore[arg-type]
+    return [event for frame in frames for event in decode_frame(frame.data)[0].events]

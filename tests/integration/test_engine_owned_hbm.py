@@ -28,10 +28,10 @@ from kvbm.pools.stores.memory import MemoryStore
 from kvbm.replay.cli import main as replay
 from kvbm.streams.journal import Journal
 from tests.eventually import eventually
-from tests.integration.test_late_copies import Gate
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of
 from tests.object_pools import memory_objects
 from tests.owning_engines import WAIT_S, OwningEngine, mapped_rows, opened
+from tests.wrapped_pools import Gate
 
 ROOT = Path(__file__).parents[2]
 CORES = pytest.mark.parametrize("core", ["native", "reference"])

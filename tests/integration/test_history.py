@@ -21,10 +21,10 @@ from kvbm.streams.device import OsDevice
 from kvbm.streams.history import Retention
 from kvbm.streams.journal import Journal
 from tests.eventually import eventually
-from tests.integration.test_journal import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
-from tests.integration.test_manager_stream import is_published, opened, settings_of
+from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 from tests.managers import hashes_of, serve
 from tests.nats_fixture import cluster, nats_url
+from tests.published import is_published, opened, settings_of
 
 __all__ = ["cluster", "nats_url"]
 

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvbm.manager.manager
@@ -26,7 +25,6 @@ from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
-from tests.integration.test_manager import Wrapped
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -38,53 +36,10 @@ from tests.managers import (
     serve,
 )
 from tests.object_pools import memory_objects
+from tests.wrapped_pools import Gate, Jittery, OutOfReach, Wrapped
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
-
-
-class OutOfReach(Wrapped):
-    """A pool without memory to speak of: every copy with it asks it, as with HBM on a GPU."""
-
-    @property
-    def memory(self) -> np.ndarray | None:
-        return None
-
-
-class Gate:
-    """Holds reads or writes of one tier until it opens."""
-
-    def __init__(self, tier: Tier, call: str) -> None:
-        self.opened, self.entered = threading.Event(), threading.Event()
-        self._tier, self._call = tier, call
-        self.opened.set()
-
-    def __call__(self, pool: SlotPool) -> SlotPool:
-        return _Gated(pool, self, self._call) if pool.tier == self._tier else pool
-
-    def hold(self) -> None:
-        self.entered.set()
-        self.opened.wait(WAIT_S)
-
-    def close(self) -> None:
-        self.entered.clear()
-        self.opened.clear()
-
-
-class _Gated(Wrapped):
-    def __init__(self, pool: SlotPool, gate: Gate, call: str) -> None:
-        super().__init__(pool)
-        self._gate, self._call = gate, call
-
-    def read(self, *run: Any) -> ReadResult:
-        if self._call == "read":
-            self._gate.hold()
-        return super().read(*run)
-
-    def write(self, *run: Any) -> None:
-        if self._call == "write":
-            self._gate.hold()
-        super().write(*run)
 
 
 @contextmanager
@@ -168,36 +123,13 @@ def test_a_request_may_wait_for_nothing_and_finds_its_blocks_the_next_time() -> 
             assert serve(manager, prompt, 4).prefix.hits == {Tier.HBM: 4}
 
 
-class _Jittery(Wrapped):
-    """Reads and writes take their time, seeded; their bytes land at its end."""
-
-    def __init__(self, pool: SlotPool, rng: random.Random) -> None:
-        super().__init__(pool)
-        self._rng = rng
-
-    def _nap(self) -> None:
-        time.sleep(self._rng.choice((0.0, 0.0, 0.0005, 0.002, 0.004)))
-
-    def read(self, *run: Any) -> ReadResult:
-        self._nap()
-        return super().read(*run)
-
-    def write(self, *run: Any) -> None:
-        self._nap()
-        super().write(*run)
-
-    def seal(self, *run: Any) -> None:
-        self._nap()
-        super().seal(*run)
-
-
 @pytest.mark.parametrize("reach", ["memory", "staged"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_arrives_after_its_deadline_never_lands_in_a_slot_that_is_used_again(seed: int, reach: str) -> None:
     rng = random.Random(seed)
 
     def wrap(pool: SlotPool) -> SlotPool:
-        jittery = _Jittery(pool, random.Random(seed + pool.tier)) if pool.tier != Tier.HBM else pool
+        jittery = Jittery(pool, random.Random(seed + pool.tier)) if pool.tier != Tier.HBM else pool
         return OutOfReach(jittery) if reach == "staged" else jittery
 
     slots = {Tier.HBM: 20, Tier.HOST: 14, Tier.NVME: 24}
@@ -428,7 +360,7 @@ def test_a_process_ends_though_a_device_keeps_its_threads() -> None:
     script = """
 import threading
 from kvbm.core.ids import Tier
-from tests.integration.test_late_copies import Gate
+from tests.wrapped_pools import Gate
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 gate = Gate(Tier.NVME, "read")
 gate.hold = lambda: gate.opened.wait(1000)

@@ -10,57 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbm.core.codec import FrameBytes, decode_frame
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError, PoolError
-from kvbm.core.events import BlocksEvicted, BlocksMigrated, Event, EvictReason
-from kvbm.core.ids import NamespaceId, Tier, split_hashes
+from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
+from kvbm.core.ids import Tier, split_hashes
 from kvbm.core.residency import Residencies
-from kvbm.pools.base import Proof, ReadResult, SlotPool
+from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
-from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, make_manager, serve
+from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, events_in, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
+from tests.wrapped_pools import Wrapped
 
 SLOTS = {Tier.HBM: 12, Tier.HOST: 12, Tier.NVME: 24}
-
-
-def events_in(log: MemoryLog) -> list[Event]:
-    frames = log.read_after(Position(0, 0), 1 << 30)  # type: ignore[arg-type]
-    return [event for frame in frames for event in decode_frame(frame.data)[0].events]
-
-
-class Wrapped:
-    """A pool with something in its way."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        self.pool = pool
-        self.tier, self.slots, self.block_bytes, self.reach = pool.tier, pool.slots, pool.block_bytes, pool.reach
-
-    @property
-    def memory(self) -> np.ndarray | None:
-        return self.pool.memory
-
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
-        self.pool.write(slots, rows, proof, at)
-
-    def read(
-        self,
-        slots: Sequence[int],
-        namespace: NamespaceId,
-        hashes: bytes,
-        rows: np.ndarray,
-        at: Sequence[int] | None = None,
-    ) -> ReadResult:
-        return self.pool.read(slots, namespace, hashes, rows, at)
-
-    def checksums(self, slots: Sequence[int]) -> np.ndarray:
-        return self.pool.checksums(slots)
-
-    def seal(self, slots: Sequence[int], proof: Proof) -> None:
-        self.pool.seal(slots, proof)
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:

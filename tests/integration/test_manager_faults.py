@@ -27,8 +27,8 @@ from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.eventually import eventually
-from tests.integration.test_manager import Wrapped
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, make_manager, serve
+from tests.wrapped_pools import Wrapped
 
 WAIT_S = 10.0
 

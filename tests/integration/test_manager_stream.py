@@ -8,41 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.assembly import journal_folder, open_manager
-from kvbm.config import Settings, load_settings
+from kvbm.assembly import journal_folder
 from kvbm.core.codec import Frame, decode_frame
 from kvbm.core.events import ResidenciesStated, RoundEnded
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.core.residency import Residencies
-from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position, is_fence
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
 from tests.eventually import eventually
-from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+from tests.managers import serve
 from tests.nats_fixture import cluster, nats_url
+from tests.published import is_published, opened, settings_of
 
 __all__ = ["cluster", "nats_url"]
 WAIT_S = 30.0
-
-
-def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settings:
-    named: dict[str, object] = {key.replace("__", "."): value for key, value in flags.items()}
-    return load_settings(
-        flags={
-            "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
-            "nats.url": url, "nats.heartbeat_s": 0.2, "rounds.least_s": 0.1, **named,
-        }
-    )  # fmt: skip
-
-
-def opened(settings: Settings) -> Manager:
-    return open_manager(settings, [NAMESPACE], BLOCK_BYTES)
-
-
-def is_published(manager: Manager) -> bool:
-    return manager.published() >= Position(manager.epoch, manager.applied())
 
 
 async def frames_of(url: str, cluster: str) -> list[Frame]:

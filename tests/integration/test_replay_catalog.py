@@ -28,8 +28,11 @@ from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
 from tests.eventually import eventually
-from tests.integration.test_replay_stream import messages, publish
-from tests.nats_fixture import fresh_nats  # noqa: F401
+from tests.nats_fixture import (
+    fresh_nats,  # noqa: F401
+    messages,
+    publish,
+)
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()

@@ -16,10 +16,11 @@ def test_it_gives_the_first_true_answer() -> None:
 
 
 def test_a_failure_says_what_was_awaited_and_the_last_state() -> None:
+    found: list[int] = []
     with pytest.raises(
         AssertionError, match=r"nobody comes within 0 s \(.*test_eventually.py:\d+\); last answer: \[\]; state: 7"
     ):
-        eventually(list, "nobody comes", 0, state=lambda: 7)
+        eventually(lambda: found, "nobody comes", 0, state=lambda: 7)
 
 
 def test_in_an_event_loop_the_others_go_on_and_a_check_may_be_a_coroutine() -> None:
