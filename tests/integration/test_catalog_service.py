@@ -282,7 +282,6 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     def is_left_to_a() -> bool:
         a.beat()
         b.beat(stopping=True)
-        time.sleep(0.1)
         return running.client.route(SPACE, HASHES, 40).instance == "a"
 
     eventually(is_left_to_a)
@@ -489,14 +488,15 @@ def test_a_locator_answers_zero_without_waiting_while_nobody_is_there() -> None:
 
 def _ask_nobody(locator: HttpLocator, port: int, now_s: list[float]) -> None:
     assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
-    with _silent_listener(port):  # would make every request wait
-        begin_s = time.monotonic()
+    with _silent_listener(port) as listener:  # would make every request wait
+        listener.setblocking(False)
         for _ in range(100):
             assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
-        assert time.monotonic() - begin_s < 0.4
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # nobody has come
         now_s[0] += 10.0
         assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.1) == 0
-        assert time.monotonic() - begin_s >= 0.1
+        listener.accept()[0].close()
 
 
 def _silent_listener(port: int) -> Any:
@@ -514,10 +514,8 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
         ({"listen": "7700"}, ConfigError, "write host:port"),
         ({"listen": nats_url.removeprefix("nats://")}, CatalogError, "choose another port"),
     ):
-        begin_s = time.monotonic()
         with pytest.raises(kind, match=words):
             CatalogThread(msgspec.structs.replace(good, **changed)).start()
-        assert time.monotonic() - begin_s < 10
 
 
 def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811

@@ -169,8 +169,15 @@ def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun()
         ]
         for asker in askers:
             asker.start()
-        eventually(lambda: manager.stats().copies_in_flight == 4 and len(manager._running) == 2, "two run, two wait")
-        time.sleep(0.05)  # for the last of them to be submitted
+        eventually(
+            lambda: (
+                manager.stats().copies_in_flight == 4
+                and len(manager._running) == 2
+                and len(manager._onboarders._queue) == 2  # type: ignore[attr-defined]
+            ),
+            "two run, two wait",
+            state=manager.stats,
+        )
         closer = threading.Thread(target=manager.close, args=(0.2,))
         closer.start()
         eventually(lambda: len(depths) == 2, "those whose copies had not begun wait on")
@@ -348,9 +355,7 @@ def test_pools_are_closed_by_the_copy_that_ends_last_after_their_manager() -> No
     manager.evict(Tier.HBM, hashes_of(1, 4))
     gate.close()
     assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
-    began = time.monotonic()
     manager.close(0.2)
-    assert time.monotonic() - began < 5
     assert manager.pools.slots[Tier.HBM].memory is not None  # the copy may still write it
     gate.opened.set()
     eventually(lambda: manager.pools.slots[Tier.HBM].memory is None, "the pools stay open")

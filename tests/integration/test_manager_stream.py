@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +64,19 @@ async def ask(url: str, cluster: str) -> bool:
     stream = await NatsStream.connect(url, 5.0)
     try:
         return await stream.ask_round(cluster, InstanceId("instance-0"), 5.0)
+    finally:
+        await stream.close()
+
+
+async def hear(url: str, cluster: str, epoch: Epoch, beats: int) -> None:
+    """Wait for some heartbeats of an epoch."""
+    stream = await NatsStream.connect(url, 5.0)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            async for beat in stream.watch_pulses(cluster):
+                beats -= beat.epoch == epoch
+                if not beats:
+                    return
     finally:
         await stream.close()
 
@@ -161,7 +173,7 @@ def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
     serve(second, 2, 20)
     eventually(lambda: is_published(second), "the second does not get the stream")
     serve(first, 3, 20)
-    time.sleep(1.0)
+    asyncio.run(hear(nats_url, cluster, Epoch(2), 5))
     assert first.epoch == 1  # while the second lives, the first keeps still
     assert first.published() < Position(Epoch(1), first.applied())
     second.close()

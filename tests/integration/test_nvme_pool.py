@@ -8,7 +8,6 @@ import mmap
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -582,9 +581,7 @@ def test_a_read_that_never_returns_holds_up_nothing_else_and_a_close_gives_it_up
         asked = part(run, others)
         assert pool.read(others, asked.namespace, asked.hashes, asked.room()).outcomes == [GOOD] * len(others)
     assert not ended.is_set()
-    began = time.monotonic()
     pool.close(0.2)
-    assert time.monotonic() - began < WAIT_S
     assert "has not ended every transfer" in pool.notice
     with pytest.raises(PoolError, match="in use by another manager"):
         _open(pool.path)  # whoever took the slots over could meet a late write
@@ -608,8 +605,8 @@ def test_closing_fails_what_has_not_begun_and_waits_for_the_rest(
     reading = threads(lambda: outcomes.extend(pool.read(range(SLOTS), run.namespace, run.hashes, run.room()).outcomes))
     eventually(lambda: engine.counts()["in_flight"] == 1)  # depth is 1: the others are queued
     closing = threads(lambda: pool.close(WAIT_S))
-    time.sleep(0.05)
-    assert closing.is_alive()
+    closing.join(0.05)
+    assert closing.is_alive()  # it waits for the transfer that has begun
     engine.withhold(-1)
     reading.join(WAIT_S)
     closing.join(WAIT_S)

@@ -22,6 +22,7 @@ from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object import BlockObjects
 from kvbm.streams.memory import MemoryLog
+from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -123,12 +124,9 @@ class Asked:
 
 def settled(manager: Manager) -> bool:
     """Nothing is offloaded any more, and the log has all of it."""
-    deadline = time.monotonic() + WAIT_S
-    if not manager.settle(WAIT_S):
-        return False
-    while manager.durable() < manager.applied() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return manager.durable() == manager.applied()
+    return manager.settle(WAIT_S) and eventually(
+        lambda: manager.durable() == manager.applied(), "the log does not take everything"
+    )
 
 
 def everything_but_objects(manager: Manager, prompt: int, depth: int, start: int = 0) -> None:

@@ -153,12 +153,15 @@ number = 0
 while True:
     serve(manager, 100 + number % 40, 4)
     number += 1
+    if number % 8 == 0:
+        assert manager.settle(20)
+        print(number, "more", flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert child.stdout is not None
         assert "written\n" in child.stdout  # reads on to that line
-        time.sleep(0.2)
+        assert "8 more\n" in child.stdout
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(WAIT_S)
