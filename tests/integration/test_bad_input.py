@@ -285,7 +285,6 @@ def test_the_catalog_ends_in_time_when_nats_or_sql_is_not_there(tmp_path: Path, 
 def test_an_engine_serves_while_nats_does_not_and_says_so_once(kind: str, tmp_path: Path, silent_port: int) -> None:
     script = """
 import json, sys, kvbm
-from kvbm.streams import publisher
 from kvbm.streams.nats import NatsStream
 from tests.eventually import eventually
 from kvbm.cli import _configure_logs
@@ -296,8 +295,7 @@ tries, connect = [], NatsStream.connect
 async def counted(*words, **more):
     tries.append(1)
     return await connect(*words, **more)
-publisher.PublisherThread.__init__.__defaults__ = tuple(
-    counted if value == connect else value for value in publisher.PublisherThread.__init__.__defaults__)
+NatsStream.connect = staticmethod(counted)
 space = kvbm.Namespace(model="one", revision="r1", block_tokens=16)
 manager = kvbm.open_manager(kvbm.load_settings(flags=flags), [space], 64)
 manager.create(space.id, kvbm.NO_PARENT, 0, bytes(range(32)), manager.allocate(2))

@@ -448,8 +448,16 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
                 await client.publish(f"{api}.DIRECT.GET.KVBM.{events_subject(CLUSTER, A)}", b"", reply=victim)
                 await client.publish(f"{api}.STREAM.INFO.KVBM", b"", reply=victim)
         await client.flush()
-        await asyncio.sleep(0.2)
         await client.close()
+
+        async def is_stored() -> bool:
+            return len(await stored(secured, events_subject(CLUSTER, A))) == 3
+
+        await eventually_async(is_stored, "not all is stored that may be")
+        honest = await NatsStream.connect(
+            secured.url, WAIT_S, credentials=secured.a
+        )  # is answered after what was asked before
+        await honest.close()
         stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
         assert await stream.tail(CLUSTER, B) is None
         assert await stream.fence(CLUSTER, B) is None
