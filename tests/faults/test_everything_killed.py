@@ -15,8 +15,9 @@ from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import HASH_BYTES, SequenceHash
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object import BlockObjects
+from tests.eventually import eventually
 from tests.faults.processes.checker import run_replay
-from tests.faults.processes.clusters import Cluster, Index, K, Prompt, eventually, hashes_of, objects_in
+from tests.faults.processes.clusters import Cluster, Index, K, Prompt, hashes_of, objects_in
 from tests.faults.processes.content import BLOCK_BYTES, LEAF_BLOCKS, NAMESPACE, STEM_BLOCKS, rows_of
 from tests.object_stores import Place
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import nats as nats_library
@@ -23,6 +21,7 @@ from kvbm.streams.base import Position
 from kvbm.streams.nats import PULSE, STREAM, NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
+from tests.eventually import eventually, eventually_async
 from tests.faults.processes.disk import Disk
 from tests.faults.processes.leader_kills import LeaderKills
 from tests.faults.processes.nats_cluster import NatsCluster
@@ -30,19 +29,6 @@ from tests.servers import free_port
 
 WAIT_S = 60.0
 SPACE = Namespace(model="away", block_tokens=16)
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)
-
-
-async def eventually(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not true():  # noqa: ASYNC110 - nobody says when it becomes true
-            await asyncio.sleep(0.05)
 
 
 def create(manager: Manager, hashes: bytes) -> None:
@@ -79,12 +65,12 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
                 told = client.instance("i")
                 return told is not None and (told.offset, told.doubtful) == (manager.applied(), False)
 
-            wait_until(lambda: is_published(manager) and seen(), "the catalog does not see the instance")
+            eventually(lambda: is_published(manager) and seen(), "the catalog does not see the instance")
             disk.fill(server.pid)
             prompts = [first, *(os.urandom(16 * HASH_BYTES) for _ in range(2000))]
             for prompt in prompts[1:]:
                 create(manager, prompt)  # all before it are gone
-            wait_until(lambda: "nothing is published after offset" in manager.trouble(), "the manager sees no trouble")
+            eventually(lambda: "nothing is published after offset" in manager.trouble(), "the manager sees no trouble")
             assert "stream" in manager.stats().trouble
             (line, *_) = [line for line in logs if line["event"] == "publisher.stalled"]
             assert line["waited_s"] >= 5 and line["offset"] < manager.applied()
@@ -94,7 +80,7 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
                 assert told is not None
                 return bool(told.doubtful and told.doubts and told.trouble and told.state == "live")
 
-            wait_until(is_told, "the catalog does not say that the instance is behind")
+            eventually(is_told, "the catalog does not say that the instance is behind")
             told = client.instance("i")
             assert told is not None and told.applied == manager.applied() > told.offset
             assert f"decided events up to offset {manager.applied()}" in told.doubts[0]
@@ -108,14 +94,14 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
                         return True
                 return False
 
-            wait_until(is_doubted, "the answers do not say that they are doubtful")
+            eventually(is_doubted, "the answers do not say that they are doubtful")
 
             disk.free(server.pid)
             os.kill(server.pid, signal.SIGKILL)  # until it is started again it takes nothing
             server.stop()
             server = EmbeddedServer.start(disk.folder / "nats", port=port)
-            wait_until(lambda: is_published(manager) and not manager.trouble(), "the rest is not published")
-            wait_until(seen, "the instance stays behind")
+            eventually(lambda: is_published(manager) and not manager.trouble(), "the rest is not published")
+            eventually(seen, "the instance stays behind")
     finally:
         client.close()
         catalog.stop()
@@ -149,16 +135,16 @@ def test_events_go_on_while_each_server_in_turn_is_restarted_and_while_the_pulse
         for name in nats.names:
             nats.kill(name, signal.SIGTERM)
             nats.start(name)
-            nats.wait_for(nats.is_whole, "the cluster is not whole")
+            eventually(nats.is_whole, "the cluster is not whole")
         before = [instance.manager.published() for instance in system.instances]
-        nats.wait_for(
+        eventually(
             lambda: all(one.manager.published() > was for one, was in zip(system.instances, before, strict=True)),
             "a publisher does not go on",
         )
         for instance in system.instances:
             instance.pause()
         assert not system.differences()
-        kill = system.kill(1, 50.0, victim=nats.wait_for(lambda: nats.leader(PULSE), "no leader of the pulses"))
+        kill = system.kill(1, 50.0, victim=eventually(lambda: nats.leader(PULSE), "no leader of the pulses"))
         assert not kill.differences and not kill.untold, kill.sentence()
     finally:
         system.close()
@@ -176,10 +162,10 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
             await client.close()
 
         asyncio.run(make(STREAM))
-        nats.wait_for(nats.is_whole, "the cluster is not whole")
-        home = nats.wait_for(lambda: nats.leader(PULSE), "nobody has the pulses")
+        eventually(nats.is_whole, "the cluster is not whole")
+        home = eventually(lambda: nats.leader(PULSE), "nobody has the pulses")
         nats.kill(home)
-        nats.wait_for(lambda: nats.leader() and nats.meta_leader(), "no leader")
+        eventually(lambda: nats.leader() and nats.meta_leader(), "no leader")
         url = ",".join(nats.url_of(name) for name in nats.running)
         settings = ServiceSettings(
             nats_url=url, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", liveness_s=1.0, connect_s=20.0
@@ -192,10 +178,12 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
         async def play() -> None:
             service = await CatalogService.start(settings)
             try:
-                await eventually(lambda: service._projector.position(manager.instance).offset == manager.applied() > 0)
-                await eventually(service.view_age_s)
+                await eventually_async(
+                    lambda: service._projector.position(manager.instance).offset == manager.applied() > 0
+                )
+                await eventually_async(service.view_age_s)
                 nats.start(home)
-                await eventually(lambda: not service.view_age_s() and service._liveness.last(manager.instance))
+                await eventually_async(lambda: not service.view_age_s() and service._liveness.last(manager.instance))
             finally:
                 await service.close()
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from kvbm.workload.bench.fio import FioError, find_fio
 from kvbm.workload.bench.measure import difference_of, within_noise
 from kvbm.workload.bench.objects import ObjectsOptions, bench_objects
 from kvbm.workload.bench.objects import steps_of as objects_steps
+from tests.eventually import eventually
 from tests.object_stores import s3_place
 
 KEYS = {
@@ -162,10 +162,8 @@ def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Pat
         preexec_fn=lambda: signal.signal(told, signal.SIG_DFL),  # noqa: PLW1509
     )  # fmt: skip
     try:
-        deadline_s = time.monotonic() + 60
-        while not list(folder.glob("*/nvme.pool")):
-            assert bench.poll() is None and time.monotonic() < deadline_s
-            time.sleep(0.02)
+        eventually(lambda: list(folder.glob("*/nvme.pool")) or bench.poll() is not None, "there is no file")
+        assert bench.poll() is None
         bench.send_signal(told)
         _, words = bench.communicate(timeout=60)
     finally:

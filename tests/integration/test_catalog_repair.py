@@ -49,6 +49,7 @@ from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsReader, NatsStream
 from kvbm.streams.samples import read_samples
 from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import nats_server
 
@@ -129,16 +130,6 @@ class Instance:
         return is_there and view is not None and not view.doubtful and view.digest == self.ledger.digest
 
 
-async def eventually(check: Callable[[], bool] | Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        found = check()
-        if found if isinstance(found, bool) else await found:
-            return
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def catalog_on(
     settings: ServiceSettings, new_index: NewIndex = NATIVE_INDEX, stream: Any = None, ready: bool = True
@@ -146,7 +137,7 @@ async def catalog_on(
     catalog = await CatalogService.start(settings, NATIVE, new_index, stream)
     try:
         if ready:
-            await eventually(lambda: catalog.is_ready)
+            await eventually_async(lambda: catalog.is_ready)
         yield catalog
     finally:
         await catalog.close()
@@ -219,8 +210,8 @@ def test_a_gap_is_repaired_by_a_round_the_catalog_asks_for(settings: ServiceSett
             await one.publish(lose=True)
             one.create(20, 30)
             await one.publish()
-            await eventually(lambda: catalog._projector.counters.gaps == 1)
-            await eventually(lambda: one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog._projector.counters.gaps == 1)
+            await eventually_async(lambda: one.is_whole_in(catalog))
             assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
             assert two.is_whole_in(catalog) and two.rounds == 0
             numbers = catalog.numbers()
@@ -238,7 +229,7 @@ def test_a_lost_end_is_found_by_the_heartbeat_and_repaired(settings: ServiceSett
             await one.publish()
             one.create(10, 20)
             await one.publish(lose=True)
-            await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
             assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
 
     run(work, settings.nats_url)
@@ -268,8 +259,8 @@ def test_claims_of_events_that_were_missed_are_taken_from_sql(settings: ServiceS
             await one.publish(lose=True)
             one.offload(2, 4)
             await one.publish()
-            await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
-            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
+            await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
             assert catalog._index.claim_counts() == {"pool": 7}  # no round states claims again
 
     run(work, settings.nats_url)
@@ -284,7 +275,7 @@ def test_claims_that_only_sql_has_are_found_by_counting(settings: ServiceSetting
             one.offload(0, 2)
             await one.publish()
             await claim_in_sql(settings, 100, 105)
-            await eventually(lambda: catalog._index.claim_counts() == {"pool": 7})
+            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 7})
             assert catalog.numbers().gaps == 0
 
     run(work, settings.nats_url)
@@ -312,7 +303,7 @@ def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
             one.create(0, 10)
             one.offload(0, 4)
             await one.publish()
-            await eventually(lambda: catalog._index.claim_counts() == {"pool": 4})
+            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 4})
 
             async def withdrawn() -> None:
                 one.ledger.forget(Tier.OBJECT, SPACE.id, block_hashes(0, 1), EvictReason.MISSING)
@@ -321,7 +312,7 @@ def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
 
             withdraw.append(withdrawn)
             await claim_in_sql(settings, 100, 105)
-            await eventually(lambda: catalog._index.claim_counts() == {"pool": 8})
+            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 8})
             assert catalog._index.holders(SPACE.id, SequenceHash(block_hashes(0, 1))) == [("one", Tier.HBM, False)]
 
     run(work, settings.nats_url)
@@ -336,7 +327,7 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             one.create(10, 20)
             await one.publish()  # joined midway, and nobody serves rounds
             await one.beat()
-            await eventually(lambda: catalog.numbers().rounds_asked >= 2)
+            await eventually_async(lambda: catalog.numbers().rounds_asked >= 2)
             (summary,) = catalog.instances()
             assert (summary.doubts, summary.trouble, summary.run) == (
                 ["joined midway"],
@@ -347,8 +338,8 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             assert await catalog.ask_round(one.name) is False
             assert await catalog.ask_round(InstanceId("nobody")) is None
             async with one.alive():
-                await eventually(lambda: one.is_whole_in(catalog))
-            await eventually(lambda: catalog.instances()[0].round_asked_s is None)
+                await eventually_async(lambda: one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.instances()[0].round_asked_s is None)
             assert catalog.instances()[0].doubts == []
 
     run(work, settings.nats_url)
@@ -365,7 +356,7 @@ def test_two_catalogs_are_repaired_by_the_same_rounds(settings: ServiceSettings,
             await one.publish(lose=True)
             one.create(20, 30)
             await one.publish()
-            await eventually(lambda: one.is_whole_in(first) and one.is_whole_in(second))
+            await eventually_async(lambda: one.is_whole_in(first) and one.is_whole_in(second))
             assert first.numbers().gaps_repaired == second.numbers().gaps_repaired == 1
 
     run(work, settings.nats_url)
@@ -387,7 +378,7 @@ def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.M
             one.create(0, 10)
             await one.publish()
             with capture_logs() as logs:
-                await eventually(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+                await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
             numbers = catalog.numbers()
             assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
             assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
@@ -425,14 +416,14 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
         await one.publish()
         wanted = await two.publish()
         await first.wait_for(two.name, wanted, 10)
-        await eventually(lambda: one.is_whole_in(first) and two.is_whole_in(first))
-        await eventually(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        await eventually_async(lambda: one.is_whole_in(first) and two.is_whole_in(first))
+        await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
         if killed:
             assert first._checkpointer is not None
             await first._checkpointer.write()
             two.create(100, 200)  # after the checkpoint
             await two.publish()
-            await eventually(lambda: two.is_whole_in(first))
+            await eventually_async(lambda: two.is_whole_in(first))
             await kill(first)
         else:
             await first.close()
@@ -465,8 +456,8 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
                 await one.round()
             await one.publish()
         await writing
-        await eventually(lambda: one.is_whole_in(first))
-        await eventually(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
+        await eventually_async(lambda: one.is_whole_in(first))
+        await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
         await kill(first)
         async with catalog_on(settings) as second:
             assert one.is_whole_in(second)
@@ -487,10 +478,10 @@ def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: Serv
             gone.ledger.stop()
             await one.publish()
             await gone.publish()
-            await eventually(lambda: one.is_whole_in(first) and first._index.claim_counts() == {"pool": 10})
+            await eventually_async(lambda: one.is_whole_in(first) and first._index.claim_counts() == {"pool": 10})
         forget_checkpoints(settings)
         async with one.alive(), catalog_on(settings, ready=False) as second:
-            await eventually(lambda: second.is_ready)
+            await eventually_async(lambda: second.is_ready)
             assert second._after.sequence > 0
             assert one.is_whole_in(second) and one.rounds > 0
             assert second._index.claim_counts() == {"pool": 10}
@@ -505,7 +496,7 @@ def test_a_catalog_whose_instances_stay_silent_is_ready_all_the_same(settings: S
         async with catalog_on(settings) as first:
             one.create(0, 100)
             await one.publish()
-            await eventually(lambda: one.is_whole_in(first))
+            await eventually_async(lambda: one.is_whole_in(first))
         forget_checkpoints(settings)
         await one.beat()
         async with catalog_on(msgspec.structs.replace(settings, whole_wait_s=0.3)) as second:
@@ -520,11 +511,11 @@ def test_a_damaged_checkpoint_is_passed_over(settings: ServiceSettings) -> None:
         async with catalog_on(settings) as first:
             one.create(0, 100)
             await one.publish()
-            await eventually(lambda: one.is_whole_in(first))
+            await eventually_async(lambda: one.is_whole_in(first))
         damage_checkpoints(settings)
         with capture_logs() as logs:
             async with one.alive(), catalog_on(settings) as second:
-                await eventually(lambda: one.is_whole_in(second))
+                await eventually_async(lambda: one.is_whole_in(second))
         assert sum(entry["event"] == "checkpoint.damaged" for entry in logs) == 1
 
     run(work, settings.nats_url)
@@ -551,7 +542,7 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
                         await one.publish()
                     one.offload(0, 10 * epoch)
                     await one.publish()
-                    await eventually(lambda: one.is_whole_in(catalog))
+                    await eventually_async(lambda: one.is_whole_in(catalog))
 
             run(work, server.url)
 
@@ -574,7 +565,7 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
             for number in range(5):
                 one.create(number, number + 1)
                 await one.publish()
-            await eventually(lambda: one.is_whole_in(catalog))
+            await eventually_async(lambda: one.is_whole_in(catalog))
             await stream.close()
             replace()
             stream = await NatsStream.connect(url)
@@ -582,8 +573,8 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
             two.create(0, 10)
             two.offload(0, 10)
             await two.publish()
-            await eventually(lambda: two.is_whole_in(catalog), 30)
-            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 1, 30)
+            await eventually_async(lambda: two.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 1)
             assert await catalog._store.claim_count() == 10
             await stream.close()
 
@@ -683,11 +674,11 @@ class Lost:
         everybody = (self.one, self.two, self.three)
         try:
             async with self.one.alive():
-                await eventually(lambda: all(one.is_whole_in(catalog) for one in everybody), 30)
-                await eventually(lambda: self.is_stored(catalog), 30)
+                await eventually_async(lambda: all(one.is_whole_in(catalog) for one in everybody))
+                await eventually_async(lambda: self.is_stored(catalog))
         finally:
             await stream.close()
-        await eventually(lambda: "#" in catalog._storing.name)
+        await eventually_async(lambda: "#" in catalog._storing.name)
 
     async def is_stored(self, catalog: CatalogService) -> bool:
         rows = await catalog._store.instance_positions()
@@ -717,7 +708,7 @@ def test_a_catalog_that_was_dead_while_the_server_lost_its_end_reads_the_new_his
         lost = Lost(losing)
         async with catalog_on(settings) as catalog:
             await lost.publish(lost.one, losing.url, 3)
-            await eventually(lambda: lost.one.is_whole_in(catalog))
+            await eventually_async(lambda: lost.one.is_whole_in(catalog))
             if beginning.endswith(
                 "of before"
             ):  # the checkpoint stands where the stream is still the same, SQL does not
@@ -729,8 +720,8 @@ def test_a_catalog_that_was_dead_while_the_server_lost_its_end_reads_the_new_his
             if beginning.endswith("of before"):
                 catalog._checkpointer = None
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually(lambda: lost.one.is_whole_in(catalog))
-            await eventually(lambda: catalog.numbers().stored_sequence == end)
+            await eventually_async(lambda: lost.one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.numbers().stored_sequence == end)
         if beginning.startswith("position"):
             forget_checkpoints(settings)
         losing.go_back()
@@ -757,8 +748,8 @@ def test_a_running_catalog_whose_server_lost_its_end_reads_the_new_history(
         losing.keep_copy()
         async with catalog_on(settings) as catalog:
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually(lambda: lost.one.is_whole_in(catalog))
-            await eventually(lambda: catalog.numbers().stored_sequence == end)
+            await eventually_async(lambda: lost.one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.numbers().stored_sequence == end)
             if not idle:
                 await lose(lost, end)
                 await lost.check(catalog)
@@ -790,7 +781,7 @@ def test_a_catalog_that_was_behind_another_stores_the_new_history(
         await lost.publish(lost.one, losing.url, 3)
         losing.keep_copy()
         slow = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
-        await eventually(lambda: lost.one.is_whole_in(slow))
+        await eventually_async(lambda: lost.one.is_whole_in(slow))
         reading = next(task for task in slow._tasks if task.get_name() == "catalog-read")
         reading.cancel()  # it is slow: nothing of what follows reaches it
         await asyncio.gather(reading, return_exceptions=True)
@@ -799,7 +790,7 @@ def test_a_catalog_that_was_behind_another_stores_the_new_history(
         slow._reader._pull.why_broken = "the server went away"
         async with catalog_on(msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))) as other:
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually(lambda: other.numbers().stored_sequence == end)
+            await eventually_async(lambda: other.numbers().stored_sequence == end)
         losing.go_back()
         losing.start()
         await lost.publish_others(losing.url, end)
@@ -825,13 +816,13 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
         losing.keep_copy()
         async with catalog_on(settings) as catalog:
             end = await lost.publish(lost.one, losing.url, 12)
-            await eventually(lambda: catalog.numbers().archive_sequence == end)
+            await eventually_async(lambda: catalog.numbers().archive_sequence == end)
         losing.go_back()
         losing.start()
         await lost.publish_others(losing.url, end)
         end = await lost.end(losing.url)
         async with catalog_on(settings, ready=False) as catalog:
-            await eventually(lambda: catalog.numbers().archive_sequence == end)
+            await eventually_async(lambda: catalog.numbers().archive_sequence == end)
         generations = [path.name for path in sorted((tmp_path / "archive").glob("*.kvbm"))]
         assert [name.startswith("r0002-") for name in generations] == [False, True]
         written = (tmp_path / "archive" / generations[1]).read_bytes()
@@ -911,18 +902,18 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_told(settings
             await one.publish()
             await two.publish()
             async with one.alive():
-                await eventually(lambda: one.is_whole_in(catalog))
+                await eventually_async(lambda: one.is_whole_in(catalog))
                 assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
-            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
+            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
             assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
             assert {entry.instance: entry.withheld for entry in catalog.instances()} == {"one": "silent", "two": ""}
             assert catalog.numbers().withheld == 1
             async with one.alive():
-                await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
+                await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
             one.ledger.stop()
             await one.publish()
-            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
-            await eventually(lambda: len(facts) >= 3)
+            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
+            await eventually_async(lambda: len(facts) >= 3)
         assert [(fact.instance, fact.withheld, fact.why) for fact in facts] == [
             ("one", True, "silent"), ("one", False, "heard"), ("one", True, "stopped"),
         ]  # fmt: skip
@@ -946,7 +937,7 @@ def test_rows_let_go_while_the_database_was_away_are_read_again(
             one.create(0, 1000)
             one.offload(0, 10)
             await one.publish()
-            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
             catalog._storing._waiting_bytes = 1000
             with monkeypatch.context() as away:
                 away.setattr(Store, "apply", refuse)
@@ -954,16 +945,16 @@ def test_rows_let_go_while_the_database_was_away_are_read_again(
                     one.offload(10 + number * 10, 20 + number * 10)
                     await one.publish()
                     await asyncio.sleep(0.02)
-                await eventually(lambda: catalog._storing._is_behind)
+                await eventually_async(lambda: catalog._storing._is_behind)
                 assert catalog._projector.waiting_bytes == 0
                 one.offload(500, 600)
                 await one.publish()
-                await eventually(lambda: one.is_whole_in(catalog))
-            await eventually(lambda: catalog.numbers().rows_read_again == 1)
+                await eventually_async(lambda: one.is_whole_in(catalog))
+            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
             one.offload(600, 610)
             await one.publish()
-            await eventually(lambda: catalog._index.claim_counts() == {"pool": 320})
-            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 320})
+            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
             assert await catalog._store.claim_count() == 320
             (position,) = (await catalog._store.instance_positions()).values()
             assert Position(position.epoch, position.next_offset) == catalog._projector.position(one.name)
@@ -983,7 +974,7 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
                 one.offload(number * 10, number * 10 + 10)
                 await one.publish()
             last = await stream.last_sequence()
-            await eventually(lambda: catalog.numbers().stored_sequence == last)
+            await eventually_async(lambda: catalog.numbers().stored_sequence == last)
             fourth = await stream.message(last - 6)
             assert fourth is not None
             with sqlite3.connect(tmp_path / "catalog.db") as database:  # as it was after the fourth message
@@ -993,11 +984,11 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
                 database.execute("DELETE FROM object_claims")
             one.create(100, 110)
             await one.publish()
-            await eventually(lambda: catalog.numbers().rows_read_again == 1)
+            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
             await one.publish()
             one.offload(100, 101)
             await one.publish()
-            await eventually(lambda: catalog.numbers().stored_sequence == last + 2)
+            await eventually_async(lambda: catalog.numbers().stored_sequence == last + 2)
             assert await catalog._store.claim_count() == 61  # what lay in messages 5 to 12
             assert catalog.failure is None
 
@@ -1037,7 +1028,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
                         if number == 50:
                             os.kill(child.pid, signal.SIGKILL)
                             child.wait()
-                    await eventually(lambda: one.is_whole_in(replica))
+                    await eventually_async(lambda: one.is_whole_in(replica))
                     last = await stream.last_sequence()
                     while seen[-1] < last:
                         await asyncio.sleep(0.02)
@@ -1076,8 +1067,8 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
                     await stream.publish(one.cluster, one.name, frame.data)
             last = await stream.last_sequence()
             await stream.send_sample(sample)
-            await eventually(lambda catalog=catalog, last=last: catalog.numbers().archive_sequence == last)  # type: ignore[misc]
-            await eventually(lambda catalog=catalog: catalog.numbers().samples >= 1)  # type: ignore[misc]
+            await eventually_async(lambda catalog=catalog, last=last: catalog.numbers().archive_sequence == last)  # type: ignore[misc]
+            await eventually_async(lambda catalog=catalog: catalog.numbers().samples >= 1)  # type: ignore[misc]
             if turn == 1:
                 await kill(catalog)
             else:
@@ -1108,11 +1099,11 @@ def test_an_archive_whose_disk_is_full_is_said_and_waited_for(
                 disk.setattr(ArchiveFiles, "_write", full)
                 one.create(0, 10)
                 await one.publish()
-                await eventually(lambda: "No space left" in catalog.readiness().degraded)
-                await eventually(lambda: one.is_whole_in(catalog))
+                await eventually_async(lambda: "No space left" in catalog.readiness().degraded)
+                await eventually_async(lambda: one.is_whole_in(catalog))
                 assert catalog.is_ready
-            await eventually(lambda: not catalog.readiness().degraded)
-            await eventually(lambda: catalog.numbers().archive_sequence > 0)
+            await eventually_async(lambda: not catalog.readiness().degraded)
+            await eventually_async(lambda: catalog.numbers().archive_sequence > 0)
 
     run(work, settings.nats_url)
 
@@ -1132,7 +1123,7 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
         async with catalog_on(settings) as catalog:
             for instance in instances:
                 await instance.publish()
-            await eventually(lambda: len(catalog.instances()) == len(instances))
+            await eventually_async(lambda: len(catalog.instances()) == len(instances))
         events = 0
         while events < blocks:
             for instance in instances:
@@ -1157,7 +1148,7 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
 def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         async with catalog_on(settings) as first, catalog_on(settings) as second:
-            await eventually(lambda: first._liveness._own_s is not None and second._liveness._own_s is not None)
+            await eventually_async(lambda: first._liveness._own_s is not None and second._liveness._own_s is not None)
             assert first.instances() == second.instances() == []
 
     run(work, settings.nats_url)
@@ -1182,11 +1173,11 @@ def test_a_database_that_hangs_does_not_make_rows_pile_up(
             for number in range(60):
                 one.offload(number * 10, number * 10 + 10)
                 await one.publish()
-            await eventually(lambda: one.is_whole_in(catalog))
+            await eventually_async(lambda: one.is_whole_in(catalog))
             assert catalog._projector.waiting_bytes <= 4000
             answers.set()
-            await eventually(lambda: catalog.numbers().rows_read_again == 1)
-            await eventually(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
+            await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
+            await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
             assert await catalog._store.claim_count() == 600
 
     run(work, settings.nats_url)
@@ -1200,9 +1191,9 @@ def test_an_instance_whose_first_round_never_ended_is_asked_for_one(settings: Se
         start = msgspec.structs.replace(decoded, events=decoded.events[:1], digest=0)
         async with catalog_on(settings) as catalog:
             await stream.publish(one.cluster, one.name, encode_frame(start))  # and the rest of its start was never cut
-            await eventually(
+            await eventually_async(
                 lambda: catalog.instances()[0].doubts == ["no whole round"] if catalog.instances() else False
             )
-            await eventually(lambda: catalog.numbers().rounds_asked >= 1)
+            await eventually_async(lambda: catalog.numbers().rounds_asked >= 1)
 
     run(work, settings.nats_url)

@@ -40,6 +40,7 @@ from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
+from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
@@ -143,13 +144,6 @@ def run_catalog(server: str, name: str, database: str) -> Iterator[Running]:
         client.wait_ready(10)
         yield Running(settings, client)
         client.close()
-
-
-def eventually(check: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.02)
 
 
 def prepared(running: Running) -> list[PositionWanted]:
@@ -288,7 +282,6 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     def is_left_to_a() -> bool:
         a.beat()
         b.beat(stopping=True)
-        time.sleep(0.1)
         return running.client.route(SPACE, HASHES, 40).instance == "a"
 
     eventually(is_left_to_a)
@@ -495,14 +488,15 @@ def test_a_locator_answers_zero_without_waiting_while_nobody_is_there() -> None:
 
 def _ask_nobody(locator: HttpLocator, port: int, now_s: list[float]) -> None:
     assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
-    with _silent_listener(port):  # would make every request wait
-        begin_s = time.monotonic()
+    with _silent_listener(port) as listener:  # would make every request wait
+        listener.setblocking(False)
         for _ in range(100):
             assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.5) == 0
-        assert time.monotonic() - begin_s < 0.4
+        with pytest.raises(BlockingIOError):
+            listener.accept()  # nobody has come
         now_s[0] += 10.0
         assert locator.claimed_depth("pool", SPACE.id, HASHES, 0.1) == 0
-        assert time.monotonic() - begin_s >= 0.1
+        listener.accept()[0].close()
 
 
 def _silent_listener(port: int) -> Any:
@@ -520,10 +514,8 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
         ({"listen": "7700"}, ConfigError, "write host:port"),
         ({"listen": nats_url.removeprefix("nats://")}, CatalogError, "choose another port"),
     ):
-        begin_s = time.monotonic()
         with pytest.raises(kind, match=words):
             CatalogThread(msgspec.structs.replace(good, **changed)).start()
-        assert time.monotonic() - begin_s < 10
 
 
 def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811
@@ -538,7 +530,7 @@ def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluste
         assert running.client.lookup(SPACE, HASHES) == before
         again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]))
         try:
-            eventually(lambda: not running.client.ready().degraded, 30)
+            eventually(lambda: not running.client.ready().degraded)
             c = running.instance("c")
             c.create(0, 9)
             assert running.client.lookup(SPACE, HASHES, at_least=[c.publish()], wait_s=5).deepest == 9

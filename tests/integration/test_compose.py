@@ -6,10 +6,9 @@ import fnmatch
 import os
 import shutil
 import subprocess
-import time
 import tomllib
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from kvbm.cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.locate.http import CatalogClient
 from tests.composed import ROOT, WAIT_S, Cluster, composed, read_services
+from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, serve
 
 OURS = ("nats", "bucket", "catalog", "gc")
@@ -76,7 +76,7 @@ def test_the_file_comes_up_and_an_engine_uses_all_of_it(cluster: Cluster, monkey
     _use(cluster, "engine-b", restored=8)
     janitor = cluster.start("gc")
     assert janitor is not None
-    _wait_until(lambda: "kvbm/blocks" in cluster.log("gc") or janitor.poll() is not None)
+    eventually(lambda: "kvbm/blocks" in cluster.log("gc") or janitor.poll() is not None)
     assert janitor.poll() is None, cluster.log("gc")  # it goes on until the next run
     cluster.stop("nats")
     assert not cluster.is_well("nats")
@@ -95,16 +95,9 @@ def _use(cluster: Cluster, name: str, restored: int) -> None:
         assert manager.settle(WAIT_S)
     client = CatalogClient(str(flags["catalog.url"]))
     try:
-        _wait_until(lambda: [pool.depth for pool in client.lookup(NAMESPACE.id, hashes_of(1, 8)).pools] == [8])
+        eventually(lambda: [pool.depth for pool in client.lookup(NAMESPACE.id, hashes_of(1, 8)).pools] == [8])
     finally:
         client.close()
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

@@ -27,10 +27,11 @@ from kvbm.pools.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.replay.cli import main as replay
 from kvbm.streams.journal import Journal
-from tests.integration.test_late_copies import Gate, wait_until
+from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of
 from tests.object_pools import memory_objects
 from tests.owning_engines import WAIT_S, OwningEngine, mapped_rows, opened
+from tests.wrapped_pools import Gate
 
 ROOT = Path(__file__).parents[2]
 CORES = pytest.mark.parametrize("core", ["native", "reference"])
@@ -443,7 +444,7 @@ def test_closing_ends_requests_that_wait(tmp_path: Path) -> None:
     queued.release()
     running.release()
     gate.opened.set()
-    wait_until(lambda: not manager._running, "the late copy ends")
+    eventually(lambda: not manager._running, "the late copy ends")
     with pytest.raises(LedgerError, match="closed"):
         manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
 
@@ -556,7 +557,7 @@ class Caller:
         for store in self.stores:
             self.end(store, 1.0)
         assert self.engine.manager.settle(WAIT_S)
-        wait_until(lambda: not self.engine.manager.stats().copies_in_flight, "copies end")
+        eventually(lambda: not self.engine.manager.stats().copies_in_flight, "copies end")
 
 
 @CORES

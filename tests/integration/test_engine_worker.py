@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbm.workload.processes import EngineProcess
+from tests.eventually import eventually
 
 START_WAIT_S = 60.0
 ANSWER_WAIT_S = 30.0
@@ -53,13 +53,14 @@ def submit(process: EngineProcess, request_id: str, tokens: list[Any], reuse: bo
 
 def durable_status(process: EngineProcess) -> dict[str, Any]:
     """Its status once everything it has decided is in the journal."""
-    deadline = time.monotonic() + ANSWER_WAIT_S
-    while time.monotonic() < deadline:
-        status = process.ask(ANSWER_WAIT_S, op="status")
-        if status["durable"] == status["applied"]:
-            return status
-        time.sleep(0.02)
-    raise AssertionError(f"the journal did not catch up: {status}")
+    status: dict[str, Any] = {}
+
+    def is_durable() -> bool:
+        status.update(process.ask(ANSWER_WAIT_S, op="status"))
+        return bool(status["durable"] == status["applied"])
+
+    eventually(is_durable, "the journal does not catch up", ANSWER_WAIT_S, state=lambda: status)
+    return status
 
 
 def test_it_answers_reuses_and_comes_back_after_kill_9_with_the_same_tokens(

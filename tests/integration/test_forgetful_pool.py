@@ -13,10 +13,11 @@ from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.manager.manager import Manager
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.redis import open_redis_store
-from tests.integration.test_janitor import DEPTH, WAIT_S, K, Site, eventually, site
+from tests.eventually import eventually
 from tests.managers import NAMESPACE, hashes_of, serve
 from tests.object_stores import OPEN_WAIT_S
 from tests.servers import redis_server
+from tests.sites import DEPTH, WAIT_S, K, Site, site
 
 pytestmark = pytest.mark.objects
 

@@ -20,10 +20,11 @@ from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.device import OsDevice
 from kvbm.streams.history import Retention
 from kvbm.streams.journal import Journal
-from tests.integration.test_journal import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
-from tests.integration.test_manager_stream import is_published, opened, settings_of, wait_until
+from tests.eventually import eventually
+from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 from tests.managers import hashes_of, serve
 from tests.nats_fixture import cluster, nats_url
+from tests.published import is_published, opened, settings_of
 
 __all__ = ["cluster", "nats_url"]
 
@@ -79,14 +80,14 @@ def test_a_block_that_left_before_a_restart_is_explained_after_it(
         manager.settle(5)
         for tier in (Tier.HBM, Tier.NVME):
             manager.evict(tier, gone, EvictReason.CLEARED)
-        wait_until(lambda: is_published(manager), "the stream does not come")
+        eventually(lambda: is_published(manager), "the stream does not come")
     for _ in range(3):
         with opened(settings) as manager:
             epoch = manager.epoch
             serve(manager, 2, 4)
-            wait_until(lambda: is_published(manager), "the stream does not come")
+            eventually(lambda: is_published(manager), "the stream does not come")
             newest = f"{epoch:010d}-*.kvbj"
-            wait_until(
+            eventually(
                 lambda newest=newest: set(folder.glob("*.kvbj")) == set(folder.glob(newest)),
                 "the epochs before are still counted as the journal's",
             )
@@ -301,7 +302,7 @@ def test_the_life_after_a_damaged_epoch_file_is_above_all_that_is_known_and_has_
             runs.add(manager.run)
             assert manager.epoch == epoch
             serve(manager, 1, 4)
-            wait_until(lambda manager=manager: left == "segments" or is_published(manager), "the stream does not come")
+            eventually(lambda manager=manager: left == "segments" or is_published(manager), "the stream does not come")
     (folder / "EPOCH").write_bytes(b"")
     if left == "the stream":
         for path in [*folder.glob("*.kvbj"), *folder.glob("*.kept")]:
@@ -329,7 +330,7 @@ def test_no_damaged_small_file_of_an_instance_stops_its_start(tmp_path: Path) ->
             serve(manager, 1, 4)
             manager.settle(5)
             assert not manager.trouble()
-            wait_until(lambda: is_published(manager), "the stream does not come")
+            eventually(lambda: is_published(manager), "the stream does not come")
             return manager.held(Tier.NVME)
 
     held = set(start())

@@ -15,6 +15,7 @@ from kvbm._native import Arena, RowCopier
 from kvbm.core.errors import PoolError
 from kvbm.pools.host import HostPool
 from kvbm.pools.host_map import map_host
+from tests.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
 SLOTS, BLOCK_BYTES = 8, 5000
@@ -49,8 +50,7 @@ def test_another_process_reads_and_writes_the_rows_also_after_the_pool_is_gone()
             assert worker.stdout is not None
             assert worker.stdout.readline() == "99\n"
             assert worker.poll() is None
-            worker_wrote = _wait_for(memory)
-            assert worker_wrote
+            eventually(lambda rows=memory: (rows[3] == 7).all(), "the worker does not write")  # type: ignore[misc]
             del memory
             pool.close()
             out, _ = worker.communicate("\n", timeout=30)
@@ -58,14 +58,6 @@ def test_another_process_reads_and_writes_the_rows_also_after_the_pool_is_gone()
         finally:
             worker.kill()
             worker.wait(30)
-
-
-def _wait_for(memory: np.ndarray) -> bool:
-    deadline = os.times().elapsed + 10
-    while os.times().elapsed < deadline:
-        if (memory[3] == 7).all():
-            return True
-    return False
 
 
 def test_this_process_maps_its_own_pool() -> None:

@@ -8,120 +8,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager, run_gc
-from kvbm.catalog.server import CatalogThread
-from kvbm.catalog.service import ServiceSettings
-from kvbm.config import Settings, load_settings
+from kvbm.assembly import NATIVE, open_manager
 from kvbm.core.errors import JanitorBusyError, KvbmError
-from kvbm.core.ids import NamespaceId, Tier, split_hashes
-from kvbm.janitor import ClaimBook, Report
-from kvbm.locate.http import CatalogClient
+from kvbm.core.ids import Tier, split_hashes
+from kvbm.janitor import Report
 from kvbm.manager.manager import Manager
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.withdrawn import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
-from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of, serve
 from tests.object_pools import memory_objects
 from tests.object_stores import Place, place_in
+from tests.sites import DEPTH, WAIT_S, K, Site, site
 
-K = 4
-DEPTH = 8  # blocks of a prompt: two objects
-WAIT_S = 30.0
 PROMPTS = range(6)
-Claims = dict[NamespaceId, set[bytes]]
-
-
-def eventually(true: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
-
-
-class Site:
-    """A cluster: a nats-server, a catalog with its database, and instances that share a store with other clusters."""
-
-    def __init__(self, folder: Path, name: str, new_store: Callable[[], Store], opened: ExitStack) -> None:
-        self.folder, self.name, self.new_store = folder / name, name, new_store
-        self.folder.mkdir(parents=True)
-        self.server = EmbeddedServer.start(self.folder / "nats")
-        opened.callback(self.server.stop)
-        self.database = f"sqlite+aiosqlite:///{self.folder / 'catalog.db'}"
-        self._catalog = CatalogThread(
-            ServiceSettings(
-                nats_url=self.server.url, database_url=self.database, cluster=name, listen="127.0.0.1:0", store_every_s=0.02,
-                whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
-            ),
-            NATIVE,
-            NATIVE_INDEX,
-        )  # fmt: skip
-        self._catalog.start()
-        opened.callback(self._catalog.stop)
-        self.client = CatalogClient(self._catalog.url)
-        opened.callback(self.client.close)
-        self.client.wait_ready(WAIT_S)
-        self._opened = opened
-
-    def settings(self, instance: str, **flags: object) -> Settings:
-        named = {key.replace("__", "."): value for key, value in flags.items()}
-        return load_settings(
-            flags={
-                "instance.data_dir": str(self.folder), "instance.cluster": self.name, "instance.id": instance,
-                "pools.hbm.slots": 64, "pools.hbm.device": "memory", "pools.host.slots": 64, "nats.url": self.server.url,
-                "nats.heartbeat_s": 0.2, "catalog.url": self.client.url, "catalog.database": self.database,
-                "journal.in_memory": True, "onboard.locate_s": 2.0, "onboard.wait_s": 10.0, "pools.object.timeout_s": 1.0, "pools.object.look_s": 1.0,
-                **named,
-            }
-        )  # fmt: skip
-
-    def instance(self, name: str, look_s: float = 0.0) -> Manager:
-        """A manager on the shared store, closed with everything."""
-        objects = memory_objects(BLOCK_BYTES, K, self.new_store(), look_s=look_s, deadline_s=1.0)
-        manager = open_manager(self.settings(name), [NAMESPACE], BLOCK_BYTES, object_pool=objects)
-        self._opened.callback(manager.close)
-        return manager
-
-    def gc(self, **rules: object) -> Report:
-        """One run of the janitor."""
-        wanted: dict[str, object] = {
-            "ttl_s": 0.0,
-            "grace_s": 4.0,
-            "young_s": 0.0,
-            "skew_s": 30.0,
-            "lease_s": 10.0,
-        } | rules
-        reports: list[Report] = []
-        flags = {f"gc__{key}": value for key, value in wanted.items()}
-        assert run_gc(self.settings("unused", **flags), False, reports.append, self.new_store) == 0
-        return reports[0]
-
-    def claims(self, pool: str) -> Claims:
-        """What SQL knows."""
-        book = ClaimBook(self.database, pool)
-        try:
-            columns = book.claims().columns
-        finally:
-            book.close()
-        return {column.namespace: set(map(bytes, split_hashes(column.hashes))) for column in columns}
-
-    def depth(self, prompt: int) -> int:
-        """How much of a prompt the catalog's index says that the pool holds."""
-        answer = self.client.lookup(NAMESPACE, hashes_of(prompt, DEPTH))
-        return max((pool.depth for pool in answer.pools), default=0)
-
-
-@contextmanager
-def site(folder: Path, name: str, new_store: Callable[[], Store]) -> Iterator[Site]:
-    with ExitStack() as opened:
-        yield Site(folder, name, new_store, opened)
 
 
 RADOSGW = pytest.param("radosgw", marks=pytest.mark.objects)
@@ -135,6 +42,13 @@ def new_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
 
 def names_in(store: Store, prefix: str = "") -> set[str]:
     return {entry.name for entry in store.listed(prefix, 5.0) if prefix or not entry.name.startswith(".kvbm/")}
+
+
+def all_older(store: Store, age_s: float) -> bool:
+    """Whether all objects are that old, by a store's time; where it is in whole seconds, they may be a second younger than it says."""
+    put_ns = [entry.modified_ns for entry in store.listed("", 5.0)]
+    rounding_s = not any(at % 1_000_000_000 for at in put_ns)
+    return time.time_ns() - max(put_ns) > (age_s + rounding_s) * 1e9
 
 
 def compute(site: Site, managers: list[Manager]) -> None:
@@ -209,7 +123,7 @@ def test_what_nobody_uses_goes_and_what_is_read_stays(new_store: Callable[[], St
         compute(here, [manager])
         store = new_store()
         assert len(names_in(store)) == 2 * len(PROMPTS)
-        time.sleep(7.0)
+        eventually(lambda: all_older(store, 7.2), "time stands still")
         reader = here.instance("b")
         assert fetched(reader, 0) == DEPTH
         report = here.gc(ttl_s=2.5, skew_s=4.0)  # a store's times may be whole seconds
@@ -336,7 +250,7 @@ def test_two_janitors_at_once_one_works_and_one_says_so(tmp_path: Path) -> None:
     store = MemoryStore()
     with site(tmp_path, "one", lambda: store) as one, site(tmp_path, "two", lambda: store) as two:
         compute(one, [one.instance("a")])
-        time.sleep(1.5)
+        eventually(lambda: all_older(store, 1.5), "time stands still")
         ended: list[Report | KvbmError] = []
 
         def work(here: Site) -> None:

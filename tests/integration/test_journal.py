@@ -13,53 +13,21 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE
-from kvbm.core.codec import Frame, FrameBytes
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError, LedgerError
-from kvbm.core.events import BlocksCreated
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.device import OsDevice
 from kvbm.streams.journal import FSYNC_MODES, Journal
+from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 
 ROOT = Path(__file__).parents[2]
-INSTANCE = InstanceId("instance-0")
-
-
-def a_frame(first: int, events: int = 1, epoch: int = 1, blocks: int = 1) -> FrameBytes:
-    """A good frame of creations."""
-    made = tuple(
-        BlocksCreated(
-            namespace=NamespaceId(bytes(HASH_BYTES)),
-            tier=Tier.HOST,
-            hashes=b"".join((at * blocks + n + 1).to_bytes(HASH_BYTES, "little") for n in range(blocks)),
-        )
-        for at in range(first, first + events)
-    )
-    frame = Frame(
-        instance=INSTANCE, epoch=Epoch(epoch), first_offset=Offset(first), wall_time_ns=0, digest=0, events=made
-    )
-    return FrameBytes(frame.epoch, frame.first_offset, frame.next_offset, NATIVE.encode_frame(frame))
-
-
-FRAME_BYTES = len(a_frame(0).data)
-
-
-def begun(folder: Path, **more: Any) -> Journal:
-    """A journal whose first epoch has begun, or the next one."""
-    journal = Journal.open(folder, INSTANCE, NATIVE, **more)
-    journal.begin_epoch(Epoch(journal.epoch + 1))
-    return journal
-
-
-def all_frames(journal: Journal) -> list[FrameBytes]:
-    return journal.read_after(ORIGIN, 1 << 30)
 
 
 class FailingDevice(OsDevice):
@@ -467,7 +435,7 @@ def test_an_epoch_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 APPENDING = """
 import sys
 from pathlib import Path
-from tests.integration.test_journal import a_frame, begun
+from tests.journals import a_frame, begun
 journal = begun(Path(sys.argv[1]), fsync=sys.argv[2], segment_bytes=20_000)
 at = 0
 while True:

@@ -9,13 +9,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvbm.manager.manager
@@ -25,7 +24,7 @@ from kvbm.manager.manager import Manager
 from kvbm.manager.offload import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
-from tests.integration.test_manager import Wrapped
+from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -37,60 +36,10 @@ from tests.managers import (
     serve,
 )
 from tests.object_pools import memory_objects
+from tests.wrapped_pools import Gate, Jittery, OutOfReach, Wrapped
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 10.0
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
-class OutOfReach(Wrapped):
-    """A pool without memory to speak of: every copy with it asks it, as with HBM on a GPU."""
-
-    @property
-    def memory(self) -> np.ndarray | None:
-        return None
-
-
-class Gate:
-    """Holds reads or writes of one tier until it opens."""
-
-    def __init__(self, tier: Tier, call: str) -> None:
-        self.opened, self.entered = threading.Event(), threading.Event()
-        self._tier, self._call = tier, call
-        self.opened.set()
-
-    def __call__(self, pool: SlotPool) -> SlotPool:
-        return _Gated(pool, self, self._call) if pool.tier == self._tier else pool
-
-    def hold(self) -> None:
-        self.entered.set()
-        self.opened.wait(WAIT_S)
-
-    def close(self) -> None:
-        self.entered.clear()
-        self.opened.clear()
-
-
-class _Gated(Wrapped):
-    def __init__(self, pool: SlotPool, gate: Gate, call: str) -> None:
-        super().__init__(pool)
-        self._gate, self._call = gate, call
-
-    def read(self, *run: Any) -> ReadResult:
-        if self._call == "read":
-            self._gate.hold()
-        return super().read(*run)
-
-    def write(self, *run: Any) -> None:
-        if self._call == "write":
-            self._gate.hold()
-        super().write(*run)
 
 
 @contextmanager
@@ -174,36 +123,13 @@ def test_a_request_may_wait_for_nothing_and_finds_its_blocks_the_next_time() -> 
             assert serve(manager, prompt, 4).prefix.hits == {Tier.HBM: 4}
 
 
-class _Jittery(Wrapped):
-    """Reads and writes take their time, seeded; their bytes land at its end."""
-
-    def __init__(self, pool: SlotPool, rng: random.Random) -> None:
-        super().__init__(pool)
-        self._rng = rng
-
-    def _nap(self) -> None:
-        time.sleep(self._rng.choice((0.0, 0.0, 0.0005, 0.002, 0.004)))
-
-    def read(self, *run: Any) -> ReadResult:
-        self._nap()
-        return super().read(*run)
-
-    def write(self, *run: Any) -> None:
-        self._nap()
-        super().write(*run)
-
-    def seal(self, *run: Any) -> None:
-        self._nap()
-        super().seal(*run)
-
-
 @pytest.mark.parametrize("reach", ["memory", "staged"])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_arrives_after_its_deadline_never_lands_in_a_slot_that_is_used_again(seed: int, reach: str) -> None:
     rng = random.Random(seed)
 
     def wrap(pool: SlotPool) -> SlotPool:
-        jittery = _Jittery(pool, random.Random(seed + pool.tier)) if pool.tier != Tier.HBM else pool
+        jittery = Jittery(pool, random.Random(seed + pool.tier)) if pool.tier != Tier.HBM else pool
         return OutOfReach(jittery) if reach == "staged" else jittery
 
     slots = {Tier.HBM: 20, Tier.HOST: 14, Tier.NVME: 24}
@@ -243,11 +169,18 @@ def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun()
         ]
         for asker in askers:
             asker.start()
-        wait_until(lambda: manager.stats().copies_in_flight == 4 and len(manager._running) == 2, "two run, two wait")
-        time.sleep(0.05)  # for the last of them to be submitted
+        eventually(
+            lambda: (
+                manager.stats().copies_in_flight == 4
+                and len(manager._running) == 2
+                and len(manager._onboarders._queue) == 2  # type: ignore[attr-defined]
+            ),
+            "two run, two wait",
+            state=manager.stats,
+        )
         closer = threading.Thread(target=manager.close, args=(0.2,))
         closer.start()
-        wait_until(lambda: len(depths) == 2, "those whose copies had not begun wait on")
+        eventually(lambda: len(depths) == 2, "those whose copies had not begun wait on")
         gate.opened.set()
         for thread in (*askers, closer):
             thread.join(WAIT_S)
@@ -422,19 +355,17 @@ def test_pools_are_closed_by_the_copy_that_ends_last_after_their_manager() -> No
     manager.evict(Tier.HBM, hashes_of(1, 4))
     gate.close()
     assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
-    began = time.monotonic()
     manager.close(0.2)
-    assert time.monotonic() - began < 5
     assert manager.pools.slots[Tier.HBM].memory is not None  # the copy may still write it
     gate.opened.set()
-    wait_until(lambda: manager.pools.slots[Tier.HBM].memory is None, "the pools stay open")
+    eventually(lambda: manager.pools.slots[Tier.HBM].memory is None, "the pools stay open")
 
 
 def test_a_process_ends_though_a_device_keeps_its_threads() -> None:
     script = """
 import threading
 from kvbm.core.ids import Tier
-from tests.integration.test_late_copies import Gate
+from tests.wrapped_pools import Gate
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
 gate = Gate(Tier.NVME, "read")
 gate.hold = lambda: gate.opened.wait(1000)

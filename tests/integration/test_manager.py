@@ -2,65 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvbm.core.codec import FrameBytes, decode_frame
+from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError, PoolError
-from kvbm.core.events import BlocksEvicted, BlocksMigrated, Event, EvictReason
-from kvbm.core.ids import NamespaceId, Tier, split_hashes
+from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
+from kvbm.core.ids import Tier, split_hashes
 from kvbm.core.residency import Residencies
-from kvbm.pools.base import Proof, ReadResult, SlotPool
+from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
-from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, make_manager, serve
+from tests.eventually import eventually
+from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, events_in, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
+from tests.wrapped_pools import Wrapped
 
+WAIT_S = 60.0
 SLOTS = {Tier.HBM: 12, Tier.HOST: 12, Tier.NVME: 24}
-
-
-def events_in(log: MemoryLog) -> list[Event]:
-    frames = log.read_after(Position(0, 0), 1 << 30)  # type: ignore[arg-type]
-    return [event for frame in frames for event in decode_frame(frame.data)[0].events]
-
-
-class Wrapped:
-    """A pool with something in its way."""
-
-    def __init__(self, pool: SlotPool) -> None:
-        self.pool = pool
-        self.tier, self.slots, self.block_bytes, self.reach = pool.tier, pool.slots, pool.block_bytes, pool.reach
-
-    @property
-    def memory(self) -> np.ndarray | None:
-        return self.pool.memory
-
-    def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
-        self.pool.write(slots, rows, proof, at)
-
-    def read(
-        self,
-        slots: Sequence[int],
-        namespace: NamespaceId,
-        hashes: bytes,
-        rows: np.ndarray,
-        at: Sequence[int] | None = None,
-    ) -> ReadResult:
-        return self.pool.read(slots, namespace, hashes, rows, at)
-
-    def checksums(self, slots: Sequence[int]) -> np.ndarray:
-        return self.pool.checksums(slots)
-
-    def seal(self, slots: Sequence[int], proof: Proof) -> None:
-        self.pool.seal(slots, proof)
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 def test_a_prompt_comes_back_from_each_tier_with_its_bytes() -> None:
@@ -168,18 +132,16 @@ def test_a_request_waits_no_longer_than_told_and_the_late_copy_keeps_its_slots()
     class SlowNvme(Wrapped):
         def read(self, *run: Any) -> ReadResult:
             if self.tier == Tier.NVME:
-                release.wait(10)
+                release.wait(WAIT_S)
             return super().read(*run)
 
     with make_manager({Tier.HBM: 8, Tier.NVME: 8}, wrap=SlowNvme, wait_s=0.2, offload=(Tier.NVME,)) as manager:
         serve(manager, 1, 4)
         assert manager.settle(5)
         manager.evict(Tier.HBM, hashes_of(1, 4))
-        began = time.monotonic()
         prefix = manager.acquire(NAMESPACE.id, hashes_of(1, 4))
         assert prefix.depth == 0
-        assert time.monotonic() - began < 2
-        assert manager.stats().copies_in_flight == 1
+        assert manager.stats().copies_in_flight == 1  # the read goes on
         rest = manager.allocate(4)  # the other four slots; those of the copy cannot be had
         assert rest is not None
         assert manager.allocate(1) is None
@@ -200,7 +162,7 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
 
     class Journal(MemoryLog):
         def append(self, frame: FrameBytes) -> None:
-            gate.wait(10)
+            gate.wait(WAIT_S)
             super().append(frame)
 
     class Watched(Wrapped):
@@ -216,15 +178,16 @@ def test_a_durable_slot_is_overwritten_only_after_its_withdrawal_is_durable() ->
     assert len(written) == 1
     gate.clear()  # the journal's device hangs: nothing becomes durable, so nothing may be overwritten
     serve(manager, 2, 4)
-    time.sleep(0.6)
+    eventually(lambda: manager.stats().failed_copies, "no offload was given up")
     assert len(written) == 1
-    assert manager.stats().failed_copies >= 1
     gate.set()
-    time.sleep(1.2)
-    manager._offload_wanted.set()
-    serve(manager, 3, 4)
-    assert manager.settle(5)
-    assert len(written) > 1
+    prompts = itertools.count(3)
+
+    def is_written() -> bool:  # after a failure the offloader pauses
+        serve(manager, next(prompts) % 50, 4)
+        return manager.settle(5) and len(written) > 1
+
+    eventually(is_written, "the slots are not written once their withdrawals are durable")
     manager.close()
     events = events_in(log)
     evicted = next(i for i, e in enumerate(events) if isinstance(e, BlocksEvicted) and e.tier == Tier.NVME)

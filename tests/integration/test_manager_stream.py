@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvbm.assembly import journal_folder, open_manager
-from kvbm.config import Settings, load_settings
+from kvbm.assembly import journal_folder
 from kvbm.core.codec import Frame, decode_frame
 from kvbm.core.events import ResidenciesStated, RoundEnded
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.core.residency import Residencies
-from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position, is_fence
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
-from tests.managers import BLOCK_BYTES, NAMESPACE, serve
+from tests.eventually import eventually
+from tests.managers import serve
 from tests.nats_fixture import cluster, nats_url
+from tests.published import is_published, opened, settings_of
 
 __all__ = ["cluster", "nats_url"]
 WAIT_S = 30.0
-
-
-def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settings:
-    named: dict[str, object] = {key.replace("__", "."): value for key, value in flags.items()}
-    return load_settings(
-        flags={
-            "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
-            "nats.url": url, "nats.heartbeat_s": 0.2, "rounds.least_s": 0.1, **named,
-        }
-    )  # fmt: skip
-
-
-def opened(settings: Settings) -> Manager:
-    return open_manager(settings, [NAMESPACE], BLOCK_BYTES)
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
-def is_published(manager: Manager) -> bool:
-    return manager.published() >= Position(manager.epoch, manager.applied())
 
 
 async def frames_of(url: str, cluster: str) -> list[Frame]:
@@ -95,14 +68,27 @@ async def ask(url: str, cluster: str) -> bool:
         await stream.close()
 
 
+async def hear(url: str, cluster: str, epoch: Epoch, beats: int) -> None:
+    """Wait for some heartbeats of an epoch."""
+    stream = await NatsStream.connect(url, 5.0)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            async for beat in stream.watch_pulses(cluster):
+                beats -= beat.epoch == epoch
+                if not beats:
+                    return
+    finally:
+        await stream.close()
+
+
 def test_a_round_that_a_reader_asks_for_is_on_the_stream(tmp_path: Path, nats_url: str, cluster: str) -> None:
     with opened(settings_of(tmp_path, nats_url, cluster)) as manager:
         serve(manager, 1, 40)
-        wait_until(lambda: is_published(manager), "the stream does not come")
+        eventually(lambda: is_published(manager), "the stream does not come")
         before = manager.applied()
         assert asyncio.run(ask(nats_url, cluster))
-        wait_until(lambda: manager.applied() == before + 2, "no round began")
-        wait_until(lambda: is_published(manager), "the round is not on the stream")
+        eventually(lambda: manager.applied() == before + 2, "no round began")
+        eventually(lambda: is_published(manager), "the round is not on the stream")
         frames = asyncio.run(frames_of(nats_url, cluster))
         kinds = [type(event) for frame in frames for event in frame.events][-2:]
         assert kinds == [ResidenciesStated, RoundEnded]
@@ -117,8 +103,8 @@ def test_a_journal_much_smaller_than_what_it_has_carried_takes_everything(
         for prompt in range(400):
             serve(manager, prompt, 60)
             if prompt % 10 == 0:
-                wait_until(lambda: is_published(manager), "the stream does not come")
-        wait_until(lambda: is_published(manager) and not manager.trouble(), "the journal is in trouble")
+                eventually(lambda: is_published(manager), "the stream does not come")
+        eventually(lambda: is_published(manager) and not manager.trouble(), "the journal is in trouble")
         assert manager.epoch == 1
         frames = asyncio.run(frames_of(nats_url, cluster))
     kept = sum(path.stat().st_size for path in journal_folder(settings).glob("*.kvbj"))
@@ -135,11 +121,11 @@ def test_a_journal_in_memory_forgets_what_is_published(tmp_path: Path, nats_url:
         for prompt in range(1500):
             serve(manager, prompt, 60)
             if prompt % 50 == 0:
-                wait_until(lambda: is_published(manager), "the stream does not come")
-        wait_until(lambda: is_published(manager), "the stream does not come")
+                eventually(lambda: is_published(manager), "the stream does not come")
+        eventually(lambda: is_published(manager), "the stream does not come")
         fold = folded(asyncio.run(frames_of(nats_url, cluster)))
         assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
-        wait_until(lambda: manager._frames._keeping.used_bytes() < 1 << 20, "it keeps everything")
+        eventually(lambda: manager._frames._keeping.used_bytes() < 1 << 20, "it keeps everything")
 
 
 def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when_it_is_back(tmp_path: Path) -> None:
@@ -150,22 +136,22 @@ def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when
     try:
         with opened(settings) as manager:
             serve(manager, 1, 40)
-            wait_until(lambda: is_published(manager), "the stream does not come")
+            eventually(lambda: is_published(manager), "the stream does not come")
             server.stop()
             for prompt in range(2000):
                 serve(manager, prompt, 60)
                 if "unseen" in manager.trouble():
                     break
             assert "unseen by the catalog" in manager.trouble()
-            assert "65536" in manager.trouble()
+            eventually(lambda: "65536" in manager.trouble(), "the journal does not say why", state=manager.trouble)
             serve(manager, 77, 60)
             assert serve(manager, 77, 60).prefix.depth == 60
             assert manager.epoch == 1
             server = EmbeddedServer.start(tmp_path / "nats", port=port)
-            wait_until(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
+            eventually(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
             serve(manager, 78, 60)
             assert manager.settle(WAIT_S)
-            wait_until(lambda: is_published(manager), "the new epoch is not on the stream")
+            eventually(lambda: is_published(manager), "the new epoch is not on the stream")
             fold = folded(asyncio.run(frames_of(server.url, "c")))
             assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
             assert set(fold.held[Tier.NVME]) == set(manager.held(Tier.NVME))
@@ -181,17 +167,17 @@ def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
 ) -> None:
     first = opened(settings_of(tmp_path / "a", nats_url, cluster, core=core))
     serve(first, 1, 20)
-    wait_until(lambda: is_published(first), "the stream does not come")
+    eventually(lambda: is_published(first), "the stream does not come")
     second = opened(settings_of(tmp_path / "b", nats_url, cluster, core=core))
     assert second.epoch == 2
     serve(second, 2, 20)
-    wait_until(lambda: is_published(second), "the second does not get the stream")
+    eventually(lambda: is_published(second), "the second does not get the stream")
     serve(first, 3, 20)
-    time.sleep(1.0)
+    asyncio.run(hear(nats_url, cluster, Epoch(2), 5))
     assert first.epoch == 1  # while the second lives, the first keeps still
     assert first.published() < Position(Epoch(1), first.applied())
     second.close()
-    wait_until(lambda: first.epoch == 3 and is_published(first), "the first does not come back")
+    eventually(lambda: first.epoch == 3 and is_published(first), "the first does not come back")
     fold = folded(asyncio.run(frames_of(nats_url, cluster)))
     assert fold.epoch == 3
     assert set(fold.held[Tier.HBM]) == set(first.held(Tier.HBM))
@@ -208,8 +194,8 @@ def test_an_instance_that_has_lost_its_journal_goes_on_above_what_the_catalog_kn
             settings = settings_of(tmp_path / f"life-{number}", server.url, "local", catalog__url=client.url)
             with opened(settings) as manager:
                 assert manager.epoch == number
-                wait_until(lambda: is_published(manager), "it was not published")
-        wait_until(lambda: (found := client.instance("instance-0")) and found.epoch == 2, "the catalog has not read it")
+                eventually(lambda: is_published(manager), "it was not published")
+        eventually(lambda: (found := client.instance("instance-0")) and found.epoch == 2, "the catalog has not read it")
         with opened(
             settings_of(tmp_path / "life-3", "", "local", catalog__url=client.url, nats__enabled=False)
         ) as manager:

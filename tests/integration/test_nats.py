@@ -47,6 +47,7 @@ from kvbm.streams.publisher import (
     Ticked,
 )
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
+from tests.eventually import eventually, eventually_async
 from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server
 
@@ -64,15 +65,6 @@ def process_state(pid: int) -> str:
 
 def is_alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
-
-
-def wait_until(what: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        if what():
-            return True
-        time.sleep(0.01)
-    return False
 
 
 async def read_all(url: str, cluster: str) -> list[StreamMessage]:
@@ -132,10 +124,10 @@ def test_a_second_server_on_a_folder_is_refused_and_a_killed_one_makes_room(tmp_
 
 
 def test_a_failed_start_names_the_log_and_quotes_its_last_line(tmp_path: Path) -> None:
-    started_s = time.monotonic()
-    with pytest.raises(StreamError, match=r"nonsense.*nats-server\.log"):
+    with pytest.raises(
+        StreamError, match=r"nonsense.*nats-server\.log"
+    ):  # other words than those of a start that takes too long
         EmbeddedServer.start(tmp_path, settings="nonsense: 1")
-    assert time.monotonic() - started_s < 5.0
     assert not (tmp_path / "nats.url").exists()
 
 
@@ -150,7 +142,7 @@ def test_a_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     thread = threading.Thread(target=lambda: started.append(EmbeddedServer.start(tmp_path)))
     thread.start()
     thread.join(WAIT_S)
-    time.sleep(0.2)
+    eventually(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists(), "the thread has not ended")
     assert answers(started[0].url, 1.0)
     started[0].stop()
 
@@ -210,7 +202,7 @@ def test_a_server_dies_with_its_killed_owner_and_the_next_one_takes_its_port(
     owner = share()
     url, pid = said(owner)
     owner.kill()
-    assert wait_until(lambda: not is_alive(pid))
+    eventually(lambda: not is_alive(pid))
     second = shared_server(tmp_path, WAIT_S)
     try:
         assert second.owned is not None
@@ -265,32 +257,29 @@ def test_a_damaged_address_costs_no_more_than_the_port(tmp_path: Path, left: byt
 # -- connections --------------------------------------------------------------------------------------------------------
 
 
-def failing_connect(url: str) -> tuple[str, float]:
-    """What connecting says, and how long it took."""
-    started_s = time.monotonic()
+def failing_connect(url: str) -> str:
+    """What connecting says when it fails."""
     with pytest.raises(StreamError) as caught:
         asyncio.run(NatsStream.connect(url, 1.0))
-    return str(caught.value), time.monotonic() - started_s
+    return str(caught.value)
 
 
 def test_a_closed_port_ends_in_one_sentence_without_the_password() -> None:
     port = free_port()
-    words, took_s = failing_connect(f"nats://someone:hunter2@127.0.0.1:{port}")
+    words = failing_connect(f"nats://someone:hunter2@127.0.0.1:{port}")
     assert f"nats://127.0.0.1:{port}" in words
     assert "hunter2" not in words
     assert "someone" not in words
     assert "\n" not in words
-    assert took_s < 2.0
 
 
 def test_a_port_that_never_answers_ends_in_one_sentence_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        words, took_s = failing_connect(f"127.0.0.1:{silent.getsockname()[1]}")
+        words = failing_connect(f"127.0.0.1:{silent.getsockname()[1]}")
     assert "no answer" in words
     assert "\n" not in words
-    assert took_s < 2.0
 
 
 def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
@@ -299,8 +288,8 @@ def test_a_server_without_jetstream_is_named(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             words = ""
-            assert wait_until(lambda: not failing_connect(f"nats://127.0.0.1:{port}")[0].startswith("no connection"))
-            words, _ = failing_connect(f"nats://127.0.0.1:{port}")
+            eventually(lambda: not failing_connect(f"nats://127.0.0.1:{port}").startswith("no connection"))
+            words = failing_connect(f"nats://127.0.0.1:{port}")
             assert "JetStream" in words
         finally:
             process.kill()
@@ -314,7 +303,7 @@ def test_a_url_that_is_none_is_refused(url: str) -> None:
 
 def test_wrong_credentials_are_named() -> None:
     with nats_server('authorization { user: "kvbm", password: "right" }') as server:
-        words, _ = failing_connect(server.url.replace("://", "://kvbm:wrong@"))
+        words = failing_connect(server.url.replace("://", "://kvbm:wrong@"))
         assert "the user and password it wants" in words
         assert "wrong" not in words
         asyncio.run(read_all(server.url.replace("://", "://kvbm:right@"), "c"))
@@ -364,10 +353,8 @@ def test_a_forbidden_subject_is_an_error_and_others_still_work() -> None:
 
         async def work() -> None:
             stream = await NatsStream.connect(url, WAIT_S)
-            started_s = time.monotonic()
-            with pytest.raises(StreamError, match="permissions violation"):
+            with pytest.raises(StreamError, match="permissions violation"):  # not the words of a wait that ended
                 await stream.publish("c", InstanceId("two"), make_frame(0).data, WAIT_S)
-            assert time.monotonic() - started_s < 2.0
             await stream.send_pulse(PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0))))
             await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
             with pytest.raises(StreamError, match="permissions violation"):
@@ -404,17 +391,16 @@ def test_a_lost_connection_fails_what_waits_and_what_comes(tmp_path: Path) -> No
     async def work() -> None:
         stream = await NatsStream.connect(server.url, WAIT_S)
         os.kill(server.pid, signal.SIGSTOP)
-        assert wait_until(lambda: process_state(server.pid) == "T")
+        eventually(lambda: process_state(server.pid) == "T")
         waiting = asyncio.create_task(stream.publish("c", ONE, make_frame(0).data, WAIT_S))
-        await asyncio.sleep(0.1)
+        ended, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not ended  # the server has stopped, and answers nothing
         os.kill(server.pid, signal.SIGKILL)
-        started_s = time.monotonic()
         with pytest.raises(StreamError, match="lost"):
             await waiting
         assert not stream.is_connected
         with pytest.raises(StreamError, match="lost"):
             await stream.publish("c", ONE, make_frame(0).data, WAIT_S)
-        assert time.monotonic() - started_s < 2.0
         await stream.close()
 
     try:
@@ -569,11 +555,9 @@ def test_a_publisher_without_nats_does_not_hold_its_owner_up_and_catches_up_late
     port = free_port()
     publisher = PublisherThread(frames, f"nats://127.0.0.1:{port}", "c", ONE, PlainOwner("c"), interval_s=0.1)
     publisher.start()
-    started_s = time.monotonic()
-    for at in range(2000):
+    for at in range(2000):  # nobody listens at that port: what waited for a connection would wait for ever
         frames.append(make_frame(at))
         publisher.notify()
-    assert time.monotonic() - started_s < 5.0
     assert not publisher.wait_published(Position(Epoch(1), Offset(1)), 0.3)
     server = EmbeddedServer.start(tmp_path, port=port)
     try:
@@ -592,9 +576,8 @@ def test_a_publisher_stops_in_time_when_nats_never_comes() -> None:
     frames.append(make_frame(0))
     publisher = PublisherThread(frames, f"nats://127.0.0.1:{free_port()}", "c", ONE, PlainOwner("c"))
     publisher.start()
-    started_s = time.monotonic()
     assert not publisher.stop(0.5)
-    assert time.monotonic() - started_s < 2.0
+    eventually(lambda: f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}, "it goes on")
 
 
 def test_a_new_publisher_goes_on_where_the_stream_ends(nats_url: str, cluster: str) -> None:
@@ -740,19 +723,19 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         logs[1].append(make_frame(0))
         second.start()
         seen = len(owners[0].beats)
-        assert wait_until(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
+        eventually(lambda: len(owners[0].beats) > seen + 4)  # more heartbeats than silence needs
         assert owners[1].fenced == []
         assert not second.wait_published(Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
         assert asyncio.run(ask_round(nats_url, cluster))
-        assert wait_until(lambda: owners[0].asked == 1)
+        eventually(lambda: owners[0].asked == 1)
         assert owners[1].asked == 0
         assert capsys.readouterr().out.count("instance.fenced") == 1
         logs[0].append(make_frame(1))
         first.notify()
         assert first.wait_published(Position(Epoch(1), Offset(2)), WAIT_S)
         first.stop(WAIT_S)
-        assert wait_until(lambda: owners[1].fenced == [Epoch(1)])
+        eventually(lambda: owners[1].fenced == [Epoch(1)])
         logs[1].append(make_frame(0, epoch=2))
         second.notify()
         assert second.wait_published(Position(Epoch(2), Offset(1)), WAIT_S)
@@ -784,7 +767,7 @@ def test_messages_of_a_window_behind_a_refused_one_come_again_in_order(fresh_nat
     publisher = PublisherThread(frames, fresh_nats, "c", ONE, PlainOwner("c"), interval_s=0.1, window_bytes=128 << 10)
     publisher.start()
     try:
-        assert wait_until(lambda: publisher.published.offset >= 10)
+        eventually(lambda: publisher.published.offset >= 10)
         assert not publisher.wait_published(Position(Epoch(1), Offset(40)), 0.3)
         asyncio.run(allow(-1, DiscardPolicy.OLD))
         assert publisher.wait_published(Position(Epoch(1), Offset(40)), WAIT_S)
@@ -814,6 +797,8 @@ class DroppingStream(NatsStream):
     """Loses the messages whose first offset is in `lost`, once each, without a word; as a connection that ends does."""
 
     lost: set[int]
+    behind: set[int]  # messages of its window that arrive before the connection is lost
+    _arrived: set[int]
 
     async def publish(
         self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: Fence | None = None,
@@ -823,10 +808,12 @@ class DroppingStream(NatsStream):
         first = decode_header(data).first_offset
         if first in self.lost:
             self.lost.discard(first)
-            await asyncio.sleep(0.2)  # while the others of its window arrive
+            await eventually_async(lambda: self._arrived >= self.behind, "the others of its window do not arrive")
             await self._link.close()
             raise StreamError("the connection is lost")
-        return await super().publish(cluster, instance, data, timeout_s, fence, safe)
+        sequence = await super().publish(cluster, instance, data, timeout_s, fence, safe)
+        self._arrived.add(first)
+        return sequence
 
 
 def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, cluster: str) -> None:
@@ -839,7 +826,7 @@ def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, clu
             raise StreamError("the server is away")
         stream = await DroppingStream.connect(url, timeout_s)
         assert isinstance(stream, DroppingStream)
-        stream.lost = lost
+        stream.lost, stream.behind, stream._arrived = lost, {3, 4}, set()
         connections.append(stream)
         return stream
 
@@ -849,7 +836,7 @@ def test_a_hole_before_the_tail_is_filled_by_the_next_process(nats_url: str, clu
     owner = PlainOwner(cluster)
     first = PublisherThread(frames, nats_url, cluster, ONE, owner, 0.1, connect, window_bytes=100 << 10)
     first.start()
-    assert wait_until(lambda: bool(connections) and not connections[0].is_connected)
+    eventually(lambda: bool(connections) and not connections[0].is_connected)
     assert not first.stop(0.0)
     assert f"kvbm-publisher-{ONE}" not in {thread.name for thread in threading.enumerate()}
     assert headers_in(asyncio.run(read_all(nats_url, cluster))) == [(1, 0), (1, 1), (1, 3), (1, 4)]
@@ -961,7 +948,7 @@ def test_an_owner_that_raises_ends_nothing(nats_url: str, cluster: str, capsys: 
     publisher = PublisherThread(frames, nats_url, cluster, ONE, owner, interval_s=0.02)
     publisher.start()
     try:
-        assert wait_until(lambda: len(owner.beats) > 3)
+        eventually(lambda: len(owner.beats) > 3)
         frames.append(make_frame(0))
         publisher.notify()
         assert publisher.wait_published(Position(Epoch(1), Offset(1)), WAIT_S)
@@ -990,13 +977,12 @@ def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samp
         stream = await NatsStream.connect(nats_url, WAIT_S)
         async with asyncio.timeout(WAIT_S):
             assert (await anext(stream.watch_samples(cluster))).instance == ONE
-            while not await stream.ask_round(cluster, ONE):  # noqa: ASYNC110 - nobody tells when it listens
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: stream.ask_round(cluster, ONE), "it does not listen")
         await stream.close()
 
     try:
         asyncio.run(work())
-        assert wait_until(lambda: owner.asked == 1)
+        eventually(lambda: owner.asked == 1)
         assert owner.states[0].max_age_s == 86400.0
     finally:
         publisher.stop(0.0)
@@ -1009,11 +995,11 @@ def test_a_heartbeat_follows_each_connection_at_once(tmp_path: Path) -> None:
     publisher = PublisherThread(MemoryLog(), server.url, "c", ONE, owner, interval_s=3600.0)
     publisher.start()
     try:
-        assert wait_until(lambda: len(owner.beats) == 1)
+        eventually(lambda: len(owner.beats) == 1)
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         server = EmbeddedServer.start(tmp_path, port=port)
-        assert wait_until(lambda: len(owner.beats) == 2)
+        eventually(lambda: len(owner.beats) == 2)
     finally:
         publisher.stop(0.0)
         server.stop()
@@ -1032,7 +1018,7 @@ def test_an_idle_publisher_fills_the_store_of_a_server_that_came_back_without_it
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
         server = EmbeddedServer.start(tmp_path / "b", port=port)
-        assert wait_until(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
+        eventually(lambda: offsets_kept_aside(asyncio.run(read_all(server.url, "c"))) == list(range(5)))
     finally:
         publisher.stop(0.0)
         server.stop()
@@ -1050,10 +1036,10 @@ def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
         return found.sequence if found else 0
 
     try:
-        assert wait_until(lambda: asyncio.run(fence()) > 0)
+        eventually(lambda: asyncio.run(fence()) > 0)
         before = asyncio.run(fence())
         publisher.round_began()
-        assert wait_until(lambda: asyncio.run(fence()) > before)
+        eventually(lambda: asyncio.run(fence()) > before)
     finally:
         publisher.stop(0.0)
 
@@ -1240,9 +1226,11 @@ def test_without_direct_access_the_last_messages_are_asked_for_in_the_other_way(
             assert await stream.tail("c", ONE) == Tail(Position(Epoch(2), Offset(1)), safe)
             heartbeat = PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0)))
             await stream.send_pulse(heartbeat)
-            async with asyncio.timeout(WAIT_S):
-                while await stream.last_pulse("c", ONE) != heartbeat:  # noqa: ASYNC110  # nothing confirms a pulse
-                    await asyncio.sleep(0.01)
+
+            async def has_pulse() -> bool:  # nothing confirms a pulse
+                return await stream.last_pulse("c", ONE) == heartbeat
+
+            await eventually_async(has_pulse, "the pulse does not arrive")
             await client.close()
             await stream.close()
 
@@ -1324,7 +1312,7 @@ def test_a_stream_that_keeps_less_than_an_instance_sends_at_once_is_refused_in_w
     with capture_logs() as logs:
         publisher.start()
         try:
-            assert wait_until(lambda: any(line["event"] == "publisher.disconnected" for line in logs))
+            eventually(lambda: any(line["event"] == "publisher.disconnected" for line in logs))
             (line,) = [line for line in logs if line["event"] == "publisher.disconnected"]
             (key,) = limits
             assert f"keeps {key}={limits[key]}" in line["why"] and "nats stream edit KVBM" in line["why"]
@@ -1355,13 +1343,13 @@ def test_a_stream_that_comes_to_keep_too_little_while_it_is_used_is_not_hammered
             for at in range(1, 200):
                 frames.append(make_frame(at, blocks=1500))
             publisher.notify()
-            assert wait_until(lambda: any("keeps max_bytes=204800" in str(line.get("why")) for line in logs))
-            assert wait_until(lambda: "nothing is published after" in publisher.trouble)
+            eventually(lambda: any("keeps max_bytes=204800" in str(line.get("why")) for line in logs))
+            eventually(lambda: "nothing is published after" in publisher.trouble)
             assert [line["waits_for"] for line in logs if line["event"] == "publisher.stalled"]
             assert sum(fences) < 1000
             limit_stream(fresh_nats, max_bytes=-1)
             assert publisher.wait_published(Position(Epoch(1), Offset(200)), WAIT_S)
-            assert wait_until(lambda: not publisher.trouble)
+            eventually(lambda: not publisher.trouble)
         finally:
             publisher.stop(0.0)
 
@@ -1382,10 +1370,12 @@ def test_a_reader_is_told_how_far_the_stream_was_looked_through_for_it(nats_url:
         reader = await stream.pull(0, cluster)
         await stream.publish(f"{cluster}-other", ONE, make_frame(0).data)
         end = await stream.last_sequence()
-        deadline_s = time.monotonic() + WAIT_S
-        while reader.reached < end:
+
+        async def has_looked() -> bool:
             assert not await reader.fetch(0.2)
-            assert time.monotonic() < deadline_s
+            return reader.reached >= end
+
+        await eventually_async(has_looked, "the reader stays behind what it was not sent")
         await stream.close()
 
     asyncio.run(play())

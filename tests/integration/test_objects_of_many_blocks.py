@@ -22,19 +22,20 @@ from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object import BlockObjects
 from kvbm.streams.memory import MemoryLog
-from tests.integration.test_late_copies import OutOfReach, _Jittery
-from tests.integration.test_manager import events_in
+from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
     KnowsAll,
     check_bytes,
+    events_in,
     hashes_of,
     make_manager,
     rows_of,
     serve,
 )
 from tests.object_pools import memory_objects
+from tests.wrapped_pools import Jittery, OutOfReach
 
 WAIT_S = 10.0
 K = 4
@@ -123,12 +124,9 @@ class Asked:
 
 def settled(manager: Manager) -> bool:
     """Nothing is offloaded any more, and the log has all of it."""
-    deadline = time.monotonic() + WAIT_S
-    if not manager.settle(WAIT_S):
-        return False
-    while manager.durable() < manager.applied() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return manager.durable() == manager.applied()
+    return manager.settle(WAIT_S) and eventually(
+        lambda: manager.durable() == manager.applied(), "the log does not take everything"
+    )
 
 
 def everything_but_objects(manager: Manager, prompt: int, depth: int, start: int = 0) -> None:
@@ -336,7 +334,7 @@ def test_late_objects_never_land_in_slots_that_are_used_again(blocks: int, stage
             return result
 
     def wrap(pool: SlotPool) -> SlotPool:
-        jittery = _Jittery(pool, random.Random(pool.tier)) if pool.tier != Tier.HBM else pool
+        jittery = Jittery(pool, random.Random(pool.tier)) if pool.tier != Tier.HBM else pool
         return OutOfReach(jittery) if staged else jittery
 
     objects = Late(objects_of(blocks))

@@ -31,6 +31,7 @@ from kvbm.pools.nvme import NvmePool
 from kvbm.pools.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.journal import Journal
+from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,
     NAMESPACE,
@@ -87,13 +88,6 @@ def written(tmp_path: Path, depth: int = 8) -> Iterator[tuple[Path, bytes]]:
 def slots_of(path: Path) -> dict[bytes, int]:
     hints = np.fromfile(path.with_suffix(".slots"), dtype=np.uint8).reshape(-1, 2 * HASH_BYTES)
     return {row[HASH_BYTES:].tobytes(): slot for slot, row in enumerate(hints) if row.any()}
-
-
-def wait_until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def test_the_second_reads_what_the_first_wrote_without_a_catalog(tmp_path: Path) -> None:
@@ -159,12 +153,15 @@ number = 0
 while True:
     serve(manager, 100 + number % 40, 4)
     number += 1
+    if number % 8 == 0:
+        assert manager.settle(20)
+        print(number, "more", flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert child.stdout is not None
         assert "written\n" in child.stdout  # reads on to that line
-        time.sleep(0.2)
+        assert "8 more\n" in child.stdout
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(WAIT_S)
@@ -443,5 +440,5 @@ def test_a_peer_is_looked_at_in_the_background(tmp_path: Path) -> None:
         assert a.settle(WAIT_S)
         pod = b.pools.pod
         assert pod is not None
-        wait_until(lambda: pod.find(NAMESPACE.id, hashes_of(1, 4)), "nobody has looked")
+        eventually(lambda: pod.find(NAMESPACE.id, hashes_of(1, 4)), "nobody has looked")
         assert serve(b, 1, 4).prefix.hits == {Tier.NVME: 4}

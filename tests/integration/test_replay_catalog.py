@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,12 @@ from kvbm.replay.cli import Parts, main
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
-from tests.integration.test_replay_stream import messages, publish
-from tests.nats_fixture import fresh_nats  # noqa: F401
+from tests.eventually import eventually
+from tests.nats_fixture import (
+    fresh_nats,  # noqa: F401
+    messages,
+    publish,
+)
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()
@@ -57,13 +61,6 @@ def catalog(url: str, folder: Path, name: str, **more: Any) -> Iterator[CatalogC
         client.wait_ready(20)
         yield client
         client.close()
-
-
-def eventually(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.02)
 
 
 def has_all(client: CatalogClient, *streams: list[Frame]) -> bool:

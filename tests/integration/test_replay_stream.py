@@ -4,46 +4,19 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-from kvbm.core.codec import Frame, encode_frame
-from kvbm.core.ids import InstanceId
 from kvbm.replay.cli import main
-from kvbm.streams.nats import NatsStream
 from tests.captures import make_capture
-from tests.nats_fixture import fresh_nats  # noqa: F401
+from tests.nats_fixture import (
+    fresh_nats,  # noqa: F401
+    messages,
+    publish,
+)
 from tests.servers import free_port
 
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, instance="two").frames()
-
-
-def publish(url: str, messages: list[tuple[str, bytes]], cluster: str = "c") -> list[int]:
-    """Publish in order; gives the sequences."""
-
-    async def work() -> list[int]:
-        stream = await NatsStream.connect(url)
-        try:
-            return [await stream.publish(cluster, InstanceId(name), data) for name, data in messages]
-        finally:
-            await stream.close()
-
-    return asyncio.run(work())
-
-
-def messages(frames: list[Frame], per_message: int = 1) -> list[tuple[str, bytes]]:
-    """Frames as messages of one epoch each."""
-    made: list[tuple[str, bytes]] = []
-    run: list[Frame] = []
-    for frame in [*frames, None]:
-        if run and (frame is None or len(run) == per_message or frame.epoch != run[0].epoch):
-            made.append((run[0].instance, b"".join(encode_frame(one) for one in run)))
-            run = []
-        if frame is not None:
-            run.append(frame)
-    return made
 
 
 def test_the_stream_is_read_to_its_end_with_repeats_and_several_frames_a_message(

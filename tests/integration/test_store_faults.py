@@ -15,12 +15,13 @@ from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store, Trouble
 from kvbm.pools.stores.blobs import PART_BYTES, Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.pools.stores.s3 import store_name
+from tests.eventually import eventually
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_stores import Place, azure_place, boto3_client, redis_place, s3_place
 from tests.servers import free_port, redis_server, s3_server
 
 DEADLINE_S = 1.5
-LATE_S = 8.0  # what a busy machine may add; a stall that is not ended lasts a minute
+LATE_S = 30.0  # what a busy machine may add; a stall that is not ended lasts a minute
 LIMITS = Limits(requests_in_flight=4, connect_timeout_s=0.5, read_timeout_s=0.5)
 BODY = b"what lies there" * 100
 
@@ -189,7 +190,7 @@ def test_a_replacement_that_was_done_but_not_said_is_done(broken: Broken, expect
 
 
 def test_a_run_never_has_more_requests_under_way_than_allowed(broken: Broken) -> None:
-    broken.breaks(Fault("late", delay_s=0.05))
+    broken.breaks(Fault("late", delay_s=0.1))
     answers: list[list[Refusal | None]] = []
     threads = [
         threading.Thread(
@@ -212,8 +213,7 @@ def test_a_close_ends_what_is_under_way(broken: Broken) -> None:
     answers: list[Got | Refusal] = []
     waiting = threading.Thread(target=lambda: answers.extend(broken.store.get([Get("name")] * 3, 60)))
     waiting.start()
-    while not broken.server.asked:
-        time.sleep(0.01)
+    eventually(lambda: broken.server.asked, "nothing is asked")
     broken.store.close()
     waiting.join(LATE_S)
     assert not waiting.is_alive()
@@ -448,10 +448,7 @@ def test_a_redis_with_a_password_wants_it_and_its_name_does_not_tell_it() -> Non
 def test_a_redis_forgets_after_its_ttl_and_refuses_when_full(redis_url: str) -> None:
     with closing(redis_place(redis_url).open(ttl_s=1)) as store:
         assert store.put([Put("name", b"x")], 20) == [None]
-        end = time.monotonic() + 30
-        while isinstance(store.get([Get("name")], 20)[0], Got):
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        eventually(lambda: not isinstance(store.get([Get("name")], 20)[0], Got), "it does not forget")
     small = ("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
     with redis_server(*small) as url, closing(redis_place(url).open()) as store:
         answers = store.put([Put(f"{at}", bytes(1 << 20)) for at in range(8)], 20)

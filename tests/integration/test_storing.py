@@ -20,6 +20,7 @@ from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.streams.memory import MemoryStream
+from tests.eventually import eventually_async
 
 ONE, TWO = InstanceId("one"), InstanceId("two")
 SPACE = Namespace(model="m", block_tokens=4)
@@ -110,11 +111,7 @@ class World:
     async def store_until(self, check: Callable[[], Awaitable[bool]]) -> None:
         running = asyncio.create_task(self.storing.run())
         try:
-            async with asyncio.timeout(WAIT_S):
-                while True:
-                    if await check():
-                        return
-                    await asyncio.sleep(0.005)
+            await eventually_async(check, "it is not stored", WAIT_S)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -47,6 +47,7 @@ from kvbm.streams.permissions import (
     server_config,
 )
 from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import fresh_nats, make_frame
 
@@ -331,8 +332,7 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
             assert await anext(aiter(catalog.watch_pulses(CLUSTER))) == beat(A)
             assert await stream.last_pulse(CLUSTER, A) == beat(A)
             assert await catalog.last_pulse(CLUSTER, A) == beat(A)
-            while not await catalog.ask_round(CLUSTER, A):  # noqa: ASYNC110 - it asks anew
-                await asyncio.sleep(0.01)
+            await eventually_async(lambda: catalog.ask_round(CLUSTER, A), "nobody hears the ask")
             await asked
             fact = LivenessFact(
                 instance=A, cluster=CLUSTER, epoch=Epoch(1), withheld=True, why="silent", wall_time_ns=0
@@ -392,7 +392,7 @@ def test_an_instance_cannot_hear_what_another_is_answered_or_asked(secured: Secu
         for subject in (f"{instance_inbox(CLUSTER, B)}.>", "_INBOX.>", ">", "kvbm.v1.events.>", "$JS.>"):
             await client.subscribe(subject)
         await client.flush()
-        await asyncio.sleep(0.1)
+        await eventually_async(lambda: len(errors) >= 5, "not all is refused", state=lambda: errors)
         assert len(errors) == 5
         await client.close()
         await stream.close()
@@ -419,7 +419,7 @@ def test_nobody_can_purge_delete_or_rewind_the_stream(secured: Secured, who: str
         for call in calls:
             await client.publish(f"$JS.API.{call}", b"{}", reply=client.new_inbox())
         await client.flush()
-        await asyncio.sleep(0.1)
+        await eventually_async(lambda: len(refused) >= len(calls), "not all is refused", state=lambda: refused)
         assert len(refused) == len(calls)
         await client.close()
 
@@ -448,8 +448,16 @@ def test_a_reply_subject_is_no_way_to_write_for_another(secured: Secured) -> Non
                 await client.publish(f"{api}.DIRECT.GET.KVBM.{events_subject(CLUSTER, A)}", b"", reply=victim)
                 await client.publish(f"{api}.STREAM.INFO.KVBM", b"", reply=victim)
         await client.flush()
-        await asyncio.sleep(0.2)
         await client.close()
+
+        async def is_stored() -> bool:
+            return len(await stored(secured, events_subject(CLUSTER, A))) == 3
+
+        await eventually_async(is_stored, "not all is stored that may be")
+        honest = await NatsStream.connect(
+            secured.url, WAIT_S, credentials=secured.a
+        )  # is answered after what was asked before
+        await honest.close()
         stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
         assert await stream.tail(CLUSTER, B) is None
         assert await stream.fence(CLUSTER, B) is None

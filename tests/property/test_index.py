@@ -14,21 +14,17 @@ from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
     BlocksEvicted,
-    BlocksMigrated,
     Event,
-    EvictReason,
     InstanceStarted,
     InstanceStopped,
-    MigrateCause,
-    PoolStated,
     ResidenciesStated,
     RoundEnded,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Tier, pack_slots, split_hashes
 from kvbm.core.residency import Change, Residencies
 from kvbm.streams.base import Heartbeat, StreamMessage
-from tests.indexes import Key, Twin, each_twin, frame_bytes, held_of
-from tests.property.test_command_sequences import NAMESPACES, POOLS, Driver, chain, commands, finish_round
+from tests.indexes import Key, Twin, crowded_events, each_twin, frame_bytes, held_of
+from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands, finish_round
 from tests.strategies import frames as any_frames
 
 INSTANCES = [InstanceId(name) for name in ("a", "b", "c")]
@@ -300,36 +296,6 @@ def test_after_lost_frames_a_round_makes_every_instance_whole(
             assert now_s < 1000
     assert indexed(cluster.index, with_claims=False) == cluster.held(with_claims=False)
     assert not any(is_doubtful(cluster.index, name) for name in INSTANCES)
-
-
-few_hashes = st.lists(st.sampled_from(split_hashes(chain(0, 4))), min_size=1, max_size=4, unique=True).map(b"".join)
-
-rounds = st.integers(0, 7)
-
-
-@st.composite
-def crowded_events(draw: st.DrawFn) -> Event:
-    """Legal or not: few blocks in few slots of two namespaces, so that events collide in every way."""
-    namespace, tier, hashes = draw(st.sampled_from(NAMESPACES)).id, draw(st.sampled_from(Tier)), draw(few_hashes)
-    count = len(hashes) // 16
-    slots = draw(st.just(b"") | st.permutations(range(4)).map(lambda order: pack_slots(order[:count])))
-    match draw(st.integers(0, 5)):
-        case 0:
-            return BlocksCreated(namespace=namespace, tier=tier, hashes=hashes, slots=slots)
-        case 1:
-            return BlocksMigrated(
-                namespace=namespace, source=draw(st.sampled_from(Tier)), target=tier, kept=draw(st.booleans()),
-                cause=MigrateCause.OFFLOAD, hashes=hashes, slots=slots,
-            )  # fmt: skip
-        case 2:
-            return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.CLEARED, hashes=hashes)
-        case 3:
-            return ResidenciesStated(namespace=namespace, tier=tier, round=draw(rounds), hashes=hashes, slots=slots)
-        case 4:
-            return RoundEnded(tier=tier, round=draw(rounds), count=draw(st.integers(0, 4)))
-        case _:
-            pools = st.sampled_from([POOLS, POOLS[:3], (), (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"),)])
-            return InstanceStarted(epoch=Epoch(draw(st.integers(1, 3))), pools=draw(pools))
 
 
 class Folds:

@@ -32,9 +32,8 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
-from tests.indexes import ROOM, Key, frame_bytes, held_of
-from tests.property.test_command_sequences import NAMESPACES, POOLS, Driver, chain, commands
-from tests.property.test_index import crowded_events, few_hashes
+from tests.indexes import ROOM, Key, crowded_events, few_hashes, frame_bytes, held_of
+from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands
 
 WILD = [InstanceId(f"wild-{number}") for number in range(4)]  # send whatever they like
 TAME = [InstanceId(f"tame-{number}") for number in range(2)]  # have a ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -693,8 +694,9 @@ def test_the_grace_is_the_janitors_own_time_whatever_the_stores_clock_does() -> 
 # -- trouble ------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_deleted_while_the_catalog_stores_nothing() -> None:
+def test_nothing_is_deleted_while_the_catalog_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
+    monkeypatch.setattr("kvbm.janitor.driver.time", SimpleNamespace(monotonic=lambda: world.now_s))
     old_and_new(world)
     run = Course(world).go(until=Say)
     world.cluster.stores_nothing = True

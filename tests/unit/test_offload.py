@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +12,8 @@ from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns
 from kvbm.manager.offload import Offloader, PromptLimits, Skipped
 from kvbm.manager.staging import Staging
 from kvbm.manager.turns import Turns
-from kvbm.manager.workers import Workers
 
 ONE, OTHER = NamespaceId(b"1" * 16), NamespaceId(b"2" * 16)
-WAIT_S = 5.0
 
 
 def hashes(first: int, count: int) -> bytes:
@@ -293,60 +288,6 @@ def test_blocks_larger_than_the_arena_get_two_lanes_all_the_same() -> None:
     assert staging.take(0.0, is_offload=True) is not None
     assert staging.take(0.0, is_offload=True) is None
     assert staging.take(0.0, is_offload=False) is not None
-
-
-def test_a_lane_that_is_given_back_goes_to_who_waits() -> None:
-    staging = Staging(8192, 4096)
-    lanes = [staging.take(0.0, is_offload=False) for _ in range(2)]
-    got: list[object] = []
-    waiter = threading.Thread(target=lambda: got.append(staging.take(WAIT_S, is_offload=False)))
-    waiter.start()
-    assert lanes[0] is not None
-    staging.give(lanes[0])
-    waiter.join(WAIT_S)
-    assert got and got[0] is not None
-
-
-# -- threads of onboards --------------------------------------------------------------------------------------------------
-
-
-def test_threads_that_a_device_keeps_are_replaced_for_as_long_as_it_does() -> None:
-    release = threading.Event()
-    workers = Workers(2, "test")
-    kept = [workers.submit(release.wait, WAIT_S) for _ in range(2)]
-    waiting = workers.submit(lambda: 42)
-    workers.lend()
-    assert waiting.result(WAIT_S) == 42
-    release.set()
-    assert all(future.result(WAIT_S) for future in kept)
-    workers.regain()
-    assert [workers.submit(lambda n=n: n).result(WAIT_S) for n in range(4)] == [0, 1, 2, 3]  # type: ignore[misc]
-    workers.shutdown()
-    deadline = time.monotonic() + WAIT_S
-    while any(thread.name == "test" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "a thread stays"
-        time.sleep(0.01)
-
-
-def test_what_has_not_begun_can_be_taken_back() -> None:
-    release = threading.Event()
-    workers = Workers(1, "test")
-    begun = threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        release.wait(WAIT_S)
-
-    first = workers.submit(hold)
-    assert begun.wait(WAIT_S)
-    second = workers.submit(hold)
-    assert second.cancel()
-    assert not first.cancel()
-    third = workers.submit(hold)
-    workers.shutdown(cancel_futures=True)
-    assert third.cancelled()
-    release.set()
-    first.result(WAIT_S)
 
 
 def test_a_run_of_objects_is_shortened_by_whole_objects() -> None:

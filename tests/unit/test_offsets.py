@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from kvbm.core.ids import Epoch, Offset
 from kvbm.manager.offsets import Offsets
 
@@ -48,16 +46,3 @@ def test_an_offset_of_a_later_epoch_is_not_durable_because_an_earlier_one_came_f
     assert offsets.is_durable(ONE, Offset(100))
     offsets.advance_durable(THREE, Offset(3))
     assert offsets.is_durable(TWO, Offset(1))
-
-
-def test_a_wait_ends_when_another_epochs_round_is_whole() -> None:
-    offsets = Offsets()
-    offsets.begin_epoch(ONE, Offset(1))
-    reached: list[bool] = []
-    waiting = threading.Thread(target=lambda: reached.append(offsets.wait_durable(ONE, Offset(9), 10.0)))
-    waiting.start()
-    offsets.begin_epoch(TWO, Offset(2))
-    offsets.advance_durable(TWO, Offset(2))
-    waiting.join(10.0)
-    assert reached == [True]
-    assert not offsets.wait_durable(TWO, Offset(3), 0.0)

@@ -13,9 +13,9 @@ from kvbm.core.events import RoundEnded
 from kvbm.core.ids import Epoch, Offset, Tier
 from kvbm.core.residency import Residencies
 from kvbm.replay.source import open_source
-from kvbm.replay.stat import stats_of
-from kvbm.replay.state import InstanceState, States, states_at
+from kvbm.replay.state import InstanceState, States
 from kvbm.replay.words import At, parse_at, place_text, time_text
+from tests.both_folds import states_at, stats_of
 from tests.captures import BEGIN_NS, SECOND_NS, Capture, make_capture, packed
 
 CAPTURE = make_capture(11, commands=120)

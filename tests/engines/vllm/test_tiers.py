@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping
 
 import pytest
@@ -12,6 +11,7 @@ from tests.engines.vllm.harness import scenarios
 from tests.engines.vllm.harness.engine import Engine, EngineError
 from tests.engines.vllm.harness.setups import with_kvbm
 from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
+from tests.eventually import eventually
 
 FULL = pytest.mark.engines_full
 WAIT_S = 20.0
@@ -28,11 +28,13 @@ def hits(engine: Engine) -> Mapping[str, int]:
 
 def wait_seen(engine: Engine, asks: list[Ask]) -> None:
     """Wait until an engine has looked at the pod's folder and seen these prompts' blocks there."""
-    deadline = time.monotonic() + WAIT_S
     for ask in asks:
-        while engine.in_core("in_pod", list(ask.tokens), ask.salt) < ask.reusable_tokens // BLOCK_TOKENS:
-            assert time.monotonic() < deadline, "another engine's blocks were not seen"
-            time.sleep(0.05)
+        wanted = ask.reusable_tokens // BLOCK_TOKENS
+        eventually(
+            lambda ask=ask, wanted=wanted: engine.in_core("in_pod", list(ask.tokens), ask.salt) >= wanted,  # type: ignore[misc]
+            "another engine's blocks were not seen",
+            WAIT_S,
+        )
 
 
 ENGINES = [

@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from kvbm.locate.http import CatalogClient
 from kvbm.pools.object import BlockObjects
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog_process
+from tests.eventually import eventually
 from tests.faults.processes.content import BLOCK_BYTES, NAMESPACE, prompt_hashes
 from tests.faults.processes.told import ToldWorker
 from tests.object_stores import Place
@@ -255,11 +255,3 @@ def objects_in(place: Place) -> dict[str, list[SequenceHash]]:
 def hashes_of(prompts: Iterable[Prompt], depth: int) -> set[bytes]:
     """The first blocks of prompts."""
     return {bytes(block) for prompt in prompts for block in split_hashes(prompt_hashes(*prompt)[: depth * HASH_BYTES])}
-
-
-def eventually(true: Callable[[], object], what: str) -> None:
-    """Wait for something."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.05)

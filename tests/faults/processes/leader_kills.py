@@ -17,6 +17,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
 from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
 from kvbm.workload.processes import start_catalog_process
+from tests.eventually import eventually
 from tests.faults.processes.nats_cluster import NatsCluster
 
 NAMESPACE = Namespace(model="kills", block_tokens=16)
@@ -137,7 +138,7 @@ class LeaderKills:
             for instance in self.instances:
                 self._opened.callback(instance.close)
             self.client.wait_ready(60)
-            self.nats.wait_for(self.nats.is_whole, "the cluster is not whole")
+            eventually(self.nats.is_whole, "the cluster is not whole")
         except BaseException:
             self.close()
             raise
@@ -157,7 +158,7 @@ class LeaderKills:
         self._log, self._oldest_s, self._untold = [], 0.0, 0
         self._look_for(3.0)
         before = self._goodput(self._log[-1][0])
-        victim = victim or self.nats.wait_for(self.nats.leader, "no leader")
+        victim = victim or eventually(self.nats.leader, "no leader")
         self.nats.kill(victim)
         killed_s = time.monotonic()
         while not (self.nats.leader() and self.nats.meta_leader()):
@@ -180,7 +181,7 @@ class LeaderKills:
                 break
             assert since_s < BACK_S, f"not back: published {published_now}, read {read_now}"
         self.nats.start(victim)
-        self.nats.wait_for(lambda: (self._look(), self.nats.is_whole())[1], "the cluster is not whole")
+        eventually(lambda: (self._look(), self.nats.is_whole())[1], "the cluster is not whole")
         for instance in self.instances:
             instance.pause()
         return Kill(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from kvbm.streams.nats import PULSE, STREAM
 from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually
 from tests.servers import free_port
 
 WAIT_S = 60.0
@@ -37,7 +36,7 @@ class NatsCluster:
         try:
             for name in self.names:
                 self.start(name)
-            self.wait_for(lambda: self.meta_leader() is not None, "no leader of the cluster")
+            eventually(lambda: self.meta_leader() is not None, "no leader of the cluster")
         except BaseException:
             self.close()
             raise
@@ -121,14 +120,6 @@ cluster {{
                     replicas = found.get("cluster", {}).get("replicas") or []
                     return all(one.get("current") and not one.get("offline") for one in replicas)
         return False
-
-    def wait_for(self, what: Callable[[], Any], why: str, timeout_s: float = WAIT_S) -> Any:
-        """Wait until something is true; gives it."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := what()):
-            assert time.monotonic() < deadline_s, f"{why} within {timeout_s:g} s"
-            time.sleep(_POLL_S)
-        return found
 
     def _told(self, name: str) -> dict[str, Any]:
         url = f"http://127.0.0.1:{self._ports[name][2]}/jsz?streams=true"

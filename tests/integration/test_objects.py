@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +17,7 @@ from kvbm.pools.object_header import header_bytes
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.withdrawn import WITHDRAWN_PREFIX, encode_list
+from tests.eventually import eventually
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run
 
@@ -223,10 +223,7 @@ def test_a_pool_looks_for_what_is_withdrawn_by_itself(shop: Shop) -> None:
     shop.pool.put(run.rows, run.proof)
     pool = memory_objects(BLOCK_BYTES, K, shop.store, look_s=0.02)
     shop.store.put([Put(f"{WITHDRAWN_PREFIX}1", encode_list(shop.names(run)))], 1.0)
-    deadline = time.monotonic() + 30
-    while pool.get(run.namespace, run.hashes, run.room()).outcomes != [MISSING] * K:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: pool.get(run.namespace, run.hashes, run.room()).outcomes == [MISSING] * K, "it does not look")
     pool.close()
 
 

@@ -236,8 +236,11 @@ def test_of_ranks_with_the_same_kv_one_stores_and_all_load() -> None:
 
 
 CHILD = """
-import sys, numpy as np
-from tests.unit.test_vllm_worker import *
+import sys
+from kvbm.engines.vllm.metadata import HostShare, Plan, Ranks
+from kvbm.engines.vllm.regions import block_regions
+from tests.integration.test_vllm_worker import FULL, ROWS, Rank, job
+from tests.vllm_configs import config_of
 pid, fd, mapped, rank = map(int, sys.argv[1:])
 config = config_of("LHBNC", [[FULL] * 2])
 ranks = Ranks(2, 1, block_regions(config).part_bytes)

@@ -1,0 +1,63 @@
+"""Heartbeats as a catalog hears them: damaged ones, and ones it has heard before."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvbm.catalog.lag import Backlog
+from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
+from kvbm.catalog.service import CatalogService
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.streams.base import Heartbeat, StreamMessage
+from kvbm.streams.nats import _heartbeat_in
+from tests.indexes import NATIVE
+
+ONE = InstanceId("one")
+
+
+def heartbeat(wall_time_ns: int = 1, instance: InstanceId = ONE) -> Heartbeat:
+    return Heartbeat(instance=instance, cluster="c", epoch=Epoch(1), published=Offset(1), wall_time_ns=wall_time_ns)
+
+
+@pytest.mark.parametrize("kind", ["utf-8", "depth", "name"])
+def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
+    data = msgspec.msgpack.encode(heartbeat())
+    if kind == "utf-8":
+        data = data.replace(b"\xa3one", b"\xa3\xff\xfe\xfd")
+    elif kind == "depth":
+        data = bytes([data[0] + 1]) + data[1:] + b"\xa1z" + b"\x91" * 100_000 + b"\xc0"
+    else:
+        data = msgspec.msgpack.encode(heartbeat(instance=InstanceId("two")))
+    assert _heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", data)) is None
+
+
+def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
+    class Repeating:
+        async def watch_pulses(self, cluster: str | None = None) -> Any:
+            yield said
+            yield said  # a reader that begins anew gets the last pulse of everyone again
+
+    said = heartbeat(time.time_ns())
+    service = object.__new__(CatalogService)
+    service.settings = type("S", (), {"cluster": None})()
+    service._stream = Repeating()  # type: ignore[assignment]
+    service._index = NATIVE.index()
+    service._projector = NATIVE.projector(service._index)
+    service._own_name = InstanceId("own")
+    service._liveness = Liveness()
+    service._backlog = Backlog(3.5)
+    service._heard_after_s, service._sent_pulses = 0.0, {}
+    service._live(OwnPulse())
+    asyncio.run(service._hear())
+    last = service._liveness.last(ONE)
+    assert last is not None and service._liveness.state(ONE) is LifeState.LIVE
+    for second in range(1, 6):
+        service._liveness.step(last.at_s + second, OwnPulse())
+        service._liveness.step(last.at_s + second, Heard(said))
+    service._liveness.step(last.at_s + 5, Ticked())
+    assert service._liveness.state(ONE) is LifeState.SILENT

@@ -1,0 +1,41 @@
+"""The cluster index and claims that SQL knew before. What it holds in general: tests/property/test_index.py."""
+
+from __future__ import annotations
+
+from kvbm.catalog.store import InstanceRow
+from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.events import BlocksEvicted, EvictReason, InstanceStarted, PoolStated
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
+from kvbm.streams.base import StreamMessage
+from tests.indexes import Twin, each_twin, frame_bytes
+
+ONE = InstanceId("one")
+SPACE = Namespace(model="m", block_tokens=16).id
+BLOCK = bytes(range(16))
+
+
+@each_twin
+def test_a_claim_loaded_from_sql_is_withdrawn_whatever_tier_the_pool_is_in(twin: Twin) -> None:
+    index = twin.index()
+    index.claim("shared", SPACE, BLOCK)
+    pools = (PoolStated(Tier.NVME, 8, 64, Reach.CLUSTER, "shared"),)
+    evicted = BlocksEvicted(namespace=SPACE, tier=Tier.NVME, reason=EvictReason.CORRUPT, hashes=BLOCK)
+    index.apply(frame_bytes(ONE, InstanceStarted(epoch=Epoch(1), pools=pools), evicted))
+    assert not index.holders(SPACE, BLOCK)
+    assert index.claim_counts() == {"shared": 0}
+
+
+@each_twin
+def test_claims_of_an_older_blind_epoch_go_to_the_pool_that_sql_knows(twin: Twin) -> None:
+    pools = (PoolStated(Tier.OBJECT, 0, 64, Reach.CLUSTER, "shared"),)
+    known = InstanceRow(id=ONE, cluster="c", epoch=Epoch(2), first_seen_ns=1, last_frame_ns=1, pools=pools)
+    index = twin.index()
+    index.claim("shared", SPACE, BLOCK)
+    projector = twin.projector(index, stored=9, known=[known])
+    event = BlocksEvicted(namespace=SPACE, tier=Tier.OBJECT, reason=EvictReason.CORRUPT, hashes=BLOCK)
+    frame = Frame(
+        instance=ONE, epoch=Epoch(1), first_offset=Offset(5), wall_time_ns=1, events=(event,), digest=0
+    )  # fmt: skip
+    projector.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
+    assert not index.anomalies()
+    assert not index.holders(SPACE, BLOCK)
