@@ -481,22 +481,34 @@ void Ledger::pin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
   for (std::size_t at = 0; at < count; ++at) {
-    const std::uint32_t slot = slot_at(slots, at);
-    if (!state.is_held(slot)) {
+    if (const std::uint32_t slot = slot_at(slots, at); !state.is_held(slot)) {
       throw ledger_error(name(tier) + " slot " + std::to_string(slot) + " holds no block, so it cannot be pinned");
     }
-    state.pin(slot);
+  }
+  for (std::size_t at = 0; at < count; ++at) {
+    state.pin(slot_at(slots, at));
   }
 }
 
 void Ledger::unpin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
-  for (std::size_t at = slot_count(slots); at-- > 0;) {
+  const std::size_t count = slot_count(slots);
+  const auto count_again = [&](std::size_t begin) noexcept {
+    for (std::size_t at = begin; at < count; ++at) {
+      state.count_pin(slot_at(slots, at));
+    }
+  };
+  for (std::size_t at = count; at-- > 0;) {  // in numbers alone: a run may name a slot more often than it is pinned
     const std::uint32_t slot = slot_at(slots, at);
     if (slot >= state.size() || state.slot(slot).pins == 0) {
+      count_again(at + 1);
       throw ledger_error(name(tier) + " slot " + std::to_string(slot) + " is not pinned, so it cannot be unpinned");
     }
-    state.unpin(slot);
+    state.discount_pin(slot);
+  }
+  count_again(0);
+  for (std::size_t at = count; at-- > 0;) {
+    state.unpin(slot_at(slots, at));
   }
 }
 
@@ -527,15 +539,21 @@ std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count, const N
 
 void Ledger::release(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
-  slot_count(slots);
-  give_back_run(state, slots);
-}
-
-void Ledger::give_back_run(TierSlots& tier, Bytes slots) {
-  for (std::size_t at = 0; at < slots.size() / kSlotBytes; ++at) {
+  const std::size_t count = slot_count(slots);
+  for (std::size_t at = 0; at < count; ++at) {  // marked, so that a slot named twice is seen before anything is given back
     const std::uint32_t slot = slot_at(slots, at);
-    require_own(tier, slot, "it cannot be released");
-    tier.give_back(slot);
+    try {
+      require_own(state, slot, "it cannot be released");
+    } catch (const Error&) {
+      for (std::size_t before = 0; before < at; ++before) {
+        state.mark(slot_at(slots, before), SlotState::kAllocated);
+      }
+      throw;
+    }
+    state.mark(slot, SlotState::kCreating);
+  }
+  for (std::size_t at = 0; at < count; ++at) {
+    state.give_back(slot_at(slots, at));
   }
 }
 

@@ -179,7 +179,6 @@ class Ledger {
   void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) const;
   void create_run(TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,
                   Bytes hashes, Bytes slots);
-  void give_back_run(TierSlots& tier, Bytes slots);
   void migrate(const Copy& copy, Bytes hashes, std::span<const std::uint32_t> slots, bool kept, MigrateCause cause);
   void check_migrate(const Copy& copy, Bytes hashes) const;
   TierSlots* source_slots(const Copy& copy) const noexcept;

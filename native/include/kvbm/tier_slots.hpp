@@ -112,6 +112,9 @@ class TierSlots {
   void pin(std::uint32_t slot) noexcept;
   // A pinned slot loses one.
   void unpin(std::uint32_t slot) noexcept;
+  // A pin less, or one more, in number alone; `unpin` wants the number it had.
+  void discount_pin(std::uint32_t slot) noexcept { --slots_[slot].pins; }
+  void count_pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }
   // A held block stays until a time; a repetition takes the later time and the higher priority.
   void keep(std::uint32_t slot, double until_s, std::uint8_t priority);
   // Lets go of kept blocks whose time has come, lowest slot first. Returns how many.
