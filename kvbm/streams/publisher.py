@@ -1206,7 +1206,9 @@ class PublisherThread:
         """Say, once for as long as it lasts, that no reader can read the heartbeats: the catalog would only see silence."""
         is_new = bool(why) and not self._heartbeat_trouble
         self._heartbeat_trouble = (
-            f"heartbeat: it cannot be read ({why}); the catalog leaves this instance out of answers until it can" if why else ""
+            f"heartbeat: it cannot be read ({why}); the catalog leaves this instance out of answers until it can"
+            if why
+            else ""
         )
         if is_new:
             log.warning(

@@ -134,7 +134,12 @@ def manager(tmp_path: Path) -> Iterator[kvbm.Manager]:
 
         pool._order, pool._memory = order, None  # as on a GPU, a CPU does not reach it
         pool._device_copies = DeviceCopies(
-            mover, [Lane(lane_of, (half(), half()))], copies, lambda rows: rows.ctypes.data, WAIT_S, SLOTS  # type: ignore[arg-type]
+            mover,
+            [Lane(lane_of, (half(), half()))],
+            copies,
+            lambda rows: rows.ctypes.data,
+            WAIT_S,
+            SLOTS,  # type: ignore[arg-type]
         )
         yield opened
 
@@ -154,7 +159,9 @@ def in_host(manager: kvbm.Manager, hashes: bytes) -> np.ndarray:
     return rows
 
 
-def created(manager: kvbm.Manager, prompt: int, stream: Stream, named: Stream | Event | None) -> tuple[bytes, list[int]]:
+def created(
+    manager: kvbm.Manager, prompt: int, stream: Stream, named: Stream | Event | None
+) -> tuple[bytes, list[int]]:
     """Two blocks whose bytes are still on their way on a stream when `create` is called."""
     hashes, slots = hashes_of(prompt, 2), manager.allocate(2)
     assert slots is not None
