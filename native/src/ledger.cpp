@@ -493,22 +493,24 @@ void Ledger::pin(Tier tier, Bytes slots) {
 void Ledger::unpin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
-  const auto count_again = [&](std::size_t begin) noexcept {
-    for (std::size_t at = begin; at < count; ++at) {
-      state.count_pin(slot_at(slots, at));
-    }
-  };
-  for (std::size_t at = count; at-- > 0;) {  // in numbers alone: a run may name a slot more often than it is pinned
+  if (slot_numbers_.size() < count) {
+    slot_numbers_.resize(count);
+  }
+  std::size_t unpinned = 0;                  // slots that have lost their last pin, in the order they lost it
+  for (std::size_t at = count; at-- > 0;) {  // in numbers alone, until it is known that each slot has the pins it is to lose
     const std::uint32_t slot = slot_at(slots, at);
     if (slot >= state.size() || state.slot(slot).pins == 0) {
-      count_again(at + 1);
+      for (std::size_t before = at + 1; before < count; ++before) {
+        state.count_pin(slot_at(slots, before));
+      }
       throw ledger_error(name(tier) + " slot " + std::to_string(slot) + " is not pinned, so it cannot be unpinned");
     }
-    state.discount_pin(slot);
+    if (state.discount_pin(slot)) {
+      slot_numbers_[unpinned++] = slot;
+    }
   }
-  count_again(0);
-  for (std::size_t at = count; at-- > 0;) {
-    state.unpin(slot_at(slots, at));
+  for (std::size_t at = 0; at < unpinned; ++at) {
+    state.settle_unpinned(slot_numbers_[at]);
   }
 }
 

@@ -205,7 +205,7 @@ class Ledger {
   std::uint32_t round_ = 0;                                   // the round begun last
   std::deque<RoundLeft> round_left_;                          // tiers it has not ended in
   std::vector<std::uint8_t> tier_bytes_;                      // scratch: tiers a command returns
-  std::vector<std::uint32_t> slot_numbers_;                   // scratch: slots a command returns
+  std::vector<std::uint32_t> slot_numbers_;                   // scratch: slots a command returns, or works on
   std::vector<std::uint32_t> victims_;                        // scratch: slots a command withdraws
   std::vector<std::uint8_t> run_hashes_;                      // scratch: hashes of one event
   std::vector<std::uint8_t> chosen_hashes_;                   // scratch: hashes a command goes on with
