@@ -1,35 +1,131 @@
 """kvbm: an event-sourced lifecycle manager for the KV-cache blocks of LLM inference.
 
+An engine whose KV cache kvbm may allocate:
+
     import kvbm
+    settings = kvbm.load_settings(flags={"pools.hbm.slots": 1024, "nats.enabled": False})
     namespace = kvbm.Namespace(model="my-model", revision=kvbm.weights_digest("model.safetensors"), block_tokens=16)
-    manager = kvbm.open_manager(kvbm.load_settings(flags={"pools.hbm.slots": 1024}), [namespace], block_bytes=65536)
+    with kvbm.open_manager(settings, [namespace], block_bytes=65536) as manager:
+        hashes = manager.hash_tokens(prompt, namespace.root(), namespace.block_tokens)
+        prefix = manager.acquire(namespace.id, hashes)     # what is held is in HBM now, pinned
+        slots = manager.allocate(len(hashes) // 16 - prefix.depth, namespace.id)   # None: HBM is short; try again later
+        # … compute the rest into manager.hbm.tensor[slots], then say so:
+        fresh, parent = hashes[prefix.depth * 16 :], hashes[: prefix.depth * 16][-16:] or kvbm.NO_PARENT
+        slots = manager.create(namespace.id, parent, prefix.depth, fresh, slots)
+        manager.unpin(prefix.slots + slots)                # the request is over
+
+An engine that owns its KV cache says what it holds to an `EngineHbmManager`, which `open_engine_manager` opens. A router asks the
+catalog through a `CatalogClient`.
+
+Packed runs: a list of sequence hashes is `bytes`, 16 for each block in prompt order. Slots are ints from 0. Sizes are bytes, times
+are seconds unless a name says otherwise.
+
+Threads: every public call of a manager and of a client may come from any thread. Calls that wait say for how long at most.
+
+CUDA: what `acquire` returns is in place. The work that writes a block is queued before `create`, and `create(…, stream=…)` says on
+which stream; work that still reads or writes a slot is named to `unpin` and `release` in the same way.
+
+Errors: all derive from `KvbmError`. An `ArgumentError` (a TypeError or a ValueError too), a `LayoutError` and a `LedgerError` are bugs
+in the caller, and the call has changed nothing. A miss and a short pool are results. Trouble with a colder tier, the stream or the
+catalog is a miss, one warning in the log, and a word in `Manager.trouble()`.
 
 The names here are the public ones; everything else may change without notice.
 """
 
-from kvbm.assembly import open_manager
+from kvbm.assembly import open_engine_manager, open_manager
 from kvbm.config import Settings, load_settings
-from kvbm.core.errors import KvbmError
-from kvbm.core.ids import NO_PARENT, Namespace, Tier
+from kvbm.core.answers import (
+    BlockAnswer,
+    InstanceSummary,
+    LookupAnswer,
+    NamespaceSummary,
+    PositionWanted,
+    ReadyAnswer,
+    RouteAnswer,
+)
+from kvbm.core.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ArgumentValueError,
+    CatalogError,
+    ConfigError,
+    HashSchemeError,
+    JournalError,
+    KvbmError,
+    LayoutError,
+    LedgerError,
+    MissingExtraError,
+    PackageConflictError,
+    PoolError,
+    PoolFullError,
+    PoolMismatchError,
+    StreamError,
+)
+from kvbm.core.events import EvictReason
+from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.layout import KvShape
-from kvbm.locate.http import CatalogClient
+from kvbm.core.ledger import Match, ShareCounts, TierCounts
+from kvbm.locate.http import CatalogClient, CatalogRefusedError
+from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.manager.manager import Manager, ManagerStats, Prefix
-from kvbm.pools.paged import PagedTensor, paged_layout
+from kvbm.manager.offload import Skipped
+from kvbm.pools.base import ObjectStats
+from kvbm.pools.hbm import HbmPool
+from kvbm.pools.paged import PagedLayout, PagedTensor, paged_layout
+from kvbm.streams.base import Position
 from kvbm.weights import weights_digest
 
 __all__ = [
     "NO_PARENT",
+    "Acquiring",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "ArgumentValueError",
+    "BlockAnswer",
     "CatalogClient",
+    "CatalogError",
+    "CatalogRefusedError",
+    "ConfigError",
+    "EngineHbmManager",
+    "EvictReason",
+    "HashSchemeError",
+    "HbmPool",
+    "InstanceSummary",
+    "JournalError",
     "KvShape",
     "KvbmError",
+    "LayoutError",
+    "LedgerError",
+    "LookupAnswer",
     "Manager",
     "ManagerStats",
+    "Match",
+    "MissingExtraError",
     "Namespace",
+    "NamespaceId",
+    "NamespaceSummary",
+    "ObjectStats",
+    "PackageConflictError",
+    "PagedLayout",
     "PagedTensor",
+    "PoolError",
+    "PoolFullError",
+    "PoolMismatchError",
+    "Position",
+    "PositionWanted",
     "Prefix",
+    "ReadyAnswer",
+    "RouteAnswer",
+    "SequenceHash",
     "Settings",
+    "ShareCounts",
+    "Skipped",
+    "Store",
+    "StreamError",
     "Tier",
+    "TierCounts",
     "load_settings",
+    "open_engine_manager",
     "open_manager",
     "paged_layout",
     "weights_digest",

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
@@ -23,7 +23,17 @@ import structlog
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PoolsSettings, Settings, check_gc, check_settings
-from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError, PackageConflictError, StreamError
+from kvbm.core.arguments import check_namespaces
+from kvbm.core.checks import check_plain_int, check_text, kind_of
+from kvbm.core.errors import (
+    ArgumentTypeError,
+    CatalogError,
+    ConfigError,
+    KvbmError,
+    MissingExtraError,
+    PackageConflictError,
+    StreamError,
+)
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
@@ -120,6 +130,7 @@ def open_unverified(
     return _native.BlockIo(fds, slots, block_bytes, io, direct, depth, offload_share, verified=False)
 
 
+M = TypeVar("M", bound=Manager)
 _LEAST_QUEUE_BLOCKS = 8192
 _CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows
 
@@ -171,19 +182,72 @@ def open_manager(
     """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
 
     NVME, the pod's folder and OBJECT hold blocks of namespaces that name a revision, and of no others: one warning says for whom they
-    are not used, and `Manager.trouble` goes on saying it.
+    are not used, and `Manager.trouble` goes on saying it. Close it, or use it with `with`. A NATS server or a catalog that does not
+    answer is no error: the manager serves, and `trouble` says what is missing.
 
     Args:
+        settings: as `load_settings` gives them.
         namespaces: those the engine uses from the start; all of one block shape. At least one. `Manager.declare` takes further ones.
-        block_bytes: bytes of one block.
+        block_bytes: bytes of one block, all layers of it; `KvShape.block_bytes`, or `paged_layout(layers).block_bytes`.
         engine: who embeds the manager, for the stream.
         object_pool: an object pool to use instead of the one `pools.object` names.
         wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
         layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each namespace has
             the layout that `paged_layout` gives them.
-    Raises: ConfigError, LayoutError, JournalError, PoolError, MissingExtraError, PackageConflictError, StreamError: what cannot be
-        used, and what to do.
+    Raises: ArgumentError: an argument that cannot be used. ConfigError, LayoutError, JournalError, PoolError, MissingExtraError,
+        PackageConflictError, StreamError: what cannot be used, and what to do. ConfigError also where `pools.hbm.owner` is "engine":
+        such a manager has other calls, and `open_engine_manager` opens it.
     """
+    _check_opening(settings, namespaces, block_bytes, engine)
+    if settings.pools.hbm.owner == "engine":
+        raise ConfigError(
+            'pools.hbm.owner is "engine"; such a manager is opened by open_engine_manager and has calls of its own: use that, or set'
+            ' pools.hbm.owner to "kvbm"'
+        )
+    return _open_manager(Manager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, layers)
+
+
+def open_engine_manager(
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    engine: str = "",
+    object_pool: ObjectPool | None = None,
+    wall_clock_ns: Callable[[], int] = time.time_ns,
+) -> EngineHbmManager:
+    """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots as the engine blocks.
+
+    Args:
+        block_bytes: bytes of a row of HOST: a block of all ranks.
+    Raises: as `open_manager`; ConfigError where `pools.hbm.owner` is not "engine".
+    """
+    _check_opening(settings, namespaces, block_bytes, engine)
+    if settings.pools.hbm.owner != "engine":
+        raise ConfigError(
+            f'pools.hbm.owner is {settings.pools.hbm.owner!r}; an engine that keeps its KV needs "engine"'
+        )
+    return _open_manager(EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, ())
+
+
+def _check_opening(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int, engine: str) -> None:
+    """Refuse arguments that no manager can be opened with. Raises ArgumentError."""
+    if not isinstance(settings, Settings):
+        raise ArgumentTypeError("settings", f"is {kind_of(settings)}; give what load_settings returns")
+    check_namespaces(namespaces)
+    check_plain_int(block_bytes, "block_bytes", least=1)
+    check_text(engine, "engine")
+
+
+def _open_manager(
+    new_manager: type[M],
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    engine: str,
+    object_pool: ObjectPool | None,
+    wall_clock_ns: Callable[[], int],
+    layers: Sequence[Sequence[PagedTensor]],
+) -> M:
     why = conflict()
     if why:
         raise PackageConflictError(why)
@@ -234,7 +298,6 @@ def open_manager(
             keeping = sink = MemoryKeeping(memory)
             room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but restated so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
-        new_manager = EngineHbmManager if settings.pools.hbm.owner == "engine" else Manager
         manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, kernels,
             _offloader(settings, pools, namespaces, lasting), locator, settings.onboard.wait_s, settings.onboard.locate_s,
@@ -251,29 +314,6 @@ def open_manager(
         disowners = [journal.disown] if journal is not None else []
         manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners)
         return manager
-
-
-def open_engine_manager(
-    settings: Settings,
-    namespaces: Sequence[Namespace],
-    block_bytes: int,
-    engine: str = "",
-    object_pool: ObjectPool | None = None,
-    wall_clock_ns: Callable[[], int] = time.time_ns,
-) -> EngineHbmManager:
-    """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots as the engine blocks.
-
-    Args:
-        block_bytes: bytes of a row of HOST: a block of all ranks.
-    Raises: as `open_manager`.
-    """
-    if settings.pools.hbm.owner != "engine":
-        raise ConfigError(
-            f'pools.hbm.owner is {settings.pools.hbm.owner!r}; an engine that keeps its KV needs "engine"'
-        )
-    manager = open_manager(settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns)
-    assert isinstance(manager, EngineHbmManager)
-    return manager
 
 
 def run_catalog(settings: Settings) -> int:

@@ -10,6 +10,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 from urllib.parse import urlsplit
@@ -390,14 +391,18 @@ def load_settings(
 ) -> Settings:
     """Settings from a TOML file, overridden by the environment, overridden by flags.
 
+    Nothing is read that was not given: without `environment` no variable counts, without `path` no file. A number of bytes may be
+    written as a size, such as "8GiB" or "500MB". `kvbm settings` lists every key with its default.
+
     Args:
-        environment: variables that begin with KVBM_ count; none when omitted.
-        flags: dotted key → value.
-        defaults: dotted key → value, where whoever asks has others than `Settings`.
+        path: a TOML file with a table for each group.
+        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when omitted.
+        flags: dotted key → value, such as {"pools.host.capacity_bytes": "8GiB"}; or tables in tables, as in TOML.
+        defaults: as `flags`, where whoever asks has others than `Settings`.
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
     """
     tree: dict[str, Any] = {}
-    for key, value in (defaults or {}).items():
+    for key, value in leaves(defaults or {}):
         _put(tree, key, value, "defaults")
     if path is not None:
         for key, value in leaves(_read_toml(path, sources.path)):
@@ -405,7 +410,7 @@ def load_settings(
     for name, value in sorted((environment or {}).items()):
         if name.startswith(ENVIRONMENT_PREFIX):
             _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
-    for key, value in (flags or {}).items():
+    for key, value in leaves(flags or {}):
         _put(tree, key, value, sources.flags)
     settings = msgspec.convert(tree, Settings)
     check_settings(settings)
@@ -524,7 +529,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Nested tables as dotted keys with their values."""
     for key, value in table.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from leaves(value, f"{name}.")
         else:
             yield name, value
@@ -545,6 +550,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
 _TENANTS = "tenants"  # a table of tables whose names are the user's own
 _KNOWN = dict(_known())
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)", re.IGNORECASE)
+_UNITS = {"b": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
 _MOST_WEIGHT = 1_000_000
 _TENANT_FIELDS = tuple(get_type_hints(TenantSettings))
 _WORDS: dict[Any, str] = {
@@ -574,14 +585,26 @@ def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
         raise ConfigError(f"{where}: {_unknown(key)}")
     if kind == tuple[str, ...] and isinstance(value, str):
         value = [part for part in value.split(",") if part]
+    if kind is int and "bytes" in name and isinstance(value, str):
+        value = _size(value)
     try:
         value = msgspec.convert(value, kind, strict=not isinstance(value, str) and kind is not float)
     except msgspec.ValidationError:
         shown = "its value" if open_name else repr(value)
-        raise ConfigError(f"{where}: {key} is {_WORDS[kind]}; {shown} is none") from None
+        words = f'{_WORDS[kind]}, or a size such as "8GiB"' if kind is int and "bytes" in name else _WORDS[kind]
+        raise ConfigError(f"{where}: {key} is {words}; {shown} is none") from None
     for group in groups:
         tree = tree.setdefault(group, {})
     tree[name] = value
+
+
+def _size(text: str) -> int | str:
+    """Bytes of a size such as "8GiB"; the text itself where it is none, or no whole number of bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return text
+    size = Fraction(found[1]) * _UNITS[found[2].lower()]
+    return int(size) if size.denominator == 1 else text
 
 
 def _unknown(key: str) -> str:
@@ -593,8 +616,17 @@ def _unknown(key: str) -> str:
     inside = [known for known in _KNOWN if known.startswith(f"{key}.")]
     if inside:
         return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"
-    near = difflib.get_close_matches(key, _KNOWN, n=1, cutoff=0.0)
-    return f"there is no setting {key!r}; the nearest is {near[0]!r}"
+    group = key.partition(".")[0]
+    if group in ("log", "logs", "logging"):
+        return (
+            f"there is no setting {key!r}: kvbm logs through structlog; set its level there, with structlog.configure"
+        )
+    near = difflib.get_close_matches(key, _KNOWN, n=1)
+    if near:
+        return f"there is no setting {key!r}; the nearest is {near[0]!r}"
+    inside = [known for known in _KNOWN if known.startswith(f"{group}.")]
+    names = inside or dict.fromkeys(known.partition(".")[0] for known in _KNOWN)
+    return f"there is no setting {key!r}; there are {', '.join(names)}; kvbm settings lists them with their defaults"
 
 
 def _check_names(settings: Settings) -> None:

@@ -2,7 +2,10 @@
 
 KvbmError
 ├── ConfigError            a setting that cannot be used; fix it and start again
-├── LayoutError            dimensions that make no sense together
+├── ArgumentError          an argument of a call that cannot be used; a bug in the caller, and nothing was done
+│   ├── ArgumentTypeError  it is of another type (a TypeError too)
+│   └── ArgumentValueError its value is none that can be used (a ValueError too)
+├── LayoutError            dimensions that make no sense together (a ValueError too)
 ├── HashSchemeError        tokens of a namespace whose blocks another scheme hashes
 ├── LedgerError            a command that contradicts what the ledger holds; a bug in the caller
 ├── IllegalEventError      an event that contradicts what a fold holds
@@ -39,7 +42,27 @@ class ConfigError(KvbmError):
     """A setting that cannot be used. A retry does not help; the message names the key and the remedy."""
 
 
-class LayoutError(KvbmError):
+class ArgumentError(KvbmError):
+    """An argument of a call that cannot be used: a bug in the caller. The call has changed nothing. A retry does not help.
+
+    Attributes:
+        argument: its name, as the call's signature has it.
+    """
+
+    def __init__(self, argument: str, why: str) -> None:
+        super().__init__(f"{argument} {why}")
+        self.argument = argument
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of another type than the call takes. Nothing was changed; a retry does not help."""
+
+
+class ArgumentValueError(ArgumentError, ValueError):
+    """An argument has a value that the call cannot use. Nothing was changed; a retry does not help."""
+
+
+class LayoutError(KvbmError, ValueError):
     """Dimensions that make no sense together, with the numbers in the message. A retry does not help."""
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.core.errors import HASHABLE_SCHEME, HashSchemeError, LayoutError
+from kvbm.core.checks import as_int, kind_of
+from kvbm.core.errors import HASHABLE_SCHEME, ArgumentTypeError, HashSchemeError, LayoutError
 from kvbm.core.ids import HASH_BYTES, Namespace
 
 
@@ -84,17 +85,32 @@ def _check_roots(roots: Sequence[bytes]) -> None:
 
 
 def token_column(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Tokens as a contiguous little-endian u32 array. Raises LayoutError when one is below 0 or above 2**32 - 1."""
+    """Tokens as a contiguous little-endian u32 array.
+
+    Raises: ArgumentTypeError: one is no whole number. LayoutError: one is below 0 or above 2**32 - 1, or they are no one sequence.
+    """
     try:
-        as_given = isinstance(tokens, np.ndarray) and tokens.dtype in (np.uint32, np.uint64)
-        column = np.asarray(tokens) if as_given else np.asarray(tokens, dtype=np.int64)
-    except OverflowError:
-        raise LayoutError("a token id does not fit in 64 bits; each must fit in 32 unsigned bits") from None
+        column = np.asarray(tokens)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # ragged, say, or a tensor of a GPU
+        raise ArgumentTypeError("tokens", f"is {kind_of(tokens)} that is no sequence of ints; give token ids") from None
+    if column.ndim == 0:
+        raise ArgumentTypeError("tokens", f"is {kind_of(tokens)}; give a sequence of token ids")
     if column.ndim != 1:
         raise LayoutError(f"tokens have {column.ndim} dimensions; give one sequence")
+    if len(column) and column.dtype.kind not in "iu":
+        column = _integers(tokens, column)
     if column.dtype != np.uint32 and len(column) and (int(column.min()) < 0 or int(column.max()) > 0xFFFFFFFF):
         raise LayoutError(f"token ids span {column.min()}..{column.max()}; each must fit in 32 unsigned bits")
     return np.ascontiguousarray(column, dtype="<u4")
+
+
+def _integers(tokens: Sequence[int] | np.ndarray, column: np.ndarray) -> np.ndarray:
+    """Tokens that NumPy does not take for integers. Raises ArgumentTypeError: one is none. LayoutError: one is far too large."""
+    if not isinstance(tokens, np.ndarray):
+        for at, token in enumerate(tokens):
+            as_int(token, f"tokens[{at}]")
+        raise LayoutError("a token id does not fit in 64 bits; each must fit in 32 unsigned bits")
+    raise ArgumentTypeError("tokens", f"is an array of {column.dtype}; give whole numbers")
 
 
 def derived_hashes(root: bytes, digests: Sequence[bytes]) -> bytes:

@@ -15,6 +15,7 @@ from typing import NewType
 
 import msgspec
 
+from kvbm.core.checks import check_plain_int, check_text
 from kvbm.core.errors import LayoutError
 
 SequenceHash = NewType("SequenceHash", bytes)  # 16 bytes
@@ -27,6 +28,9 @@ Slot = NewType("Slot", int)
 HASH_BYTES = 16
 SLOT_BYTES = 4
 NO_PARENT = SequenceHash(bytes(HASH_BYTES))  # the parent of a chain's first block; the root itself stays secret
+
+
+_TEXTS = ("model", "revision", "kv_dtype", "layout", "ranks", "lora", "tenant", "scheme")
 
 
 class Tier(IntEnum):
@@ -50,19 +54,22 @@ class Reach(IntEnum):
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
-    """What may share blocks. Two blocks are the same only in one namespace.
+    """What may share blocks. Two blocks are the same only in one namespace. Immutable; any thread may use it.
+
+    Calls of a manager take its `id`, 16 bytes, which is computed each time: keep it.
 
     Attributes:
         model, revision: name and version of the weights. A namespace without a revision is kept out of tiers that outlive the process
             or are shared.
         kv_dtype: element type of the cache, such as "float32" or "bfloat16".
-        block_tokens: tokens a block holds.
+        block_tokens: tokens a block holds, at least 1.
         layout: order and sizes of a block's dimensions, as `core.layout` writes them.
         kv_group: which group of layers, in models with several.
         ranks: parallel layout, such as "tp1".
         lora: adapter, "" for none.
         tenant: whose blocks; tenants never share.
         scheme, scheme_seed: how tokens become hashes.
+    Raises: ArgumentTypeError, ArgumentValueError: a field that makes no sense.
     """
 
     model: str
@@ -76,6 +83,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     tenant: str = ""
     scheme: str = "sha256"
     scheme_seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _TEXTS:
+            check_text(getattr(self, name), name)
+        check_plain_int(self.block_tokens, "block_tokens", least=1)
+        check_plain_int(self.kv_group, "kv_group")
+        check_plain_int(self.scheme_seed, "scheme_seed")
 
     def canonical(self) -> bytes:
         """The fields as sorted JSON: what both digests are made from."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import NamedTuple
 
+from kvbm.core.checks import check_plain_int, check_text
 from kvbm.core.errors import LayoutError
 
 DTYPE_BYTES = {
@@ -20,14 +22,36 @@ DTYPE_BYTES = {
 _OBJECT_BYTES, _OBJECT_TOKENS = 4 << 20, 128  # of one object, at most
 
 
-class KvShape(NamedTuple):
-    """One block of KV cache: [layers, 2 (keys, values), block_tokens, kv_heads, head_dim] of `dtype`, contiguous."""
-
+class _KvDims(NamedTuple):
     layers: int
     block_tokens: int
     kv_heads: int
     head_dim: int
     dtype: str = "float32"
+
+
+class KvShape(_KvDims):
+    """One block of KV cache: [layers, 2 (keys, values), block_tokens, kv_heads, head_dim] of `dtype`, contiguous.
+
+    Attributes:
+        layers, block_tokens, kv_heads, head_dim: at least 1 each.
+        dtype: element type, one of float64, float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8.
+    Raises: ArgumentTypeError: a dimension that is no whole number, a dtype that is no text. LayoutError: a dimension below 1, or a
+        dtype that is not known.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, layers: int, block_tokens: int, kv_heads: int, head_dim: int, dtype: str = "float32") -> KvShape:
+        shape = super().__new__(cls, layers, block_tokens, kv_heads, head_dim, dtype)
+        for name, size in zip(cls._fields, shape[:4], strict=False):
+            check_plain_int(size, name, least=-sys.maxsize)
+        check_text(dtype, "dtype")
+        if min(shape[:4]) < 1:
+            raise LayoutError(f"every dimension of a KV block must be at least 1; got {shape}")
+        if dtype not in DTYPE_BYTES:
+            raise LayoutError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
+        return shape
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
@@ -36,11 +60,7 @@ class KvShape(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block. Raises LayoutError: a dimension below 1 or an unknown dtype."""
-        if min(self[:4]) < 1:
-            raise LayoutError(f"every dimension of a KV block must be at least 1; got {self}")
-        if self.dtype not in DTYPE_BYTES:
-            raise LayoutError(f"dtype {self.dtype!r} is unknown; use one of {', '.join(DTYPE_BYTES)}")
+        """Bytes of one block."""
         return math.prod(self.dims) * DTYPE_BYTES[self.dtype]
 
     def describe(self) -> str:

@@ -19,7 +19,7 @@ with a round of all that is held, and with it the recording again.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -457,25 +457,35 @@ class Ledger:
         return b"".join(self.residencies.held[tier])
 
     def pin(self, tier: Tier, slots: bytes) -> None:
-        """Forbid the eviction of held blocks; counted. Each pin is a use. Raises LedgerError: a slot holds no block."""
+        """Forbid the eviction of held blocks; counted. Each pin is a use.
+
+        Raises: LedgerError: a slot holds no block; nothing has changed then.
+        """
         state = self._state(tier)
-        for slot in split_slots(slots):
-            block = self.residencies.slot_owner(tier, slot)
+        given = split_slots(slots)
+        blocks = [self.residencies.slot_owner(tier, slot) for slot in given]
+        for slot, block in zip(given, blocks, strict=True):
             if block is None:
                 raise LedgerError(f"{tier.name} slot {slot} holds no block, so it cannot be pinned")
+        for slot, block in zip(given, blocks, strict=True):
+            assert block is not None
             state.pins[slot] = state.pins.get(slot, 0) + 1
             state.policy.hold(block)
 
     def unpin(self, tier: Tier, slots: bytes) -> None:
         """Take back one pin of each slot. Slots in prompt order: the deepest block becomes the first to be evicted.
 
-        Raises: LedgerError: a slot is not pinned.
+        Raises: LedgerError: a slot is not pinned, or named more often than it is; nothing has changed then.
         """
         state = self._state(tier)
-        for slot in reversed(split_slots(slots)):
-            left = state.pins.get(slot, 0) - 1
-            if left < 0:
+        given = split_slots(slots)
+        named: Counter[int] = Counter()
+        for slot in reversed(given):
+            named[slot] += 1
+            if state.pins.get(slot, 0) < named[slot]:
                 raise LedgerError(f"{tier.name} slot {slot} is not pinned, so it cannot be unpinned")
+        for slot in reversed(given):
+            left = state.pins[slot] - 1
             if left:
                 state.pins[slot] = left
                 continue
@@ -522,12 +532,20 @@ class Ledger:
         return True
 
     def release(self, tier: Tier, slots: bytes) -> None:
-        """Give back allocated slots that hold no block yet. Raises LedgerError: a slot is not allocated, or is a copy's."""
+        """Give back allocated slots that hold no block yet.
+
+        Raises: LedgerError: a slot is not allocated, or is a copy's, or is named twice; nothing has changed then.
+        """
         state = self._state(tier)
-        for slot in split_slots(slots):
-            _require_own(state, slot, "it cannot be released")
+        given = split_slots(slots)
+        for at, slot in enumerate(given):
+            try:
+                _require_own(state, slot, "it cannot be released")
+            except LedgerError:
+                state.allocated.update(given[:at])
+                raise
             state.allocated.discard(slot)
-            state.free.append(slot)
+        state.free.extend(given)
 
     def create(
         self, namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, slots: bytes

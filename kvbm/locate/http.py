@@ -29,7 +29,9 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
 )
-from kvbm.core.errors import CatalogError
+from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
+from kvbm.core.checks import check_text, checked_int, kind_of
+from kvbm.core.errors import ArgumentTypeError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.kernels import SequenceHashes
@@ -61,8 +63,8 @@ class CatalogRefusedError(CatalogError):
 class CatalogClient:
     """Asks one catalog. Any thread may call it; connections are kept.
 
-    Every method raises CatalogError, in one sentence, when the catalog does not answer in time, and CatalogRefusedError
-    when it answers with an error.
+    Every method raises CatalogError, in one sentence, when the catalog does not answer in time, CatalogRefusedError when it answers
+    with an error, and ArgumentError before it is asked, for an argument that cannot be used. Close it when it is done with.
 
     Args:
         url: http://host:port
@@ -70,6 +72,8 @@ class CatalogClient:
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, hash_tokens: SequenceHashes = sequence_hashes) -> None:
+        check_text(url, "url")
+        check_seconds(timeout_s, "timeout_s")
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._hash_tokens = hash_tokens
@@ -85,8 +89,17 @@ class CatalogClient:
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
 
-        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. LayoutError: as `sequence_hashes`.
+        Raises: HashSchemeError: the namespace's blocks are hashed in another way, as vLLM's are. ArgumentError, LayoutError: an
+            argument that cannot be used, as `Manager.hash_tokens`.
         """
+        if not isinstance(namespace, Namespace):
+            raise ArgumentTypeError(
+                "namespace", f"is {kind_of(namespace)}; give the Namespace, whose root its id does not tell"
+            )
+        if not isinstance(secret, bytes):
+            raise ArgumentTypeError("secret", f"is {kind_of(secret)}; give bytes, empty where the tenant has no secret")
+        if tokens is None:
+            raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
         check_hashable(namespace)
         return self._hash_tokens(tokens, namespace.block_tokens, namespace.root(secret))
 
@@ -106,6 +119,7 @@ class CatalogClient:
             wait_s: how long the catalog may wait for these.
             timeout_s: of this call, the wait not counted.
         """
+        check_run(hashes)
         request = LookupRequest(
             namespace=_named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s
         )
@@ -125,8 +139,10 @@ class CatalogClient:
         Args:
             input_tokens: tokens of the whole prompt.
         """
+        check_run(hashes)
+        tokens = checked_int(input_tokens, "input_tokens")
         request = RouteRequest(
-            namespace=_named(namespace), hashes=hashes.hex(), input_tokens=input_tokens, at_least=list(at_least),
+            namespace=_named(namespace), hashes=hashes.hex(), input_tokens=tokens, at_least=list(at_least),
             timeout_s=wait_s,
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
@@ -145,8 +161,8 @@ class CatalogClient:
 
     def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
         """Who holds one block."""
-        public = namespace.id if isinstance(namespace, Namespace) else namespace
-        return self._get(f"/v1/blocks/{public.hex()}/{block.hex()}", BlockAnswer)
+        public = _id(namespace.id if isinstance(namespace, Namespace) else namespace)
+        return self._get(f"/v1/blocks/{public.hex()}/{checked_hash(block, 'block').hex()}", BlockAnswer)
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""
@@ -301,7 +317,13 @@ class HttpLocator:
 
 
 def _named(namespace: Namespace | NamespaceId) -> str | Namespace:
-    return namespace if isinstance(namespace, Namespace) else namespace.hex()
+    return namespace if isinstance(namespace, Namespace) else _id(namespace).hex()
+
+
+def _id(namespace: NamespaceId) -> NamespaceId:
+    """Raises ArgumentError: it is no id of a namespace."""
+    refuse_namespace(namespace)
+    return namespace
 
 
 def _words(error: urllib3.exceptions.HTTPError) -> str:

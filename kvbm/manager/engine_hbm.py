@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 import structlog
 
-from kvbm.core.errors import LedgerError, PoolError
+from kvbm.core.arguments import MOST_BLOCKS, check_run, check_seconds, checked_hash
+from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
 from kvbm.core.ledger import Copy, Match
@@ -30,6 +32,9 @@ from kvbm.manager.manager import Arrivals, Manager, Onboard, Planned, Prefix
 from kvbm.manager.offload import Skipped
 from kvbm.pools.base import Proof
 from kvbm.pools.hbm import HbmPool
+
+if TYPE_CHECKING:
+    import torch
 
 log = structlog.get_logger()
 
@@ -118,11 +123,14 @@ class EngineHbmManager(Manager):
         """The engine holds these blocks in HBM now. Where it keeps a block twice, only the first and the last copy speak.
 
         Args:
+            namespace: id of the blocks' namespace, one the manager knows.
             parent: hash of the block before `start`, or NO_PARENT.
             start: position of the first block in its chain, in blocks.
+            hashes: packed, of the blocks from `start` on.
         Returns: how many of them it was known to hold already.
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        start = self._check_chain(namespace, parent, start, hashes)
         surplus = 0
         with self._lock:
             self._require_open()
@@ -159,7 +167,7 @@ class EngineHbmManager(Manager):
     def engine_removed(self, hashes: bytes, reason: EvictReason = EvictReason.CAPACITY) -> int:
         """The engine no longer holds these blocks in HBM, in any copy. Returns how many it was known to hold.
 
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         return self.evict(Tier.HBM, hashes, reason)
 
@@ -173,7 +181,11 @@ class EngineHbmManager(Manager):
     # -- asking, bringing, storing --------------------------------------------------------------------------------------
 
     def holders(self, hashes: bytes) -> bytes:
-        """For each block the hottest own tier colder than HBM that holds it, one byte each, 0xFF where none does."""
+        """For each block the hottest own tier colder than HBM that holds it, one byte each, 0xFF where none does.
+
+        Raises: ArgumentError: `hashes` is no packed run.
+        """
+        check_run(hashes)
         with self._lock:
             return self._ledger.holders(hashes, hottest=Tier.HOST)
 
@@ -189,8 +201,13 @@ class EngineHbmManager(Manager):
             hashes: n packed hashes of a prompt's blocks, from its first on. Only without an object pool may they begin later.
             wait_s: after which what has come counts; None: as the manager was told.
             first: blocks of the prompt that the engine has in HBM itself; the run begins behind them.
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        self._check_namespace(namespace)
+        check_run(hashes)
+        first = checked_int(first, "first", most=len(hashes) // HASH_BYTES)
+        if wait_s is not None:
+            check_seconds(wait_s, "wait_s")
         deadline_s = self._clock() + (self._wait_s if wait_s is None else wait_s)
         with self._lock:
             self._require_open()
@@ -214,8 +231,11 @@ class EngineHbmManager(Manager):
         """How many blocks of a run HOST has room for now; the rest is worth another look once stores or offloads have ended.
 
         Beyond what HOST can hold of a prompt it has room only as fast as blocks go on to what is colder.
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        self._check_namespace(namespace)
+        start = checked_int(start, "start", most=MOST_BLOCKS - 1)
+        count = checked_int(count, "count", most=MOST_BLOCKS - start)
         with self._lock:
             counts = self._ledger.counts(Tier.HOST)
             room = counts.free + counts.evictable
@@ -237,8 +257,10 @@ class EngineHbmManager(Manager):
             parent, start: as `engine_stored`. Runs of a chain in its order, so that objects of several blocks become whole.
             uses: 1 for what was just computed, 2 for what was used again; `offload.host` says what is wanted.
         Returns: None where nothing is to be copied, or nothing fits.
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        start = self._check_chain(namespace, parent, start, hashes)
+        uses = checked_int(uses, "uses", least=1)
         with self._lock:
             self._require_open()
             self._expire()
@@ -262,14 +284,17 @@ class EngineHbmManager(Manager):
         Args:
             arrived: for each block of the store whether its whole row is in place.
             checksums: CRC-32C of each row, u32; those of rows that have not arrived mean nothing.
-        Raises: LedgerError: it has ended already, or the columns have another length.
+        Raises: ArgumentError: no Store, or columns of another length or type. LedgerError: it has ended already.
         """
-        copy, blocks = store.copy, split_hashes(store.hashes)
-        if len(arrived) != len(blocks) or len(checksums) != len(blocks):
-            raise LedgerError(
-                f"a store of {len(blocks)} blocks ends with {len(arrived)} answers and {len(checksums)} checksums;"
-                " give one of each a block"
+        if not isinstance(store, Store):
+            raise ArgumentTypeError(
+                "store", f"is {kind_of(store)}; give what begin_store returned, unless that is None"
             )
+        copy, blocks = store.copy, split_hashes(store.hashes)
+        _check_column("arrived", arrived, len(blocks))
+        _check_column("checksums", checksums, len(blocks))
+        if getattr(getattr(checksums, "dtype", None), "kind", "u") not in "iu":
+            raise ArgumentTypeError("checksums", f"is an array of {checksums.dtype}; give u32")
         with self._lock:
             if copy.id not in self._stores:
                 raise LedgerError(f"store {copy.id} is not under way; it ends once")
@@ -286,8 +311,9 @@ class EngineHbmManager(Manager):
         What was loaded or stored first would else leave first, and a chain without its beginning is of no use. A use it counts
         as, so only for policies that go by recency.
 
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: `hashes` is no packed run. LedgerError: the manager is closed.
         """
+        check_run(hashes)
         with self._lock:
             self._require_open()
             found = self._ledger.match(hashes, pinned=True, hottest=Tier.HOST)
@@ -327,16 +353,22 @@ class EngineHbmManager(Manager):
         self._refuse("let the engine allocate")
 
     def create(
-        self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, slots: Sequence[int]
+        self,
+        namespace: NamespaceId,
+        parent: bytes,
+        start: int,
+        hashes: bytes,
+        slots: Sequence[int],
+        stream: torch.cuda.Stream | torch.cuda.Event | None = None,
     ) -> list[int]:
         """Raises LedgerError: HBM is the engine's."""
         self._refuse("use engine_stored")
 
-    def unpin(self, slots: Sequence[int]) -> None:
+    def unpin(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
         """Raises LedgerError: HBM is the engine's."""
         self._refuse("use Acquiring.release")
 
-    def release(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
         """Raises LedgerError: HBM is the engine's."""
         self._refuse("let the engine free its blocks")
 
@@ -344,6 +376,13 @@ class EngineHbmManager(Manager):
 
     def _refuse(self, instead: str) -> NoReturn:
         raise LedgerError(f'pools.hbm.owner is "engine", so kvbm has no HBM slots to give; {instead}')
+
+    def _check_chain(self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes) -> int:
+        """Refuse what is no run of a chain; gives `start`. Raises ArgumentError."""
+        self._check_namespace(namespace)
+        checked_hash(parent, "parent")
+        check_run(hashes)
+        return checked_int(start, "start", most=MOST_BLOCKS - len(hashes) // HASH_BYTES)
 
     def _clear(self, tier: Tier) -> int:
         """Withdraw all that a tier holds now."""
@@ -522,6 +561,16 @@ class EngineHbmManager(Manager):
     def _offer_sample(self, acquiring: Acquiring) -> None:
         if acquiring.hashes < self._sampled_below:
             self._sample(acquiring.namespace, acquiring.hashes, acquiring.first + acquiring.depth)
+
+
+def _check_column(argument: str, column: Sequence[bool] | np.ndarray, count: int) -> None:
+    """Refuse what has not one entry a block. Raises ArgumentError."""
+    try:
+        given = len(column)
+    except TypeError:
+        raise ArgumentTypeError(argument, f"is {kind_of(column)}; give one entry a block, {count}") from None
+    if given != count:
+        raise ArgumentValueError(argument, f"has {given} entries for a store of {count} blocks; give one a block")
 
 
 def _runs(blocks: Sequence[SequenceHash], wanted: set[SequenceHash]) -> Iterator[tuple[int, int]]:

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import structlog
-
 from kvbm.core.ids import Namespace, NamespaceId
-
-log = structlog.get_logger()
 
 
 class LastingNamespaces:
@@ -20,7 +16,7 @@ class LastingNamespaces:
 
     Args:
         namespaces: those that are known; of others nobody knows whether they do, so they may not.
-        all_may: whatever they are; for one that says nothing by itself, as a janitor.
+        all_may: whatever they are, known or not; for one that says nothing by itself, as a janitor.
 
     Attributes:
         refused: models of namespaces that name none.
@@ -31,7 +27,6 @@ class LastingNamespaces:
         self._all_may = all_may
         self._may: set[NamespaceId] = set()
         self._must_not: set[NamespaceId] = set()
-        self._has_warned = False
         self.add(namespaces)
 
     def add(self, namespaces: Iterable[Namespace]) -> None:
@@ -44,17 +39,12 @@ class LastingNamespaces:
                 self.refused.setdefault(namespace.model)
 
     def may(self, namespace: NamespaceId) -> bool:
-        """Whether its blocks may go to lasting tiers, and come from there. The first of which nobody knows brings a warning."""
-        if self._all_may or namespace in self._may:
-            return True
-        if namespace not in self._must_not and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "namespace.undeclared", namespace=namespace.hex(),
-                notice="nobody said whether it names a revision, so it is kept out of NVME and OBJECT;"
-                " give it to open_manager, or to Manager.declare before its first use",
-            )  # fmt: skip
-        return False
+        """Whether its blocks may go to lasting tiers, and come from there."""
+        return self._all_may or namespace in self._may
+
+    def knows(self, namespace: NamespaceId) -> bool:
+        """Whether it is one of those that are known."""
+        return self._all_may or namespace in self._may or namespace in self._must_not
 
     def must_not(self, namespace: NamespaceId) -> bool:
         """Whether it is known to name no revision."""

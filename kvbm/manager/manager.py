@@ -1,7 +1,9 @@
 """The block manager an engine embeds: one ledger behind one lock, its journal, and the threads that move bytes.
 
 Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one warning; the
-engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: it is a bug in the caller.
+engine never waits longer than `wait_s` for bytes. What escapes is a bug in the caller: an ArgumentError (in `hash_tokens` also a
+LayoutError) for an argument that cannot be used, a LedgerError for a call that contradicts what the ledger holds, or comes after
+`close`. After each of them the manager is as it was before.
 
 `start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same results:
 
@@ -17,6 +19,7 @@ engine never waits longer than `wait_s` for bytes. Only a LedgerError escapes: i
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import threading
@@ -26,14 +29,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
 from itertools import groupby, islice
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import structlog
 
-from kvbm.core.errors import LayoutError, LedgerError
+from kvbm.core.arguments import (
+    MOST_BLOCKS,
+    check_namespaces,
+    check_run,
+    check_seconds,
+    check_tier,
+    checked_hash,
+    packed_slots,
+    refuse_namespace,
+)
+from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, KvbmError, LayoutError, LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause
-from kvbm.core.hashing import token_column
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -51,7 +64,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.kernels import Kernels, LedgerTwin
-from kvbm.core.ledger import Copy, Match, ShareCounts, TierCounts
+from kvbm.core.ledger import HIGHEST_PRIORITY, Copy, Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
 from kvbm.manager.claims import Claimed, Claims
@@ -72,6 +85,9 @@ from kvbm.pools.nvme import NvmePool
 from kvbm.streams import leaving
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
 
+if TYPE_CHECKING:
+    import torch
+
 log = structlog.get_logger()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
@@ -83,6 +99,7 @@ _OTHERS_PART = 8  # of HOST stays free of blocks that only pass through: others'
 _IDLE_LOOK_S = 1.0  # between two looks at claims of a pool that forgets, while nothing is offloaded
 _IDLE_LOOKS = 512  # objects
 _SLOW_LOOK_S, _REST_S = 0.5, 30.0  # a pool that took so long is not asked again for a while
+_MOST_LOAD = (1 << 63) - 1  # that a heartbeat can say
 _ONBOARD_BLOCKS = 64  # a longer stretch is brought by several copies: at a time, and each is there when it is there
 
 _unended: list[
@@ -366,16 +383,44 @@ class Manager:
         return pool
 
     def hash_tokens(self, tokens: Sequence[int] | np.ndarray, root: bytes, block_tokens: int) -> bytes:
-        """The sequence hashes of a prompt's full blocks, packed. Raises LayoutError as `core.hashing.sequence_hashes`."""
-        return self._kernels.sequence_hashes(token_column(tokens), block_tokens, root)
+        """The sequence hashes of a prompt's full blocks, packed: equal hashes mean equal prefixes. Touches no state of the manager.
+
+        Args:
+            tokens: T token ids in prompt order, each from 0 to 2**32 - 1: a list, or a NumPy array of any kind of integers. A list
+                of ints and an array of u32 are read where they lie.
+            root: of the namespace, `Namespace.root(secret)`, 16 bytes; or the last hash of the blocks before.
+            block_tokens: B, tokens per block, as the namespace has it; at least 1.
+        Returns: T // B hashes of 16 bytes, in prompt order. A partial last block has no hash.
+        Raises: ArgumentTypeError: tokens that are no whole numbers, or another argument of a wrong type. ArgumentValueError: a root
+            that has not 16 bytes, block_tokens below 1. LayoutError: a token that does not fit in 32 bits.
+        """
+        if tokens is None:
+            raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
+        if isinstance(root, Namespace):
+            raise ArgumentTypeError("root", "is a Namespace; give namespace.root(secret)")
+        return self._kernels.sequence_hashes(
+            tokens, checked_int(block_tokens, "block_tokens", least=1), checked_hash(root, "root")
+        )
 
     def declare(self, namespaces: Iterable[Namespace]) -> None:
-        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST."""
+        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST.
+
+        Args:
+            namespaces: of the block shape the manager was opened for.
+        Raises: ArgumentTypeError: not a list of Namespace.
+        """
+        known = check_namespaces(namespaces)
         with self._lock:
-            self._lasting.add(namespaces)
+            self._lasting.add(known)
 
     def match(self, hashes: bytes) -> Match:
-        """The longest run this instance holds, and where, packed; pins nothing."""
+        """The longest run this instance holds, and where, packed; pins nothing.
+
+        Args:
+            hashes: n packed hashes of a prompt's blocks.
+        Raises: ArgumentError: `hashes` is no packed run.
+        """
+        check_run(hashes)
         with self._lock:
             return self._ledger.match(hashes)
 
@@ -387,13 +432,19 @@ class Manager:
         not arrive within `wait_s`, is corrupt or has no room is a miss from there on; a late copy still ends properly and
         serves the next request. An engine that gives a request up while it waits here loses no more than that time: what has
         come is unpinned as ever, and what has not keeps its slots until the device says that it is over.
+
         Args:
+            namespace: id of the prompt's namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
             hashes: n packed hashes of the prompt's blocks, from its first on.
             wait_s: the longest this request waits for bytes; None: as the manager was told. What no thread has begun by then is
                 taken back at once.
         Returns: slots stay pinned until `unpin`.
-        Raises: LedgerError: the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        self._check_namespace(namespace)
+        check_run(hashes)
+        if wait_s is not None:
+            check_seconds(wait_s, "wait_s")
         with self._lock:
             self._require_open()
             self._expire()
@@ -426,9 +477,15 @@ class Manager:
         """HBM slots to write, evicting unpinned blocks if need be; None when there are too few.
 
         Args:
-            namespace: whose blocks will be written; it matters where tenants have shares.
-        Raises: LedgerError: the manager is closed.
+            count: so many slots, or none at all.
+            namespace: id of the namespace whose blocks will be written; it matters where tenants have shares.
+        Returns: `count` slots, which are the caller's until `create` or `release`; None is no error: HBM is short, because requests
+            have too many blocks pinned. Wait for one to end, or compute without keeping the blocks.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        count = checked_int(count, "count", most=MOST_BLOCKS)
+        if namespace is not None:
+            self._check_namespace(namespace)
         with self._lock:
             self._require_open()
             self._expire()
@@ -437,37 +494,82 @@ class Manager:
         return None if allocation is None else split_slots(allocation.slots)
 
     def create(
-        self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, slots: Sequence[int]
+        self,
+        namespace: NamespaceId,
+        parent: bytes,
+        start: int,
+        hashes: bytes,
+        slots: Sequence[int],
+        stream: torch.cuda.Stream | torch.cuda.Event | None = None,
     ) -> list[int]:
         """Declare allocated HBM slots full. They stay pinned for the caller.
 
+        Bytes first, then the claim: from this call on the blocks are copied to colder tiers. On a CPU they must be in place. On CUDA
+        the work that writes them must be queued before, and `stream` says where; the copy then waits for it on the device, and this
+        call does not. Without `stream` a copy waits for the default stream alone.
+
         Args:
+            namespace: id of the blocks' namespace, `Namespace.id`; one the manager was opened with, or was told by `declare`.
             parent: hash of the block before `start`, or NO_PARENT.
             start: position of the first block in its chain, in blocks.
+            hashes: n packed hashes, of the blocks from `start` on.
+            slots: the n slots that hold them, as `allocate` gave them.
+            stream: on CUDA, the stream on which the blocks are written, or an event recorded behind that. None: the default stream,
+                or the caller has waited for the device. Of no account on a CPU.
         Returns: the slot that holds each block; not the given one where the block was held already.
-        Raises: LedgerError: as `Ledger.create`, or the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used, such as a slot that HBM has not. LedgerError: a slot is not allocated
+            or is a copy's, a hash or a slot is given twice, or the manager is closed.
         """
-        given = _packed(slots)
+        self._check_namespace(namespace)
+        before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)
+        given = self._packed(slots)
+        self._check_blocks(start, hashes, given)
+        if stream is not None:
+            self._order_after(stream)
         with self._lock:
             self._require_open()
+            try:
+                holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
+            except LedgerError as error:
+                raise self._named(error, given) from None
             self._namespaces.setdefault(namespace)
-            holders = self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, hashes, given)
-            self._created += len(slots)
+            self._created += len(given) // SLOT_BYTES
             self._offer(namespace, Tier.HBM, hashes, 1, parent, start)
         self._wake_writer()
         return split_slots(holders)
 
-    def unpin(self, slots: Sequence[int]) -> None:
-        """The caller no longer uses these blocks of HBM; slots in prompt order. Raises LedgerError: one is not pinned."""
-        given = _packed(slots)
-        with self._lock:
-            self._ledger.unpin(Tier.HBM, given)
+    def unpin(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
+        """The caller no longer uses these blocks of HBM.
 
-    def release(self, slots: Sequence[int]) -> None:
-        """Give back allocated HBM slots in which no block was created. Raises LedgerError: one is not allocated."""
-        given = _packed(slots)
+        Args:
+            slots: in prompt order: of a prompt, the deepest block leaves first. Each loses one pin.
+            stream: as in `create`: where the work is that still reads them; a copy into these slots waits for it.
+        Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not pinned.
+        """
+        given = self._packed(slots)
+        if stream is not None:
+            self._order_after(stream)
         with self._lock:
-            self._ledger.release(Tier.HBM, given)
+            try:
+                self._ledger.unpin(Tier.HBM, given)
+            except LedgerError as error:
+                raise self._named(error, given) from None
+
+    def release(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
+        """Give back allocated HBM slots in which no block was created.
+
+        Args:
+            stream: as in `create`: where the work is that still touches them; a copy into these slots waits for it.
+        Raises: ArgumentError: a slot that HBM has not, or no list of slots. LedgerError: a slot is not allocated.
+        """
+        given = self._packed(slots)
+        if stream is not None:
+            self._order_after(stream)
+        with self._lock:
+            try:
+                self._ledger.release(Tier.HBM, given)
+            except LedgerError as error:
+                raise self._named(error, given) from None
 
     def keep(self, hashes: bytes, ttl_s: float, priority: int = 0) -> int:
         """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
@@ -479,14 +581,23 @@ class Manager:
             ttl_s: for how long from now on.
             priority: 0 to 100.
         Returns: how many of the run are there.
-        Raises: LedgerError: a priority or a time that does not exist, or the manager is closed.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
+        check_run(hashes)
+        check_seconds(ttl_s, "ttl_s", most=math.inf)
+        priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
             self._require_open()
             return self._ledger.keep(self._front, hashes, self._clock() + ttl_s, priority)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
-        """Withdraw blocks from a tier; returns how many it held. Raises LedgerError: no such pool, or the manager is closed."""
+        """Withdraw blocks from a tier; returns how many it held.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: no such pool, or the manager is closed.
+        """
+        check_tier(tier)
+        check_run(hashes)
+        _check_reason(reason)
         with self._lock:
             self._require_open()
             count = self._ledger.evict(tier, hashes, reason)
@@ -494,7 +605,12 @@ class Manager:
         return count
 
     def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
-        """Say that the object pool has these blocks, whoever put them there. Raises LedgerError: the manager is closed."""
+        """Say that the object pool has these blocks, whoever put them there.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        """
+        self._check_namespace(namespace)
+        check_run(hashes)
         with self._lock:
             self._require_open()
             for at in range(0, len(hashes), _RUN_BYTES):
@@ -502,7 +618,13 @@ class Manager:
         self._wake_writer()
 
     def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
-        """Take back everybody's claim that the object pool has these blocks. Raises LedgerError: the manager is closed."""
+        """Take back everybody's claim that the object pool has these blocks.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        """
+        self._check_namespace(namespace)
+        check_run(hashes)
+        _check_reason(reason)
         with self._lock:
             self._require_open()
             for at in range(0, len(hashes), _RUN_BYTES):
@@ -524,8 +646,17 @@ class Manager:
             self._wake_writer()
 
     def report_load(self, queued_tokens: int, running_requests: int) -> None:
-        """Tell routers how busy the engine is; goes out with the next heartbeat."""
-        self._load = Load(queued_tokens, running_requests)
+        """Tell routers how busy the engine is; goes out with the next heartbeat.
+
+        Args:
+            queued_tokens: prompt tokens that wait for their prefill.
+            running_requests: requests being decoded.
+        Raises: ArgumentError: a number that cannot be used.
+        """
+        self._load = Load(
+            checked_int(queued_tokens, "queued_tokens", most=_MOST_LOAD),
+            checked_int(running_requests, "running_requests", most=_MOST_LOAD),
+        )
 
     # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
 
@@ -629,7 +760,8 @@ class Manager:
             return self._ledger.applied, self._ledger.digest
 
     def held(self, tier: Tier) -> list[SequenceHash]:
-        """The blocks a tier holds now."""
+        """The blocks a tier holds now, one hash each. Raises ArgumentTypeError: `tier` is no Tier."""
+        check_tier(tier)
         with self._lock:
             return split_hashes(self._ledger.held(tier))
 
@@ -664,7 +796,8 @@ class Manager:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no offload waits or runs; False when some still do."""
+        """Wait until no offload waits or runs; False when some still do. Raises ArgumentError: `timeout_s` is no time."""
+        check_seconds(timeout_s, "timeout_s")
         deadline = self._clock() + timeout_s
         while self._clock() < deadline:
             if not self._has_threads:  # driven by hand
@@ -685,7 +818,9 @@ class Manager:
         Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
         copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
         open when the interpreter ends is closed then (`streams/leaving.py`).
+        Raises: ArgumentError: `timeout_s` is no time.
         """
+        check_seconds(timeout_s, "timeout_s")
         with self._lock:
             if self._stopped:
                 return
@@ -750,6 +885,48 @@ class Manager:
         self.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check_namespace(self, namespace: NamespaceId) -> None:
+        """Refuse what is no id of a namespace that the manager knows. Raises ArgumentError."""
+        try:
+            if namespace in self._namespaces:
+                return
+        except TypeError:  # what has no hash is refused below
+            pass
+        refuse_namespace(namespace)
+        if not self._lasting.knows(namespace):
+            raise ArgumentValueError(
+                "namespace",
+                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
+                " its first use",
+            )
+
+    def _packed(self, slots: Sequence[int]) -> bytes:
+        """Slots of a caller as the ledger takes them. Raises ArgumentError: they are no list of slots."""
+        return packed_slots(slots, self.pools.slots[Tier.HBM].slots)
+
+    def _check_blocks(self, start: int, hashes: bytes, slots: bytes) -> None:
+        """Refuse a run whose hashes and slots do not go together. Raises ArgumentError."""
+        check_run(hashes)
+        blocks, given = len(hashes) // HASH_BYTES, len(slots) // SLOT_BYTES
+        if blocks != given:
+            raise ArgumentValueError("slots", f"has {given} entries for {blocks} hashes; give one slot a block")
+        if start + blocks > MOST_BLOCKS:
+            raise ArgumentValueError("start", f"is {start}, for {blocks} blocks; a chain has at most {MOST_BLOCKS}")
+
+    def _order_after(self, stream: torch.cuda.Stream | torch.cuda.Event) -> None:
+        """Copies from and to HBM wait for this work from now on. Raises ArgumentTypeError."""
+        pool = self.pools.slots[Tier.HBM]
+        if isinstance(pool, HbmPool):
+            pool.order_after(stream)
+
+    def _named(self, error: LedgerError, given: bytes) -> KvbmError:
+        """Why a run of slots was refused: a slot that the pool does not have, or else the ledger's own word."""
+        count = self.pools.slots[Tier.HBM].slots
+        beyond = next((slot for slot in split_slots(given) if slot >= count), None)
+        if beyond is None:
+            return error
+        return ArgumentValueError("slots", f"has slot {beyond}; each must be 0 to {count - 1}, the slots of the pool")
 
     def _require_open(self) -> None:
         """Under the lock. Raises LedgerError."""
@@ -1346,12 +1523,9 @@ class Manager:
                 self._look_after_claims(_IDLE_LOOKS)
 
 
-def _packed(slots: Sequence[int]) -> bytes:
-    """Slots of a caller as the ledger takes them. Raises LedgerError: one is no slot of any pool."""
-    try:
-        return pack_slots(slots)
-    except (OverflowError, TypeError):
-        raise LedgerError(f"slots {list(slots)} are not all whole numbers of 32 bits") from None
+def _check_reason(reason: EvictReason) -> None:
+    if not isinstance(reason, EvictReason):
+        raise ArgumentTypeError("reason", f"is {kind_of(reason)}; give a member of kvbm.EvictReason")
 
 
 def _slots_held(copies: Mapping[int, Copy]) -> int:

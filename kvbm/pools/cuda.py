@@ -29,21 +29,30 @@ _DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_A
 
 
 class EngineOrder:
-    """Which of the engine's work a copy waits for: what is on its device's current stream, and events the engine names."""
+    """Which of the engine's work a copy waits for, beside what is on its device's current stream: events the engine names."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._event: torch.cuda.Event | None = None
+        self._events: list[torch.cuda.Event] = []  # that the device has not passed
 
     def after(self, event: torch.cuda.Event) -> None:
-        """Copies that begin from now on wait for this event too, until another takes its place."""
+        """Copies that begin from now on wait for this event too, until the device has passed it."""
         with self._lock:
-            self._event = event
+            self._events = [*filter(_is_pending, self._events), event]
 
-    def event(self) -> torch.cuda.Event | None:
-        """The event named last."""
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on a stream from now on waits, on the device, for all events that were named."""
         with self._lock:
-            return self._event
+            self._events = events = list(filter(_is_pending, self._events))
+        for event in events:
+            stream.wait_event(event)
+
+
+def _is_pending(event: torch.cuda.Event) -> bool:
+    try:
+        return not event.query()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the device failed; a copy that waits for it says so
+        return True
 
 
 class StreamOrder:
@@ -55,11 +64,9 @@ class StreamOrder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's event."""
+        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's events."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        event = self._engine.event()
-        if event is not None:
-            self._stream.wait_event(event)
+        self._engine.hold(self._stream)
 
     def run(self, work: Callable[[], None]) -> Mark:
         """Launch on the stream; an event behind it."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from kvbm.core.errors import ConfigError, LayoutError, MissingExtraError, PoolError, PoolFullError
+from kvbm.core.checks import kind_of
+from kvbm.core.errors import (
+    ArgumentTypeError,
+    ConfigError,
+    LayoutError,
+    MissingExtraError,
+    PoolError,
+    PoolFullError,
+)
 from kvbm.core.ids import NamespaceId, Reach, Tier
 from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
@@ -41,7 +49,7 @@ class HbmPool:
     travels with it from then on.
 
     On CUDA a copy runs on a stream of its own: it starts after everything on the calling thread's current stream (the default one,
-    unless the thread chose another) and after the event last given to `order_after`; it is over when the call returns.
+    unless the thread chose another) and after the events given to `order_after`; it is over when the call returns.
 
     Attributes:
         layout: the order of a block's bytes in words, for a namespace's `layout` field; "" for a tensor of its own, whose inside is
@@ -131,14 +139,24 @@ class HbmPool:
         """The pool's own tensor where it is on the CPU; None on a GPU, in an engine's tensors, and once closed."""
         return self._memory
 
-    def order_after(self, event: torch.cuda.Event) -> None:
-        """Copies that begin from now on wait for this event too. For an engine that computes on other streams than a copy's caller.
+    def order_after(self, work: torch.cuda.Stream | torch.cuda.Event) -> None:
+        """Copies that begin from now on wait for this work of the engine's too, on the device; the caller does not wait.
 
-        A block may be read, and a released slot written, once the event behind the work that last touched it was given here. It
-        takes the place of the one before. On a CPU there is nothing to wait for.
+        For an engine that computes on other streams than the default one. A block may be read, and a released slot written, once the
+        work that last touched it was given here; `Manager.create`, `unpin` and `release` do so. On a CPU nothing is waited for.
+
+        Args:
+            work: a stream, for all that is on it now; or an event that was recorded behind the work. Of what has no torch stream,
+                `torch.cuda.ExternalStream(pointer)`.
+        Raises: ArgumentTypeError: it is neither.
         """
+        record: Callable[[], torch.cuda.Event] | None = getattr(work, "record_event", None)
+        if record is None and not (hasattr(work, "query") and hasattr(work, "wait")):
+            raise ArgumentTypeError(
+                "stream", f"is {kind_of(work)}; give a torch.cuda.Stream, or a torch.cuda.Event behind the work"
+            )
         if self._order is not None:
-            self._order.after(event)
+            self._order.after(record() if record is not None else cast("torch.cuda.Event", work))
 
     def write(self, slots: Sequence[int], rows: np.ndarray, proof: Proof, at: Sequence[int] | None = None) -> None:
         """Put rows into slots. Raises PoolError: closed, or the device failed; the slots then hold nothing."""

@@ -143,6 +143,22 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     applied: Offset = Offset(0)
 
 
+def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
+    """A heartbeat as it travels, read once as its readers will read it.
+
+    Returns: its bytes, none where it does not even encode, and why no reader can read it; "" where they can.
+    """
+    data = b""
+    try:
+        data = msgspec.msgpack.encode(heartbeat)
+        read = msgspec.msgpack.decode(data, type=Heartbeat)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        return data, str(error)
+    if (read.cluster, read.instance) != (heartbeat.cluster, heartbeat.instance):
+        return data, "its names do not read as they were written"
+    return data, ""
+
+
 class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):
     """The catalog's word that an instance's residencies are left out of answers from now on, or no longer. MessagePack on the wire.
 

@@ -31,6 +31,7 @@ from kvbm.streams.base import (
     StreamState,
     Tail,
     UnreadableError,
+    encoded_heartbeat,
     events_subject,
 )
 from kvbm.streams.nats import NatsStream, shown
@@ -875,6 +876,7 @@ class PublisherThread:
         )
         self._wake_s = 0.0
         self._trouble = ""
+        self._heartbeat_trouble = ""
         self._progress_s = time.monotonic()  # when something was stored last, or nothing was waiting
         self._progress_acks = 0
         self._stalls: set[str] = set()  # what was said of the stall that lasts
@@ -895,8 +897,8 @@ class PublisherThread:
 
     @property
     def trouble(self) -> str:
-        """What the stream does not take for a while now, in words; "" when all is well."""
-        return self._trouble
+        """What the stream does not take for a while now, and why nobody reads the heartbeats, in words; "" when all is well."""
+        return "; ".join(filter(None, (self._trouble, self._heartbeat_trouble)))
 
     def notify(self) -> None:
         """Say that the log has more. Cheap: calls until the thread looks are one."""
@@ -1188,12 +1190,31 @@ class PublisherThread:
         if stream is None or not self._publisher.has_place:
             return
         heartbeat = self._ask_owner("heartbeat", lambda: self._owner.heartbeat(self._publisher.confirmed))
-        if heartbeat is None:
+        why, is_sendable = "the manager fails to make it", False
+        if heartbeat is not None:
+            data, why = encoded_heartbeat(heartbeat)
+            is_sendable = bool(data)  # the catalog says then what it refuses
+        self._tell_heartbeat(why)
+        if heartbeat is None or not is_sendable:
             return
         try:
             await stream.send_pulse(msgspec.structs.replace(heartbeat, stopping=stopping or heartbeat.stopping))
         except StreamError as error:
             self._take_word_refused(stream, "publisher.pulse_refused", error)
+
+    def _tell_heartbeat(self, why: str) -> None:
+        """Say, once for as long as it lasts, that no reader can read the heartbeats: the catalog would only see silence."""
+        is_new = bool(why) and not self._heartbeat_trouble
+        self._heartbeat_trouble = (
+            f"heartbeat: it cannot be read ({why}); the catalog leaves this instance out of answers until it can"
+            if why
+            else ""
+        )
+        if is_new:
+            log.warning(
+                "heartbeat.unreadable", server=self._server, instance=self._instance, why=why,
+                remedy="the catalog leaves this instance out of answers; correct what the engine reports, or report the bug",
+            )  # fmt: skip
 
     async def _send_samples(self) -> None:
         stream, source = self._stream, self._samples

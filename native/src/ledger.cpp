@@ -481,22 +481,36 @@ void Ledger::pin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);
   for (std::size_t at = 0; at < count; ++at) {
-    const std::uint32_t slot = slot_at(slots, at);
-    if (!state.is_held(slot)) {
+    if (const std::uint32_t slot = slot_at(slots, at); !state.is_held(slot)) {
       throw ledger_error(name(tier) + " slot " + std::to_string(slot) + " holds no block, so it cannot be pinned");
     }
-    state.pin(slot);
+  }
+  for (std::size_t at = 0; at < count; ++at) {
+    state.pin(slot_at(slots, at));
   }
 }
 
 void Ledger::unpin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
-  for (std::size_t at = slot_count(slots); at-- > 0;) {
+  const std::size_t count = slot_count(slots);
+  if (slot_numbers_.size() < count) {
+    slot_numbers_.resize(count);
+  }
+  std::size_t unpinned = 0;                  // slots that have lost their last pin, in the order they lost it
+  for (std::size_t at = count; at-- > 0;) {  // in numbers alone, until it is known that each slot has the pins it is to lose
     const std::uint32_t slot = slot_at(slots, at);
     if (slot >= state.size() || state.slot(slot).pins == 0) {
+      for (std::size_t before = at + 1; before < count; ++before) {
+        state.count_pin(slot_at(slots, before));
+      }
       throw ledger_error(name(tier) + " slot " + std::to_string(slot) + " is not pinned, so it cannot be unpinned");
     }
-    state.unpin(slot);
+    if (state.discount_pin(slot)) {
+      slot_numbers_[unpinned++] = slot;
+    }
+  }
+  for (std::size_t at = 0; at < unpinned; ++at) {
+    state.settle_unpinned(slot_numbers_[at]);
   }
 }
 
@@ -527,15 +541,21 @@ std::optional<Allocation> Ledger::allocate(Tier tier, std::size_t count, const N
 
 void Ledger::release(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
-  slot_count(slots);
-  give_back_run(state, slots);
-}
-
-void Ledger::give_back_run(TierSlots& tier, Bytes slots) {
-  for (std::size_t at = 0; at < slots.size() / kSlotBytes; ++at) {
+  const std::size_t count = slot_count(slots);
+  for (std::size_t at = 0; at < count; ++at) {  // marked, so that a slot named twice is seen before anything is given back
     const std::uint32_t slot = slot_at(slots, at);
-    require_own(tier, slot, "it cannot be released");
-    tier.give_back(slot);
+    try {
+      require_own(state, slot, "it cannot be released");
+    } catch (const Error&) {
+      for (std::size_t before = 0; before < at; ++before) {
+        state.mark(slot_at(slots, before), SlotState::kAllocated);
+      }
+      throw;
+    }
+    state.mark(slot, SlotState::kCreating);
+  }
+  for (std::size_t at = 0; at < count; ++at) {
+    state.give_back(slot_at(slots, at));
   }
 }
 

@@ -168,10 +168,13 @@ void TierSlots::pin(std::uint32_t slot) noexcept {
 }
 
 void TierSlots::unpin(std::uint32_t slot) noexcept {
-  Slot& block = slots_[slot];
-  if (--block.pins > 0) {
-    return;
+  if (discount_pin(slot)) {
+    settle_unpinned(slot);
   }
+}
+
+void TierSlots::settle_unpinned(std::uint32_t slot) noexcept {
+  const Slot& block = slots_[slot];
   if (block.state == SlotState::kOrphaned) {
     push_free(slot);
   } else if (block.priority == kNotKept) {

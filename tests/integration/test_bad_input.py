@@ -211,6 +211,42 @@ def test_settings_come_from_all_three_sources_and_a_secret_is_never_repeated(tmp
     assert "815" not in str(caught.value)
 
 
+def test_sizes_and_tables_are_settings_too(tmp_path: Path) -> None:
+    for text, size in (
+        ("8GiB", 8 << 30), ("500MB", 500_000_000), ("1.5 KiB", 1536), ("7b", 7), ("64", 64), ("2tib", 2 << 40),
+    ):  # fmt: skip
+        settings = kvbm.load_settings(
+            flags={"pools": {"host": {"capacity_bytes": text}}, "catalog.tenant_secrets": {"a": "x"}}
+        )
+        assert settings.pools.host.capacity_bytes == size
+        assert settings.catalog.tenant_secrets == {"a": "x"}
+    (tmp_path / "kvbm.toml").write_text(
+        '[pools.nvme]\nwrite_budget_bytes_s = "10MB"\n[tenants.a]\nhost_bytes = "1KiB"\n'
+    )
+    settings = kvbm.load_settings(tmp_path / "kvbm.toml", {"KVBM_JOURNAL__CAPACITY_BYTES": "1GiB"})
+    assert settings.pools.nvme.write_budget_bytes_s == 10_000_000
+    assert settings.tenants["a"].host_bytes == 1024
+    assert settings.journal.capacity_bytes == 1 << 30
+    for text in ("8Gi", "eight", "0.5B", "-1KiB", ""):
+        with pytest.raises(ConfigError, match=r"pools\.host\.capacity_bytes is a whole number"):
+            kvbm.load_settings(flags={"pools.host.capacity_bytes": text})
+    with pytest.raises(ConfigError, match=r"pools\.host\.slots is a whole number; '8KiB' is none"):
+        kvbm.load_settings(flags={"pools.host.slots": "8KiB"})
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("log.level", "kvbm logs through structlog"), ("nats.what_on_earth_is_it", "there are nats.url, "),
+        ("volume", "there are core, instance, "), ("pools.hots.slots", "the nearest is 'pools.host.slots'"),
+    ],
+)  # fmt: skip
+def test_a_key_that_nothing_is_near_to_is_not_answered_with_a_guess(key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kvbm.load_settings(flags={key: "debug"})
+    assert words in str(caught.value)
+
+
 def test_settings_lists_every_key_with_its_default(tmp_path: Path) -> None:
     ended = run(["settings"], tmp_path)
     assert ended.returncode == 0

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,10 +17,12 @@ from openapi_spec_validator import validate as validate_openapi
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
+from kvbm.assembly import open_manager
 from kvbm.catalog.api import MAX_BODY_BYTES
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.store import Applied, InstanceState, Store, StoreBatch
+from kvbm.config import load_settings
 from kvbm.core.answers import MAX_HASHES, PositionWanted
 from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
@@ -297,6 +300,38 @@ def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(nats_url: str, clust
         assert (summary.state, summary.queued_tokens) == ("unheard", 5)
         a.beat(age_s=3600)  # a clock that is an hour late, but alive
         eventually(lambda: running.client.instances()[0].state == "live")  # noqa: B023
+
+
+def test_an_instance_whose_heartbeats_nobody_can_read_says_so_itself(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": running.settings.cluster, "instance.id": "a",
+        "nats.url": running.settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 4, "pools.hbm.device": "memory",
+    }  # fmt: skip
+
+    def state() -> str:
+        found = running.client.instance("a")
+        return "" if found is None else found.state
+
+    with capture_logs() as logs, open_manager(load_settings(flags=flags), [SPACE], 64) as manager:
+        eventually(lambda: state() == "live")
+        assert manager.trouble() == ""
+        good = manager.heartbeat
+        for fields, word in (({"namespaces": (SPACE,)}, "namespaces"), ({"applied": object()}, "object")):
+            with monkeypatch.context() as faulty:
+                faulty.setattr(
+                    manager,
+                    "heartbeat",
+                    lambda position, fields=fields: msgspec.structs.replace(good(position), **fields),
+                )
+                eventually(lambda: "heartbeat: it cannot be read" in manager.trouble())
+                assert word in manager.trouble()
+                eventually(lambda: state() != "live")  # the catalog hears nothing it could read
+            eventually(lambda: manager.trouble() == "" and state() == "live")
+        said = [log for log in logs if log["event"] == "heartbeat.unreadable"]
+        assert len(said) == 2  # once for as long as it lasts
+        assert all(log["log_level"] == "warning" and log["instance"] == "a" for log in said)
 
 
 def test_a_stopped_instance_is_left_out_of_answers_until_it_is_heard_in_its_next_epoch(running: Running) -> None:

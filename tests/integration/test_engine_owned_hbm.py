@@ -17,7 +17,7 @@ import pytest
 from kvbm.assembly import NATIVE, journal_folder, open_engine_manager
 from kvbm.config import load_settings
 from kvbm.core.codec import decode_frame
-from kvbm.core.errors import ConfigError, LedgerError, PoolError
+from kvbm.core.errors import ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
@@ -357,7 +357,7 @@ def test_a_store_takes_only_what_hbm_holds_host_lacks_and_nobody_brings(tmp_path
         assert set(one.manager.held(Tier.HOST)) == {split_hashes(hashes_of(1, 8))[at] for at in (2, 5, 6, 7)}
         assert one.manager.stats().pools[Tier.HOST].allocated == 0
         assert one.hits(1, 8, first=5) == {Tier.HOST: 3}
-        with pytest.raises(LedgerError, match="a store of 5 blocks ends with 4"):
+        with pytest.raises(ArgumentValueError, match="arrived has 4 entries for a store of 5 blocks"):
             one.manager.end_store(three, [True] * 4, checksums)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvbm.core.codec import FrameBytes
-from kvbm.core.errors import LedgerError, PoolError
+from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.core.residency import Residencies
@@ -253,9 +253,6 @@ def test_a_callers_bug_is_named() -> None:
             manager.create(NAMESPACE.id, bytes(16), 0, hashes_of(1, 1), [3])
         with pytest.raises(LedgerError, match="slot 2 is not pinned"):
             manager.unpin([2])
-        for slots in ([-1], [1 << 32], ["1"]):
-            with pytest.raises(LedgerError, match="not all whole numbers of 32 bits"):
-                manager.unpin(slots)  # type: ignore[arg-type]
         with pytest.raises(LedgerError, match="no tensor"):
             _ = manager.hbm
 
@@ -298,7 +295,7 @@ def test_kept_blocks_give_way_to_a_request_unless_of_the_highest_priority() -> N
         assert manager.allocate(4) is None
         assert manager.allocate(3) is not None
         assert [manager.match(hashes_of(p, 3)).depth for p in (1, 2)] == [3, 0]
-        with pytest.raises(LedgerError, match="priority is 101"):
+        with pytest.raises(ArgumentValueError, match="priority is 101"):
             manager.keep(hashes_of(1, 3), ttl_s=1.0, priority=101)
-        with pytest.raises(LedgerError, match="not a number"):
+        with pytest.raises(ArgumentValueError, match="ttl_s is nan"):
             manager.keep(hashes_of(1, 3), ttl_s=float("nan"))

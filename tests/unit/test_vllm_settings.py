@@ -69,7 +69,10 @@ def test_an_instance_is_named_after_its_host_and_its_data_parallel_rank() -> Non
     ("extra", "words"),
     [
         ({"pools.hots.slots": 1}, ("kv_connector_extra_config", "'pools.hots.slots'", "'pools.host.slots'")),
-        ({"pools.host.capacity_bytes": "8GiB"}, ("kv_connector_extra_config", "pools.host.capacity_bytes", "'8GiB'")),
+        (
+            {"pools.host.capacity_bytes": "8Gi"},
+            ("kv_connector_extra_config", "pools.host.capacity_bytes", "'8Gi'", '"8GiB"'),
+        ),
         ({"pools": {"host": {"slots": 1.5}}}, ("kv_connector_extra_config", "pools.host.slots", "1.5")),
         ({"pools.host.slots": 4, "pools": {"host": {"slots": 5}}}, ("pools.host.slots is given twice",)),
         ({"pools.host.slots": -1}, ("pools.host.slots is -1",)),

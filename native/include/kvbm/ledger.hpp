@@ -179,7 +179,6 @@ class Ledger {
   void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) const;
   void create_run(TierSlots& tier, const NamespaceId& namespace_id, const SequenceHash& parent, std::uint64_t start,
                   Bytes hashes, Bytes slots);
-  void give_back_run(TierSlots& tier, Bytes slots);
   void migrate(const Copy& copy, Bytes hashes, std::span<const std::uint32_t> slots, bool kept, MigrateCause cause);
   void check_migrate(const Copy& copy, Bytes hashes) const;
   TierSlots* source_slots(const Copy& copy) const noexcept;
@@ -206,7 +205,7 @@ class Ledger {
   std::uint32_t round_ = 0;                                   // the round begun last
   std::deque<RoundLeft> round_left_;                          // tiers it has not ended in
   std::vector<std::uint8_t> tier_bytes_;                      // scratch: tiers a command returns
-  std::vector<std::uint32_t> slot_numbers_;                   // scratch: slots a command returns
+  std::vector<std::uint32_t> slot_numbers_;                   // scratch: slots a command returns, or works on
   std::vector<std::uint32_t> victims_;                        // scratch: slots a command withdraws
   std::vector<std::uint8_t> run_hashes_;                      // scratch: hashes of one event
   std::vector<std::uint8_t> chosen_hashes_;                   // scratch: hashes a command goes on with

@@ -112,6 +112,11 @@ class TierSlots {
   void pin(std::uint32_t slot) noexcept;
   // A pinned slot loses one.
   void unpin(std::uint32_t slot) noexcept;
+  // `unpin` in two steps: a pin less in number alone, whether it was the last; then what follows from the last. `count_pin` takes
+  // the first back.
+  bool discount_pin(std::uint32_t slot) noexcept { return --slots_[slot].pins == 0; }
+  void count_pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }
+  void settle_unpinned(std::uint32_t slot) noexcept;
   // A held block stays until a time; a repetition takes the later time and the higher priority.
   void keep(std::uint32_t slot, double until_s, std::uint8_t priority);
   // Lets go of kept blocks whose time has come, lowest slot first. Returns how many.

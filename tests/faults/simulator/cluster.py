@@ -190,6 +190,7 @@ class Node:
             except (KvbmError, OSError) as error:
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
                 Waiter(self.world).wait(0.5)
+        manager.declare(NAMESPACES[1:])
         self._slow_down(manager, process)
         manager._locator = SimLocator(self.cluster)
         self.manager = manager

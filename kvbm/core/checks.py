@@ -1,0 +1,58 @@
+"""Checks of single values that a caller gives: what it is, and whether it is in range. They know nothing of blocks."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError
+
+_SHOWN = 40  # characters of a value in a message
+
+
+def checked_int(value: int, argument: str, least: int = 0, most: int | None = None) -> int:
+    """A whole number in a range, both ends in it. NumPy's count as Python's."""
+    if type(value) is not int:
+        value = as_int(value, argument)
+    if value < least or (most is not None and value > most):
+        upper = "" if most is None else f" and at most {most}"
+        raise ArgumentValueError(argument, f"is {value}; give at least {least}{upper}")
+    return value
+
+
+def as_int(value: Any, argument: str) -> int:
+    """Python's int for any kind of whole number. Raises ArgumentTypeError: it is none; a bool is none."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a whole number")
+
+
+def check_plain_int(value: int, argument: str, least: int = 0) -> None:
+    """As `checked_int`, for what is kept as it was given: Python's own int alone can be written down."""
+    if type(value) is not int:
+        raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a whole number, an int of Python's own")
+    checked_int(value, argument, least)
+
+
+def check_text(value: str, argument: str) -> None:
+    """Refuse what is not a str."""
+    if not isinstance(value, str):
+        raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a text")
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for a message: None, or its type with an article and the value where it is short."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    article = "an" if name[:1].lower() in "aeiou" else "a"
+    shown = repr(value) if isinstance(value, (int, float, str)) else ""
+    return f"{article} {name} ({shown})" if shown and len(shown) <= _SHOWN else f"{article} {name}"
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
