@@ -64,7 +64,6 @@ from kvbm.streams.base import (
     EventReader,
     EventStream,
     Heartbeat,
-    LivenessFact,
     Mark,
     Notice,
     Position,
@@ -793,11 +792,6 @@ class CatalogService:
                 "instance.withheld" if withheld else "instance.returned",
                 instance=effect.instance, epoch=effect.epoch, why=why,
             )  # fmt: skip
-            fact = LivenessFact(
-                instance=effect.instance, cluster=self._cluster_of(effect.instance) or OWN_CLUSTER, epoch=effect.epoch,
-                withheld=withheld, why=why, wall_time_ns=time.time_ns(),
-            )  # fmt: skip
-            self._inform(self._stream.send_liveness(fact), "liveness.not_told", effect.instance)
 
     def _inform(self, sending: Coroutine[None, None, None], failed: str, instance: InstanceId) -> None:
         """Send a word in the background; one that is lost costs nothing."""

@@ -22,7 +22,6 @@ NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, public
 InstanceId = NewType("InstanceId", str)
 Epoch = NewType("Epoch", int)
 Offset = NewType("Offset", int)
-Slot = NewType("Slot", int)
 
 HASH_BYTES = 16
 SLOT_BYTES = 4

@@ -1,6 +1,6 @@
 """What an object begins with: the first bytes of it alone prove which blocks it holds, and the rest of it, block by block, their bytes.
 
-All integers are little-endian; k is `block_count`. Version 1 held one block under another name; nothing reads it any more.
+All integers are little-endian; k is `block_count`.
 
     at      bytes  field
      0          4  magic: "KVBO"

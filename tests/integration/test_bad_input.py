@@ -174,7 +174,6 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_source_and_the_nearest_
             Case(engine("--set", "pools.hbm=3"), ("group of settings", "'pools.hbm.slots'")),
             Case(engine("--set", "pools.hbm.slots"), ("has no value", "KEY=VALUE")),
             Case(engine("--set", "nats.timeout_s=inf"), ("nats.timeout_s is inf",)),
-            Case(engine("--set", "core=python"), ("core is 'python'", "native, reference")),
             Case(engine("--set", "pools.eviction=fifo"), ("pools.eviction is 'fifo'", "lru, s3fifo")),
             Case(engine("--set", "journal.waiting_bytes=9"), ("journal.waiting_bytes is 9", "at least 1048576")),
             Case(engine("--set", "onboard.threads=0"), ("onboard.threads is 0", "at least 1")),
@@ -218,7 +217,6 @@ def test_settings_lists_every_key_with_its_default(tmp_path: Path) -> None:
     ended = run(["settings"], tmp_path)
     assert ended.returncode == 0
     lines = ended.stdout.splitlines()
-    assert 'core = "native"' in lines
     assert 'pools.eviction = "lru"' in lines
     assert "nats.timeout_s = 5.0" in lines
     given = [line.split(" = ") for line in lines if line.split(" = ")[1] not in ("{}", "[]")]

@@ -18,6 +18,7 @@ from kvbm.core.residency import Residencies
 from kvbm.pools.base import Proof, ReadResult, SlotPool
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
+from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
 
@@ -125,9 +126,8 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         with manager._lock:
-            found = manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[2])
-        assert found is not None
-        _, slot = found
+            slot = slot_of(manager._ledger, Tier.NVME, split_hashes(hashes_of(1, 6))[2])
+        assert slot is not None
         manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
         assert manager.stats().corrupt_blocks == 1

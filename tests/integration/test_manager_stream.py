@@ -20,6 +20,7 @@ from kvbm.streams.base import Position, is_fence
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
+from tests.cores import CORES
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
 from tests.nats_fixture import cluster, nats_url
 
@@ -37,8 +38,8 @@ def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settin
     )  # fmt: skip
 
 
-def opened(settings: Settings) -> Manager:
-    return open_manager(settings, [NAMESPACE], BLOCK_BYTES)
+def opened(settings: Settings, core: str = "native") -> Manager:
+    return open_manager(settings, [NAMESPACE], BLOCK_BYTES, core=CORES[core])
 
 
 def wait_until(true: Callable[[], object], what: str) -> None:
@@ -179,10 +180,10 @@ def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when
 def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
     tmp_path: Path, nats_url: str, cluster: str, core: str
 ) -> None:
-    first = opened(settings_of(tmp_path / "a", nats_url, cluster, core=core))
+    first = opened(settings_of(tmp_path / "a", nats_url, cluster), core)
     serve(first, 1, 20)
     wait_until(lambda: is_published(first), "the stream does not come")
-    second = opened(settings_of(tmp_path / "b", nats_url, cluster, core=core))
+    second = opened(settings_of(tmp_path / "b", nats_url, cluster), core)
     assert second.epoch == 2
     serve(second, 2, 20)
     wait_until(lambda: is_published(second), "the second does not get the stream")

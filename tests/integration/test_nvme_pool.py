@@ -785,7 +785,7 @@ def test_a_file_of_the_first_version_is_refused_by_name_and_left_alone(tmp_path:
     with pool.path.open("r+b") as file:
         file.write(page)
     content = pool.path.read_bytes()
-    with pytest.raises(PoolError, match=r"file version 1 is of an older kvbm.*remove it"):
+    with pytest.raises(PoolError, match=r"file version 1 is none that kvbm writes.*remove it"):
         _open(pool.path)
     assert pool.path.read_bytes() == content
 
