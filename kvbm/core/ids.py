@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import cache
 from typing import NewType
 
 import msgspec
@@ -48,6 +49,14 @@ class Reach(IntEnum):
     CLUSTER = 2
 
 
+_FIRST_FIELDS = frozenset(
+    (
+        "model", "block_tokens", "revision", "kv_dtype", "layout", "kv_group", "ranks", "lora", "tenant", "scheme",
+        "scheme_seed",
+    )
+)  # fmt: skip
+
+
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """What may share blocks. Two blocks are the same only in one namespace.
 
@@ -76,9 +85,17 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     scheme: str = "sha256"
     scheme_seed: int = 0
 
+    def fields(self) -> dict[str, str | int]:
+        """The fields by name, in order. One that came after the first release is left out at its default, so ids stay what they are."""
+        return {
+            name: value
+            for name, default in _defaults(type(self))
+            if (value := getattr(self, name)) != default or name in _FIRST_FIELDS
+        }
+
     def canonical(self) -> bytes:
         """The fields as sorted JSON: what both digests are made from."""
-        return msgspec.json.encode(self, order="sorted")
+        return msgspec.json.encode(self.fields(), order="sorted")
 
     @property
     def id(self) -> NamespaceId:
@@ -93,6 +110,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
+
+
+@cache
+def _defaults(kind: type[Namespace]) -> list[tuple[str, object]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(kind)]
 
 
 def hash_count(hashes: bytes) -> int:

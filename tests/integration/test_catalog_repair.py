@@ -28,7 +28,7 @@ from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
 from kvbm.catalog.storing import numbering
-from kvbm.core.codec import decode_frame, encode_frame
+from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import (
@@ -923,6 +923,47 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_logged(settin
             one.ledger.stop()
             await one.publish()
             await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
+
+    run(work, settings.nats_url)
+
+
+def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch_that_can_be_read(
+    settings: ServiceSettings,
+) -> None:
+    async def work(stream: NatsStream) -> None:
+        within = str(settings.cluster)
+        one, two = Instance(stream, within, "one"), Instance(stream, within, "two")
+        async with catalog_on(settings) as catalog, one.alive(), two.alive():
+            for instance in (one, two):
+                instance.create(0, 10)
+                await instance.publish()
+            await eventually(lambda: one.is_whole_in(catalog) and two.is_whole_in(catalog))
+            one.create(10, 20)
+            for frame in one.ledger.take_frames(one.name, time.time_ns()):
+                data = frame.data[:4] + (VERSION + 1).to_bytes(2, "little") + frame.data[6:-4]
+                data += _native.crc32c(data).to_bytes(4, "little")
+                await stream.publish(within, one.name, data)
+            one.create(20, 30)
+            await one.publish()  # in a version that is known
+            await eventually(lambda: catalog.lookup(SPACE.id, block_hashes(0, 30)).withheld == ["one"])
+            await eventually(lambda: catalog.numbers().newer == 2)
+            answer = catalog.lookup(SPACE.id, block_hashes(0, 30))
+            assert [(found.instance, found.depth) for found in answer.instances] == [("two", 10)]
+            (shown,) = [entry for entry in catalog.instances() if entry.instance == "one"]
+            assert (shown.state, shown.withheld) == ("live", "newer")
+            words = (
+                f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
+            )
+            assert shown.doubts == [words]
+            numbers = catalog.numbers()
+            assert (numbers.withheld, numbers.gaps, numbers.poison, numbers.doubtful, one.rounds) == (1, 0, 0, 0, 0)
+            again = Instance(stream, within, "one", epoch=2)
+            one.epoch, one.ledger = again.epoch, again.ledger
+            one.create(0, 5)
+            await one.publish()
+            await eventually(lambda: one.is_whole_in(catalog) and not catalog.numbers().withheld)
+            depths = {found.instance: found.depth for found in catalog.lookup(SPACE.id, block_hashes(0, 30)).instances}
+            assert depths == {"one": 5, "two": 10}
 
     run(work, settings.nats_url)
 
