@@ -130,7 +130,8 @@ void headers_are_refused_in_order() {
     return thrown_code([&] { FrameReader(changed, 0); });
   };
   CHECK(with(0, 'X') == ErrorCode::kNotAFrame);
-  CHECK(with(4, 2) == ErrorCode::kNewerFrame);
+  CHECK(with(4, kFrameVersion + 1) == ErrorCode::kNewerFrame);
+  CHECK(with(4, 2) == ErrorCode::kCorruptFrame);  // a version that is read, and not the one that was written
   CHECK(with(4, 0) == ErrorCode::kMalformedFrame);
   CHECK(with(11, 0xFF) == ErrorCode::kMalformedFrame);  // longer than any frame
   CHECK(with(10, 0x01) == ErrorCode::kTornFrame);       // longer than this one
