@@ -50,6 +50,8 @@ Buffer written(std::initializer_list<Event> events) {
 void golden_frame_round_trips() {
   const Buffer golden = tests::read_golden("frame_v1.bin");
   CHECK(rewritten(golden) == golden);
+  const Buffer with_attributes = tests::read_golden("frame_v2.bin");
+  CHECK(rewritten(with_attributes) == with_attributes && decode_header(with_attributes, 0).version == 2);
   const FrameHeader header = decode_header(golden, 0);
   CHECK(header.instance == "w\xC3\xB6rker-1" && header.epoch == 7 && header.digest == 0xFEDCBA9876543210);
   Buffer shifted(5 + golden.size() + 1, 'x');
