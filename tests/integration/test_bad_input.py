@@ -18,6 +18,7 @@ import pytest
 
 import kvbm
 from kvbm.core.checksum import crc32c
+from kvbm.core.codec import VERSION
 from kvbm.core.errors import ConfigError, JournalError, LayoutError, PoolError, PoolFullError, PoolMismatchError
 from tests.captures import make_capture, packed, starts
 from tests.servers import free_port, s3_server
@@ -341,7 +342,7 @@ def test_a_nats_url_that_is_none_leaves_the_journal_and_its_blocks_as_they_were(
 def newer(data: bytes) -> bytes:
     """A frame as the next version's writer might write it."""
     changed = bytearray(data)
-    changed[4] += 1
+    changed[4] = VERSION + 1
     changed[-5] ^= 0xFF
     return bytes(changed[:-4]) + crc32c(bytes(changed[:-4])).to_bytes(4, "little")
 
