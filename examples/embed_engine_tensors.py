@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import kvbm
-from kvbm.assembly import copy_queue, open_engine_manager
+from kvbm.assembly import copy_queue
 from kvbm.core.ids import split_hashes
 from kvbm.pools.host import HostPool
 from kvbm.pools.host_map import map_host
@@ -40,7 +40,7 @@ class Engine:
             "pools.hbm.owner": "engine", "pools.hbm.slots": BLOCKS, "pools.host.slots": 64,
         }  # fmt: skip
         settings = kvbm.load_settings(flags=flags)
-        self.manager = open_engine_manager(settings, [self.namespace], layout.block_bytes, engine="example")
+        self.manager = kvbm.open_engine_manager(settings, [self.namespace], layout.block_bytes, engine="example")
         host = self.manager.pools.slots[kvbm.Tier.HOST]
         assert isinstance(host, HostPool)
         memory = map_host(os.getpid(), host.fd, host.mapped_bytes)  # a worker process does the same, with our pid

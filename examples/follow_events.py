@@ -19,7 +19,7 @@ import kvbm
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, InstanceStarted, InstanceStopped
 from kvbm.core.ids import InstanceId, short, split_hashes
-from kvbm.streams.base import ORIGIN, Position, is_fence
+from kvbm.streams.base import ORIGIN, is_fence
 from kvbm.streams.nats import NatsStream
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
@@ -50,7 +50,7 @@ def words(event: Event) -> Iterator[str]:
 
 async def follow(url: str, instance: str) -> None:
     """Print all events until this instance has stopped."""
-    seen: dict[InstanceId, Position] = {}  # of each instance, everything before this has been printed
+    seen: dict[InstanceId, kvbm.Position] = {}  # of each instance, everything before this has been printed
     stream = await NatsStream.connect(url)
     try:
         reader = await stream.pull()
@@ -62,7 +62,7 @@ async def follow(url: str, instance: str) -> None:
                     at = 0
                     while at < len(message.data):
                         frame, at = decode_frame(message.data, at)
-                        end = Position(frame.epoch, frame.next_offset)
+                        end = kvbm.Position(frame.epoch, frame.next_offset)
                         if end <= seen.get(frame.instance, ORIGIN):  # sent again
                             continue
                         seen[frame.instance] = end

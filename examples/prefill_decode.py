@@ -20,7 +20,6 @@ import torch
 
 import kvbm
 from kvbm.assembly import CODER, NATIVE
-from kvbm.core.answers import PositionWanted
 from kvbm.core.ids import split_hashes
 from kvbm.pools.object import BlockObjects
 from kvbm.pools.stores.memory import MemoryStore
@@ -91,7 +90,7 @@ def main() -> None:
         p.manager.settle(WAIT_S)  # until its objects are in the store
         print(f"{p.name}: computed {p.computed_blocks} blocks, the store has {len(store.objects)} objects")
 
-        seen = PositionWanted(instance=p.manager.instance, epoch=p.manager.epoch, offset=p.manager.applied())
+        seen = kvbm.PositionWanted(instance=p.manager.instance, epoch=p.manager.epoch, offset=p.manager.applied())
         answer = catalog.lookup(NAMESPACE, catalog.hashes(NAMESPACE, b"", prompt), at_least=[seen], wait_s=5.0)
         print("catalog: " + ", ".join(f"{pool.depth} blocks in {pool.pool}" for pool in answer.pools))
 

@@ -18,7 +18,7 @@ import kvbm
 from kvbm.assembly import NATIVE, NATIVE_FOLD, journal_folder
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.events import BlocksEvicted
-from kvbm.core.ids import SequenceHash, short, split_hashes
+from kvbm.core.ids import short, split_hashes
 from kvbm.replay.source import open_source
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
@@ -29,14 +29,14 @@ NAMESPACE = kvbm.Namespace(model="toy", block_tokens=16)
 HBM_SLOTS = 8
 
 
-def make_log(folder: Path) -> tuple[str, list[list[SequenceHash]]]:
+def make_log(folder: Path) -> tuple[str, list[list[kvbm.SequenceHash]]]:
     """An instance serves dialogues that share a beginning. Returns where its journal is, and the prompts that were asked."""
     flags = {
         "instance.id": "engine-a", "instance.data_dir": str(folder), "nats.enabled": False,
         "pools.hbm.device": "memory", "pools.hbm.slots": HBM_SLOTS,
     }  # fmt: skip
     settings = kvbm.load_settings(flags=flags)
-    prompts: list[list[SequenceHash]] = []
+    prompts: list[list[kvbm.SequenceHash]] = []
     with kvbm.open_manager(settings, [NAMESPACE], block_bytes=64, engine="example") as manager:
         for turn in range(12):
             tokens = [*range(48), *range(1000 * (turn % 3), 1000 * (turn % 3) + 32 + 16 * (turn // 6))]

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -36,11 +36,10 @@ from kvbm.core.errors import (
 )
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import REFERENCE, Kernels, LedgerTwin, NewFold, NewLedger
+from kvbm.core.kernels import Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import blocks_of_object, slots_in
-from kvbm.core.ledger import Ledger, Recovered
+from kvbm.core.ledger import Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
-from kvbm.core.residency import Residencies
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.copies import Pools
@@ -98,8 +97,19 @@ NATIVE = Kernels(
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
+
+
+class Core(NamedTuple):
+    """What a manager makes of events with: the native functions, or in tests the readable ones that specify them."""
+
+    kernels: Kernels
+    new_ledger: NewLedger
+    new_fold: NewFold
+
+
+NATIVE_CORE = Core(NATIVE, NATIVE_LEDGER, NATIVE_FOLD)
 NATIVE_ARENA: NewArena = _native.Arena
-OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # the one that there is: "reference" checks no block of NVME by itself
+OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # as `pools.block_io.OpenEngine`; it has no readable twin
 RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
 CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 
@@ -133,10 +143,6 @@ def open_unverified(
 M = TypeVar("M", bound=Manager)
 _LEAST_QUEUE_BLOCKS = 8192
 _CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows
-
-
-def _kernels(settings: Settings) -> Kernels:
-    return REFERENCE if settings.core == "reference" else NATIVE
 
 
 def kvbm_version() -> str:
@@ -178,6 +184,7 @@ def open_manager(
     object_pool: ObjectPool | None = None,
     wall_clock_ns: Callable[[], int] = time.time_ns,
     layers: Sequence[Sequence[PagedTensor]] = (),
+    core: Core | None = None,
 ) -> Manager:
     """A running manager: journal locked, durable tiers recovered, a new epoch begun, publisher connected or connecting.
 
@@ -194,6 +201,7 @@ def open_manager(
         wall_clock_ns: what frames and heartbeats are stamped with; a simulation has its own time.
         layers: the tensors an engine keeps its KV in: the HBM pool then lies there, and `pools.hbm` names no size. Each namespace has
             the layout that `paged_layout` gives them.
+        core: for tests, which also run the readable one; None: NATIVE_CORE.
     Raises: ArgumentError: an argument that cannot be used. ConfigError, LayoutError, JournalError, PoolError, MissingExtraError,
         PackageConflictError, StreamError: what cannot be used, and what to do. ConfigError also where `pools.hbm.owner` is "engine":
         such a manager has other calls, and `open_engine_manager` opens it.
@@ -204,7 +212,7 @@ def open_manager(
             'pools.hbm.owner is "engine"; such a manager is opened by open_engine_manager and has calls of its own: use that, or set'
             ' pools.hbm.owner to "kvbm"'
         )
-    return _open_manager(Manager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, layers)
+    return _open_manager(Manager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, layers, core)
 
 
 def open_engine_manager(
@@ -214,6 +222,7 @@ def open_engine_manager(
     engine: str = "",
     object_pool: ObjectPool | None = None,
     wall_clock_ns: Callable[[], int] = time.time_ns,
+    core: Core | None = None,
 ) -> EngineHbmManager:
     """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots as the engine blocks.
 
@@ -226,7 +235,9 @@ def open_engine_manager(
         raise ConfigError(
             f'pools.hbm.owner is {settings.pools.hbm.owner!r}; an engine that keeps its KV needs "engine"'
         )
-    return _open_manager(EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, ())
+    return _open_manager(
+        EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, (), core
+    )  # fmt: skip
 
 
 def _check_opening(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int, engine: str) -> None:
@@ -247,6 +258,7 @@ def _open_manager(
     object_pool: ObjectPool | None,
     wall_clock_ns: Callable[[], int],
     layers: Sequence[Sequence[PagedTensor]],
+    core: Core | None,
 ) -> M:
     why = conflict()
     if why:
@@ -260,7 +272,8 @@ def _open_manager(
     if why := lasting.why(unused):
         log.warning("namespace.unnamed", tiers=unused, notice=why)
     settings = _without_lasting(settings, namespaces, engine)
-    instance, kernels = InstanceId(settings.instance.id), _kernels(settings)
+    core = core or NATIVE_CORE
+    instance, kernels = InstanceId(settings.instance.id), core.kernels
     credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
@@ -274,8 +287,7 @@ def _open_manager(
             )  # fmt: skip
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
-        new_ledger = Ledger if settings.core == "reference" else NATIVE_LEDGER
-        ledger = new_ledger(
+        ledger = core.new_ledger(
             _stated(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
         )
         for namespace in namespaces:
@@ -287,7 +299,7 @@ def _open_manager(
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
         on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
         known = max(on_stream, _epoch_in_catalog(settings, instance))
-        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, lasting)
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, lasting, core.new_fold)
         keeping: Keeping | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
@@ -321,7 +333,6 @@ def run_catalog(settings: Settings) -> int:
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
-    from kvbm.catalog.reference_index import ReferenceIndex
     from kvbm.catalog.routing import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -355,8 +366,8 @@ def run_catalog(settings: Settings) -> int:
         say = f"follows {shown(url)}"
         run(
             service,
-            _kernels(settings),
-            ReferenceIndex if settings.core == "reference" else NATIVE_INDEX,
+            NATIVE,
+            NATIVE_INDEX,
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0
@@ -423,7 +434,7 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
         def folder(blocks: int) -> BlockObjects:
             wrappings = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
             return BlockObjects(
-                store, 1, _kernels(settings).checksums, CODER, blocks=blocks, wrappings=wrappings, name=pool, threads=1,
+                store, 1, NATIVE.checksums, CODER, blocks=blocks, wrappings=wrappings, name=pool, threads=1,
                 deadline_s=wanted.timeout_s,
             )  # fmt: skip
 
@@ -570,12 +581,12 @@ def _begin_epoch(
     engine: str,
     known: Epoch,
     lasting: LastingNamespaces,
+    new_fold: NewFold,
 ) -> str:
     """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
     recovered: dict[Tier, list[Recovered]] = {}
     epoch, pool_id = Epoch(known + 1), ""
     if journal is not None:
-        new_fold: NewFold = Residencies if settings.core == "reference" else NATIVE_FOLD
         nvme = pools.slots.get(Tier.NVME)
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
@@ -666,7 +677,7 @@ def _open_pools(
     opened: ExitStack,
 ) -> Pools:
     slots: dict[Tier, SlotPool] = {}
-    wanted, checksums = settings.pools, _kernels(settings).checksums
+    wanted, checksums = settings.pools, NATIVE.checksums
     is_engines = wanted.hbm.owner == "engine"
     in_memory = wanted.hbm.device == "memory" and not is_engines
     copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
@@ -678,7 +689,7 @@ def _open_pools(
     count = _slots(wanted.hbm.slots, wanted.hbm.capacity_bytes, block_bytes, "pools.hbm")
     if not count and not layers:
         raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
-    native = segment_copies(copier) if _kernels(settings) is NATIVE else None
+    native = segment_copies(copier)
     if is_engines and layers:
         raise ConfigError('pools.hbm.owner is "engine", so the HBM pool lies in no tensors of ours; give no layers')
     if is_engines:
@@ -760,7 +771,7 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
             opened.callback(store.close)
         name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
         pool = BlockObjects(
-            store, block_bytes, _kernels(settings).checksums, CODER, blocks=blocks, namespaces=namespaces,
+            store, block_bytes, NATIVE.checksums, CODER, blocks=blocks, namespaces=namespaces,
             compressed=wanted.compression == "auto", wrappings=sealing, look_s=wanted.look_s,
             name=name, deadline_s=wanted.timeout_s, on_trouble=on_trouble,
         )  # fmt: skip

@@ -354,11 +354,9 @@ class Settings(_Group, frozen=True):
     """Everything that can be set.
 
     Attributes:
-        core: "native", or "reference" for the readable twin of everything native, which is slow.
         tenants: tenant → its share; none: all blocks are alike.
     """
 
-    core: str = "native"
     instance: InstanceSettings = InstanceSettings()
     pools: PoolsSettings = PoolsSettings()
     offload: OffloadSettings = OffloadSettings()
@@ -424,7 +422,6 @@ def default_lines() -> list[str]:
 
 def check_settings(settings: Settings) -> None:
     """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
-    _one_of("core", settings.core, ("native", "reference"))
     _check_names(settings)
     _check_pools(settings.pools)
     _one_of("pools.host.huge_pages", settings.pools.host.huge_pages, ("auto", "on", "off"))

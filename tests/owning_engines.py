@@ -15,13 +15,14 @@ from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.host import HostPool
 from kvbm.pools.host_map import map_host
+from tests.cores import CORES
 from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of
 
 WAIT_S = 10.0
 
 
-def opened(folder: Path, objects: ObjectPool | None = None, **flags: Any) -> EngineHbmManager:
+def opened(folder: Path, objects: ObjectPool | None = None, core: str = "native", **flags: Any) -> EngineHbmManager:
     """A manager of an engine with 64 blocks in HBM, 32 in HOST, 64 in NVME; `__` stands for a dot in settings."""
     settings = load_settings(
         flags={
@@ -30,7 +31,7 @@ def opened(folder: Path, objects: ObjectPool | None = None, **flags: Any) -> Eng
         }
         | {key.replace("__", "."): value for key, value in flags.items()}
     )  # fmt: skip
-    return open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test", objects)
+    return open_engine_manager(settings, [NAMESPACE], BLOCK_BYTES, "test", objects, core=CORES[core])
 
 
 def mapped_rows(manager: EngineHbmManager) -> np.ndarray:

@@ -8,6 +8,7 @@ from kvbm.assembly import open_manager
 from kvbm.config import Settings, load_settings
 from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
+from tests.cores import CORES
 from tests.managers import BLOCK_BYTES, NAMESPACE
 
 
@@ -21,8 +22,8 @@ def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settin
     )  # fmt: skip
 
 
-def opened(settings: Settings) -> Manager:
-    return open_manager(settings, [NAMESPACE], BLOCK_BYTES)
+def opened(settings: Settings, core: str = "native") -> Manager:
+    return open_manager(settings, [NAMESPACE], BLOCK_BYTES, core=CORES[core])
 
 
 def is_published(manager: Manager) -> bool:

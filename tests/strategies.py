@@ -84,6 +84,7 @@ instances_started = st.builds(
     topology=st.lists(text, max_size=4).map(tuple),
     engine=text,
     version=text,
+    attributes=st.dictionaries(st.sampled_from(["a", "é", "of a name that is longer"]), st.binary(max_size=20)),
 )
 
 

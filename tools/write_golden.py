@@ -51,6 +51,9 @@ def namespace(tenant: str = "") -> Namespace:
     )
 
 
+ATTRIBUTES = {"pool.endpoint": b"tcp://10.0.0.7:9000", "é": b"\x00\xff", "of nothing": b""}
+
+
 def hash_cases() -> list[dict[str, object]]:
     """Token sequences and their hashes."""
     root = namespace().root(b"secret")
@@ -99,6 +102,28 @@ def checksum_cases() -> list[dict[str, object]]:
     return [{"name": name, "data": data.hex(), "crc32c": f"{value:08x}"} for name, data, value in cases]
 
 
+def namespace_cases() -> list[dict[str, object]]:
+    """Namespaces by the fields that were given, with their ids, and their roots under a secret."""
+    given: list[tuple[str, dict[str, str | int], bytes]] = [
+        ("the least", {"model": "m", "block_tokens": 16}, b""),
+        (
+            "every field of the first release",
+            {
+                "model": "org/model", "block_tokens": 32, "revision": "0f3c", "kv_dtype": "bfloat16", "layout": "paged",
+                "kv_group": 2, "ranks": "tp2", "lora": "a", "tenant": "acme", "scheme": "vllm.sha256", "scheme_seed": -7,
+            },
+            b"secret",
+        ),
+    ]  # fmt: skip
+    return [
+        {
+            "name": name, "fields": fields, "secret": secret.hex(), "id": Namespace(**fields).id.hex(),
+            "root": Namespace(**fields).root(secret).hex(),
+        }
+        for name, fields, secret in given
+    ]  # fmt: skip
+
+
 def digest_cases() -> list[dict[str, object]]:
     """Residencies and their 64 bits."""
     blocks = [bytes(16), bytes(range(16)), b"\xff" * 16, sequence_hashes(range(4), 4, namespace().root())]
@@ -109,8 +134,12 @@ def digest_cases() -> list[dict[str, object]]:
     ]
 
 
-def frame() -> Frame:
-    """One frame with every kind of event and every optional field there and not there."""
+def frame(attributes: dict[str, bytes] | None = None) -> Frame:
+    """One frame with every kind of event and every optional field there and not there.
+
+    Args:
+        attributes: of its InstanceStarted; with any it is of version 2.
+    """
     spaces = (namespace(), namespace("acme"))
     first, second = (space.id for space in spaces)
     run = sequence_hashes(range(16), 4, spaces[0].root(b"secret"))
@@ -122,7 +151,7 @@ def frame() -> Frame:
     events = (
         InstanceStarted(
             epoch=Epoch(7), pools=pools, namespaces=spaces, topology=("zone-a", "rack-3", "host-17"), engine="golden",
-            version="0.1.0",
+            version="0.1.0", attributes=attributes or {},
         ),
         BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[:32], slots=pack_slots([5, 2**32 - 1])),
         BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[32:], parent=SequenceHash(run[16:32]), start=2),
@@ -173,10 +202,13 @@ def plain(value: object) -> object:
     """A frame as plain values that JSON can show, so that a person can review it: bytes in hex, members by name."""
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     if hasattr(value, "__struct_fields__"):
-        fields = {field: plain(getattr(value, field)) for field in value.__struct_fields__}
+        known = {field: getattr(value, field) for field in value.__struct_fields__}
+        fields = {field: plain(known[field]) for field in known if field != "attributes" or known[field]}
         return {"type": type(value).__name__} | fields
     return getattr(value, "name", value)
 
@@ -190,10 +222,13 @@ def golden_files() -> dict[str, bytes]:
     return {
         "sequence_hashes.json": text(hash_cases()),
         "checksums.json": text(checksum_cases()),
+        "namespaces.json": text(namespace_cases()),
         "digests.json": text(digest_cases()),
         "coded_blocks_v1.bin": coded_blocks(),
-        f"frame_v{VERSION}.bin": encode_frame(frame()),
-        f"frame_v{VERSION}.json": text(plain(frame())),
+        "frame_v1.bin": encode_frame(frame()),
+        "frame_v1.json": text(plain(frame())),
+        f"frame_v{VERSION}.bin": encode_frame(frame(ATTRIBUTES)),
+        f"frame_v{VERSION}.json": text(plain(frame(ATTRIBUTES))),
         f"object_v{OBJECT_VERSION}.bin": object_bytes(),
     }
 

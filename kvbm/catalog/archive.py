@@ -29,7 +29,7 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
-from kvbm.streams.fence_records import encode_fence, encode_told
+from kvbm.streams.fence_records import VERSION, encode_fence, encode_told
 from kvbm.streams.holders import Holders
 from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
@@ -47,6 +47,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class _Versioned(msgspec.Struct):
+    version: int
+
+
 class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
     """What POSITION says.
 
@@ -55,8 +59,10 @@ class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
         generation: of the store, from 1.
         sequence: the last one written. fingerprint: of that message, as in `Mark`; None: not known.
         file, bytes: the file it ends, and where.
+        version: of the archive's files beside frames.
     """
 
+    version: int = VERSION
     created: str = ""
     generation: int = 1
     sequence: int = 0
@@ -229,11 +235,17 @@ class ArchiveFiles:
         except FileNotFoundError:
             return None
         try:
-            if checksum == b"%08x" % zlib.crc32(body):
-                return msgspec.json.decode(body, type=ArchivePosition)
+            if checksum != b"%08x" % zlib.crc32(body):
+                return None
+            version = msgspec.json.decode(body, type=_Versioned).version
+            if version > VERSION:
+                raise CatalogError(
+                    f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: upgrade"
+                    " it, or give --archive another folder"
+                )
+            return msgspec.json.decode(body, type=ArchivePosition)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            pass
-        return None
+            return None
 
     def _put_position(self) -> None:
         body = msgspec.json.encode(self.position)

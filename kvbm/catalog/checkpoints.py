@@ -50,6 +50,10 @@ class Checkpointing(Protocol):
         """Fill an empty index; gives the note. Raises CheckpointError: the index cannot be used then."""
 
 
+class _Versioned(msgspec.Struct):
+    version: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What the manifest of a checkpoint says.
 
@@ -238,12 +242,18 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
                 raise CatalogError("its checksum is another")
+            version = msgspec.json.decode(body, type=_Versioned).version
+            if version != _VERSION:
+                newer = "a newer kvbm wrote it, as" if version > _VERSION else "it is of"
+                log.warning(
+                    "checkpoint.unread", path=str(path), why=f"{newer} version {version}; this one reads {_VERSION}"
+                )
+                continue
             manifest = msgspec.json.decode(body, type=Manifest)
         except (CatalogError, msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
             log.warning("checkpoint.damaged", path=str(path), why=str(error))
             continue
-        if manifest.version == _VERSION:
-            yield path, manifest
+        yield path, manifest
 
 
 def _tidy(folder: Path) -> None:

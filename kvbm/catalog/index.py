@@ -200,9 +200,6 @@ class ClusterIndex(Protocol):
             best: only that many instances, the deepest first, ties in no order; 0 for all, in no order.
         """
 
-    def deepest_held(self, namespace: NamespaceId, hashes: bytes) -> int:
-        """The position after the last block of the run that anybody holds, holes or not."""
-
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """Who holds one block, by name, hottest tier first."""
 

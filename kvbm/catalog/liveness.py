@@ -12,6 +12,7 @@ An instance is withheld while one of these holds, and returned when none does:
 - *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
 - *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
   that is gone, so it stays left out until the stream has the start, however alive the instance is.
+- *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
 - *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
 
 An instance is told apart from an older self by its run, not by its epoch alone: the fences in the stream say which run has its place
@@ -60,6 +61,7 @@ class Why(Enum):
     SILENT = "silent"
     STOPPED = "stopped"
     RESTARTED = "restarted"
+    NEWER = "newer"
 
 
 class Pulse(NamedTuple):
@@ -91,6 +93,7 @@ class Followed(NamedTuple):
     Attributes:
         run: of the process that has its place on the stream; "" when no fence was read.
         life: another one than before: what was heard and read until now is of another life.
+        unreadable: a newer kvbm writes its epoch, in frames that this one cannot read.
     """
 
     instance: InstanceId
@@ -98,6 +101,7 @@ class Followed(NamedTuple):
     stopped: bool
     run: str = ""
     life: int = 0
+    unreadable: bool = False
 
 
 Input = Heard | OwnPulse | Ticked | Followed
@@ -149,7 +153,19 @@ class Ignored(NamedTuple):
 class _Member:
     """One instance."""
 
-    __slots__ = ("heard_s", "holder", "is_behind", "is_silent", "is_stopped", "life", "pulse", "since_s", "told", "why")
+    __slots__ = (
+        "heard_s",
+        "holder",
+        "is_behind",
+        "is_silent",
+        "is_stopped",
+        "is_unreadable",
+        "life",
+        "pulse",
+        "since_s",
+        "told",
+        "why",
+    )
 
     def __init__(self, now_s: float) -> None:
         self.pulse: Pulse | None = None  # the last one believed, also a kept one
@@ -157,6 +173,7 @@ class _Member:
         self.since_s = now_s  # silence counts from here on
         self.told: Epoch | None = None  # epoch the stream has given; None: it has told nothing
         self.is_stopped = False  # in that epoch
+        self.is_unreadable = False
         self.is_silent = False  # for liveness_s
         self.is_behind = False  # withheld when its epoch began, and not heard in it
         self.why: Why | None = None  # it is withheld
@@ -338,11 +355,11 @@ class Liveness:
         self._ignored[heartbeat.instance] = Ignored(heartbeat, since_s, now_s)
 
     def _follow(self, now_s: float, what: Followed) -> list[Effect]:
-        instance, epoch, stopped, run, life = what
+        instance, epoch, stopped, run, life, unreadable = what
         member = self._member(now_s, instance)
         if life != member.life:
             self._begin_life(now_s, member, what)
-        member.holder = run
+        member.holder, member.is_unreadable = run, unreadable
         if member.told is None or epoch > member.told:
             is_heard = (
                 not member.is_silent
@@ -406,8 +423,11 @@ class Liveness:
         """Withhold or return what an input has changed; a silence is judged by the next tick."""
         if member.told is None:
             return []
-        if member.newest > member.told:
-            why: Why | None = Why.RESTARTED
+        why: Why | None
+        if member.is_unreadable:
+            why = Why.NEWER
+        elif member.newest > member.told:
+            why = Why.RESTARTED
         elif member.is_stopped:
             why = Why.STOPPED
         elif member.is_behind or (member.is_silent and member.why is Why.SILENT):

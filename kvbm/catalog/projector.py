@@ -9,6 +9,7 @@ A reader's place in an instance's stream is (epoch, next offset). What arrives i
     beyond the next offset           a hole   kept aside; a publisher that goes back sends what is missing, 0 1 3 4 2 3 4
     epoch above, from offset 0       applied  the epoch before is over
     epoch above, from later          applied  blind: its start is no longer, or not yet, on the stream
+    a frame of a newer version       unreadable: neither it nor what follows it in its epoch is applied; the next epoch is
 
 Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may each begin an epoch
 of one number. So an epoch is told by its number and the run of the process that began it, and which life is the newer one by the
@@ -39,8 +40,8 @@ from kvbm.catalog.store import (
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.core.codec import ScannedFrame
-from kvbm.core.errors import StreamError
+from kvbm.core.codec import VERSION, NewerFrame, ScannedFrame, newer_frame
+from kvbm.core.errors import NewerFrameError, StreamError
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.kernels import ScanFrames
@@ -115,6 +116,7 @@ class Counters(msgspec.Struct, kw_only=True):
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
         gaps_repaired, digest_repaired: after which the instance was whole again.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
+        newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not applied.
         strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: times a fence said that what was read of an instance is of another life.
     """
@@ -130,6 +132,7 @@ class Counters(msgspec.Struct, kw_only=True):
     blind_starts: int = 0
     poison: int = 0
     foreign: int = 0
+    newer: int = 0
     digest_mismatches: int = 0
     digest_divergence: int = 0
     gaps_repaired: int = 0
@@ -165,6 +168,17 @@ class Trouble(msgspec.Struct, kw_only=True):
         return [reason for reason, count in words.items() if count]
 
 
+class Unreadable(msgspec.Struct, frozen=True):
+    """A newer kvbm writes an instance's epoch: the version of a frame of it that was seen."""
+
+    epoch: Epoch
+    version: int
+
+    def words(self) -> str:
+        """Why nothing is said of the instance, and what to do."""
+        return f"epoch {self.epoch} has frames of version {self.version}; this catalog reads up to {VERSION}: upgrade the catalog"
+
+
 class FollowedState(msgspec.Struct, frozen=True, kw_only=True):
     """One instance in a `ProjectorState`."""
 
@@ -179,6 +193,7 @@ class FollowedState(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     holder: Fence | None = None
     life: int = 0
+    unreadable: Unreadable | None = None
 
 
 class ProjectorState(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +249,7 @@ class _Followed:
             None  # since when something lies aside while the reader is at the stream's end
         )
         self.evidence: _Evidence | None = None
+        self.unreadable: Unreadable | None = None  # of this epoch nothing more is read
 
 
 class Projector:
@@ -294,7 +310,7 @@ class Projector:
                     row=followed.row, epoch=followed.position.epoch, offset=followed.position.offset,
                     epoch_row=followed.epoch_row, declared=tuple(followed.declared), is_blind=followed.is_blind,
                     is_lost=followed.is_lost, trouble=_copy(self._troubles.get(instance)), run=followed.run,
-                    holder=followed.holder, life=followed.life,
+                    holder=followed.holder, life=followed.life, unreadable=followed.unreadable,
                 )
                 for instance, followed in self._followed.items()
             ),
@@ -317,6 +333,12 @@ class Projector:
             followed.epoch_row, followed.declared = entry.epoch_row, frozenset(entry.declared)
             followed.is_blind, followed.is_lost = entry.is_blind, entry.is_lost
             followed.run, followed.holder, followed.life = entry.run, entry.holder, entry.life
+            if entry.unreadable is not None and entry.unreadable.version > VERSION:
+                followed.unreadable = entry.unreadable
+                continue
+            followed.is_lost |= (
+                entry.unreadable is not None
+            )  # this kvbm can read what comes next; a round tells the rest
             if entry.trouble is not None:
                 self._troubles[entry.row.id] = entry.trouble
             elif (view := self.index.view(entry.row.id)) is not None and view.missed and not view.stopped:
@@ -375,6 +397,8 @@ class Projector:
             return
         said = Position(heartbeat.epoch, heartbeat.published)
         followed = self._follow(heartbeat.instance, heartbeat.cluster)
+        if followed.unreadable is not None and said.epoch <= followed.unreadable.epoch:
+            return
         known, holder = followed.evidence, followed.holder
         if _contradicts(holder, said.epoch, heartbeat.run):
             return
@@ -527,9 +551,16 @@ class Projector:
             return Holder("", 0)
         return Holder(followed.holder.run if followed.holder is not None else followed.run, followed.life)
 
+    def unreadable(self, instance: InstanceId) -> Unreadable | None:
+        """What this kvbm is too old to read of an instance's epoch; None when it reads it."""
+        followed = self._followed.get(instance)
+        return None if followed is None else followed.unreadable
+
     def instances(self) -> list[InstanceId]:
-        """The instances read from, by name."""
-        return sorted(instance for instance, followed in self._followed.items() if followed.position.epoch)
+        """The instances read from, by name; also those of which nothing could be read."""
+        return sorted(
+            instance for instance, followed in self._followed.items() if followed.position.epoch or followed.unreadable
+        )
 
     def namespaces(self) -> dict[NamespaceId, Namespace]:
         """The namespaces whose fields an instance has told. Read only."""
@@ -573,8 +604,32 @@ class Projector:
                 self._poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
             self._place(self._follow(instance, cluster), _Arrived(frame, message.data), step)
-        if error is not None:
+        if isinstance(error, NewerFrameError):
+            self._refuse_newer(message, error, self._follow(instance, cluster), step)
+        elif error is not None:
             self._poison(message, str(error))
+
+    def _refuse_newer(self, message: StreamMessage, error: NewerFrameError, followed: _Followed, step: Step) -> None:
+        """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
+        known = followed.unreadable
+        newer = NewerFrame(error.version, known.epoch) if known is not None else newer_frame(message.data, error.at)
+        if newer is None:
+            self._poison(message, str(error))  # a version that damage has changed
+            return
+        self.counters.newer += 1
+        if known is not None or newer.epoch < followed.position.epoch:
+            return
+        followed.unreadable = Unreadable(newer.epoch, newer.version)
+        followed.aside, followed.aside_bytes = {}, 0
+        followed.evidence = followed.hole_since_s = None
+        followed.is_lost = False
+        self.may_lack_claims = True
+        instance = followed.row.id
+        self._troubles.pop(instance, None)  # no round can heal it
+        self.index.wait(instance, False)
+        self.index.miss(instance)
+        step.advanced[instance] = followed.position
+        log.warning("instance.unreadable", instance=instance, why=followed.unreadable.words())
 
     # -- lives --------------------------------------------------------------------------------------------------------
 
@@ -625,7 +680,7 @@ class Projector:
         self._end_epoch(followed, followed.row.last_frame_ns)
         self.counters.lives += 1
         followed.life += 1
-        followed.evidence = followed.hole_since_s = None
+        followed.evidence = followed.hole_since_s = followed.unreadable = None
         followed.declared = frozenset()
         followed.run = fence.run
         self._known.pop(followed.row.id, None)
@@ -667,6 +722,12 @@ class Projector:
 
     def _place(self, followed: _Followed, arrived: _Arrived, step: Step) -> None:
         frame = arrived.frame
+        if followed.unreadable is not None:
+            if frame.epoch <= followed.unreadable.epoch:
+                self.counters.newer += 1
+                return
+            followed.unreadable = None
+            log.info("instance.readable", instance=followed.row.id, epoch=frame.epoch)
         epoch, offset = followed.position
         if frame.epoch < epoch:
             self.counters.stale += 1

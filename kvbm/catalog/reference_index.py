@@ -244,11 +244,6 @@ class ReferenceIndex:
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
         return Prefixes(deepest, instances, pools) if deepest or instances else NOBODY
 
-    def deepest_held(self, namespace: NamespaceId, hashes: bytes) -> int:
-        """As `ClusterIndex.deepest_held`."""
-        blocks = split_hashes(hashes)
-        return max((at + 1 for at, block in enumerate(blocks) if self.holders(namespace, block)), default=0)
-
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """As `ClusterIndex.holders`."""
         found = [

@@ -64,7 +64,6 @@ from kvbm.streams.base import (
     EventReader,
     EventStream,
     Heartbeat,
-    LivenessFact,
     Mark,
     Notice,
     Position,
@@ -518,6 +517,8 @@ class CatalogService:
     def _doubts(self, instance: InstanceId) -> list[str]:
         """Why an instance is doubtful, in words."""
         view, trouble = self._index.view(instance), self._projector.troubles().get(instance)
+        if (unreadable := self._projector.unreadable(instance)) is not None:
+            return [unreadable.words()]
         if view is None:
             return ["nothing was read of it", *self._delays(instance)]
         doubts = trouble.reasons() if trouble is not None else ["its first round has not ended"] if view.missed else []
@@ -756,8 +757,11 @@ class CatalogService:
         now_s, before = time.monotonic(), self._backlog.behind
         for instance in self._backlog.judge(now_s, self._projector.position):
             is_left_out = self._liveness.why(instance) is not None or not self._projector.position(instance).epoch
-            if is_left_out and self._liveness.state(instance) is LifeState.SILENT:
-                self._backlog.leave_out(instance)  # it has died in its restart, or before anything of it was read
+            is_dead = (
+                is_left_out and self._liveness.state(instance) is LifeState.SILENT
+            )  # in its restart, or before anything of it was read
+            if is_dead or self._projector.unreadable(instance) is not None:
+                self._backlog.leave_out(instance)
         behind = self._backlog.behind
         for instance in sorted(behind - before):
             log.warning("instance.behind", instance=instance, why=self._delays(instance)[0])
@@ -793,11 +797,6 @@ class CatalogService:
                 "instance.withheld" if withheld else "instance.returned",
                 instance=effect.instance, epoch=effect.epoch, why=why,
             )  # fmt: skip
-            fact = LivenessFact(
-                instance=effect.instance, cluster=self._cluster_of(effect.instance) or OWN_CLUSTER, epoch=effect.epoch,
-                withheld=withheld, why=why, wall_time_ns=time.time_ns(),
-            )  # fmt: skip
-            self._inform(self._stream.send_liveness(fact), "liveness.not_told", effect.instance)
 
     def _inform(self, sending: Coroutine[None, None, None], failed: str, instance: InstanceId) -> None:
         """Send a word in the background; one that is lost costs nothing."""
@@ -818,7 +817,8 @@ class CatalogService:
         if row is None:
             return
         epoch, holder = self._projector.position(instance).epoch, self._projector.holder(instance)
-        told = Followed(instance, epoch, row.state is InstanceState.STOPPED, holder.run, holder.life)
+        is_unreadable = self._projector.unreadable(instance) is not None
+        told = Followed(instance, epoch, row.state is InstanceState.STOPPED, holder.run, holder.life, is_unreadable)
         if self._told.get(instance) != told:
             self._told[instance] = told
             self._live(told)

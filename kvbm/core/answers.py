@@ -84,7 +84,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
-        withheld: instances left out because they have stopped or fallen silent.
+        withheld: instances left out because they have stopped, fallen silent, or are of a newer kvbm.
         view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
     """
 
@@ -180,7 +180,7 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
         digest: 16 hex digits.
         partial: residencies of it were refused at the catalog's capacity.
         doubts: why it is doubtful, in words. round_asked_s: seconds since the catalog last asked it for a round, while it is.
-        withheld: why it is left out of answers: "silent", "stopped", "restarted", or "".
+        withheld: why it is left out of answers: "silent", "stopped", "restarted", "newer" (a newer kvbm writes what this catalog cannot read), or "".
         trouble, run: as its last heartbeat says: what it cannot do now, and which process it is.
         heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
     """

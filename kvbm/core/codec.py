@@ -5,7 +5,7 @@ written in two ways are refused.
 
     at  bytes  field
      0      4  magic "KVBM"
-     4      2  version
+     4      2  version: 2 where an InstanceStarted has attributes, else 1
      6      1  instance_bytes: length of the instance's name
      7      1  namespace_count
      8      4  frame_bytes: the whole frame, checksum included
@@ -19,8 +19,12 @@ written in two ways are refused.
             …  events
              4  CRC-32C of all before it
 
+A writer writes the lowest version that suffices. In every version to come magic, version, frame_bytes, epoch and the checksum stay
+where they are, so a reader of before tells a newer frame from a damaged one and knows its epoch (`newer_frame`).
+
     event                 after its kind (u8)
-    1 InstanceStarted     u32 length, MessagePack of the struct
+    1 InstanceStarted     u32 length, MessagePack of the struct: an array of 6, of 7 with attributes (names sorted). Fields of
+                          namespaces are as in `Namespace.fields`
     2 BlocksCreated       u8 namespace, u8 tier, u8 flags (1 slots, 2 parent), u32 start, u32 count, [parent], hashes, [slots]
     3 BlocksMigrated      u8 namespace, u8 source (255: an instance), u8 target, u8 flags (1 slots, 4 kept), u8 cause,
                           u32 count, [u8 length, instance], hashes, [slots]
@@ -50,6 +54,8 @@ from kvbm.core.errors import (
     TornFrameError,
 )
 from kvbm.core.events import (
+    MAX_ATTRIBUTE_BYTES,
+    MAX_ATTRIBUTES,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -66,7 +72,7 @@ from kvbm.core.events import (
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, SLOT_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 
 MAGIC = b"KVBM"
-VERSION = 1
+VERSION = 2  # the newest that is read
 MAX_FRAME_BYTES = 1 << 26  # a length beyond this is taken for damage, not for a frame
 MAX_FRAME_NAMESPACES = 255
 FRAME_OVERHEAD_BYTES = 52  # header and checksum, names not counted
@@ -241,13 +247,18 @@ def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> byt
         if size > MAX_FRAME_BYTES:
             raise LayoutError(f"the frame has {size} bytes; at most {MAX_FRAME_BYTES} fit: cut it")
         header = _HEADER.pack(
-            MAGIC, VERSION, len(name), len(namespaces), size, len(frame.events),
+            MAGIC, _version_of(frame.events), len(name), len(namespaces), size, len(frame.events),
             frame.epoch, frame.first_offset, frame.wall_time_ns, frame.digest,
         )  # fmt: skip
     except struct.error as error:
         raise LayoutError(f"a number does not fit the frame: {error}") from None
     data = header + name + table + body
     return data + _CRC.pack(checksum(data))
+
+
+def _version_of(events: Sequence[Event]) -> int:
+    """The lowest version that suffices for these events."""
+    return 2 if any(isinstance(event, InstanceStarted) and event.attributes for event in events) else 1
 
 
 def _encode_event(event: Event, namespaces: dict[bytes, int]) -> bytes:
@@ -357,6 +368,25 @@ def decode_header(data: bytes, at: int = 0) -> FrameHeader:
     )  # fmt: skip
 
 
+class NewerFrame(NamedTuple):
+    """What every reader understands of a frame that a newer kvbm wrote."""
+
+    version: int
+    epoch: Epoch
+
+
+def newer_frame(data: bytes, at: int, checksum: Callable[[bytes], int] = crc32c) -> NewerFrame | None:
+    """The whole frame of a newer version at a position; None where there is none, or one that is damaged."""
+    if len(data) - at < FRAME_OVERHEAD_BYTES:
+        return None
+    magic, version, _, _, size, _, epoch, *_ = _HEADER.unpack_from(data, at)
+    if magic != MAGIC or version <= VERSION or not FRAME_OVERHEAD_BYTES <= size <= min(len(data) - at, MAX_FRAME_BYTES):
+        return None
+    end = at + size - _CRC.size
+    is_whole = checksum(data[at:end]) == _CRC.unpack_from(data, end)[0]
+    return NewerFrame(version, epoch) if is_whole else None
+
+
 def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = crc32c) -> tuple[Frame, int]:
     """The frame at a position, and the position after it.
 
@@ -388,6 +418,9 @@ def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = cr
             used.setdefault(event.namespace, len(used))
     if list(used) != table:
         raise MalformedFrameError(at, "the namespace table is not in the order the events use it")
+    version, needed = int.from_bytes(data[at + 4 : at + 6], "little"), _version_of(events)
+    if version != needed:
+        raise MalformedFrameError(at, f"a frame of version {version} whose events are written as version {needed}")
     return frame, end
 
 
@@ -514,8 +547,11 @@ def _decode_started(reader: _Reader) -> InstanceStarted:
 
 def encode_started(event: InstanceStarted) -> bytes:
     """The MessagePack of an InstanceStarted; the native codec takes it from here. Raises LayoutError."""
+    why = _refused_attributes(event)
+    if why:
+        raise LayoutError(f"InstanceStarted does not encode: {why}")
     try:
-        return msgspec.msgpack.encode(event)
+        return _started_bytes(event)
     except (OverflowError, UnicodeEncodeError) as error:
         raise LayoutError(f"InstanceStarted does not encode: {error}") from None
 
@@ -526,9 +562,38 @@ def decode_started(blob: bytes, at: int) -> InstanceStarted:
         event = msgspec.msgpack.decode(blob, type=InstanceStarted)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedFrameError(at, f"InstanceStarted does not decode: {error}") from None
-    if msgspec.msgpack.encode(event) != blob:
+    why = _refused_attributes(event)
+    if why:
+        raise MalformedFrameError(at, f"InstanceStarted does not decode: {why}")
+    if _started_bytes(event) != blob:
         raise MalformedFrameError(at, "InstanceStarted is not canonical")
     return event
+
+
+def _started_bytes(event: InstanceStarted) -> bytes:
+    fields: list[object] = [
+        event.epoch, event.pools, [namespace.fields() for namespace in event.namespaces], event.topology, event.engine,
+        event.version,
+    ]  # fmt: skip
+    if event.attributes:
+        fields.append(dict(sorted(event.attributes.items())))
+    return msgspec.msgpack.encode(fields)
+
+
+def _refused_attributes(event: InstanceStarted) -> str:
+    """Why attributes are none; "" when they are."""
+    if len(event.attributes) > MAX_ATTRIBUTES:
+        return f"{len(event.attributes)} attributes; at most {MAX_ATTRIBUTES} fit"
+    size = 0
+    for name, value in event.attributes.items():
+        try:
+            name_bytes = len(name.encode())
+        except UnicodeEncodeError as error:
+            return f"the name of an attribute has no UTF-8: {error}"
+        if not 1 <= name_bytes <= 255:
+            return f"the name of an attribute has {name_bytes} bytes; it needs 1 to 255"
+        size += name_bytes + len(value)
+    return f"{size} bytes of attributes; at most {MAX_ATTRIBUTE_BYTES} fit" if size > MAX_ATTRIBUTE_BYTES else ""
 
 
 def _decode_migrated(reader: _Reader, table: list[bytes]) -> BlocksMigrated:

@@ -6,11 +6,15 @@ block) or empty where kvbm does not own the tier's slots. Hashes of a run are ne
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 import msgspec
 
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier
+
+MAX_ATTRIBUTES = 64
+MAX_ATTRIBUTE_BYTES = 16 << 10
 
 
 class EvictReason(IntEnum):
@@ -68,6 +72,8 @@ class InstanceStarted(msgspec.Struct, frozen=True, array_like=True, kw_only=True
         namespaces: the namespaces known at the start.
         topology: where the instance stands, outermost first, such as ("zone-a", "rack-3", "host-17").
         engine, version: who embeds the manager; kvbm's version.
+        attributes: what else is said of the instance, for readers to come; those of today keep it unread. At most MAX_ATTRIBUTES
+            names of 1 to 255 bytes, MAX_ATTRIBUTE_BYTES with their values.
     """
 
     epoch: Epoch
@@ -76,6 +82,7 @@ class InstanceStarted(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     topology: tuple[str, ...] = ()
     engine: str = ""
     version: str = ""
+    attributes: Mapping[str, bytes] = {}
 
 
 class BlocksCreated(msgspec.Struct, frozen=True, kw_only=True):

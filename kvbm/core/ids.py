@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import cache
 from typing import NewType
 
 import msgspec
@@ -23,7 +24,6 @@ NamespaceId = NewType("NamespaceId", bytes)  # 16 bytes, public
 InstanceId = NewType("InstanceId", str)
 Epoch = NewType("Epoch", int)
 Offset = NewType("Offset", int)
-Slot = NewType("Slot", int)
 
 HASH_BYTES = 16
 SLOT_BYTES = 4
@@ -51,6 +51,14 @@ class Reach(IntEnum):
     INSTANCE = 0
     POD = 1
     CLUSTER = 2
+
+
+_FIRST_FIELDS = frozenset(
+    (
+        "model", "block_tokens", "revision", "kv_dtype", "layout", "kv_group", "ranks", "lora", "tenant", "scheme",
+        "scheme_seed",
+    )
+)  # fmt: skip
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
@@ -91,9 +99,17 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         check_plain_int(self.kv_group, "kv_group")
         check_plain_int(self.scheme_seed, "scheme_seed")
 
+    def fields(self) -> dict[str, str | int]:
+        """The fields by name, in order. One that came after the first release is left out at its default, so ids stay what they are."""
+        return {
+            name: value
+            for name, default in _defaults(type(self))
+            if (value := getattr(self, name)) != default or name in _FIRST_FIELDS
+        }
+
     def canonical(self) -> bytes:
         """The fields as sorted JSON: what both digests are made from."""
-        return msgspec.json.encode(self, order="sorted")
+        return msgspec.json.encode(self.fields(), order="sorted")
 
     @property
     def id(self) -> NamespaceId:
@@ -108,6 +124,11 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
         """
         digest = hmac.new(secret, b"kvbm.root.v1\0" + self.canonical(), hashlib.sha256).digest()
         return SequenceHash(digest[:HASH_BYTES])
+
+
+@cache
+def _defaults(kind: type[Namespace]) -> list[tuple[str, object]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(kind)]
 
 
 def hash_count(hashes: bytes) -> int:

@@ -447,11 +447,6 @@ class Ledger:
         held = self.residencies.held[tier]
         return b"".join(block for block in split_hashes(hashes) if block not in held)
 
-    def residency(self, tier: Tier, block: SequenceHash) -> tuple[NamespaceId, int] | None:
-        """Namespace and slot of a block that the tier holds; None when it does not."""
-        entry = self.residencies.held[tier].get(block)
-        return None if entry is None or entry.slot is None else (entry.namespace, entry.slot)
-
     def held(self, tier: Tier) -> bytes:
         """The hashes of all blocks the tier holds, in the order it gained them."""
         return b"".join(self.residencies.held[tier])

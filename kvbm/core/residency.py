@@ -187,10 +187,6 @@ class Residencies:
         added, withdrawn, claimed, unclaimed = changed
         return FoldedFrame(scanned(frame, at, end), folded, anomalies, illegal, (added, withdrawn, claimed, unclaimed))
 
-    def recomputed_digest(self) -> int:
-        """The digest computed anew from what is held; it equals `digest` unless memory or code is broken."""
-        return sum(self.tier_digest(tier) for tier in Tier) & _MASK
-
     def tier_digest(self, tier: Tier) -> int:
         """What one tier holds, in 64 bits; `digest` is the sum of all tiers' modulo 2**64."""
         return sum(residency_mix(tier, block) for block in self.held[tier]) & _MASK

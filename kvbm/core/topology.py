@@ -1,8 +1,7 @@
-"""Where instances stand, how far apart two are, and what moving bytes over that distance costs."""
+"""What moving bytes costs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvbm.core.ids import Tier
@@ -26,17 +25,3 @@ TIER_LINKS: dict[Tier, Link] = {
     Tier.NVME: Link(150e-6, 3e9),
     Tier.OBJECT: Link(20e-3, 0.5e9),
 }
-
-
-def distance(a: Sequence[str], b: Sequence[str]) -> int:
-    """Levels two places do not share: 0 for the same place, and one more for each level, innermost first, that differs.
-
-    Args: outermost first, such as ("zone-a", "rack-3", "host-17"). Places of unknown or different depth are padded.
-    """
-    depth = max(len(a), len(b))
-    shared = 0
-    for left, right in zip(a, b, strict=False):
-        if left != right:
-            break
-        shared += 1
-    return depth - shared

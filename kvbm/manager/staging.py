@@ -46,11 +46,6 @@ class Staging:
         self._free = [lane[:used].reshape(self.lane_blocks, block_bytes) for lane in memory]
         self._changed = threading.Condition()
 
-    @property
-    def free_lanes(self) -> int:
-        """Lanes nobody has now."""
-        return len(self._free)
-
     def take(self, timeout_s: float, is_offload: bool) -> np.ndarray | None:
         """A lane, (lane_blocks, block_bytes) uint8, to be given back; None where none became free in time."""
         least = self._reserved if is_offload else 0

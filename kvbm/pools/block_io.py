@@ -12,7 +12,7 @@ The engine holds every header and every byte to what was asked for, in native th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -22,18 +22,6 @@ PAGE_BYTES = 4096
 def stride_of(block_bytes: int) -> int:
     """Bytes from one slot to the next: the header's page and the block, in whole pages."""
     return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
-class Transferred(NamedTuple):
-    """How the reads of a run ended.
-
-    Attributes:
-        outcomes: n `ReadOutcome`, uint8: GOOD, CORRUPT or FAILED.
-        checksums: n CRC-32C of the rows, u32; those of rows that are not GOOD mean nothing.
-    """
-
-    outcomes: np.ndarray
-    checksums: np.ndarray
 
 
 class BlockEngine(Protocol):
@@ -55,7 +43,10 @@ class BlockEngine(Protocol):
     def read(
         self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Fill row `at[i]` from slot `slots[i]`, both i64, as `Transferred`. Once closed everything has FAILED."""
+        """Fill row `at[i]` from slot `slots[i]`, both i64. Once closed everything has FAILED.
+
+        Returns: n `ReadOutcome`, uint8: GOOD, CORRUPT or FAILED; n CRC-32C of the rows, u32, which mean nothing where a row is not GOOD.
+        """
 
     def write(
         self,

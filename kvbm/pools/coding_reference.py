@@ -1,4 +1,4 @@
-"""The coded bytes of a block, readable: what the native coder writes and reads, byte for byte.
+"""The specification of a block's coded bytes, for tests and readers alone: what the native coder writes and reads, byte for byte.
 
 A block of E elements becomes chunks of 16,384 elements (the last may have fewer) and eight zero bytes, which let a reader load whole
 words. Every element of more than one byte is turned left by one bit, which brings the exponent's eight high bits into its highest byte

@@ -1,4 +1,6 @@
-"""The 64 bytes before a block's bytes in a slot that can be read without its owner's memory. Objects have object_header.py.
+"""The specification, for tests and readers alone, of the 64 bytes before a block in a slot of NVME. Native code writes and reads them.
+
+Objects have object_header.py.
 
 All integers are little-endian.
 

@@ -569,8 +569,8 @@ def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeade
             f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
             " upgrade kvbm or set another pools.nvme.path"
             if version > VERSION
-            else f"NVME pool {path}: file version {version} is of an older kvbm, which laid slots out otherwise; it is left as"
-            " it is: remove it (its blocks will be computed again) or set another pools.nvme.path"
+            else f"NVME pool {path}: file version {version} is none that kvbm writes; it is left as it is: remove it (its blocks"
+            " will be computed again) or set another pools.nvme.path"
         )
     try:
         return msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)

@@ -22,11 +22,19 @@ from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import NamespaceBytes, ObjectStats, Proof, ReadOutcome, ReadResult
 from kvbm.pools.coding import ELEMENT_CODINGS, BlockCoder, Coding
 from kvbm.pools.front import FrontedStore
-from kvbm.pools.object_header import MOST_BLOCKS, Headers, decode_object_headers, encode_object_headers, header_bytes
+from kvbm.pools.object_header import (
+    MOST_BLOCKS,
+    OBJECT_VERSION,
+    Headers,
+    decode_object_headers,
+    encode_object_headers,
+    header_bytes,
+    newer_version,
+)
 from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
 from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.pools.withdrawn import Withdrawn
-from kvbm.pools.wrapping import Plain, Wrapping, Wrappings
+from kvbm.pools.wrapping import Plain, Wrapping, Wrappings, newer_object
 
 _LOT = 4  # objects of a call that go together, coded while others are on their way
 _LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
@@ -311,6 +319,8 @@ class BlockObjects:
             header = wrapping.open_header(name, got.body)
             if isinstance(header, Refusal):
                 unopened[place] = header
+            elif version := newer_version(header, self._checksum_rows):
+                unopened[place] = newer_object(name, version, OBJECT_VERSION)
             elif len(header) == self._header_bytes:
                 room[place * self._header_bytes : (place + 1) * self._header_bytes] = header
         headers = np.frombuffer(room, dtype=np.uint8).reshape(len(found), self._header_bytes)

@@ -1,6 +1,6 @@
 """What an object begins with: the first bytes of it alone prove which blocks it holds, and the rest of it, block by block, their bytes.
 
-All integers are little-endian; k is `block_count`. Version 1 held one block under another name; nothing reads it any more.
+All integers are little-endian; k is `block_count`.
 
     at      bytes  field
      0          4  magic: "KVBO"
@@ -19,6 +19,8 @@ All integers are little-endian; k is `block_count`. Version 1 held one block und
                     24   1  coding, a number of `coding.Coding`
                     25   3  zero
     64+28k      4  CRC-32C of all the bytes above
+
+In every version to come magic, version, header_bytes and the checksum at the header's end stay where they are.
 
 Behind it follow the encoded blocks, one behind the other, and nothing more. The same object may be computed twice and differ in
 checksums, lengths and codings: namespace, hashes, k and block_bytes say what it is, the rest proves its own bytes.
@@ -53,6 +55,7 @@ _FIXED = [
 ]
 _BLOCK = np.dtype([("hash", "V16"), ("checksum", "<u4"), ("length", "<u4"), ("coding", "u1"), ("zero", "u1", 3)])
 _CRC_BYTES = 4
+_LEAST_BYTES = 68  # of a header, without its table
 
 
 class Headers(NamedTuple):
@@ -114,6 +117,25 @@ def encode_object_headers(
     table["coding"] = codings.reshape(count, blocks)
     fields["crc"] = checksums(np.ascontiguousarray(headers[:, :-_CRC_BYTES]))
     return headers
+
+
+def newer_version(header: bytes, checksums: ChecksumRows) -> int:
+    """The version of an object that a newer kvbm has put; 0 of any other, and of one whose version damage has changed.
+
+    Args:
+        header: what its first bytes are, as many as a header of this version has.
+    """
+    if header[: len(OBJECT_MAGIC)] != OBJECT_MAGIC or len(header) < _LEAST_BYTES:
+        return 0
+    version = int.from_bytes(header[4:6], "little")
+    end = int.from_bytes(header[52:56], "little") - _CRC_BYTES
+    if version <= OBJECT_VERSION or end < _LEAST_BYTES - _CRC_BYTES:
+        return 0
+    if end + _CRC_BYTES > len(header):
+        return version  # its checksum is not at hand
+    proved = np.frombuffer(header[:end], dtype=np.uint8).reshape(1, -1)
+    is_whole = int(checksums(proved)[0]) == int.from_bytes(header[end : end + _CRC_BYTES], "little")
+    return version if is_whole else 0
 
 
 def decode_object_headers(

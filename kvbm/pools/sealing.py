@@ -37,12 +37,13 @@ from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.pools.keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
 from kvbm.pools.stores.base import Body, Refusal, Trouble
-from kvbm.pools.wrapping import Wrapping
+from kvbm.pools.wrapping import Wrapping, newer_object
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-_BEGIN = b"KVBE" + (1).to_bytes(2, "little") + bytes(2)
+_MAGIC, _VERSION = b"KVBE", 1
+_BEGIN = _MAGIC + _VERSION.to_bytes(2, "little") + bytes(2)
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _HEADER_NONCE = len(_BEGIN) + KEY_ID_BYTES
@@ -95,7 +96,14 @@ class TenantSealing:
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
         """As `Wrapping.open_header`."""
         lead = memoryview(body)[: self.lead_bytes]
-        if len(lead) < self.lead_bytes or bytes(lead[: len(_BEGIN)]) != _BEGIN:
+        if len(lead) < self.lead_bytes:
+            return b""
+        version = int.from_bytes(lead[len(_MAGIC) : len(_MAGIC) + 2], "little")
+        if bytes(lead[: len(_MAGIC)]) == _MAGIC and version > _VERSION:
+            of_this = _BEGIN + bytes(lead[len(_BEGIN) :])  # opens where damage has changed the version
+            opened = self.open_header(name, of_this)
+            return b"" if isinstance(opened, bytes) and opened else newer_object(name, version, _VERSION)
+        if bytes(lead[: len(_BEGIN)]) != _BEGIN:
             return b""
         key_id = bytes(lead[len(_BEGIN) : _HEADER_NONCE])
         cipher = self._ciphers.get(key_id)

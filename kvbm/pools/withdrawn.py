@@ -16,7 +16,6 @@ from kvbm.pools.stores.base import Get, Got, Store
 KEPT_PREFIX = ".kvbm/"  # what a store holds besides blocks
 WITHDRAWN_PREFIX = f"{KEPT_PREFIX}withdrawn/"
 LEASE_NAME = f"{KEPT_PREFIX}janitor"
-LOOKS_A_GRACE = 3  # how often within a grace an instance looks
 _FIRST_LINE = "kvbm withdrawn 1"
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kvbm.core.ids import Namespace, NamespaceId
-from kvbm.pools.stores.base import Body, Refusal
+from kvbm.pools.stores.base import Body, Refusal, Trouble
 
 
 class Wrapping(Protocol):
@@ -84,3 +84,11 @@ class Plain:
     def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
         """As `Wrapping.open_blocks`; not a copy."""
         return np.frombuffer(body, dtype=np.uint8)[self.lead_bytes :]
+
+
+def newer_object(name: str, version: int, newest: int) -> Refusal:
+    """The word for an object that a newer kvbm has put."""
+    return Refusal(
+        Trouble.DENIED,
+        f"{name} was put by a newer kvbm, as version {version}; this one reads up to version {newest}: upgrade it",
+    )

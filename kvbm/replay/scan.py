@@ -10,6 +10,7 @@ from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_he
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
 from kvbm.core.kernels import Kernels
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
+from kvbm.streams.fence_records import VERSION as FENCE_VERSION
 
 CORRUPT, NEWER, TORN = "corrupt-frame", "newer-frame", "torn-tail"
 
@@ -61,6 +62,11 @@ def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
             yield Piece(at, Damage(TORN, "the bytes end before the fence does", end - at, None), b"")
             return
         fence = decode_fence(read(at, size)) if size else None
+        if isinstance(fence, int):
+            why = f"a fence of version {fence}; this kvbm reads up to {FENCE_VERSION}: upgrade it"
+            yield Piece(at, Damage(NEWER, why, size, None), b"")
+            at += size
+            continue
         if fence is not None:
             yield Piece(at, fence, read(at, size))
             at += size
@@ -95,9 +101,9 @@ def _damage(read: ReadAt, at: int, end: int, kernels: Kernels, error: FrameError
     following = _next_frame(read, at, end, kernels, header)
     size = following - at
     if isinstance(error, NewerFrameError):
-        if _decodes_when_set(read, at, size, kernels, version=VERSION):
+        if any(_decodes_when_set(read, at, size, kernels, version=known) for known in range(1, VERSION + 1)):
             return Damage(
-                CORRUPT, "its version field was changed; with this kvbm's version the checksum matches", size, header
+                CORRUPT, "its version field was changed; with a version of this kvbm the checksum matches", size, header
             )
         return Damage(NEWER, error.detail, size, header)
     if isinstance(error, TornFrameError):
@@ -116,7 +122,7 @@ def _guess_header(head: bytes) -> FrameHeader | None:
 
 
 def _decodes_when_set(
-    read: ReadAt, at: int, size: int, kernels: Kernels, version: int = VERSION, length: int | None = None
+    read: ReadAt, at: int, size: int, kernels: Kernels, version: int | None = None, length: int | None = None
 ) -> bool:
     """Whether these bytes are a good frame once a field of the header is what it should be."""
     try:
@@ -126,8 +132,8 @@ def _decodes_when_set(
     return True
 
 
-def _with(data: bytes, version: int, length: int | None) -> bytes:
-    head = MAGIC + struct.pack("<H", version) + data[6:8]
+def _with(data: bytes, version: int | None, length: int | None) -> bytes:
+    head = MAGIC + (data[4:6] if version is None else struct.pack("<H", version)) + data[6:8]
     return head + (data[8:12] if length is None else struct.pack("<I", length)) + data[12:]
 
 

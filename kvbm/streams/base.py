@@ -18,11 +18,9 @@ EVENTS_PREFIX = "kvbm.v1.events"
 FENCE_PREFIX = "kvbm.v1.fence"  # in the stream of the events, so that both share one order
 PULSE_PREFIX = "kvbm.v1.pulse"
 ROUNDS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
-LIVENESS_PREFIX = "kvbm.v1.liveness"
 SAMPLES_PREFIX = "kvbm.v1.samples"
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
-FACTS_KEPT = 10_000
 SAMPLES_KEPT = 4_000
 
 # What a fence may say: whoever may write one may write anything.
@@ -159,21 +157,6 @@ def encoded_heartbeat(heartbeat: Heartbeat) -> tuple[bytes, str]:
     return data, ""
 
 
-class LivenessFact(msgspec.Struct, frozen=True, kw_only=True):
-    """The catalog's word that an instance's residencies are left out of answers from now on, or no longer. MessagePack on the wire.
-
-    Attributes:
-        why: "silent", "stopped" or "heard".
-    """
-
-    instance: InstanceId
-    cluster: str
-    epoch: Epoch
-    withheld: bool
-    why: str
-    wall_time_ns: int
-
-
 class Notice(msgspec.Struct, frozen=True, kw_only=True):
     """A reader's word to an instance: what it says counts for nothing, and why. MessagePack on the wire.
 
@@ -237,7 +220,7 @@ class Mark(NamedTuple):
 
     Attributes:
         sequence: of the last message that was read, 0 before the first.
-        fingerprint: 64 bits of that message; None when it is not known, as in what kvbm wrote before it kept any.
+        fingerprint: 64 bits of that message; None when it is not known, as after `kvbm-replay rebuild`.
     """
 
     sequence: int
@@ -422,12 +405,6 @@ class EventStream(Protocol):
 
         It ends with the connection and makes no new one: a publisher must learn what a new one finds before it goes on.
         """
-
-    async def send_liveness(self, fact: LivenessFact) -> None:
-        """Tell whoever listens. Not acknowledged, not kept."""
-
-    def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
-        """Each such fact from now on. Survives a lost connection, during which facts are missed."""
 
     async def send_sample(self, sample: AccessSample) -> None:
         """Tell whoever listens. Not acknowledged, not kept."""

@@ -30,8 +30,8 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         pool_id: name of the durable pool the epoch began with, "" for none.
         pool_since: the first epoch that began with this pool; what older epochs say of slots is about another one.
-        runs: epochs that frames are here of, and which process began each; those of an older kvbm are not named.
-        crc32c: of the same JSON with "" here; "" of an older kvbm.
+        runs: epochs that frames are here of, and which process began each.
+        crc32c: of the same JSON with "" here.
     """
 
     instance: str
@@ -64,7 +64,7 @@ def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
         if isinstance(error, OSError) and error.errno in _PASSING:
             raise JournalError(f"{path} cannot be read now ({error.strerror}); see to it and start again") from None
         return _put_aside(path, instance, str(error))
-    if stored.crc32c and stored.encoded(checksum) != data:
+    if stored.encoded(checksum) != data:
         return _put_aside(path, instance, "its checksum does not agree")
     if not (0 <= stored.epoch < _MOST_EPOCH and 0 <= stored.pool_since < _MOST_EPOCH):
         return _put_aside(path, instance, f"it says epoch {stored.epoch}")

@@ -8,7 +8,7 @@ the last. So what a message names is the last fence of its instance as of then, 
     another run, the same sequence              a stray: it names a fence of a history that is gone, in which that sequence was its own
                                                 (the stream was made anew, or has lost its end); nobody reads it
 
-A message that names none, of an older kvbm or of a tool, is believed.
+A message that names none, as a tool may send one, is believed.
 """
 
 from __future__ import annotations

@@ -325,8 +325,8 @@ class Journal:
         with open(path, "rb") as file:
             head = file.read(12)
             data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
-        frames, _ = self._kernels.scan_frames(data[:4] + VERSION.to_bytes(2, "little") + data[6:])
-        return bool(frames)
+        of_known = (data[:4] + version.to_bytes(2, "little") + data[6:] for version in range(1, VERSION + 1))
+        return any(self._kernels.scan_frames(one)[0] for one in of_known)
 
     def _cut(self, segment: Segment, error: FrameError) -> None:
         damaged = segment.damaged_path

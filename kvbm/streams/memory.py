@@ -14,8 +14,6 @@ from kvbm.core.errors import FencedError, LedgerError, StreamError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
     ASKS_KEPT,
-    FACTS_KEPT,
-    LIVENESS_PREFIX,
     ORIGIN,
     PULSE_PREFIX,
     ROUNDS_PREFIX,
@@ -26,7 +24,6 @@ from kvbm.streams.base import (
     EpochRuns,
     Fence,
     Heartbeat,
-    LivenessFact,
     Mark,
     Notice,
     Position,
@@ -302,17 +299,6 @@ class MemoryStream:
         """See `EventStream.watch_round_asks`."""
         async for item in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
             yield item if isinstance(item, Notice) else None
-
-    async def send_liveness(self, fact: LivenessFact) -> None:
-        """See `EventStream.send_liveness`."""
-        self._check_open()
-        self._tell(instance_subject(LIVENESS_PREFIX, fact.cluster, fact.instance), fact)
-
-    async def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
-        """See `EventStream.watch_liveness`."""
-        async for fact in self._listen(cluster_filter(LIVENESS_PREFIX, cluster), FACTS_KEPT):
-            assert isinstance(fact, LivenessFact)
-            yield fact
 
     async def send_sample(self, sample: AccessSample) -> None:
         """See `EventStream.send_sample`."""

@@ -3,7 +3,7 @@
     KVBM        kvbm.v1.events.<cluster>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
                 kvbm.v1.fence.<cluster>.<instance>    who may publish the instance's events; the server compares at each publish
     KVBM_PULSE  kvbm.v1.pulse.<cluster>.<instance>    in memory, the last of each subject
-    no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.liveness.…, kvbm.v1.samples.…: told to whoever listens
+    no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.samples.…: told to whoever listens
 
 nats-py carries bytes here and nothing more. Its own reconnection is off, because it sends again, in another order, what it had
 buffered: a lost connection fails the calls in flight at once, and readers make a new one. Its JetStream layer is not used
@@ -39,9 +39,7 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ASKS_KEPT,
     EVENTS_PREFIX,
-    FACTS_KEPT,
     FENCE_PREFIX,
-    LIVENESS_PREFIX,
     ORIGIN,
     PULSE_PREFIX,
     ROUNDS_PREFIX,
@@ -53,7 +51,6 @@ from kvbm.streams.base import (
     EpochRuns,
     Fence,
     Heartbeat,
-    LivenessFact,
     Mark,
     Notice,
     Position,
@@ -112,7 +109,7 @@ _CLOSE_WAIT_S = 1.0
 _LOOKED_PINGS = 5
 _QUOTED = re.compile(r'"([^"]+)"')
 T = TypeVar("T")
-Told = TypeVar("Told", LivenessFact, AccessSample, Notice)
+Told = TypeVar("Told", AccessSample, Notice)
 
 
 class _ApiError(msgspec.Struct):
@@ -128,7 +125,6 @@ class _StreamConfig(msgspec.Struct):
     max_msgs: int = -1
     discard: str = "old"
     max_age: int = 0
-    allow_direct: bool = False
     storage: str = ""
     num_replicas: int = 1
 
@@ -140,11 +136,6 @@ class _StreamState(msgspec.Struct):
 
 
 class _AnyReply(msgspec.Struct):
-    error: _ApiError | None = None
-
-
-class _RawStreamInfo(msgspec.Struct):
-    config: dict[str, Any] = {}
     error: _ApiError | None = None
 
 
@@ -807,18 +798,6 @@ class NatsStream:
             elif (notice := _told_in(message, Notice)) is not None:
                 yield notice
 
-    async def send_liveness(self, fact: LivenessFact) -> None:
-        """See `EventStream.send_liveness`."""
-        subject = instance_subject(LIVENESS_PREFIX, fact.cluster, fact.instance)
-        await self._link.tell(subject, msgspec.msgpack.encode(fact))
-
-    async def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
-        """See `EventStream.watch_liveness`."""
-        async for message in self._listen(cluster_filter(LIVENESS_PREFIX, cluster), FACTS_KEPT):
-            fact = _told_in(message, LivenessFact)
-            if fact is not None:
-                yield fact
-
     async def send_sample(self, sample: AccessSample) -> None:
         """See `EventStream.send_sample`."""
         subject = instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance)
@@ -1313,36 +1292,12 @@ async def _ensure_stream(
             remedy = f"; nats.replicas is {config['num_replicas']}: set it to 1, or run a cluster of at least so many servers"
         raise StreamError(f"stream {name} cannot be had at {link.shown}: {info.error.description}{remedy}")
     most = config.get("max_msgs_per_subject", -1)
-    if config["subjects"][0] not in info.config.subjects or info.config.max_msgs_per_subject != most:
+    if not set(config["subjects"]) <= set(info.config.subjects) or info.config.max_msgs_per_subject != most:
         raise StreamError(
             f"stream {name} at {link.shown} has subjects {info.config.subjects} and keeps {info.config.max_msgs_per_subject} "
             f"messages a subject; it needs {', '.join(config['subjects'])} and {most}: rename the other stream"
         )
-    lacks = [subject for subject in config["subjects"] if subject not in info.config.subjects]
-    if lacks or not info.config.allow_direct:
-        await _modernize_stream(link, config, lacks, timeout_s)
     return info
-
-
-async def _modernize_stream(link: _Link, config: dict[str, Any], lacks: list[str], timeout_s: float) -> None:
-    """Add what a stream of an older kvbm lacks. Raises StreamError: it may not be changed, and cannot do without."""
-    name = config["name"]
-    found = await _request(link, f"$JS.API.STREAM.INFO.{name}", {}, _RawStreamInfo, timeout_s)
-    change = found.config | {"subjects": [*found.config.get("subjects", []), *lacks], "allow_direct": True}
-    try:
-        updated = await _request(link, f"$JS.API.STREAM.UPDATE.{name}", change, _StreamInfo, timeout_s)
-        why = updated.error.description if updated.error is not None else ""
-    except _RefusedError as error:
-        why = str(error)
-    if not why:
-        log.info("stream.updated", stream=name, server=link.shown, subjects=change["subjects"])
-    elif lacks:
-        raise StreamError(
-            f"stream {name} at {link.shown} was made by an older kvbm and lacks {', '.join(lacks)} ({why}); add that to its "
-            "subjects, or connect once as a user who may"
-        )
-    else:
-        log.debug("stream.without_direct_access", stream=name, server=link.shown, why=why)
 
 
 async def _stream_info(link: _Link, name: str, timeout_s: float) -> _StreamInfo:

@@ -14,7 +14,6 @@ from kvbm.core.errors import ConfigError
 from kvbm.streams.base import (
     EVENTS_PREFIX,
     FENCE_PREFIX,
-    LIVENESS_PREFIX,
     PULSE_PREFIX,
     ROUNDS_PREFIX,
     SAMPLES_PREFIX,
@@ -69,13 +68,15 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     It makes both streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
-    allowed = [cluster_filter(prefix, cluster) for prefix in (ROUNDS_PREFIX, LIVENESS_PREFIX, PULSE_PREFIX)]
+    allowed = [cluster_filter(prefix, cluster) for prefix in (ROUNDS_PREFIX, PULSE_PREFIX)]
     for stream in (STREAM, PULSE):
-        allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "UPDATE", "MSG.GET")]
+        allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
         allowed += [f"{JS_API}.CONSUMER.DELETE.{stream}.>", f"{JS_API}.DIRECT.GET.{stream}.>"]
-    heard = [cluster_filter(prefix, cluster) for prefix in (LIVENESS_PREFIX, SAMPLES_PREFIX)]
-    return {"publish": {"allow": allowed}, "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", *heard]}}
+    return {
+        "publish": {"allow": allowed},
+        "subscribe": {"allow": [f"{catalog_inbox(cluster)}.>", cluster_filter(SAMPLES_PREFIX, cluster)]},
+    }
 
 
 class ServerUser(NamedTuple):

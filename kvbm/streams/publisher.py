@@ -864,7 +864,6 @@ class PublisherThread:
         self._inputs: asyncio.Queue[Input] = asyncio.Queue()
         self._is_notified = False
         self._stop_s: float | None = None
-        self._progress = threading.Condition()
         self._published = ORIGIN
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name=f"kvbm-publisher-{instance}", daemon=True)
@@ -909,11 +908,6 @@ class PublisherThread:
     def round_began(self) -> None:
         """Say that the owner begins to state what it holds: the fence is renewed with it."""
         self._call(lambda: self._inputs.put_nowait(RoundBegan()))
-
-    def wait_published(self, position: Position, timeout_s: float) -> bool:
-        """Wait until everything before a position is on the stream; gives whether it is."""
-        with self._progress:
-            return self._progress.wait_for(lambda: self._published >= position, timeout_s)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Publish the rest if it can be done in time, send a last heartbeat, end the thread. Gives whether all is published."""
@@ -1003,9 +997,7 @@ class PublisherThread:
             self._say("publisher.log_unreadable", str(error))
             effects = self._publisher.step(now_s, Disconnected(str(error)))
         if self._publisher.published != self._published:
-            with self._progress:
-                self._published = self._publisher.published
-                self._progress.notify_all()
+            self._published = self._publisher.published
             self._ask_owner("on_published", lambda: self._owner.on_published(self._published))
         self._tell_state(happened)
         self._serve_asks()

@@ -46,6 +46,7 @@ class CatalogNumbers(NamedTuple):
     lives: int
     poison: int
     foreign: int
+    newer: int
     rounds_asked: int
     zombies: int
     double_ids: int
@@ -94,6 +95,7 @@ _COUNTERS = {
     "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end were lost.",
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
+    "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of answers.",
     "rounds_asked": "Rounds asked of doubtful instances.",
     "zombies": "Heartbeats of epochs that are over, ignored.",
     "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",

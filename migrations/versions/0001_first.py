@@ -27,6 +27,7 @@ def upgrade() -> None:
         sa.Column("topology", sa.JSON, nullable=False),
         sa.Column("pools", sa.JSON, nullable=False),
         sa.Column("state", sa.String(8), nullable=False),
+        sa.Column("run", sa.Text, nullable=False, server_default=""),
     )
     op.create_table(
         "epochs",
@@ -37,6 +38,7 @@ def upgrade() -> None:
         sa.Column("end_reason", sa.Text, nullable=False),
         sa.Column("next_offset", sa.BigInteger, nullable=False),
         sa.Column("digest", sa.String(16), nullable=False),
+        sa.Column("run", sa.Text, nullable=False, server_default=""),
     )
     op.create_table(
         "namespaces",
@@ -86,12 +88,15 @@ def upgrade() -> None:
         "positions",
         sa.Column("stream", sa.Text, primary_key=True),
         sa.Column("stream_sequence", sa.BigInteger, nullable=False),
+        sa.Column("fingerprint", sa.String(16)),
+        sa.Column("is_over", sa.Boolean, nullable=False, server_default=sa.false()),
     )
     op.create_table(
         "instance_positions",
         sa.Column("instance", sa.Text, primary_key=True),
         sa.Column("epoch", sa.BigInteger, nullable=False),
         sa.Column("next_offset", sa.BigInteger, nullable=False),
+        sa.Column("run", sa.Text, nullable=False, server_default=""),
     )
 
 

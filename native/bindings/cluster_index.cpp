@@ -285,10 +285,6 @@ class PythonIndex {
     return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr());
   }
 
-  std::uint32_t deepest_held(const nb::bytes& id, const nb::bytes& hashes) const {
-    return index_.deepest_held(namespace_id(id), packed(hashes, "hashes"));
-  }
-
   nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
     if (packed(hash, "a block's hash").size() != kHashBytes) {
       throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
@@ -530,12 +526,6 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
             return translated(errors, [&] { return self.prefixes(id, hashes, best); });
           },
           nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0)
-      .def(
-          "deepest_held",
-          [errors](const Self& self, const nb::bytes& id, const nb::bytes& hashes) {
-            return translated(errors, [&] { return self.deepest_held(id, hashes); });
-          },
-          nb::arg("namespace"), nb::arg("hashes"))
       .def(
           "holders",
           [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {

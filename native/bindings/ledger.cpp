@@ -238,11 +238,6 @@ class PythonLedger {
     return translated([&] { return copy_bytes(ledger_.lacking(tier_of(tier), run_of(hashes))); });
   }
 
-  nb::object residency(nb::handle tier, nb::handle block) const {
-    const auto found = ledger_.residency(tier_of(tier), run_of(block));
-    return found ? nb::object(nb::make_tuple(copy_bytes(found->first), found->second)) : nb::none();
-  }
-
   nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_.held(tier_of(tier))); }
 
   void pin(nb::handle tier, nb::handle slots) {
@@ -423,7 +418,6 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm)
       .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"))
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
-      .def("residency", &PythonLedger::residency, nb::arg("tier"), nb::arg("block"))
       .def("held", &PythonLedger::held, nb::arg("tier"))
       .def("pin", &PythonLedger::pin, nb::arg("tier"), nb::arg("slots"))
       .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"))

@@ -186,7 +186,6 @@ void bind_residencies(nb::module_& module, const SharedErrors& errors) {
            nb::arg("tier"))
       .def("tier_digest", [](const Residencies& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
            nb::arg("tier"))
-      .def("recomputed_digest", &Residencies::recomputed_digest)
       .def("is_whole", [](const Residencies& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); }, nb::arg("tier"))
       .def("is_cluster", [](const Residencies& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
            nb::arg("tier"))

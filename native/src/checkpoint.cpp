@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::uint32_t kMagic = 0x58564B;  // "KVX"
 constexpr std::uint16_t kVersion = 2;
-constexpr std::uint16_t kOldestVersion = 1;  // did not tell which pools are of reach pod: until their next start they are not
 constexpr std::size_t kHeaderBytes = 20;
 constexpr std::size_t kMaxPayloadBytes = kMaxChunkBytes - kHeaderBytes;
 constexpr std::size_t kBlockBytes = kHashBytes + 4;
@@ -393,9 +392,10 @@ class CheckpointLoader {
     if (header.number<std::uint32_t>() != kMagic) {
       header.fail("no chunk of a checkpoint begins here");
     }
-    if (const auto version = header.number<std::uint16_t>(); version < kOldestVersion || version > kVersion) {
-      header.fail("version " + std::to_string(version) + "; this build reads " + std::to_string(kOldestVersion) + " to " +
-                  std::to_string(kVersion));
+    if (const auto version = header.number<std::uint16_t>(); version != kVersion) {
+      const std::string read = "; this build reads version " + std::to_string(kVersion);
+      header.fail(version > kVersion ? "written by a newer kvbm, as version " + std::to_string(version) + read + "; upgrade kvbm"
+                                     : "version " + std::to_string(version) + ", which no kvbm writes" + read);
     }
     const auto kind = header.number<std::uint16_t>();
     const auto number = header.number<std::uint32_t>();

@@ -199,6 +199,7 @@ FrameHeader decode_header(Bytes data, std::size_t at) {
   const std::size_t name_bytes = frame[6];
   const std::size_t least = kFrameHeaderBytes + name_bytes + kFrameChecksumBytes;
   FrameHeader header;
+  header.version = version;
   header.namespace_count = frame[7];
   header.frame_bytes = load<std::uint32_t>(frame + 8);
   header.event_count = load<std::uint32_t>(frame + 12);
@@ -315,6 +316,7 @@ std::optional<Event> FrameReader::next() {
 void FrameReader::read(InstanceStarted& event) {
   const Bytes fields = take(kStartedBytes);
   event.blob = take(load<std::uint32_t>(fields.data() + 1));
+  version_ = std::max(version_, frame_version(event));
 }
 
 void FrameReader::read(BlocksCreated& event) {
@@ -416,6 +418,10 @@ void FrameReader::finish() {
   if (!in_order_ || !distinct || namespaces_seen_ != header_.namespace_count) {
     throw malformed(at_, "the namespace table is not in the order the events use it");
   }
+  if (version_ != header_.version) {
+    throw malformed(at_, "a frame of version " + std::to_string(header_.version) + " whose events are written as version " +
+                             std::to_string(version_));
+  }
 }
 
 // -- writing -----------------------------------------------------------------------------------------------------------
@@ -462,6 +468,12 @@ const NamespaceId* namespace_of(const Event& event) noexcept {
         }
       },
       event);
+}
+
+std::uint16_t frame_version(const Event& event) noexcept {
+  constexpr std::uint8_t kWithAttributes = 0x97;  // an array of 7: the fields of version 1, and attributes
+  const auto* const started = std::get_if<InstanceStarted>(&event);
+  return started != nullptr && !started->blob.empty() && started->blob[0] == kWithAttributes ? 2 : 1;
 }
 
 std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std::uint8_t* out) noexcept {
@@ -550,7 +562,7 @@ std::uint8_t* write_head(const FrameHeader& header, std::size_t event_count, std
                          std::span<std::uint8_t> out) noexcept {
   Pen pen(out.data());
   pen.bytes(kMagic);
-  pen.number(kFrameVersion);
+  pen.number(header.version);
   pen.number(static_cast<std::uint8_t>(header.instance.size()));
   pen.number(static_cast<std::uint8_t>(namespaces.size()));
   pen.number(static_cast<std::uint32_t>(out.size()));
@@ -573,6 +585,7 @@ void write_checksum(std::span<std::uint8_t> frame) noexcept {
 
 FrameWriter::FrameWriter(const FrameHeader& header, std::size_t event_count) : header_(header) {
   check_name(header.instance, "the instance's name");
+  header_.version = 1;  // until an event needs more
   events_.reserve(event_count);
 }
 
@@ -592,6 +605,7 @@ std::uint8_t FrameWriter::namespace_index(const NamespaceId& id) const noexcept 
 }
 
 void FrameWriter::add(const Event& event) {
+  header_.version = std::max(header_.version, frame_version(event));
   body_bytes_ += event_bytes(event);
   if (const NamespaceId* const id = namespace_of(event)) {
     register_namespace(*id);

@@ -458,15 +458,6 @@ Bytes Ledger::lacking(Tier tier, Bytes hashes) {
   return chosen_hashes_;
 }
 
-std::optional<std::pair<NamespaceId, std::uint32_t>> Ledger::residency(Tier tier, Bytes hash) const noexcept {
-  if (!holds(tier, hash)) {
-    return std::nullopt;
-  }
-  const TierSlots& slots = *find_tier(tier);
-  const std::uint32_t slot = slots.find(hash.data());
-  return std::pair(namespaces_[slots.slot(slot).namespace_index], slot);
-}
-
 std::vector<std::uint8_t> Ledger::held(Tier tier) const {
   std::vector<std::uint8_t> hashes;
   if (const TierSlots* const slots = find_tier(tier)) {

@@ -355,29 +355,4 @@ void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t bes
   PrefixWalk(*this, space, hashes, best, answer).run();
 }
 
-std::uint32_t ClusterIndex::deepest_held(const NamespaceId& id, Bytes hashes) const {
-  constexpr std::size_t kWindow = 32;
-  const ReadGuard reading(lock_);
-  const std::uint32_t space = find_space(id);
-  std::size_t end = space == kNone ? 0 : hashes.size() / kHashBytes;
-  std::array<BlockKey, kWindow> keys;
-  std::array<std::uint64_t, kWindow> places;
-  std::array<HolderValue, kWindow> values;
-  while (end > 0) {
-    const std::size_t begin = end - std::min(end, kWindow);
-    for (std::size_t at = begin; at < end; ++at) {
-      keys[at - begin] = key_of(space, hashes.data() + at * kHashBytes);
-      places[at - begin] = table_.place(keys[at - begin]);
-    }
-    table_.find_all({keys.data(), end - begin}, {places.data(), end - begin}, values.data());
-    for (; end > begin; --end) {
-      const auto seats = sets_.seats(values[end - 1 - begin]);
-      if (std::any_of(seats.begin(), seats.end(), [this](Seat seat) { return is_shown(seat); })) {
-        return static_cast<std::uint32_t>(end);
-      }
-    }
-  }
-  return 0;
-}
-
 }  // namespace kvbm

@@ -392,14 +392,6 @@ std::uint64_t Residencies::tier_digest(Tier tier) const noexcept {
   return sum;
 }
 
-std::uint64_t Residencies::recomputed_digest() const noexcept {
-  std::uint64_t sum = 0;
-  for (std::uint8_t tier = 0; tier < kTierCount; ++tier) {
-    sum += tier_digest(static_cast<Tier>(tier));
-  }
-  return sum;
-}
-
 std::size_t Residencies::count() const noexcept {
   std::size_t sum = 0;
   for (const TierState& tier : tiers_) {

@@ -124,7 +124,7 @@ void the_dead_hold_nothing_before_and_after_a_sweep() {
     apply(index, one, {InstanceStarted{}}, {own_pools()});
     CHECK(index.state(one)->counts[0] == 0 && index.residency_count() == 100 && index.recomputed_digest(one) == 0);
     CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 1 && index.holders(space_id(0), hash_of(400).data()).empty());
-    CHECK(index.deepest_held(space_id(0), all) == 100);
+    CHECK(deepest_held(index, space_id(0), all) == 100);
     if (life % 2 == 1) {
       sweep_all(index);
       CHECK(index.block_count() == 100);
@@ -150,7 +150,7 @@ void a_dead_ones_seats_are_nobody_elses() {
     }
     index.sweep(1 + 100 * (life % 7));
     index.drop(one);
-    CHECK(index.deepest_held(space_id(0), all) == 0);
+    CHECK(deepest_held(index, space_id(0), all) == 0);
   }
   const std::uint64_t rest = index.memory().rest;
   for (int life = 0; life < 500; ++life) {
@@ -179,7 +179,7 @@ void seats_that_a_round_left_behind_are_nobody_elses() {
       for (std::uint64_t number = 0; number < 100; ++number) {
         CHECK(index.holders(space_id(0), hash_of(number).data()).empty());
       }
-      CHECK(index.deepest_held(space_id(0), all) == 0 && index.residency_count() == 3);
+      CHECK(deepest_held(index, space_id(0), all) == 0 && index.residency_count() == 3);
       CHECK(index.recomputed_digest(next) == index.state(next)->digest);
     };
     check();
@@ -261,7 +261,7 @@ void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
   }
   index.prefixes(space_id(0), all, 1, answer);
   CHECK(answer.instances.size() == 1 && answer.instances[0].instance == other);
-  CHECK(index.deepest_held(space_id(0), all) == 30);
+  CHECK(deepest_held(index, space_id(0), all) == 30);
   CHECK(index.holders(space_id(0), hash_of(40).data()).empty());
   CHECK(index.holders(space_id(0), hash_of(40).data(), true).size() == 1);
   CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 3);
@@ -271,16 +271,16 @@ void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
   CHECK(index.residency_count() == 100 && index.block_count() == 60);
   apply(index, one, round_of(space_id(0), Tier::kHbm, 7, half));
   apply(index, one, {created(space_id(2), Tier::kHbm, all)});
-  CHECK(index.deepest_held(space_id(2), all) == 0 && index.holders(space_id(0), hash_of(25).data()).size() == 1);
+  CHECK(deepest_held(index, space_id(2), all) == 0 && index.holders(space_id(0), hash_of(25).data()).size() == 1);
   index.withhold(one, false);
-  CHECK(index.deepest_held(space_id(2), all) == 60 && index.holders(space_id(0), hash_of(25).data()).size() == 2);
+  CHECK(deepest_held(index, space_id(2), all) == 60 && index.holders(space_id(0), hash_of(25).data()).size() == 2);
   index.withhold(one, true);
   apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
-  CHECK(index.state(one)->is_withheld && index.deepest_held(space_id(0), all) == 30);
+  CHECK(index.state(one)->is_withheld && deepest_held(index, space_id(0), all) == 30);
   index.drop(one);
   CHECK(index.instance("one") == one && !index.state(one)->is_withheld);
   apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
-  CHECK(index.deepest_held(space_id(0), all) == 60);
+  CHECK(deepest_held(index, space_id(0), all) == 60);
 }
 
 // -- auditing ----------------------------------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ void holders_that_cannot_be_are_taken_out_and_counted() {
     while (!(found = index.audit(50)).is_whole) {
     }
     CHECK(found.damaged == 1 && found.differing == std::vector<std::uint32_t>{one} && found.blocks == 50);
-    CHECK(index.deepest_held(space_id(0), hashes_between(7, 8)) == 0 && audit_all(index).damaged == 0);
+    CHECK(deepest_held(index, space_id(0), hashes_between(7, 8)) == 0 && audit_all(index).damaged == 0);
   }
 }
 
@@ -754,7 +754,7 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
           CHECK(one.instance < kInstances && depth == one.depth && one.depth <= one.reach && one.reach <= hashes.size() / kHashBytes);
           CHECK(one.depth <= answer.deepest);
         }
-        CHECK(index.deepest_held(space_id(0), hashes) <= hashes.size() / kHashBytes);
+        CHECK(deepest_held(index, space_id(0), hashes) <= hashes.size() / kHashBytes);
         CHECK(index.holders(space_id(1), hashes.data()).size() <= kInstances * kTierCount + 2 * kTierCount);
         const auto number = static_cast<std::uint32_t>(random.below(kInstances));
         CHECK(index.state(number) && index.find_instance(name_of(number)) == number);

@@ -50,6 +50,8 @@ Buffer written(std::initializer_list<Event> events) {
 void golden_frame_round_trips() {
   const Buffer golden = tests::read_golden("frame_v1.bin");
   CHECK(rewritten(golden) == golden);
+  const Buffer with_attributes = tests::read_golden("frame_v2.bin");
+  CHECK(rewritten(with_attributes) == with_attributes && decode_header(with_attributes, 0).version == 2);
   const FrameHeader header = decode_header(golden, 0);
   CHECK(header.instance == "w\xC3\xB6rker-1" && header.epoch == 7 && header.digest == 0xFEDCBA9876543210);
   Buffer shifted(5 + golden.size() + 1, 'x');
@@ -130,7 +132,8 @@ void headers_are_refused_in_order() {
     return thrown_code([&] { FrameReader(changed, 0); });
   };
   CHECK(with(0, 'X') == ErrorCode::kNotAFrame);
-  CHECK(with(4, 2) == ErrorCode::kNewerFrame);
+  CHECK(with(4, kFrameVersion + 1) == ErrorCode::kNewerFrame);
+  CHECK(with(4, 2) == ErrorCode::kCorruptFrame);  // a version that is read, and not the one that was written
   CHECK(with(4, 0) == ErrorCode::kMalformedFrame);
   CHECK(with(11, 0xFF) == ErrorCode::kMalformedFrame);  // longer than any frame
   CHECK(with(10, 0x01) == ErrorCode::kTornFrame);       // longer than this one

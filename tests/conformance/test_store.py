@@ -205,16 +205,9 @@ def difference_is_seen_when_a_column_is_missing(url: str, options: dict[str, Any
     return on_connection(url, compare)
 
 
-def test_a_position_from_before_fingerprints_is_kept_and_has_none(database_url: str) -> None:
-    def first_version(connection: Connection) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(migrations_folder()))
-        config.set_main_option("path_separator", "os")
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-        connection.execute(text("INSERT INTO positions (stream, stream_sequence) VALUES ('KVBM', 7)"))
-
+def test_a_position_is_kept_with_its_fingerprint_or_with_none(database_url: str) -> None:
     async def work(store: Store) -> None:
+        assert await store.apply(batch(0, 7))
         assert await store.positions() == {STREAM: Mark(7, None)}
         assert await store.apply(batch(7, 9, fingerprint=(1 << 64) - 1))
         assert await store.positions() == {STREAM: Mark(9, (1 << 64) - 1)}
@@ -224,7 +217,6 @@ def test_a_position_from_before_fingerprints_is_kept_and_has_none(database_url: 
         assert await store.apply(StoreBatch(stream="other", previous=0, stream_sequence=3, fingerprint=5))
         assert (await store.positions())["other"] == Mark(3, 5)
 
-    on_connection(database_url, first_version)
     with_store(database_url, work)
 
 

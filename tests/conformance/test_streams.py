@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from kvbm.core.codec import decode_header
@@ -24,7 +25,6 @@ from kvbm.streams.base import (
     EventStream,
     Fence,
     Heartbeat,
-    LivenessFact,
     Mark,
     Position,
     StreamMessage,
@@ -407,26 +407,21 @@ async def heard(watch: AsyncIterator[Told], tell: Callable[[], Awaitable[None]])
     return await first
 
 
-def test_liveness_and_samples_reach_who_listens_to_their_cluster(run: Run, cluster: str) -> None:
+def test_samples_reach_who_listens_to_their_cluster(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
-        fact = LivenessFact(
-            instance=ONE, cluster=cluster, epoch=Epoch(3), withheld=True, why="silent", wall_time_ns=5
-        )  # fmt: skip
-        elsewhere = LivenessFact(
-            instance=ONE, cluster=f"{cluster}-b", epoch=Epoch(3), withheld=False, why="heard", wall_time_ns=6
-        )
         sample = AccessSample(
             instance=TWO, cluster=cluster, wall_time_ns=1, namespace=NamespaceId(b"n" * 16), hashes=b"h" * 32, depth=1,
             rate=0.5,
         )  # fmt: skip
 
-        async def tell() -> None:
-            await stream.send_liveness(elsewhere)
-            await stream.send_liveness(fact)
+        elsewhere = msgspec.structs.replace(sample, cluster=f"{cluster}-b")
 
-        assert await heard(stream.watch_liveness(cluster), tell) == fact
-        assert await heard(stream.watch_liveness(), tell) in (fact, elsewhere)
-        assert await heard(stream.watch_samples(cluster), lambda: stream.send_sample(sample)) == sample
+        async def tell() -> None:
+            await stream.send_sample(elsewhere)
+            await stream.send_sample(sample)
+
+        assert await heard(stream.watch_samples(cluster), tell) == sample
+        assert await heard(stream.watch_samples(), tell) in (sample, elsewhere)
 
     run(work)
 

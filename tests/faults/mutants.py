@@ -27,6 +27,7 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal import Journal
 from kvbm.streams.publisher import Publish, Publisher
+from tests.faults.simulator import cluster as cluster_module
 from tests.faults.simulator.run import RUN_S
 
 _GAPS = ("hide_messages", "cut_catalog", "freeze_catalog", "refuse_publishes", "kill_catalog", "trim")
@@ -196,8 +197,8 @@ class _SkippingLedger(Ledger):
 
 
 def _round_skips_a_run(stack: ExitStack) -> None:
-    _swap(stack, assembly, "Ledger", _SkippingLedger)
-    _swap(stack, assembly, "NATIVE_LEDGER", _SkippingLedger)
+    _swap(stack, assembly, "NATIVE_CORE", assembly.NATIVE_CORE._replace(new_ledger=_SkippingLedger))
+    _swap(stack, cluster_module, "READABLE", cluster_module.READABLE._replace(new_ledger=_SkippingLedger))
 
 
 def _torn_tail_accepted(stack: ExitStack) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import kvbm
 from kvbm.core.checksum import crc32c
+from kvbm.core.codec import VERSION
 from kvbm.core.errors import ConfigError, JournalError, LayoutError, PoolError, PoolFullError, PoolMismatchError
 from tests.captures import make_capture, packed, starts
 from tests.servers import free_port, s3_server
@@ -171,7 +172,6 @@ def test_a_setting_that_cannot_be_used_is_named_with_its_source_and_the_nearest_
             Case(engine("--set", "pools.hbm=3"), ("group of settings", "'pools.hbm.slots'")),
             Case(engine("--set", "pools.hbm.slots"), ("has no value", "KEY=VALUE")),
             Case(engine("--set", "nats.timeout_s=inf"), ("nats.timeout_s is inf",)),
-            Case(engine("--set", "core=python"), ("core is 'python'", "native, reference")),
             Case(engine("--set", "pools.eviction=fifo"), ("pools.eviction is 'fifo'", "lru, s3fifo")),
             Case(engine("--set", "journal.waiting_bytes=9"), ("journal.waiting_bytes is 9", "at least 1048576")),
             Case(engine("--set", "onboard.threads=0"), ("onboard.threads is 0", "at least 1")),
@@ -251,7 +251,6 @@ def test_settings_lists_every_key_with_its_default(tmp_path: Path) -> None:
     ended = run(["settings"], tmp_path)
     assert ended.returncode == 0
     lines = ended.stdout.splitlines()
-    assert 'core = "native"' in lines
     assert 'pools.eviction = "lru"' in lines
     assert "nats.timeout_s = 5.0" in lines
     given = [line.split(" = ") for line in lines if line.split(" = ")[1] not in ("{}", "[]")]
@@ -382,7 +381,7 @@ def test_a_nats_url_that_is_none_leaves_the_journal_and_its_blocks_as_they_were(
 def newer(data: bytes) -> bytes:
     """A frame as the next version's writer might write it."""
     changed = bytearray(data)
-    changed[4] += 1
+    changed[4] = VERSION + 1
     changed[-5] ^= 0xFF
     return bytes(changed[:-4]) + crc32c(bytes(changed[:-4])).to_bytes(4, "little")
 

@@ -28,7 +28,7 @@ from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
 from kvbm.catalog.storing import numbering
-from kvbm.core.codec import decode_frame, encode_frame
+from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import (
@@ -43,7 +43,7 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
-from kvbm.streams.base import START, AccessSample, Heartbeat, LivenessFact, Mark, Position, is_fence, mark_of
+from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats import NatsReader, NatsStream
@@ -876,7 +876,7 @@ def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlit
         assert await named() == ("#2", 8)  # aged out: no other message is there
         assert await named(first) == ("#2", 8)
         assert await named(first + "#2") == ("#3", 0)
-        await stored("#2", 8, Mark(9, None))  # by a version before fingerprints
+        await stored("#2", 8, Mark(9, None))  # as `kvbm-replay rebuild` leaves it
         assert await named() == ("#2", 9)
         await store.close()
 
@@ -886,17 +886,18 @@ def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlit
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_told(settings: ServiceSettings) -> None:
+def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_logged(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
-        facts: list[LivenessFact] = []
-
-        async def listen() -> None:
-            async for fact in stream.watch_liveness(settings.cluster):
-                facts.append(fact)
-
         one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
-        listening = asyncio.create_task(listen())
         quick = msgspec.structs.replace(settings, liveness_s=0.8)
+        with capture_logs() as logs:
+            await withheld_and_back(quick, one, two)
+        said = [(entry["event"], entry["why"]) for entry in logs if entry.get("instance") == "one" and "why" in entry]
+        assert [entry for entry in said if entry[0] in ("instance.withheld", "instance.returned")] == [
+            ("instance.withheld", "silent"), ("instance.returned", "heard"), ("instance.withheld", "stopped"),
+        ]  # fmt: skip
+
+    async def withheld_and_back(quick: ServiceSettings, one: Instance, two: Instance) -> None:
         async with catalog_on(quick) as catalog, two.alive():
             one.create(0, 10)
             await one.publish()
@@ -913,11 +914,47 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_told(settings
             one.ledger.stop()
             await one.publish()
             await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
-            await eventually_async(lambda: len(facts) >= 3)
-        assert [(fact.instance, fact.withheld, fact.why) for fact in facts] == [
-            ("one", True, "silent"), ("one", False, "heard"), ("one", True, "stopped"),
-        ]  # fmt: skip
-        listening.cancel()
+
+    run(work, settings.nats_url)
+
+
+def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch_that_can_be_read(
+    settings: ServiceSettings,
+) -> None:
+    async def work(stream: NatsStream) -> None:
+        within = str(settings.cluster)
+        one, two = Instance(stream, within, "one"), Instance(stream, within, "two")
+        async with catalog_on(settings) as catalog, one.alive(), two.alive():
+            for instance in (one, two):
+                instance.create(0, 10)
+                await instance.publish()
+            await eventually_async(lambda: one.is_whole_in(catalog) and two.is_whole_in(catalog))
+            one.create(10, 20)
+            for frame in one.ledger.take_frames(one.name, time.time_ns()):
+                data = frame.data[:4] + (VERSION + 1).to_bytes(2, "little") + frame.data[6:-4]
+                data += _native.crc32c(data).to_bytes(4, "little")
+                await stream.publish(within, one.name, data)
+            one.create(20, 30)
+            await one.publish()  # in a version that is known
+            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 30)).withheld == ["one"])
+            await eventually_async(lambda: catalog.numbers().newer == 2)
+            answer = catalog.lookup(SPACE.id, block_hashes(0, 30))
+            assert [(found.instance, found.depth) for found in answer.instances] == [("two", 10)]
+            (shown,) = [entry for entry in catalog.instances() if entry.instance == "one"]
+            assert (shown.state, shown.withheld) == ("live", "newer")
+            words = (
+                f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
+            )
+            assert shown.doubts == [words]
+            numbers = catalog.numbers()
+            assert (numbers.withheld, numbers.gaps, numbers.poison, numbers.doubtful, one.rounds) == (1, 0, 0, 0, 0)
+            again = Instance(stream, within, "one", epoch=2)
+            one.epoch, one.ledger = again.epoch, again.ledger
+            one.create(0, 5)
+            await one.publish()
+            await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().withheld)
+            depths = {found.instance: found.depth for found in catalog.lookup(SPACE.id, block_hashes(0, 30)).instances}
+            assert depths == {"one": 5, "two": 10}
 
     run(work, settings.nats_url)
 

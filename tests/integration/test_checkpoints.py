@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,26 @@ def test_what_a_writer_that_died_has_left_goes_after_a_while(tmp_path: Path) -> 
 def test_the_readable_index_has_no_checkpoints() -> None:
     assert isinstance(_native.ClusterIndex(1), Checkpointing)
     assert not isinstance(ReferenceIndex(1), Checkpointing)
+
+
+def test_a_checkpoint_of_a_newer_kvbm_is_passed_over_in_words(tmp_path: Path) -> None:
+    write(tmp_path, 9)
+    write(tmp_path, 10)
+    (newest,) = tmp_path.glob(f"{10:020}*.json")
+    body = newest.read_bytes().rstrip(b"\n").rpartition(b"\n")[0]
+    assert b'"version":1,' in body
+    body = body.replace(b'"version":1,', b'"version":2,').replace(b'"stream":', b'"streams":')
+    newest.write_bytes(body + b"\n%08x\n" % zlib.crc32(body))
+    with capture_logs() as logs:
+        found = load(tmp_path)
+    assert found is not None and found.state.sequence == 9
+    assert [(entry["event"], entry["why"]) for entry in logs] == [
+        ("checkpoint.unread", "a newer kvbm wrote it, as version 2; this one reads 1")
+    ]
+    (index,) = tmp_path.glob(f"{9:020}*.index")
+    data = bytearray(index.read_bytes())
+    data[4:6] = (3).to_bytes(2, "little")
+    index.write_bytes(data)
+    with capture_logs() as logs:
+        assert load(tmp_path) is None
+    assert "written by a newer kvbm, as version 3; this build reads version 2; upgrade kvbm" in logs[-1]["why"]

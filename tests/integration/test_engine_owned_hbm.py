@@ -28,13 +28,14 @@ from kvbm.pools.stores.memory import MemoryStore
 from kvbm.replay.cli import main as replay
 from kvbm.streams.journal import Journal
 from tests.eventually import eventually
+from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of
 from tests.object_pools import memory_objects
 from tests.owning_engines import WAIT_S, OwningEngine, mapped_rows, opened
 from tests.wrapped_pools import Gate
 
 ROOT = Path(__file__).parents[2]
-CORES = pytest.mark.parametrize("core", ["native", "reference"])
+BOTH_CORES = pytest.mark.parametrize("core", ["native", "reference"])
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def pinned(manager: EngineHbmManager) -> int:
     return counts.held - counts.evictable
 
 
-@CORES
+@BOTH_CORES
 def test_a_stored_prompt_comes_back_from_host_and_from_nvme_with_its_bytes(tmp_path: Path, core: str) -> None:
     with engine(tmp_path, core=core) as one:
         assert one.store(1, 6) == 6
@@ -93,7 +94,7 @@ def test_a_stored_prompt_comes_back_from_host_and_from_nvme_with_its_bytes(tmp_p
     ]  # fmt: skip
 
 
-@CORES
+@BOTH_CORES
 def test_what_the_engine_holds_is_stated_once_and_withdrawn_with_its_last_copy(tmp_path: Path, core: str) -> None:
     chain = hashes_of(1, 8)
     blocks = split_hashes(chain)
@@ -118,7 +119,7 @@ def test_what_the_engine_holds_is_stated_once_and_withdrawn_with_its_last_copy(t
     assert reasons == [EvictReason.CAPACITY, EvictReason.CAPACITY, EvictReason.CLEARED]
 
 
-@CORES
+@BOTH_CORES
 def test_the_journal_with_a_round_over_hbm_blocks_is_true(tmp_path: Path, core: str) -> None:
     with engine(tmp_path, core=core) as one:
         one.store(1, 6)
@@ -134,7 +135,7 @@ def test_the_journal_with_a_round_over_hbm_blocks_is_true(tmp_path: Path, core: 
     assert replay(["verify", str(journal_folder(settings)), "--reference"]) == 0
 
 
-@CORES
+@BOTH_CORES
 def test_a_restarted_manager_has_what_nvme_kept(tmp_path: Path, core: str) -> None:
     with engine(tmp_path, core=core) as one:
         one.store(1, 6)
@@ -150,10 +151,10 @@ def test_a_block_whose_bytes_are_damaged_ends_the_run_and_is_withdrawn(tmp_path:
         one.store(1, 6)
         one.empty_host()
         with one.manager._lock:
-            found = one.manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[3])
-        assert found is not None
+            slot = slot_of(one.manager._ledger, Tier.NVME, split_hashes(hashes_of(1, 6))[3])
+        assert slot is not None
         with open(tmp_path / "instances/instance-0/nvme.pool", "r+b") as file:
-            file.seek(PAGE_BYTES + found[1] * stride_of(BLOCK_BYTES) + 70)
+            file.seek(PAGE_BYTES + slot * stride_of(BLOCK_BYTES) + 70)
             file.write(b"\xfe\xfe\xfe")
         assert one.hits(1, 6) == {Tier.NVME: 3}
         assert pinned(one.manager) == 0  # what lay behind the hole is not kept either
@@ -280,7 +281,7 @@ def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path
         assert one.manager.stats().copies_in_flight == 0
 
 
-@CORES
+@BOTH_CORES
 def test_objects_of_several_blocks_follow_the_chain_through_chunks(tmp_path: Path, core: str) -> None:
     store = MemoryStore()
     objects = memory_objects(BLOCK_BYTES, blocks=4, store=store)
@@ -383,7 +384,7 @@ def test_a_store_that_never_ends_keeps_its_slots_also_beyond_close(tmp_path: Pat
     assert sum(len(event.hashes) // HASH_BYTES for event in created) == 4  # nothing is said after the end
 
 
-@CORES
+@BOTH_CORES
 def test_clearing_empties_host_and_nvme_and_nothing_under_way_comes_back(tmp_path: Path, core: str) -> None:
     with engine(tmp_path, core=core) as one:
         one.store(1, 6)
@@ -560,7 +561,7 @@ class Caller:
         eventually(lambda: not self.engine.manager.stats().copies_in_flight, "copies end")
 
 
-@CORES
+@BOTH_CORES
 @pytest.mark.parametrize("seed", range(3))
 def test_any_order_of_calls_keeps_bytes_right_and_the_stream_true(tmp_path: Path, core: str, seed: int) -> None:
     flags = {"core": core, "pools__host__slots": 12, "pools__nvme__slots": 24, "pools__hbm__slots": 40}

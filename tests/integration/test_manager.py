@@ -19,6 +19,7 @@ from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
 from tests.eventually import eventually
+from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, events_in, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
 from tests.wrapped_pools import Wrapped
@@ -89,9 +90,8 @@ def test_corrupt_bytes_are_a_miss_an_eviction_and_a_counter() -> None:
         for tier in (Tier.HBM, Tier.HOST):
             manager.evict(tier, hashes_of(1, 6))
         with manager._lock:
-            found = manager._ledger.residency(Tier.NVME, split_hashes(hashes_of(1, 6))[2])
-        assert found is not None
-        _, slot = found
+            slot = slot_of(manager._ledger, Tier.NVME, split_hashes(hashes_of(1, 6))[2])
+        assert slot is not None
         manager.pools.slots[Tier.NVME].rows[slot, 5] ^= 1  # type: ignore[attr-defined]
         assert serve(manager, 1, 6).prefix.hits == {Tier.NVME: 2}
         assert manager.stats().corrupt_blocks == 1

@@ -165,10 +165,10 @@ def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when
 def test_of_two_processes_with_one_name_the_one_that_stays_begins_a_later_epoch(
     tmp_path: Path, nats_url: str, cluster: str, core: str
 ) -> None:
-    first = opened(settings_of(tmp_path / "a", nats_url, cluster, core=core))
+    first = opened(settings_of(tmp_path / "a", nats_url, cluster), core)
     serve(first, 1, 20)
     eventually(lambda: is_published(first), "the stream does not come")
-    second = opened(settings_of(tmp_path / "b", nats_url, cluster, core=core))
+    second = opened(settings_of(tmp_path / "b", nats_url, cluster), core)
     assert second.epoch == 2
     serve(second, 2, 20)
     eventually(lambda: is_published(second), "the second does not get the stream")

@@ -767,16 +767,23 @@ def test_a_stripe_in_use_leaves_the_others_free(tmp_path: Path) -> None:
     _striped(paths).close()
 
 
-def test_a_file_of_the_first_version_is_refused_by_name_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (1, "file version 1 is none that kvbm writes.*remove it"),
+        (3, "file version 3 is newer than 2, the newest this kvbm reads; upgrade kvbm"),
+    ],
+)
+def test_a_file_of_another_version_is_refused_in_words_and_left_alone(tmp_path: Path, version: int, words: str) -> None:
     pool = _open(tmp_path / "pool")
     page = bytearray(pool.path.read_bytes()[:PAGE_BYTES])
     pool.close()
-    page[8:12] = (1).to_bytes(4, "little")
+    page[8:12] = version.to_bytes(4, "little")
     page[-4:] = int(checksums(np.frombuffer(page[:-4], dtype=np.uint8).reshape(1, -1))[0]).to_bytes(4, "little")
     with pool.path.open("r+b") as file:
         file.write(page)
     content = pool.path.read_bytes()
-    with pytest.raises(PoolError, match=r"file version 1 is of an older kvbm.*remove it"):
+    with pytest.raises(PoolError, match=words):
         _open(pool.path)
     assert pool.path.read_bytes() == content
 

@@ -12,13 +12,14 @@ import pytest
 
 from kvbm.assembly import CODER, NATIVE, open_objects
 from kvbm.config import load_settings
+from kvbm.core.checksum import crc32c
 from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.keys import add_key
 from kvbm.pools.object import BlockObjects
-from kvbm.pools.object_header import header_bytes
-from kvbm.pools.stores.base import Get, Got, Put, Store
+from kvbm.pools.object_header import OBJECT_VERSION, header_bytes
+from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.blobs import Limits
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_pools import memory_objects
@@ -168,6 +169,30 @@ def test_an_object_that_was_cut_short_is_corrupt_and_no_success(shop: Shop) -> N
     assert shop.get(run) == [CORRUPT]
     assert shop.put(run) == [False]
     assert f"is there with {OBJECT_BYTES - 1} bytes that are no whole object; delete it" in shop.troubles[-1]
+
+
+def test_an_object_of_a_newer_kvbm_is_a_miss_that_says_so_and_is_left_alone(shop: Shop) -> None:
+    run = run_of(1)
+    shop.put(run)
+    [name] = shop.names(run)
+    [got] = shop.direct.get([Get(name)], 10.0)
+    assert isinstance(got, Got)
+    body = bytearray(got.body)
+    body[4] = OBJECT_VERSION + 1
+    end = int.from_bytes(body[52:56], "little") - 4
+    damaged = bytes(body)
+    body[end : end + 4] = crc32c(bytes(body[:end])).to_bytes(4, "little")
+    for newer, outcome in ((bytes(body), FAILED), (damaged, CORRUPT)):  # not corrupt, which would withdraw its claim
+        shop.direct.delete([name], 10.0)
+        shop.direct.put([Put(name, newer)], 10.0)
+        assert shop.get(run) == [outcome]
+        if outcome is FAILED:
+            assert f"{name} was put by a newer kvbm, as version {OBJECT_VERSION + 1}" in shop.troubles[-1]
+            assert shop.put(run) == [False]
+            [described] = shop.pool.describe([name])
+            assert isinstance(described, Refusal) and "upgrade it" in described.words
+            [kept] = shop.direct.get([Get(name)], 10.0)
+            assert isinstance(kept, Got) and bytes(kept.body) == newer
 
 
 def test_a_put_whose_answer_was_lost_is_a_success(shop: Shop) -> None:

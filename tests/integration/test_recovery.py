@@ -28,7 +28,9 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.pools.block_io import PAGE_BYTES, stride_of
 from kvbm.streams.base import Position
 from kvbm.streams.journal import Journal, segment_files
+from tests.cores import CORES
 from tests.eventually import eventually
+from tests.held import slots_of as slots_in
 from tests.managers import BLOCK_BYTES, NAMESPACE, rows_of, serve
 from tests.nats_fixture import cluster, nats_url
 from tests.servers import free_port
@@ -70,8 +72,8 @@ def settings_at(folder: Path | str, **more: Any) -> Settings:
     return load_settings(flags=flags | {key.replace("__", "."): value for key, value in more.items()})
 
 
-def open_at(folder: Path | str, **more: Any) -> Manager:
-    return open_manager(settings_at(folder, **more), [NAMESPACE], BLOCK_BYTES)
+def open_at(folder: Path | str, core: str = "native", **more: Any) -> Manager:
+    return open_manager(settings_at(folder, **more), [NAMESPACE], BLOCK_BYTES, core=CORES[core])
 
 
 def pool_path(folder: Path) -> Path:
@@ -112,11 +114,9 @@ def folded(folder: Path) -> tuple[Epoch, dict[SequenceHash, int | None]]:
     return max(epochs, default=Epoch(0)), {}
 
 
-def slots_of(manager: Manager) -> dict[SequenceHash, int | None]:
+def slots_of(manager: Manager) -> dict[SequenceHash, int]:
     with manager._lock:
-        blocks = split_hashes(manager._ledger.held(Tier.NVME))
-        found = {block: manager._ledger.residency(Tier.NVME, block) for block in blocks}
-    return {block: residency[1] for block, residency in found.items() if residency is not None}
+        return slots_in(manager._ledger, Tier.NVME, split_hashes(manager._ledger.held(Tier.NVME)))
 
 
 def read_all(manager: Manager) -> list[ReadOutcome]:

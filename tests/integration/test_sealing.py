@@ -128,6 +128,21 @@ def test_every_flipped_bit_is_found(one: Instance, store: MemoryStore) -> None:
         assert GOOD not in one.outcomes(run)
 
 
+def test_an_object_sealed_by_a_newer_kvbm_is_a_miss_that_says_so(one: Instance, store: MemoryStore) -> None:
+    run = run_of(ACME)
+    one.pool.put(run.rows, run.proof)
+    [(name, (body, _))] = store.objects.items()
+    changed = bytearray(body)
+    changed[4:6] = (2).to_bytes(2, "little")
+    changed[28:60] = bytes(32)  # whatever the newer one has there
+    changed[60:] = bytes(len(changed) - 60)
+    store.objects[name] = (bytes(changed), 0)
+    assert one.outcomes(run) == [FAILED] * K  # not corrupt, which would withdraw what others can read
+    assert (
+        f"{name} was put by a newer kvbm, as version 2; this one reads up to version 1: upgrade it" in one.troubles[-1]
+    )
+
+
 def test_objects_under_each_others_names_do_not_open(one: Instance, store: MemoryStore) -> None:
     run = run_of(ACME, 2)
     one.pool.put(run.rows, run.proof)

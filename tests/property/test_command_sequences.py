@@ -28,6 +28,7 @@ from kvbm.core.ids import (
 )
 from kvbm.core.ledger import Ledger
 from kvbm.core.residency import Residencies
+from tests.held import recomputed_digest
 from tests.ledger_driver import (
     POOLS,
     Driver,
@@ -56,7 +57,7 @@ def test_replaying_the_frames_gives_the_live_state(script: list[tuple[Any, ...]]
             fold.evolve(event)
         assert fold.digest == frame.digest
     assert held_by(fold) == held_by(driver.ledger.residencies)
-    assert fold.digest == fold.recomputed_digest() == driver.ledger.residencies.digest
+    assert fold.digest == recomputed_digest(fold) == driver.ledger.residencies.digest
 
 
 @thorough
@@ -108,7 +109,7 @@ def test_an_overflow_ends_the_stream_and_nothing_else(
         assert driver.frames[-1].events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)
     else:
         assert held_by(fold) == held_by(driver.ledger.residencies)
-    assert driver.ledger.digest == driver.ledger.residencies.recomputed_digest()
+    assert driver.ledger.digest == recomputed_digest(driver.ledger.residencies)
 
 
 @thorough

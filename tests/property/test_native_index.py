@@ -135,7 +135,6 @@ class Twins:
             assert set(left_out) == set(self.model.withheld_holders(*key))
         assert claims_of(self.native) == claims_of(self.model)
         for space, hashes, best in queries:
-            self.both("deepest_held", space, hashes)
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
             assert unordered(all_told) == unordered(self.model.prefixes(space, hashes))
             assert (told.deepest, set(told.pools)) == (all_told.deepest, set(all_told.pools))

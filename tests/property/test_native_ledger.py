@@ -116,8 +116,9 @@ class Twins:
         self.cut()
         entries = []
         for held in split_hashes(self.held(Tier.NVME)):
-            namespace, slot = self.residency(Tier.NVME, held)
-            entries.append(Recovered(held, namespace, slot))
+            entry = self.reference.residencies.held[Tier.NVME][held]
+            assert entry.slot is not None
+            entries.append(Recovered(held, entry.namespace, entry.slot))
         epoch = Epoch(self.reference.epoch + 1)
         frames = self.frames
         self.__init__(self.eviction, self.event_bytes, self.pools, self.shares)  # type: ignore[misc]
@@ -269,7 +270,7 @@ class Twins:
         self.lacking(Tier(b % 4), run_of(a, b % 9))
         self.look(run_of(a, b % 25), Tier(b % 4))
         self.holds(Tier(b % 4), BLOCKS[a % 20])
-        self.residency(tier, BLOCKS[a % 20])
+        self.match(BLOCKS[a % 20], hottest=tier)
         self.held(tier)
 
     def look(self, hashes: bytes, hottest: Tier) -> None:

@@ -143,19 +143,83 @@ def test_any_body_has_one_outcome(body: bytes, namespace_count: int, event_count
     agree_on(body)
 
 
+STARTS = [
+    InstanceStarted(epoch=Epoch(3), topology=("zone", "rack"), engine="e"),
+    InstanceStarted(epoch=Epoch(3), engine="e", attributes={"a": b"b", "c": b"d"}),
+]
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_a_start_that_is_not_canonical_is_refused(draw: st.DataObject):
-    blob = bytearray(msgspec.msgpack.encode(InstanceStarted(epoch=Epoch(3), topology=("zone", "rack"), engine="e")))
+    blob = bytearray(codec.encode_started(STARTS[draw.draw(st.integers(0, 1))]))
     position = draw.draw(st.integers(0, len(blob) - 1))
     blob[position : position + draw.draw(st.integers(0, 2))] = draw.draw(st.binary(max_size=4))
     event = b"\x01" + len(blob).to_bytes(4, "little") + bytes(blob)
-    header = b"KVBM\x01\x00\x01\x00" + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
+    header = (
+        b"KVBM"
+        + bytes([draw.draw(st.integers(1, 3))])
+        + b"\x00\x01\x00"
+        + bytes(4)
+        + (1).to_bytes(4, "little")
+        + bytes(32)
+    )
     agree_on(with_checksum(header + b"i" + event + bytes(4)))
 
 
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({}, ""),
+        ({"a": b"b", "é": b"\xff", "of nothing": b""}, ""),
+        ({f"{number}": b"" for number in range(64)}, ""),
+        ({"a": b"x" * 16_383}, ""),
+        ({f"{number}": b"" for number in range(65)}, "65 attributes"),
+        ({"a": b"x" * 16_384}, "16385 bytes of attributes"),
+        ({"": b"x"}, "name of an attribute has 0 bytes"),
+        ({"n" * 256: b"x"}, "name of an attribute has 256 bytes"),
+        ({"\ud800": b"a"}, "no UTF-8"),
+    ],
+)
+def test_attributes_of_a_start_come_back_and_have_bounds(attributes: dict[str, bytes], words: str):
+    frame = frame_of(InstanceStarted(epoch=Epoch(1), attributes=attributes))
+    for encode, decode in ((codec.encode_frame, codec.decode_frame), (_native.encode_frame, _native.decode_frame)):
+        if words:
+            with pytest.raises(LayoutError, match=words):
+                encode(frame)
+            continue
+        data = encode(frame)
+        assert data[4:6] == (2 if attributes else 1).to_bytes(2, "little")  # the lowest version that suffices
+        assert decode(data) == (frame, len(data))
+        assert _native.scan_frames(data) == codec.scan_frames(data)
+        other = data[:4] + (1 if attributes else 2).to_bytes(2, "little") + data[6:]
+        refusal = agree_on(with_checksum(other))
+        assert refusal[0] is MalformedFrameError and "whose events are written as version" in refusal[-1]
+
+
+def test_a_start_with_the_attributes_of_another_codec_is_held_to_their_bounds():
+    fields = [3, [], [], [], "", "", {str(number): b"" for number in range(65)}]
+    blob = msgspec.msgpack.encode(fields)
+    event = b"\x01" + len(blob).to_bytes(4, "little") + blob
+    header = b"KVBM\x02\x00\x01\x00" + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
+    refusal = agree_on(with_checksum(header + b"i" + event + bytes(4)))
+    assert refusal[0] is MalformedFrameError and "65 attributes" in refusal[-1]
+
+
+def test_a_whole_newer_frame_is_told_from_a_damaged_one():
+    data = codec.encode_frame(frame_of(InstanceStopped(reason=StopReason.SHUTDOWN), epoch=9))
+    newer = data[:4] + b"\x09\x00" + data[6:-4]
+    newer += _native.crc32c(newer).to_bytes(4, "little")
+    assert codec.newer_frame(b"xx" + newer + b"more", 2) == codec.NewerFrame(9, Epoch(9))
+    assert codec.newer_frame(newer, 0, _native.crc32c) == codec.NewerFrame(9, Epoch(9))
+    assert codec.newer_frame(data, 0) is None
+    assert codec.newer_frame(data[:4] + b"\x09" + data[5:], 0) is None  # a flipped version
+    for end in range(len(newer)):
+        assert codec.newer_frame(newer[:end], 0) is None
+
+
 def test_a_start_whose_text_is_not_utf8_is_malformed():
-    blob = msgspec.msgpack.encode(InstanceStarted(epoch=Epoch(3), engine="engine")).replace(b"engine", b"engin\xff")
+    blob = codec.encode_started(InstanceStarted(epoch=Epoch(3), engine="engine")).replace(b"engine", b"engin\xff")
     event = b"\x01" + len(blob).to_bytes(4, "little") + blob
     header = b"KVBM\x01\x00\x01\x00" + bytes(4) + (1).to_bytes(4, "little") + bytes(32)
     refusal = agree_on(with_checksum(header + b"i" + event + bytes(4)))

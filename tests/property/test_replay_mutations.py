@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import VERSION, Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
     BlocksEvicted,
@@ -345,7 +345,7 @@ def test_a_capture_that_was_cut_short_is_said_with_the_byte(tmp_path: Path, seed
 def newer(frame: Frame) -> bytes:
     """The frame as the next version's writer might write it: this one cannot know its inside."""
     data = bytearray(encode_frame(frame))
-    data[4] = 2
+    data[4] = VERSION + 1
     data[-1] ^= 0xFF
     return bytes(data)
 
@@ -355,7 +355,7 @@ def rechecked(frame: Frame) -> bytes:
     from kvbm.core.checksum import crc32c
 
     data = bytearray(encode_frame(frame))
-    data[4] = 2
+    data[4] = VERSION + 1
     return bytes(data[:-4]) + crc32c(bytes(data[:-4])).to_bytes(4, "little")
 
 

@@ -10,10 +10,51 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm._native import RowCopier, checksums
+from kvbm.core.checksum import crc32c
 from kvbm.core.errors import LayoutError
-from kvbm.pools.rows import NumpyRows, RowCopies
+from kvbm.pools.rows import RowCopies
 
 COPIERS: list[RowCopies] = [RowCopier(1), RowCopier(3)]
+
+
+class NumpyRows:
+    """Row copies as numpy does them, in the caller's thread: what the native ones are held to."""
+
+    threads = 1
+
+    def copy_rows(
+        self,
+        target: np.ndarray,
+        target_at: np.ndarray | None,
+        source: np.ndarray,
+        source_at: np.ndarray | None,
+        checksums: np.ndarray | None = None,
+    ) -> None:
+        """As `RowCopies.copy_rows`."""
+        to, of = _indexes(target, target_at), _indexes(source, source_at)
+        if len(to) != len(of) or target.shape[1] != source.shape[1]:
+            raise LayoutError(
+                f"{len(of)} rows of {source.shape[1]} bytes cannot become {len(to)} rows of {target.shape[1]} bytes"
+            )
+        if checksums is not None and checksums.shape != (len(of),):
+            raise LayoutError(f"{len(of)} rows come with room for {len(checksums)} checksums")
+        target[to] = source[of]
+        if checksums is not None:
+            checksums[:] = self.checksum_rows(source, source_at)
+
+    def checksum_rows(self, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray:
+        """As `RowCopies.checksum_rows`."""
+        indexes = _indexes(rows, at)
+        return np.fromiter((crc32c(rows[index].tobytes()) for index in indexes), dtype=np.uint32, count=len(indexes))
+
+
+def _indexes(rows: np.ndarray, at: np.ndarray | None) -> np.ndarray:
+    if at is None:
+        return np.arange(len(rows))
+    outside = at[(at < 0) | (at >= len(rows))]
+    if len(outside):
+        raise LayoutError(f"row {outside[0]} is wanted of {len(rows)}")
+    return at
 
 
 @st.composite

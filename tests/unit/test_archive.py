@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,19 @@ def test_the_command_takes_the_archives_folder(monkeypatch: pytest.MonkeyPatch) 
     assert [(settings.catalog.archive, settings.catalog.listen) for settings in served] == [
         ("somewhere", "127.0.0.1:0")
     ]
+
+
+def test_an_archive_of_a_newer_kvbm_is_refused_in_words_and_left_alone(tmp_path: Path) -> None:
+    archive = ArchiveFiles.open(tmp_path)
+    archive.follow("now", 1, 9)
+    archive.append(messages(1, 4))
+    archive.close()
+    position = tmp_path / "POSITION"
+    body = position.read_bytes().rpartition(b"\n")[0].rpartition(b"\n")[0]
+    assert b'"version":1,' in body
+    body = body.replace(b'"version":1,', b'"version":2,"more":[],')
+    position.write_bytes(body + b"\n%08x\n" % zlib.crc32(body))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(CatalogError, match=r"is of a newer kvbm, version 2; this one writes version 1: upgrade"):
+        ArchiveFiles.open(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before

@@ -35,6 +35,7 @@ from kvbm.core.ids import (
 )
 from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Copy, Ledger, Recovered
 from kvbm.core.residency import Residencies
+from tests.held import recomputed_digest, slot_of
 
 NAMESPACE = Namespace(model="m", block_tokens=16)
 OTHER = Namespace(model="other", block_tokens=16)
@@ -399,8 +400,8 @@ def test_a_ledger_says_what_it_holds_in_the_order_it_was_gained() -> None:
     assert ledger.held(HBM) == blocks(3, 2, 1)
     assert ledger.lacking(HBM, blocks(9, 1, 8, 3)) == blocks(9, 8)
     assert ledger.lacking(OBJECT, blocks(1)) == blocks(1)
-    assert ledger.residency(HBM, block(2)) == (NAMESPACE.id, 2)
-    assert ledger.residency(HOST, block(2)) is None
+    assert slot_of(ledger, HBM, block(2)) == 2
+    assert slot_of(ledger, HOST, block(2)) is None
 
 
 @pytest.mark.parametrize(
@@ -541,7 +542,7 @@ def test_an_overflow_ends_the_stream_and_the_engine_goes_on() -> None:
     before = ledger.digest
     fill(ledger, blocks(5, 6, 7, 8))
     assert ledger.match(blocks(5, 6, 7, 8)).depth == 4
-    assert ledger.digest == ledger.residencies.recomputed_digest() != before
+    assert ledger.digest == recomputed_digest(ledger.residencies) != before
     copy = begin(ledger, HBM, HOST, blocks(5))
     assert ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)[0] is not None
     assert ledger.evict(NVME, blocks(1), EvictReason.CLEARED) == 1
@@ -682,7 +683,7 @@ def test_another_epoch_restates_all_that_is_held_and_records_again() -> None:
         HBM: {block(5), block(6)}, HOST: {block(9)}, NVME: set(), OBJECT: set(),
     }  # fmt: skip
     assert all(reader.is_whole(tier) for tier in (HBM, HOST, NVME))
-    assert reader.digest == ledger.digest == ledger.residencies.recomputed_digest()
+    assert reader.digest == ledger.digest == recomputed_digest(ledger.residencies)
     copy = begin(ledger, HBM, NVME, blocks(5))  # durable tiers take blocks again
     ledger.end_copy(copy, [True], MigrateCause.OFFLOAD)
     assert isinstance(said(ledger)[-1], BlocksMigrated)

@@ -133,6 +133,21 @@ def test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_
     assert not killed.withheld
 
 
+def test_one_whose_epoch_is_unreadable_is_withheld_however_alive_and_still_a_candidate() -> None:
+    watch = five()
+    watch.step(10.0, Followed(E, Epoch(1), False, unreadable=True))
+    assert watch.withheld == {E: Why.NEWER} and watch.liveness.state(E) is LifeState.LIVE
+    assert E in watch.liveness.candidates()  # it serves; only what it holds is not known
+    watch.hear(10.1, E, epoch=2)
+    assert watch.withheld == {E: Why.NEWER}
+    watch.follow(10.2, E, epoch=2)
+    assert not watch.withheld
+    watch.step(
+        10.3, Followed(InstanceId("f"), Epoch(0), False, unreadable=True)
+    )  # of which nothing at all could be read
+    assert watch.withheld == {InstanceId("f"): Why.NEWER}
+
+
 def test_one_withheld_that_restarts_is_not_returned_by_its_old_self() -> None:
     watch = five()
     watch.run(10.0, 15.0, [A, B, C, D])

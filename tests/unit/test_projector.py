@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from kvbm import _native
+from kvbm.catalog import projector as projector_module
 from kvbm.catalog.index import ClusterIndex, is_doubtful
 from kvbm.catalog.projector import ASIDE_BYTES, HOLE_MOST_S, Projector, ProjectorState, Step
 from kvbm.catalog.store import InstanceState
-from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
 from kvbm.core.ledger import Ledger
@@ -1007,3 +1008,107 @@ def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin, data: by
     reader.sequence += 1
     reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
     assert reader.in_step(instance) and reader.projector.counters.poison == 1
+
+
+# -- frames of a newer kvbm -----------------------------------------------------------------------------------------------
+
+
+def newer(frame: Frame, version: int = VERSION + 1) -> bytes:
+    """A frame as a newer kvbm may write it: what lies behind its header means nothing to this one."""
+    data = encode_frame(frame)
+    data = data[:4] + version.to_bytes(2, "little") + data[6:-4]
+    return data + _native.crc32c(data).to_bytes(4, "little")
+
+
+@each_twin
+def test_an_epoch_with_a_newer_frame_is_unreadable_and_the_next_one_is_read(twin: Twin) -> None:
+    one, later = Instance(), Instance(epoch=2)
+    reader = Reader(twin.projector())
+    reader.read(*one.frames, one.create(1))
+    step = reader.read_bytes(newer(one.create(2)))
+    read = Position(Epoch(1), one.frames[1].next_offset)
+    assert step.advanced == {ONE: read}  # it is told that something of it is new
+    found = reader.projector.unreadable(ONE)
+    assert found is not None and found.words() == (
+        f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
+    )
+    reader.read(one.create(3), one.round(), at_end=True)
+    reader.projector.hear(5.0, one.heartbeat())
+    assert reader.read(now_s=60.0, at_end=True).gaps == []  # no endless gaps
+    counters = reader.projector.counters
+    assert (counters.newer, counters.poison, counters.gaps, counters.holes) == (3, 0, 0, 0)
+    assert reader.projector.troubles() == {}  # nobody asks for a round that cannot be read
+    assert reader.projector.position(ONE) == read
+    reader.read(*later.frames, later.create(4))
+    assert reader.projector.unreadable(ONE) is None
+    assert reader.projector.position(ONE) == Position(Epoch(2), later.frames[-1].next_offset)
+    view = reader.projector.index.view(ONE)
+    assert view is not None and not view.missed and view.digest == later.frames[-1].digest
+
+
+@each_twin
+def test_a_start_of_a_newer_kvbm_makes_its_epoch_unreadable_and_not_the_one_before_again(twin: Twin) -> None:
+    one, later, last = Instance(), Instance(epoch=2), Instance(epoch=3)
+    reader = Reader(twin.projector())
+    reader.read(*one.frames)
+    reader.read_bytes(newer(later.frames[0]))
+    reader.read(later.create(1))  # in a version that is known: its epoch is not
+    reader.read_bytes(newer(one.create(1)))
+    found = reader.projector.unreadable(ONE)
+    assert found is not None and found.epoch == 2
+    assert reader.projector.position(ONE) == Position(Epoch(1), one.frames[0].next_offset)
+    reader.read(*last.frames)
+    assert reader.projector.unreadable(ONE) is None
+    reader.read_bytes(newer(later.create(2)))  # of an epoch that is over
+    assert reader.projector.unreadable(ONE) is None
+
+
+@each_twin
+def test_an_instance_of_which_only_newer_frames_were_read_is_named(twin: Twin) -> None:
+    reader = Reader(twin.projector())
+    reader.read_bytes(newer(Instance(epoch=4).frames[0]))
+    assert reader.projector.instances() == [ONE]
+    assert reader.projector.position(ONE) == Position(Epoch(0), Offset(0))
+    view = reader.projector.index.view(ONE)
+    assert view is not None and view.missed and not view.counts
+
+
+@each_twin
+def test_a_version_that_damage_has_changed_is_poison(twin: Twin) -> None:
+    one = Instance()
+    reader = Reader(twin.projector())
+    reader.read(*one.frames)
+    data = encode_frame(one.create(1))
+    reader.read_bytes(data[:4] + b"\x09" + data[5:])
+    assert reader.projector.unreadable(ONE) is None
+    assert (reader.projector.counters.poison, reader.projector.counters.newer) == (1, 0)
+
+
+def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Instance()
+    reader = Reader(NATIVE.projector())
+    reader.read(*one.frames, one.create(1))
+    reader.read_bytes(newer(one.create(2)))
+    state = reader.projector.state()
+    assert isinstance(reader.projector.index, _native.ClusterIndex)
+    reader.projector.index.write_checkpoint(str(tmp_path / "index"), b"")
+
+    def restored() -> Projector:
+        projector = NATIVE.projector()
+        assert isinstance(projector.index, _native.ClusterIndex)
+        projector.index.load_checkpoint(str(tmp_path / "index"))
+        projector.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ProjectorState), 0)
+        return projector
+
+    same = restored()
+    assert same.unreadable(ONE) == reader.projector.unreadable(ONE)
+    assert same.troubles() == {}
+    monkeypatch.setattr(projector_module, "VERSION", VERSION + 1)
+    upgraded = Reader(restored())
+    assert upgraded.projector.unreadable(ONE) is None
+    assert upgraded.projector.troubles()[ONE].reasons() == ["no whole round"]
+    upgraded.read(one.create(3), one.round())
+    assert upgraded.projector.troubles() == {}
+    assert upgraded.projector.index.agrees(ONE, one.frames[-1].digest)

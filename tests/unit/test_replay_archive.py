@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from kvbm.replay.source import open_source
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.base import StreamMessage, events_subject, fence_data, fence_subject, is_fence
-from kvbm.streams.fence_records import record_bytes
+from kvbm.streams.fence_records import HEAD_BYTES, record_bytes
 from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain, make_capture
 
 
@@ -234,10 +235,24 @@ def test_a_flipped_byte_in_a_fence_of_an_archive_is_named_and_hides_no_frame(tmp
     folder = archived(tmp_path, with_fences(capture, ("run", capture.frames())))
     first = sorted(folder.glob("*.kvbm"))[0]
     data = bytearray(first.read_bytes())
-    size = record_bytes(bytes(data[:8]))
+    size = record_bytes(bytes(data[:HEAD_BYTES]))
     assert size
     data[at if at >= 0 else size - 1] ^= 1
     first.write_bytes(data)
     report = verified(folder)
     assert [finding.kind for finding in report.findings] == ["corrupt-frame"]
+    assert report.frames == len(capture.frames())
+
+
+def test_a_fence_of_a_newer_kvbm_is_named_as_that_and_hides_no_frame(tmp_path: Path) -> None:
+    capture = make_capture(7, 200)
+    folder = archived(tmp_path, with_fences(capture, ("run", capture.frames())))
+    first = sorted(folder.glob("*.kvbm"))[0]
+    data = first.read_bytes()
+    size = record_bytes(data[:HEAD_BYTES])
+    record = data[:4] + (2).to_bytes(2, "little") + data[6 : size - 4]
+    first.write_bytes(record + zlib.crc32(record).to_bytes(4, "little") + data[size:])
+    report = verified(folder)
+    assert [finding.kind for finding in report.findings] == ["newer-frame"]
+    assert "a fence of version 2; this kvbm reads up to 1: upgrade it" in str(report.findings[0])
     assert report.frames == len(capture.frames())

@@ -16,6 +16,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, N
 from kvbm.core.kernels import LedgerTwin, NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
+from tests.held import slot_of
 
 A = Namespace(model="m", block_tokens=16, tenant="a")
 B = Namespace(model="m", block_tokens=16, tenant="b")
@@ -128,9 +129,9 @@ def test_what_is_on_its_way_and_what_is_pinned_count_against_a_quota(new_ledger:
     copy = ledger.begin_copy(A.id, Tier.HBM, Tier.NVME, blocks(A, [0, 1]))
     assert copy is not None
     assert offload(ledger, A, 2, 3, 4) == 1
-    slot = ledger.residency(Tier.NVME, split_hashes(blocks(A, [2]))[0])
+    slot = slot_of(ledger, Tier.NVME, split_hashes(blocks(A, [2]))[0])
     assert slot is not None
-    ledger.pin(Tier.NVME, slot[1].to_bytes(4, "little"))
+    ledger.pin(Tier.NVME, slot.to_bytes(4, "little"))
     assert offload(ledger, A, 3, 4) == 0
     ledger.end_copy(copy, [True, False], MigrateCause.OFFLOAD)  # one of them never came
     assert offload(ledger, A, 3, 4) == 2

@@ -14,7 +14,6 @@ from kvbm.assembly import NATIVE, open_engine_manager, open_objects
 from kvbm.config import ObjectSettings, Settings
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import Namespace, Tier
-from kvbm.core.kernels import REFERENCE
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.identity import Identity
 from kvbm.engines.vllm.metadata import HostShare, Ranks
@@ -112,11 +111,10 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
             known[whose] = found
         return found
 
-    kernels = REFERENCE if settings.core == "reference" else NATIVE
     align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
     stores_all = settings.offload.host == "write_through"
     by_recency = settings.pools.eviction == "lru"
-    return Scheduler(manager, kernels, groups, namespaces_of, served.ranks, share, align_tokens, stores_all, by_recency)
+    return Scheduler(manager, NATIVE, groups, namespaces_of, served.ranks, share, align_tokens, stores_all, by_recency)
 
 
 def _reachable(

@@ -128,7 +128,6 @@ class BlobStore:
         self._deleting_singly = deleting_singly or blobs
         self._on_close = on_close
         self.conditional = True  # until the store says it knows no conditional put
-        self._read_timeout_s = limits.read_timeout_s
         self._lock = threading.Lock()
         self._closed = False
         self._free = asyncio.Semaphore(limits.requests_in_flight)

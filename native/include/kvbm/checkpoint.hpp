@@ -12,7 +12,7 @@
 //              blocks u32, then each: hash 16 B, position of its set u32
 //     end      chunks before it u32, blocks in them u64
 //
-// Version 2; version 1 is read too, it lacks the flag of pools of reach pod. Whether an instance is withheld is not kept.
+// Version 2; no other is read. Whether an instance is withheld is not kept.
 //
 // The writer goes on meanwhile, so blocks of later pages may be newer than the front. That does no harm to whoever then applies all
 // events from the front's moment on: a block whose holders changed since is changed by those events again, and an instance that

@@ -197,8 +197,6 @@ class ClusterIndex {
 
   // best: how many instances, the deepest first; 0 for all, in no order. Ties are in no order.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const;
-  // Position after the last block of the run that anybody holds, holes or not; 0 when nobody holds any.
-  std::uint32_t deepest_held(const NamespaceId& id, Bytes hashes) const;
   // is_withheld: those that answers leave out instead.
   std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_withheld = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;

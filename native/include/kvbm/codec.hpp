@@ -15,7 +15,7 @@
 
 namespace kvbm {
 
-inline constexpr std::uint16_t kFrameVersion = 1;
+inline constexpr std::uint16_t kFrameVersion = 2;  // the newest that is read; the lowest that suffices is written
 inline constexpr std::size_t kMaxFrameBytes = std::size_t{1} << 26;  // a length beyond this is damage, not a frame
 inline constexpr std::size_t kMaxFrameNamespaces = 255;
 inline constexpr std::size_t kFrameHeaderBytes = 48;    // before the instance's name
@@ -31,6 +31,7 @@ struct FrameHeader {
   std::uint64_t digest = 0;         // of the instance's residencies after the last event
   std::uint32_t event_count = 0;    // events in the frame
   std::uint32_t frame_bytes = 0;    // the whole frame, checksum included
+  std::uint16_t version = 1;        // of the format
   std::uint8_t namespace_count = 0; // entries of the namespace table
 };
 
@@ -78,6 +79,7 @@ class FrameReader {
   Bytes table_;                       // namespace ids, packed
   std::uint32_t events_read_ = 0;     // events returned so far
   std::uint32_t namespaces_seen_ = 0; // table entries used so far, when they are used in order
+  std::uint16_t version_ = 1;         // the lowest that suffices for the events so far
   bool in_order_ = true;              // whether the events have used the table in order so far
 };
 
@@ -88,6 +90,8 @@ class FrameReader {
 std::size_t event_bytes(const Event& event);
 // The namespace of an event that covers a run, else nullptr.
 const NamespaceId* namespace_of(const Event& event) noexcept;
+// The lowest version of a frame that suffices for an event.
+std::uint16_t frame_version(const Event& event) noexcept;
 // Writes event_bytes(event) bytes; namespace_index is its namespace's place in the frame's table. Returns where they end.
 std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std::uint8_t* out) noexcept;
 // Bytes of a frame whose events have body_bytes. Throws Error: kLayout, when the name does not fit or the frame is too long.

@@ -47,7 +47,7 @@ inline constexpr std::uint8_t kStopReasonCount = 3;
 
 // A new epoch begins and nothing is held in any tier.
 struct InstanceStarted {
-  Bytes blob;  // MessagePack of the struct, opaque to C++
+  Bytes blob;  // MessagePack of the struct, opaque to C++ but for its first byte, which tells whether it has attributes
 };
 
 // Blocks are full, immutable and addressable.

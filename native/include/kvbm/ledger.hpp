@@ -109,7 +109,6 @@ class Ledger {
   Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm);
   bool holds(Tier tier, Bytes hash) const noexcept;
   Bytes lacking(Tier tier, Bytes hashes);
-  std::optional<std::pair<NamespaceId, std::uint32_t>> residency(Tier tier, Bytes hash) const noexcept;
   std::vector<std::uint8_t> held(Tier tier) const;
   void pin(Tier tier, Bytes slots);
   void unpin(Tier tier, Bytes slots);

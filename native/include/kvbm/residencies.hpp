@@ -206,7 +206,6 @@ class Residencies {
   const WireInteger& epoch() const noexcept { return epoch_; }
   bool is_stopped() const noexcept { return stopped_; }
   std::uint64_t digest() const noexcept { return digest_; }
-  std::uint64_t recomputed_digest() const noexcept;
   std::uint64_t tier_digest(Tier tier) const noexcept;
   std::size_t count() const noexcept;
   std::size_t count(Tier tier) const noexcept { return state(tier).table.count(); }

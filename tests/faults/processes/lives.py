@@ -32,6 +32,7 @@ from kvbm.pools.base import ReadOutcome
 from kvbm.streams.journal import segment_files
 from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix
 from tests.faults.processes.noise import Noise
+from tests.held import slots_of
 
 NAMESPACE = Namespace(model="lives", revision="r1", block_tokens=16)
 WAIT_S = 30.0
@@ -170,8 +171,7 @@ class Life:
         """What was recovered is what the journal says, every block of it good, and served at once."""
         blocks = manager.held(Tier.NVME)
         with manager._lock:
-            entries = {block: manager._ledger.residency(Tier.NVME, block) for block in blocks}
-        slots = {block: entry[1] for block, entry in entries.items() if entry is not None}
+            slots = slots_of(manager._ledger, Tier.NVME, blocks)
         assert manager.epoch > before.epoch, f"epoch {manager.epoch} after {before.epoch}"
         assert slots == before.held, f"{len(slots)} blocks recovered, the journal has {len(before.held)}"
         rows = np.empty((_VERIFY_BLOCKS, self._load.block_bytes), dtype=np.uint8)

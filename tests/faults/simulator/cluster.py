@@ -30,6 +30,8 @@ from kvbm.config import (
 )
 from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.core.ledger import Ledger
+from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
@@ -39,6 +41,7 @@ from tests.faults.simulator.server import Network, Server, SimStream
 from tests.faults.simulator.store import SimStore, StoreClass
 from tests.object_pools import memory_objects
 
+READABLE = assembly.Core(assembly.NATIVE, Ledger, Residencies)  # the twins under test are the ledger and the fold
 BLOCK_BYTES = 64
 CLUSTER = "sim"
 NAMESPACES = (
@@ -143,9 +146,11 @@ class Machine:
 class Node:
     """One instance on one machine: its processes, one after another."""
 
-    def __init__(self, cluster: Cluster, machine: Machine, instance: str, settings: Settings) -> None:
+    def __init__(
+        self, cluster: Cluster, machine: Machine, instance: str, settings: Settings, core: assembly.Core
+    ) -> None:
         self.cluster, self.machine, self.instance = cluster, machine, InstanceId(instance)
-        self.settings = settings
+        self.settings, self.core = settings, core
         self.world = cluster.world
         self.process: Process | None = None
         self.manager: Manager | None = None
@@ -184,8 +189,9 @@ class Node:
         while True:
             try:
                 manager = assembly.open_manager(
-                    self.settings, NAMESPACES[:1], BLOCK_BYTES, "simulated", self.cluster.objects, process.clock.wall_ns
-                )
+                    self.settings, NAMESPACES[:1], BLOCK_BYTES, "simulated", self.cluster.objects, process.clock.wall_ns,
+                    core=self.core,
+                )  # fmt: skip
                 break
             except (KvbmError, OSError) as error:
                 self.cluster.told("start_failed", {"instance": self.instance, "why": str(error)})
@@ -419,20 +425,20 @@ class Cluster:
         machine = self.machines[name] = Machine(self, name)
         return machine
 
-    def add_node(self, instance: str, settings: Settings | None = None) -> Node:
+    def add_node(self, instance: str, like: Node | None = None) -> Node:
         machine = self._machine(f"machine-{len(self.machines)}")
-        settings = settings or self._settings(instance)
-        node = Node(self, machine, instance, settings_at(settings, machine))
+        settings, core = (like.settings, like.core) if like is not None else self._settings(instance)
+        node = Node(self, machine, instance, settings_at(settings, machine), core)
         self.nodes.append(node)
         return node
 
-    def _settings(self, instance: str) -> Settings:
+    def _settings(self, instance: str) -> tuple[Settings, assembly.Core]:
         rng = self.world.rng
         in_memory = rng.random() < 0.1 and self.remembers
         most = self.server.max_bytes  # a stream must keep two windows
         windows = [window for window in (2 << 10, 16 << 10, 4 << 20) if most < 0 or 2 * window <= most]
-        return Settings(
-            core="reference" if rng.random() < 0.5 else "native",
+        core = READABLE if rng.random() < 0.5 else assembly.NATIVE_CORE
+        settings = Settings(
             instance=InstanceSettings(id=instance, cluster=CLUSTER),
             pools=PoolsSettings(
                 hbm=HbmSettings(slots=rng.randint(18, 40), device="memory"),
@@ -449,6 +455,7 @@ class Cluster:
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
             rounds=RoundsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
+        return settings, core
 
     def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(

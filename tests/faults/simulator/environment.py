@@ -142,7 +142,6 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     put(asyncio, "run", run_coroutine)
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)
-    put(assembly, "REFERENCE", assembly.NATIVE._replace(name="reference"))  # the twin under test is the ledger's
     put(kvbm.core.codec, "crc32c", assembly.NATIVE.crc32c)
     put(kvbm.core.ledger, "encode_frame", assembly.NATIVE.encode_frame)
     old_log = structlog.get_config()

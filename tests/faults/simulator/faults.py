@@ -238,7 +238,7 @@ class Faults:
             return _NOTHING
         process = node.process
         self._world.freeze(process)
-        self._cluster.add_node(node.instance, node.settings).start()
+        self._cluster.add_node(node.instance, node).start()
         return lambda: self._world.thaw(process)
 
     def twin(self, rng: random.Random) -> Callable[[], None] | None:
@@ -246,7 +246,7 @@ class Faults:
         node = self.node(rng)
         if node is None or len(self._cluster.nodes) > 8:
             return _NOTHING
-        twin = self._cluster.add_node(node.instance, node.settings)
+        twin = self._cluster.add_node(node.instance, node)
         twin.start()
         loser = rng.choice((node, twin))
 

@@ -24,7 +24,6 @@ from kvbm.streams.base import (
     EpochRuns,
     Fence,
     Heartbeat,
-    LivenessFact,
     Mark,
     Notice,
     Position,
@@ -581,13 +580,6 @@ class SimStream:
         """On this connection alone: whoever publishes must learn anew where to go on before it uses another."""
         subscribed = self._watch(lambda link, put: self._server.watch_rounds(link, subject, put), reconnects=False)
         async for item in subscribed:
-            yield item
-
-    async def send_liveness(self, fact: LivenessFact) -> None:
-        self._tell(lambda: self._server.tell("liveness", fact))
-
-    async def watch_liveness(self, cluster: str | None = None) -> AsyncIterator[LivenessFact]:
-        async for item in self._watch(lambda link, put: self._server.fan(link, "liveness", put)):
             yield item
 
     async def send_sample(self, sample: AccessSample) -> None:

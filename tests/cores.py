@@ -1,0 +1,10 @@
+"""What a manager of a test makes of events with: the native functions, or the readable ones that specify them."""
+
+from __future__ import annotations
+
+from kvbm.assembly import NATIVE_CORE, Core
+from kvbm.core.kernels import REFERENCE
+from kvbm.core.ledger import Ledger
+from kvbm.core.residency import Residencies
+
+CORES = {"native": NATIVE_CORE, "reference": Core(REFERENCE, Ledger, Residencies)}
