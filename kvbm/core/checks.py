@@ -30,11 +30,12 @@ def as_int(value: Any, argument: str) -> int:
     raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a whole number")
 
 
-def check_plain_int(value: int, argument: str, least: int = 0) -> None:
-    """As `checked_int`, for what is kept as it was given: Python's own int alone can be written down."""
+def check_plain_int(value: int, argument: str, least: int | None = 0) -> None:
+    """As `checked_int`, for what is kept as it was given: Python's own int alone can be written down. `least` None: any."""
     if type(value) is not int:
         raise ArgumentTypeError(argument, f"is {kind_of(value)}; give a whole number, an int of Python's own")
-    checked_int(value, argument, least)
+    if least is not None:
+        checked_int(value, argument, least)
 
 
 def check_text(value: str, argument: str) -> None:

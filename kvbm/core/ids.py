@@ -97,7 +97,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
             check_text(getattr(self, name), name)
         check_plain_int(self.block_tokens, "block_tokens", least=1)
         check_plain_int(self.kv_group, "kv_group")
-        check_plain_int(self.scheme_seed, "scheme_seed")
+        check_plain_int(self.scheme_seed, "scheme_seed", least=None)  # its range is the engine's business
 
     def fields(self) -> dict[str, str | int]:
         """The fields by name, in order. One that came after the first release is left out at its default, so ids stay what they are."""

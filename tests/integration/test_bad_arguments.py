@@ -14,6 +14,7 @@ import kvbm
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, split_hashes
 from kvbm.streams.base import ORIGIN
+from tests.cores import CORES
 from tests.managers import hashes_of
 from tests.owning_engines import mapped_rows
 
@@ -98,8 +99,8 @@ def settings_of(folder: Path, **flags: Any) -> kvbm.Settings:
 
 @pytest.fixture(scope="module", params=["native", "reference"])
 def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
-    settings = settings_of(tmp_path_factory.mktemp("held"), pools__hbm__device="cpu", core=request.param)
-    with kvbm.open_manager(settings, [SPACE], BLOCK_BYTES) as manager:
+    settings = settings_of(tmp_path_factory.mktemp("held"), pools__hbm__device="cpu")
+    with kvbm.open_manager(settings, [SPACE], BLOCK_BYTES, core=CORES[request.param]) as manager:
         slots = manager.allocate(4)
         assert slots is not None
         manager.create(SPACE.id, kvbm.NO_PARENT, 0, CREATED, slots)
