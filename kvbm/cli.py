@@ -310,13 +310,18 @@ def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespac
         logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor", "probe") else logging.INFO
     )
     try:
-        return work(arguments)
+        code = work(arguments)
+        sys.stdout.flush()
     except KvbmError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # a pager or head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _end_as_interrupted() -> None:

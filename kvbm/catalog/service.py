@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -748,19 +749,19 @@ class CatalogService:
             )
             self._degraded.note(f"instance {instance}", why)
             if self._ignored.get(instance) != heartbeat:
-                self._inform(self._stream.send_notice(Notice(
-                    instance=instance, cluster=heartbeat.cluster, run=heartbeat.run, why=why
-                )), "notice.not_sent", instance)  # fmt: skip
+                notice = Notice(instance=instance, cluster=heartbeat.cluster, run=heartbeat.run, why=why)
+                self._inform(partial(self._stream.send_notice, notice), "notice.not_sent", instance)
         self._ignored = ignored
 
     def _find_behind(self) -> None:
         now_s, before = time.monotonic(), self._backlog.behind
         for instance in self._backlog.judge(now_s, self._projector.position):
-            is_left_out = self._liveness.why(instance) is not None or not self._projector.position(instance).epoch
-            is_dead = (
-                is_left_out and self._liveness.state(instance) is LifeState.SILENT
-            )  # in its restart, or before anything of it was read
-            if is_dead or self._projector.unreadable(instance) is not None:
+            why = self._liveness.why(instance)
+            is_left_out = why is not None or not self._projector.position(instance).epoch
+            # it has died in its restart, or before anything of it was read
+            is_dead = is_left_out and self._liveness.state(instance) is LifeState.SILENT
+            has_stopped = why is Why.STOPPED  # its last heartbeat may come after its stop
+            if is_dead or has_stopped or self._projector.unreadable(instance) is not None:
                 self._backlog.leave_out(instance)
         behind = self._backlog.behind
         for instance in sorted(behind - before):
@@ -798,16 +799,16 @@ class CatalogService:
                 instance=effect.instance, epoch=effect.epoch, why=why,
             )  # fmt: skip
 
-    def _inform(self, sending: Coroutine[None, None, None], failed: str, instance: InstanceId) -> None:
+    def _inform(self, send: Callable[[], Coroutine[None, None, None]], failed: str, instance: InstanceId) -> None:
         """Send a word in the background; one that is lost costs nothing."""
 
-        async def send() -> None:
+        async def inform() -> None:
             try:
-                await sending
+                await send()
             except StreamError as error:
                 log.debug(failed, instance=instance, why=str(error))
 
-        task = asyncio.ensure_future(send())
+        task = asyncio.ensure_future(inform())
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 

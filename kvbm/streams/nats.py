@@ -1381,7 +1381,10 @@ def _fence_named(words: bytes) -> Fence | None:
     epoch, _, run = rest.partition(b":")
     if not (sequence.isdigit() and epoch.isdigit() and run and len(words) <= _MOST_FENCE_WORDS):
         return None  # another program's
-    return Fence(Epoch(int(epoch)), run.decode(errors="replace"), int(sequence))
+    named = Fence(Epoch(int(epoch)), run.decode(errors="replace"), int(sequence))
+    return (
+        named if max(named.epoch, named.sequence) < 1 << 63 else None
+    )  # no server gives such numbers, no file holds them
 
 
 def _position_in(words: str | None) -> Position | None:

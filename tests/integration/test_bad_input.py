@@ -257,6 +257,16 @@ def test_settings_lists_every_key_with_its_default(tmp_path: Path) -> None:
     assert kvbm.load_settings(flags={key: json.loads(value) for key, value in given}) == kvbm.Settings()
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvbm", "settings"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    ) as ended:
+        assert ended.stdout is not None and ended.stderr is not None
+        ended.stdout.close()
+        assert ended.stderr.read() == b""
+    assert ended.returncode == 0
+
+
 def test_every_command_has_help(tmp_path: Path) -> None:
     commands = ([], ["demo"], ["simulate"], ["engine"], ["settings"], ["catalog"], ["catalog", "serve"], ["replay"],
                 ["doctor"], ["replay", "cat"], ["replay", "stat"], ["replay", "state"], ["replay", "verify"])  # fmt: skip

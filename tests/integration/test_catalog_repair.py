@@ -24,6 +24,7 @@ from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog import service
 from kvbm.catalog.archive import ArchiveFiles
 from kvbm.catalog.index import Audit, NewIndex
+from kvbm.catalog.liveness import Why
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
@@ -955,6 +956,30 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
             await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().withheld)
             depths = {found.instance: found.depth for found in catalog.lookup(SPACE.id, block_hashes(0, 30)).instances}
             assert depths == {"one": 5, "two": 10}
+
+    run(work, settings.nats_url)
+
+
+def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_comes_after_its_stop(
+    settings: ServiceSettings,
+) -> None:
+    async def work(stream: NatsStream) -> None:
+        one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
+        quick = msgspec.structs.replace(settings, liveness_s=0.8)
+        async with catalog_on(quick) as catalog, two.alive():
+            one.create(0, 10)
+            await one.publish()
+            await two.publish()
+            await one.beat()
+            await eventually_async(lambda: one.is_whole_in(catalog))
+            one.ledger.stop()
+            await one.publish()
+            await eventually_async(lambda: catalog._liveness.withheld() == {"one": Why.STOPPED})
+            await one.beat()
+            await asyncio.sleep(3 * quick.liveness_s)
+            answer = catalog.lookup(SPACE.id, block_hashes(0, 10))
+            assert (answer.deepest, answer.withheld) == (0, ["one"])
+            assert [entry.doubtful for entry in catalog.instances() if entry.instance == "one"] == [False]
 
     run(work, settings.nats_url)
 

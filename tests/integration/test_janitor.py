@@ -98,7 +98,8 @@ def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc
             compute(before, [manager])
             pool = manager.pools.object.name  # type: ignore[union-attr]
             held = set(manager.held(Tier.NVME))
-            eventually(lambda: before.claims(pool), "SQL has no claims")
+            blocks = len(PROMPTS) * DEPTH
+            eventually(lambda: sum(map(len, before.claims(pool).values())) == blocks, "SQL has not all claims")
         claims = before.claims(pool)
     with site(tmp_path, "after", new_store) as after, manager_of(after) as manager:
         assert set(manager.held(Tier.NVME)) == held
