@@ -22,8 +22,8 @@ import torch
 import kvbm
 from kvbm.assembly import copy_queue
 from kvbm.core.ids import split_hashes
-from kvbm.pools.host import HostPool
-from kvbm.pools.host_map import map_host
+from kvbm.pools.host.mapping import map_host
+from kvbm.pools.host.pool import HostPool
 
 BLOCKS, BLOCK_TOKENS, LAYERS = 8, 16, 2
 WAIT_S = 10.0

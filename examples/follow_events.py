@@ -20,7 +20,7 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, InstanceStarted, InstanceStopped
 from kvbm.core.ids import InstanceId, short, split_hashes
 from kvbm.streams.base import ORIGIN, is_fence
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 

@@ -21,7 +21,7 @@ import torch
 import kvbm
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import split_hashes
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error

@@ -68,10 +68,10 @@ from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.manager.manager import Manager, ManagerStats, Prefix
-from kvbm.manager.offload import Skipped
+from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import ObjectStats
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.paged import PagedLayout, PagedTensor, paged_layout
+from kvbm.pools.hbm.paged import PagedLayout, PagedTensor, paged_layout
+from kvbm.pools.hbm.pool import HbmPool
 from kvbm.streams.base import Position
 from kvbm.weights import weights_digest
 

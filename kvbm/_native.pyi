@@ -9,11 +9,11 @@ from kvbm.core.codec import Frame, FrameBytes, ScannedFrame
 from kvbm.core.columns import FrameColumns
 from kvbm.core.errors import FrameError
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
 from kvbm.core.policy import Share
-from kvbm.core.residency import FoldedFrame, TierBlocks
-from kvbm.pools.coding import Encoded
+from kvbm.pools.object.coding import Encoded
 
 def sequence_hashes(
     tokens: Sequence[int] | np.ndarray, block_tokens: int, root: bytes, extra_keys: Sequence[bytes] = ()
@@ -37,7 +37,7 @@ def residency_mix(tier: int, block_hash: bytes) -> int: ...
 def scan_frames(data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
 
 class RowCopier:
-    """As `kvbm.pools.rows.RowCopies`, on its own threads. `threads`: that copy one run, its caller among them; 0: as many as help."""
+    """As `kvbm.pools.host.rows.RowCopies`, on its own threads. `threads`: that copy one run, its caller among them; 0: as many as help."""
 
     def __init__(self, threads: int = 0) -> None: ...
     @property
@@ -53,7 +53,7 @@ class RowCopier:
     def checksum_rows(self, rows: np.ndarray, at: np.ndarray | None = None) -> np.ndarray: ...
 
 class SegmentTable:
-    """As `kvbm.pools.paged.SegmentCopies`, on the threads of a copier."""
+    """As `kvbm.pools.hbm.paged.SegmentCopies`, on the threads of a copier."""
 
     def __init__(
         self, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, copier: RowCopier
@@ -63,7 +63,7 @@ class SegmentTable:
     def checksums(self, slots: np.ndarray) -> np.ndarray: ...
 
 class CopyQueue:
-    """As `kvbm.pools.copy_queue.CopyQueue`, over a table, in a thread that needs no GIL."""
+    """As `kvbm.pools.hbm.copy_queue.CopyQueue`, over a table, in a thread that needs no GIL."""
 
     def __init__(self, copies: SegmentTable) -> None: ...
     @property
@@ -75,7 +75,7 @@ class CopyQueue:
     def close(self) -> None: ...
 
 class Arena:
-    """As `kvbm.pools.rows.Arena`."""
+    """As `kvbm.pools.host.rows.Arena`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Arena:
     def memory(self) -> np.ndarray: ...
 
 class BlockIo:
-    """`kvbm.pools.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
+    """`kvbm.pools.nvme.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
 
     def __init__(
         self,

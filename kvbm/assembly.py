@@ -24,6 +24,7 @@ from kvbm import _native
 from kvbm.catalog.index import NewIndex
 from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.arguments import check_namespaces
+from kvbm.core.backend import Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
@@ -36,50 +37,49 @@ from kvbm.core.errors import (
 )
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.kernels import Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.layout import blocks_of_object, slots_in
 from kvbm.core.ledger import Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
-from kvbm.manager.copies import Pools
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.manager.frames import FrameSink, Keeping
-from kvbm.manager.keeping import JournalKeeping, MemoryKeeping
+from kvbm.manager.event_writer import FrameSink, Keeping
+from kvbm.manager.fair_queue import Turns
+from kvbm.manager.journal_retention import JournalKeeping, MemoryKeeping
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.manager import Manager, Publishing
-from kvbm.manager.offload import Offloader, PromptLimits
+from kvbm.manager.offload_queue import Offloader, PromptLimits
+from kvbm.manager.prompt_samples import Samples
 from kvbm.manager.recovery import recover
-from kvbm.manager.rounds import Rounds
-from kvbm.manager.samples import Samples
+from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
-from kvbm.manager.turns import Turns
+from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool, SlotPool
-from kvbm.pools.block_io import BlockEngine, OpenEngine
-from kvbm.pools.coding import BlockCoder
-from kvbm.pools.copy_queue import CopyQueue
-from kvbm.pools.engine_hbm import EngineHbm
-from kvbm.pools.front import FrontedStore
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.host import HostPool
-from kvbm.pools.keys import KeySource, keys_of_command, keys_of_file
+from kvbm.pools.hbm.copy_queue import CopyQueue
+from kvbm.pools.hbm.engine_owned import EngineHbm
+from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor
+from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.host.pool import HostPool
+from kvbm.pools.host.rows import NewArena
 from kvbm.pools.memory import MemoryPool
-from kvbm.pools.nvme import NvmePool
-from kvbm.pools.object import BlockObjects
-from kvbm.pools.object_header import header_bytes
-from kvbm.pools.paged import NewSegmentCopies, PagedLayout, PagedTensor
-from kvbm.pools.pod import PodFolder
-from kvbm.pools.rows import NewArena
-from kvbm.pools.sealing import Sealing
+from kvbm.pools.nvme.block_io import BlockEngine, OpenEngine
+from kvbm.pools.nvme.pod import PodFolder
+from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.object.coding import BlockCoder
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.keys import KeySource, keys_of_command, keys_of_file
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.stores.cache_tier import FrontedStore
 from kvbm.pools.stores.opening import open_store
-from kvbm.streams.credentials import Credentials
-from kvbm.streams.history import Retention
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.history import Retention
+from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import DiscardingSink, MemoryLog
-from kvbm.streams.nats import NatsStream, shown
-from kvbm.streams.permissions import catalog_inbox, instance_inbox
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
+from kvbm.streams.nats.stream import NatsStream, shown
 from kvbm.streams.publisher import PublisherThread, unknown_runs
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error

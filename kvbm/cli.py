@@ -396,13 +396,13 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "keys":
-            from kvbm.pools.keys import add_key
+            from kvbm.pools.object.keys import add_key
 
             add_key(arguments.file, arguments.tenant, arguments.name)
             print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
             return 0
         case "bench":
-            from kvbm.workload.bench import BenchOptions, ObjectsOptions, PoolsOptions, run_bench
+            from kvbm.bench import BenchOptions, ObjectsOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
             samples = arguments.samples or (5 if arguments.what == "pools" else 7)
@@ -412,7 +412,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             return run_bench(options, arguments.json)
         case "doctor":
             settings = _settings(arguments)
-            from kvbm.workload import doctor
+            from kvbm import doctor
 
             wanted = doctor.DoctorOptions(arguments.block_bytes, arguments.quick, arguments.json)
             return doctor.main(settings, wanted)
@@ -421,8 +421,8 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
             return probe.main(arguments.url, arguments.wait, _settings(arguments))
         case "nats-permissions":
-            from kvbm.streams.credentials import keep_seed
-            from kvbm.streams.permissions import ServerUser, server_config
+            from kvbm.streams.nats.credentials import keep_seed
+            from kvbm.streams.nats.permissions import ServerUser, server_config
 
             keys: Path = arguments.keys
             users = [ServerUser("", name) for name in arguments.instance]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvbm.core.codec import Frame, FrameBytes, decode_frame, encode_frame
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
     HASH_BYTES,
     NO_PARENT,
@@ -22,7 +23,6 @@ from kvbm.core.ids import (
     Tier,
 )
 from kvbm.core.ledger import Copy, Ledger, Recovered
-from kvbm.core.residency import Residencies
 
 POOLS = (
     PoolStated(Tier.HBM, 24, 64),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbm.pools.coding import Coding
+from kvbm.pools.object.coding import Coding
 
 
 class CodedCase(NamedTuple):

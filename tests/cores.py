@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvbm.assembly import NATIVE_CORE, Core
-from kvbm.core.kernels import REFERENCE
+from kvbm.core.backend import REFERENCE
+from kvbm.core.fold import Residencies
 from kvbm.core.ledger import Ledger
-from kvbm.core.residency import Residencies
 
 CORES = {"native": NATIVE_CORE, "reference": Core(REFERENCE, Ledger, Residencies)}

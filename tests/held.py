@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvbm.core.backend import Fold, LedgerTwin
 from kvbm.core.ids import SequenceHash, Tier, split_slots
-from kvbm.core.kernels import Fold, LedgerTwin
 
 
 def slot_of(ledger: LedgerTwin, tier: Tier, block: SequenceHash) -> int | None:

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, NewIndex
-from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.sequencer import Projector
 from kvbm.core import codec
+from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import Frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -26,7 +27,6 @@ from kvbm.core.events import (
     RoundEnded,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots, split_hashes
-from kvbm.core.kernels import ScanFrames
 from tests.ledger_driver import NAMESPACES, POOLS, chain
 
 ROOM = 1 << 20  # a capacity nothing here comes near

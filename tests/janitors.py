@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbm.catalog.store import NamespaceRow
+from kvbm.catalog.sql_store import NamespaceRow
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes
@@ -17,10 +17,10 @@ from kvbm.janitor.effects import ClaimColumns, Claimed, Effect, Run
 from kvbm.janitor.janitor import Janitor, Rules
 from kvbm.janitor.report import Report
 from kvbm.pools.base import Proof
-from kvbm.pools.keys import keys_of_file
-from kvbm.pools.object import BlockObjects
-from kvbm.pools.object_header import header_bytes
-from kvbm.pools.sealing import Sealing
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.keys import keys_of_file
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import Position

@@ -10,7 +10,7 @@ from kvbm.core.codec import Frame, FrameBytes
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import ORIGIN
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 
 INSTANCE = InstanceId("instance-0")
 

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 import numpy as np
 
 from kvbm.assembly import NATIVE
+from kvbm.core.backend import NewLedger
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import Event, PoolStated
 from kvbm.core.ids import (
@@ -23,18 +24,17 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
-from kvbm.core.kernels import NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import WriteThrough
 from kvbm.locate.base import Locator, Nowhere
-from kvbm.manager.copies import Pools
-from kvbm.manager.frames import FrameSink, Keeping
+from kvbm.manager.event_writer import FrameSink, Keeping
 from kvbm.manager.manager import Manager, Prefix
-from kvbm.manager.offload import Offloader, PromptLimits
+from kvbm.manager.offload_queue import Offloader, PromptLimits
 from kvbm.manager.offsets import Offsets
-from kvbm.manager.rounds import Rounds
-from kvbm.manager.samples import SampleSink
+from kvbm.manager.prompt_samples import SampleSink
+from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
+from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
 from kvbm.streams.base import Position

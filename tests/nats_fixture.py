@@ -13,7 +13,7 @@ from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import Heartbeat, Position, StreamState
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from tests.servers import nats_server
 
 

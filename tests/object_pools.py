@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvbm.assembly import CODER, NATIVE
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.memory import MemoryStore
 

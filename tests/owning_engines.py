@@ -13,8 +13,8 @@ from kvbm.config import load_settings
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Tier
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.pools.base import ObjectPool
-from kvbm.pools.host import HostPool
-from kvbm.pools.host_map import map_host
+from kvbm.pools.host.mapping import map_host
+from kvbm.pools.host.pool import HostPool
 from tests.cores import CORES
 from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of

@@ -17,6 +17,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from kvbm.core.backend import reference_checksums
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import VERSION, Frame, encode_frame
 from kvbm.core.events import (
@@ -32,13 +33,12 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import residency_mix
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
-from kvbm.core.kernels import reference_checksums
-from kvbm.core.residency import residency_mix
 from kvbm.pools.base import Proof
-from kvbm.pools.coding_reference import encode_block
-from kvbm.pools.object_header import OBJECT_VERSION, encode_object_headers
+from kvbm.pools.object.coding_reference import encode_block
+from kvbm.pools.object.header import OBJECT_VERSION, encode_object_headers
 from tests.coded_blocks import golden_cases
 
 GOLDEN = Path(__file__).parent.parent / "tests" / "golden"

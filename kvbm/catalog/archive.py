@@ -4,7 +4,7 @@
                                   message's sequence; about 64 MiB each
     r0002-00000000000000000001.kvbm   the same after the stream's store was replaced: its sequences began anew
     POSITION                      where writing stands; what files hold beyond it was torn off, and is cut and read again
-    samples/2026-11-21.samples    accesses, as kvbm.streams.samples describes
+    samples/2026-11-21.samples    accesses, as kvbm.streams.access_samples describes
 
 Names sort in stream order. `ArchiveFiles` writes, without thread or loop; `Archive` follows a stream and drives it.
 """
@@ -28,10 +28,10 @@ import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
+from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import VERSION, encode_fence, encode_told
 from kvbm.streams.holders import Holders
-from kvbm.streams.samples import SUFFIX, encode_sample, whole_bytes
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.projector import Projector, ProjectorState
+from kvbm.catalog.sequencer import Projector, ProjectorState
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.streams.base import Mark
 

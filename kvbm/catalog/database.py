@@ -31,7 +31,7 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's database library (sqlalchemy[asyncio], alembic)", "catalog") from None
 
-from kvbm.catalog.tables import VERSION_TABLE, positions
+from kvbm.catalog.sql_tables import VERSION_TABLE, positions
 
 STATEMENT_TIMEOUT_S = 30.0  # a batch takes milliseconds; what takes this long is a dead server or a stuck lock
 MIGRATION_TIMEOUT_S = 600.0

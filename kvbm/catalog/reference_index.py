@@ -32,8 +32,8 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import residency_mix
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
-from kvbm.core.residency import residency_mix
 
 _MASK = (1 << 64) - 1
 _Key = tuple[NamespaceId, SequenceHash]

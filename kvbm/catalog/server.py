@@ -14,8 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 
+from kvbm.core.backend import REFERENCE, Kernels
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
-from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import EventStream
 
 try:

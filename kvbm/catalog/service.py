@@ -40,12 +40,12 @@ from kvbm.catalog.liveness import (
     is_catalog,
 )
 from kvbm.catalog.lookup import locate, lookup
-from kvbm.catalog.projector import Projector
 from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.rounds import ASK_AGAIN_S, Doubt, RoundAsker
 from kvbm.catalog.routing import Ask, Router, RoutingSettings
-from kvbm.catalog.store import InstanceState, Store
-from kvbm.catalog.storing import CLAIMS_EVERY_S, Numbering, Storing, numbering, slices
+from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.snapshots import ASK_AGAIN_S, Doubt, RoundAsker
+from kvbm.catalog.sql_store import InstanceState, Store
+from kvbm.catalog.sql_writer import CLAIMS_EVERY_S, Numbering, Storing, numbering, slices
 from kvbm.core.answers import (
     BlockAnswer,
     BlockHolder,
@@ -57,10 +57,10 @@ from kvbm.core.answers import (
     RankedInstance,
     ReadyAnswer,
 )
+from kvbm.core.backend import REFERENCE, Kernels
 from kvbm.core.errors import KvbmError, StreamError
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, SequenceHash
-from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.streams.base import (
     EventReader,
     EventStream,
@@ -71,8 +71,8 @@ from kvbm.streams.base import (
     StreamMessage,
     still_holds,
 )
-from kvbm.streams.credentials import Credentials
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
 
 log = structlog.get_logger()

@@ -43,6 +43,7 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Delta, Residencies
 from kvbm.core.ids import (
     DURABLE_TIERS,
     HASH_BYTES,
@@ -60,7 +61,6 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, FairShares, Share
-from kvbm.core.residency import Delta, Residencies
 
 LEAST_EVENT_BYTES = 1 << 20  # room below this would overflow at the first large command
 ROUND_LOOKS = 8192  # held slots that one step of a round looks at, at most

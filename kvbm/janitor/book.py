@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.catalog.store import NamespaceRow, Store
+from kvbm.catalog.sql_store import NamespaceRow, Store
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach
 from kvbm.janitor.effects import ClaimColumns, Claimed, Run
 from kvbm.streams.base import ORIGIN, Position

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Protocol, assert_never
 
-from kvbm.catalog.store import NamespaceRow
+from kvbm.catalog.sql_store import NamespaceRow
 from kvbm.core.errors import JanitorError, KvbmError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
 from kvbm.janitor.book import ClaimBook
@@ -41,9 +41,9 @@ from kvbm.janitor.lease import Found, Sight
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.manager import Manager
-from kvbm.pools.object import Described
+from kvbm.pools.object.pool import Described
+from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
-from kvbm.pools.withdrawn import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
 from kvbm.streams.base import Position
 
 PAGE_NAMES = 1000

@@ -67,7 +67,7 @@ from kvbm.janitor.holdings import (
 )
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import UsedBy, UsedHere
-from kvbm.pools.withdrawn import KEPT_PREFIX, WITHDRAWN_PREFIX
+from kvbm.pools.object.tombstones import KEPT_PREFIX, WITHDRAWN_PREFIX
 
 LIST_NAMES = 4096  # of one withdrawn list at most
 WAVE_NAMES = 16 * LIST_NAMES  # withdrawn together, at most: each wave waits for one grace

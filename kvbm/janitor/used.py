@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbm.pools.withdrawn import KEPT_PREFIX
+from kvbm.pools.object.tombstones import KEPT_PREFIX
 
 USED_PREFIX = f"{KEPT_PREFIX}used/"
 _FIRST_LINE = b"kvbm used 1\n"

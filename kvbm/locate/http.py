@@ -30,11 +30,11 @@ from kvbm.core.answers import (
     RouteRequest,
 )
 from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
+from kvbm.core.backend import SequenceHashes
 from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
-from kvbm.core.kernels import SequenceHashes
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 What the engine's own prefix cache gains and loses is recorded as residencies in HBM, in slots that only the ledger knows. They tell
 routers where a prompt is warm, and no byte of them is ever read here. Between HBM and HOST the engine's workers copy, in rows of the HOST
-pool's memory that they map (`pools/host_map.py`); everything colder is the manager's own affair, as ever.
+pool's memory that they map (`pools/host/mapping.py`); everything colder is the manager's own affair, as ever.
 
     store     begin_store → workers fill the rows → end_store: checksums first, then the claim
     acquire   begin_acquire → poll `done` → workers read the rows of `slots` → release
@@ -29,9 +29,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.ledger import Copy, Match
 from kvbm.manager.chain_runs import ChainRun
 from kvbm.manager.manager import Arrivals, Manager, Onboard, Planned, Prefix
-from kvbm.manager.offload import Skipped
+from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
-from kvbm.pools.hbm import HbmPool
+from kvbm.pools.hbm.pool import HbmPool
 
 if TYPE_CHECKING:
     import torch

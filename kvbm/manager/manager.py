@@ -44,6 +44,7 @@ from kvbm.core.arguments import (
     packed_slots,
     refuse_namespace,
 )
+from kvbm.core.backend import Kernels, LedgerTwin
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, KvbmError, LayoutError, LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause
@@ -63,26 +64,25 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.kernels import Kernels, LedgerTwin
 from kvbm.core.ledger import HIGHEST_PRIORITY, Copy, Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
 from kvbm.locate.base import Locator
 from kvbm.manager.claims import Claimed, Claims
-from kvbm.manager.copies import Elsewhere, Moved, Pools, move
-from kvbm.manager.frames import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
-from kvbm.manager.groups import groups_of
+from kvbm.manager.event_writer import RUNS_A_TURN, FrameSink, FrameWriter, Keeping
 from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.offload import Offloader, Skipped, Wish
+from kvbm.manager.ledger_stream import EventSource
+from kvbm.manager.object_groups import groups_of
+from kvbm.manager.offload_queue import Offloader, Skipped, Wish
 from kvbm.manager.offsets import Offsets
-from kvbm.manager.rounds import Rounds
-from kvbm.manager.samples import Sampled, SampleSink
-from kvbm.manager.source import EventSource
+from kvbm.manager.prompt_samples import Sampled, SampleSink
+from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
+from kvbm.manager.transfer import Elsewhere, Moved, Pools, move
 from kvbm.manager.workers import Workers
 from kvbm.pools.base import ObjectStats, ReadOutcome
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.nvme import NvmePool
-from kvbm.streams import leaving
+from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.nvme.pool import NvmePool
+from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import ORIGIN, AccessSample, Heartbeat, Load, Position, StreamState
 
 if TYPE_CHECKING:
@@ -817,7 +817,7 @@ class Manager:
 
         Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
         copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
-        open when the interpreter ends is closed then (`streams/leaving.py`).
+        open when the interpreter ends is closed then (`streams/at_exit.py`).
         Raises: ArgumentError: `timeout_s` is no time.
         """
         check_seconds(timeout_s, "timeout_s")

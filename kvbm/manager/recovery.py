@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import structlog
 
+from kvbm.core.backend import Fold, NewFold
 from kvbm.core.errors import FrameError, IllegalEventError
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Tier, split_hashes
-from kvbm.core.kernels import Fold, NewFold
 from kvbm.core.ledger import Recovered
-from kvbm.core.residency import Residencies
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 
 log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError, PoolFullError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, Reach, Tier
-from kvbm.core.kernels import ChecksumRows
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_sealed, check_size, check_slots, judged
 

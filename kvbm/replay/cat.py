@@ -7,12 +7,12 @@ from typing import TextIO
 
 import msgspec
 
-from kvbm.core.kernels import REFERENCE, DecodeFrame
+from kvbm.core.backend import REFERENCE, DecodeFrame
 from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.format import event_fields, event_text, place_text, time_text
 from kvbm.replay.order import Damaged
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, only
-from kvbm.replay.words import event_fields, event_text, place_text, time_text
 from kvbm.streams.fence_records import FenceRecord
 
 

@@ -14,15 +14,16 @@ import msgspec
 
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.core.backend import REFERENCE, Kernels, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
-from kvbm.core.kernels import REFERENCE, Kernels, NewFold
-from kvbm.core.residency import Residencies
-from kvbm.replay.against import Ask, Comparison
+from kvbm.core.fold import Residencies
 from kvbm.replay.cat import cat
+from kvbm.replay.compare_catalog import Ask, Comparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import Finding, exit_code
+from kvbm.replay.format import END, parse_at
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, Connect, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError, open_source
@@ -30,7 +31,6 @@ from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
-from kvbm.replay.words import END, parse_at
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -413,7 +413,7 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
-    from kvbm.streams.nats import shown
+    from kvbm.streams.nats.stream import shown
 
     source = _source(arguments)
     report = serve(
@@ -435,7 +435,7 @@ def _source(arguments: argparse.Namespace) -> Source:
 
 
 def _connect(url: str, timeout_s: float) -> Connect:
-    from kvbm.streams.nats import NatsStream
+    from kvbm.streams.nats.stream import NatsStream
 
     return lambda: NatsStream.connect(url, timeout_s)
 

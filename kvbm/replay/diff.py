@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, DecodeFrame, Kernels
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.core.kernels import REFERENCE, DecodeFrame, Kernels
+from kvbm.replay.format import counted, event_fields, event_text, place_text
 from kvbm.replay.frames import FrameLibrary, InstanceFrames
 from kvbm.replay.order import StreamKey
 from kvbm.replay.progress import Watch, watched
 from kvbm.replay.source import Source, SourceError, only
-from kvbm.replay.words import counted, event_fields, event_text, place_text
 from kvbm.streams.base import Position
 
 EVENT, ABSENT, DIGEST, INSTANCE = "event", "absent", "digest", "instance"

@@ -16,15 +16,15 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
+from kvbm.core.backend import REFERENCE, Kernels
 from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT, FrameColumns, decode_columns
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.events import EvictReason, MigrateCause, StopReason
 from kvbm.core.ids import HASH_BYTES, Tier
-from kvbm.core.kernels import REFERENCE, Kernels
 from kvbm.replay.findings import Finding, undamaged
+from kvbm.replay.format import counted
 from kvbm.replay.order import Conflict, Missing, Next, Repeat, WentBack, in_order
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.replay.words import counted
 
 DecodeColumns = Callable[[bytes], tuple[FrameColumns, int]]
 

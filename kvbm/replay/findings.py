@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from kvbm.core.ids import InstanceId
+from kvbm.replay.format import counted
 from kvbm.replay.order import Damaged, Step, StreamKey
 from kvbm.replay.scan import NEWER, TORN
 from kvbm.replay.source import TRUNCATED, Place
-from kvbm.replay.words import counted
 
 MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
 SKIPPED, DIGEST = "skipped-round-run", "digest-mismatch"

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, DecodeFrame, NewFold
 from kvbm.core.codec import Frame, ScannedFrame, decode_frame
 from kvbm.core.errors import IllegalEventError
 from kvbm.core.events import (
@@ -18,9 +19,8 @@ from kvbm.core.events import (
     ResidenciesStated,
     RoundEnded,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
-from kvbm.core.kernels import REFERENCE, DecodeFrame, NewFold
-from kvbm.core.residency import Residencies
 
 
 class Illegal(NamedTuple):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+from kvbm.core.backend import Kernels
 from kvbm.core.errors import StreamError
-from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import Located, Place, SourceError
 from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.holders import Holders
-from kvbm.streams.nats import NatsReader, NatsStream, shown
+from kvbm.streams.nats.stream import NatsReader, NatsStream, shown
 
 
 class StreamSource:

@@ -92,7 +92,7 @@ class WentBack(NamedTuple):
 
 
 class LifeBegins(NamedTuple):
-    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/projector.py`.
+    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/sequencer.py`.
 
     Attributes:
         ended: the last epoch of the other life.

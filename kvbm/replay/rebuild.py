@@ -22,20 +22,20 @@ import msgspec
 from kvbm.catalog.archive import ArchivePosition
 from kvbm.catalog.checkpoints import Checkpointing, Writing
 from kvbm.catalog.index import ClusterIndex, NewIndex, is_doubtful
-from kvbm.catalog.projector import Projector
-from kvbm.catalog.store import Store, StoreBatch
-from kvbm.catalog.storing import numbering
+from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sql_store import Store, StoreBatch
+from kvbm.catalog.sql_writer import numbering
+from kvbm.core.backend import Kernels
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
-from kvbm.core.kernels import Kernels
-from kvbm.replay.ahead import read_ahead
 from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import Damaged
+from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.replay.words import counted, place_text
 from kvbm.streams.base import (
     EventStream,
     Mark,

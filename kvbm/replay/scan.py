@@ -6,9 +6,9 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from kvbm.core.backend import Kernels
 from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
-from kvbm.core.kernels import Kernels
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
 from kvbm.streams.fence_records import VERSION as FENCE_VERSION
 

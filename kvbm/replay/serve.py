@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, Kernels
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.core.kernels import REFERENCE, Kernels
-from kvbm.replay.ahead import read_ahead
 from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import Damaged
+from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.replay.words import counted, place_text
 from kvbm.streams.base import ORIGIN, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
 

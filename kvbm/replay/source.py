@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from kvbm.core.backend import Kernels
 from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
-from kvbm.core.kernels import Kernels
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
-from kvbm.streams.history import KEPT_SUFFIX
-from kvbm.streams.journal import SEGMENT_SUFFIX, segment_files
+from kvbm.streams.journal.history import KEPT_SUFFIX
+from kvbm.streams.journal.journal import SEGMENT_SUFFIX, segment_files
 
 TRUNCATED = "truncated-capture"
 ARCHIVE_SUFFIX = ".kvbm"

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, Kernels, NewFold
 from kvbm.core.codec import RUN_EVENTS, ScannedFrame
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Tier
-from kvbm.core.kernels import REFERENCE, Kernels, NewFold
-from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
+from kvbm.replay.format import counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, Repeat, StreamKey, in_order, life_words
 from kvbm.replay.source import Located, Source, only
-from kvbm.replay.words import counted, time_text
 
 
 class InstanceStat(msgspec.Struct, kw_only=True):

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, Fold, Kernels, NewFold
 from kvbm.core.codec import ScannedFrame
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Tier, split_hashes
-from kvbm.core.kernels import REFERENCE, Fold, Kernels, NewFold
-from kvbm.core.residency import Residencies
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
+from kvbm.replay.format import END, At, counted, time_text
 from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_words
 from kvbm.replay.source import Located, Source, only
-from kvbm.replay.words import END, At, counted, time_text
 
 
 class BlockState(msgspec.Struct, frozen=True, kw_only=True):

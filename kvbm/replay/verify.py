@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
+from kvbm.core.backend import REFERENCE, DecodeFrame, Kernels, NewFold
 from kvbm.core.codec import ScannedFrame
-from kvbm.core.kernels import REFERENCE, DecodeFrame, Kernels, NewFold
-from kvbm.core.residency import Residencies
-from kvbm.replay.against import Against, Comparison
+from kvbm.core.fold import Residencies
+from kvbm.replay.compare_catalog import Against, Comparison
 from kvbm.replay.findings import (
     CONFLICT,
     DIGEST,
@@ -22,6 +22,7 @@ from kvbm.replay.findings import (
     damage_words,
 )
 from kvbm.replay.fold import Illegal, StreamFold
+from kvbm.replay.format import counted, offsets
 from kvbm.replay.holes import Hole, explained_by
 from kvbm.replay.order import (
     Begins,
@@ -40,7 +41,6 @@ from kvbm.replay.order import (
 )
 from kvbm.replay.scan import TORN
 from kvbm.replay.source import Located, Source, only
-from kvbm.replay.words import counted, offsets
 
 
 class Verified(msgspec.Struct, kw_only=True):

@@ -18,10 +18,10 @@ import msgspec
 from kvbm.core.ids import SequenceHash, split_hashes
 from kvbm.core.policy import EVICTION_POLICIES, EvictionPolicy
 from kvbm.replay.costaware import CostAware
+from kvbm.replay.format import counted
 from kvbm.replay.progress import Watch
 from kvbm.replay.source import SourceError
-from kvbm.replay.words import counted
-from kvbm.streams.samples import SUFFIX, read_samples
+from kvbm.streams.access_samples import SUFFIX, read_samples
 
 POLICIES = (*EVICTION_POLICIES, "cost")
 SAMPLES_FOLDER = "samples"  # of an archive

@@ -34,7 +34,7 @@ from kvbm.streams.base import (
     encoded_heartbeat,
     events_subject,
 )
-from kvbm.streams.nats import NatsStream, shown
+from kvbm.streams.nats.stream import NatsStream, shown
 
 log = structlog.get_logger()
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
-from kvbm.streams.credentials import Credentials
-from kvbm.streams.nats import look
-from kvbm.streams.permissions import catalog_inbox
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.permissions import catalog_inbox
+from kvbm.streams.nats.stream import look
 
 ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25

@@ -88,7 +88,7 @@ nb::object encode_blocks(const Source& rows, const Indexes& at, unsigned coding)
       bytes += coded.bytes;
     }
   }
-  const nb::object encoded = nb::module_::import_("kvbm.pools.coding").attr("Encoded");
+  const nb::object encoded = nb::module_::import_("kvbm.pools.object.coding").attr("Encoded");
   return encoded(array_over(std::move(body), bytes), array_of(std::move(lengths), count), array_of(std::move(codings), count));
 }
 
@@ -130,7 +130,7 @@ void bind_block_coding(nb::module_& module, const SharedErrors& errors) {
         return translated(errors, [&] { return encode_blocks(rows, at, coding); });
       },
       nb::arg("rows").noconvert(), nb::arg("at").noconvert(), nb::arg("coding"),
-      "As kvbm.pools.coding.EncodeBlocks. Raises LayoutError.");
+      "As kvbm.pools.object.coding.EncodeBlocks. Raises LayoutError.");
   module.def(
       "decode_blocks",
       [errors](const Body& body, const Lengths& lengths, const Codings& codings, const Target& rows, const Indexes& at) {
@@ -138,7 +138,7 @@ void bind_block_coding(nb::module_& module, const SharedErrors& errors) {
       },
       nb::arg("body").noconvert(), nb::arg("lengths").noconvert(), nb::arg("codings").noconvert(),
       nb::arg("rows").noconvert(), nb::arg("at").noconvert(),
-      "As kvbm.pools.coding.DecodeBlocks. Raises LayoutError.");
+      "As kvbm.pools.object.coding.DecodeBlocks. Raises LayoutError.");
 }
 
 }  // namespace kvbm::bindings

@@ -16,7 +16,7 @@ namespace {
 // The Python classes of a fold's results. Made once at import, immutable; GIL held.
 struct FoldClasses {
   SharedClasses frames = frame_classes();
-  nb::module_ residency = nb::module_::import_("kvbm.core.residency");
+  nb::module_ residency = nb::module_::import_("kvbm.core.fold");
   nb::object scanned = nb::module_::import_("kvbm.core.codec").attr("ScannedFrame");
   nb::object folded = residency.attr("FoldedFrame");
   nb::object tier_blocks = residency.attr("TierBlocks");
@@ -157,7 +157,7 @@ Tier tier_of(nb::handle tier) {
 
 void bind_residencies(nb::module_& module, const SharedErrors& errors) {
   const auto classes = std::make_shared<const FoldClasses>();
-  nb::class_<Residencies>(module, "Residencies", "What one instance holds, by tier. As kvbm.core.residency.Residencies.")
+  nb::class_<Residencies>(module, "Residencies", "What one instance holds, by tier. As kvbm.core.fold.Residencies.")
       .def(nb::init<bool>(), nb::arg("strict") = true)
       .def_rw("strict", &Residencies::strict)
       .def_prop_ro("epoch", [](const Residencies& fold) { return python_integer(fold.epoch()); })

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from kvbm._native import CopyQueue as NativeQueue
 from kvbm._native import RowCopier, SegmentTable, checksums
 from kvbm.core.errors import LayoutError, PoolError
-from kvbm.pools.copy_queue import CopyQueue, Ordering, ThreadedQueue
-from kvbm.pools.paged import ReferenceCopies, SegmentCopies
+from kvbm.pools.hbm.copy_queue import CopyQueue, Ordering, ThreadedQueue
+from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
 
 LONG_S = 30.0
 COPIER = RowCopier(2)

@@ -21,9 +21,9 @@ from kvbm._native import RowCopier, SegmentTable, checksums
 from kvbm.core.errors import ConfigError, LayoutError, PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
-from kvbm.pools.device import DeviceCopies, Half, Lane, row_copies
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.paged import NewSegmentCopies, PagedTensor, SegmentCopies, block_order, paged_layout
+from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, row_copies
+from kvbm.pools.hbm.paged import NewSegmentCopies, PagedTensor, SegmentCopies, block_order, paged_layout
+from kvbm.pools.hbm.pool import HbmPool
 from tests.pool_runs import SHAPE
 
 torch = pytest.importorskip("torch")
@@ -481,7 +481,7 @@ def test_a_call_that_names_what_is_not_there_moves_nothing() -> None:
 
 
 def test_a_way_that_is_unknown_or_cannot_be_had_is_refused() -> None:
-    from kvbm.pools.cuda import mover_of
+    from kvbm.pools.hbm.cuda import mover_of
 
     layers = _kv_inside("cpu")
     layout, device = paged_layout(layers), torch.device("cpu")
@@ -496,7 +496,7 @@ def test_a_way_that_is_unknown_or_cannot_be_had_is_refused() -> None:
 
 
 def test_the_copies_without_triton_move_the_same_bytes() -> None:
-    from kvbm.pools.cuda import TensorPacking
+    from kvbm.pools.hbm.cuda import TensorPacking
 
     for make in LAYOUTS.values():
         layers = make("cpu")
@@ -527,7 +527,7 @@ class AtOnce:
 
 def device_copies(way: str, layers: Layers, reaches: bool) -> DeviceCopies:
     """What runs on a GPU by that way, on a CPU."""
-    from kvbm.pools.cuda import mover_of
+    from kvbm.pools.hbm.cuda import mover_of
 
     layout = paged_layout(layers)
 
@@ -581,8 +581,8 @@ print("same")
 
 _REFUSED = """
 import torch
-from kvbm.pools.cuda import MemcpyMover, mover_of
-from kvbm.pools.paged import paged_layout
+from kvbm.pools.hbm.cuda import MemcpyMover, mover_of
+from kvbm.pools.hbm.paged import paged_layout
 from tests.conformance.test_paged_layouts import LAYOUTS
 layers = LAYOUTS["kv inside"]("cpu")
 assert isinstance(mover_of("auto", layers, paged_layout(layers), torch.device("cpu")), MemcpyMover)
@@ -591,8 +591,8 @@ print("slower")
 
 _INTERPRETED = """
 import numpy as np, torch
-from kvbm.pools.paged import paged_layout
-from kvbm.pools.segment_kernel import SegmentKernel
+from kvbm.pools.hbm.paged import paged_layout
+from kvbm.pools.hbm.segment_kernel import SegmentKernel
 from tests.conformance.test_paged_layouts import LAYOUTS, SLOTS, blocks_of, memory_of
 for name, make in LAYOUTS.items():
     layers = make("cpu")
@@ -625,7 +625,7 @@ _COMPILED = """
 import re, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvbm.pools.segment_kernel import _copy_chunks
+from kvbm.pools.hbm.segment_kernel import _copy_chunks
 for gathers in (True, False):
     fixed = {"GATHER": gathers, "WORD": tl.int64, "ALIGN": 16, "STEP": 2, "WIDTH": 1024}
     types = {"chunks": "*i64", "slots": "*i64", "at": "*i64", "rows": "i64", "row_stride": "i32", "chunk_count": "i32"}

@@ -15,14 +15,14 @@ from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, Tier
 from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
-from kvbm.pools.front import FrontedStore
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.host import HostPool
-from kvbm.pools.keys import add_key, keys_of_file
+from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.host.pool import HostPool
 from kvbm.pools.memory import MemoryPool
-from kvbm.pools.nvme import NvmePool
-from kvbm.pools.object_header import header_bytes
-from kvbm.pools.sealing import Sealing
+from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.keys import add_key, keys_of_file
+from kvbm.pools.stores.cache_tier import FrontedStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.object_pools import memory_objects
 from tests.object_stores import OBJECT_STORES, place_in

@@ -21,9 +21,10 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, func, inspect, select, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from kvbm.catalog import database, tables
+from kvbm.catalog import database
+from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import migrations_folder, parse_url
-from kvbm.catalog.store import (
+from kvbm.catalog.sql_store import (
     Applied,
     ClaimRun,
     EpochRow,

@@ -38,7 +38,7 @@ from kvbm.streams.base import (
     subject_names,
 )
 from kvbm.streams.memory import MemoryStream
-from kvbm.streams.nats import FENCE_HEADER, NatsStream, _fence_in
+from kvbm.streams.nats.stream import FENCE_HEADER, NatsStream, _fence_in
 from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
 

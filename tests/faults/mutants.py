@@ -10,22 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import kvbm.catalog.projector as projector_module
+import kvbm.catalog.sequencer as projector_module
 import kvbm.manager.manager as manager_module
-import kvbm.streams.journal as journal_module
+import kvbm.streams.journal.journal as journal_module
 from kvbm import assembly
 from kvbm.catalog.liveness import Liveness, Return
-from kvbm.catalog.projector import Projector
+from kvbm.catalog.sequencer import Projector
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
 from kvbm.core.ledger import Copy, Ledger
-from kvbm.manager.copies import Moved
 from kvbm.manager.manager import Manager
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.transfer import Moved
 from kvbm.pools.base import ReadOutcome
 from kvbm.streams.base import Mark, Position
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 from kvbm.streams.publisher import Publish, Publisher
 from tests.faults.simulator import cluster as cluster_module
 from tests.faults.simulator.run import RUN_S

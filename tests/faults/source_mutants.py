@@ -41,10 +41,10 @@ class SourceMutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_PUBLISHER, _JOURNAL = "kvbm/streams/publisher.py", "kvbm/streams/journal.py"
-_PROJECTOR, _LIVENESS = "kvbm/catalog/projector.py", "kvbm/catalog/liveness.py"
-_STORING, _STORE = "kvbm/catalog/storing.py", "kvbm/catalog/store.py"
-_COPIES, _INDEX = "kvbm/manager/copies.py", "native/src/cluster_index.cpp"
+_PUBLISHER, _JOURNAL = "kvbm/streams/publisher.py", "kvbm/streams/journal/journal.py"
+_PROJECTOR, _LIVENESS = "kvbm/catalog/sequencer.py", "kvbm/catalog/liveness.py"
+_STORING, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
+_COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
 _JANITOR, _HOLDINGS, _LANE = "kvbm/janitor/janitor.py", "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
 
 SOURCE_MUTANTS: dict[str, SourceMutant] = {

@@ -14,7 +14,7 @@ import pytest
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import HASH_BYTES, SequenceHash
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from tests.eventually import eventually
 from tests.faults.processes.checker import run_replay
 from tests.faults.processes.clusters import Cluster, Index, K, Prompt, hashes_of, objects_in

@@ -21,7 +21,7 @@ from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.source import open_source
 from kvbm.replay.verify import Verified, verify
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.workload.processes import Child, start_catalog_process
 from tests.eventually import eventually
 from tests.faults.processes.clusters import WAIT_S

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from kvbm import _native
-from kvbm.core import checksum, codec, hashing, residency
+from kvbm.core import checksum, codec, hashing
+from kvbm.core import fold as residency
 from kvbm.core.ids import Epoch, Namespace, Tier, split_hashes
 from kvbm.pools.base import Proof, ReadOutcome
-from kvbm.pools.coding import Coding
-from kvbm.pools.coding_reference import decode_block, encode_block
+from kvbm.pools.object.coding import Coding
+from kvbm.pools.object.coding_reference import decode_block, encode_block
 from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from tests.coded_blocks import golden_cases

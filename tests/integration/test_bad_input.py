@@ -330,7 +330,7 @@ def test_the_catalog_ends_in_time_when_nats_or_sql_is_not_there(tmp_path: Path, 
 def test_an_engine_serves_while_nats_does_not_and_says_so_once(kind: str, tmp_path: Path, silent_port: int) -> None:
     script = """
 import json, sys, kvbm
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import eventually
 from kvbm.cli import _configure_logs
 _configure_logs()

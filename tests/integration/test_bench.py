@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.bench.fio import FioError, find_fio
+from kvbm.bench.measure import difference_of, within_noise
+from kvbm.bench.objects import ObjectsOptions, bench_objects
+from kvbm.bench.objects import steps_of as objects_steps
 from kvbm.cli import main
-from kvbm.workload.bench.fio import FioError, find_fio
-from kvbm.workload.bench.measure import difference_of, within_noise
-from kvbm.workload.bench.objects import ObjectsOptions, bench_objects
-from kvbm.workload.bench.objects import steps_of as objects_steps
 from tests.eventually import eventually
 from tests.object_stores import s3_place
 

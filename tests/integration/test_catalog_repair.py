@@ -27,8 +27,8 @@ from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.liveness import Why
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
-from kvbm.catalog.store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
-from kvbm.catalog.storing import numbering
+from kvbm.catalog.sql_store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
+from kvbm.catalog.sql_writer import numbering
 from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated
@@ -44,11 +44,11 @@ from kvbm.core.ids import (
     Tier,
     pack_slots,
 )
+from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
-from kvbm.streams.nats import NatsReader, NatsStream
-from kvbm.streams.samples import read_samples
+from kvbm.streams.nats.stream import NatsReader, NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, nats_url  # noqa: F401

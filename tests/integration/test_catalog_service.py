@@ -21,7 +21,7 @@ from kvbm.assembly import open_manager
 from kvbm.catalog.api import MAX_BODY_BYTES
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.store import Applied, InstanceState, Store, StoreBatch
+from kvbm.catalog.sql_store import Applied, InstanceState, Store, StoreBatch
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_HASHES, PositionWanted
 from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
@@ -42,7 +42,7 @@ from kvbm.core.ids import (
 from kvbm.core.ledger import Ledger
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.streams.base import Heartbeat
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 from tests.servers import free_port, nats_server

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from kvbm import _native
 from kvbm.catalog import checkpoints
 from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest
-from kvbm.catalog.projector import ProjectorState
 from kvbm.catalog.reference_index import ReferenceIndex
+from kvbm.catalog.sequencer import ProjectorState
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier

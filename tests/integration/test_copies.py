@@ -12,11 +12,11 @@ import pytest
 from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
 from kvbm.core.ledger import Copy
-from kvbm.manager.copies import Elsewhere, Moved, Pools, move
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.transfer import Elsewhere, Moved, Pools, move
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.host import HostPool
-from kvbm.pools.nvme import NvmePool
+from kvbm.pools.host.pool import HostPool
+from kvbm.pools.nvme.pool import NvmePool
 from tests.object_pools import memory_objects
 from tests.pool_runs import SHAPE, Run, part, random_run
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvbm._native import checksums
 from kvbm.core.errors import PoolError
-from kvbm.pools.device import DeviceCopies, DeviceTimeoutError, Half, Lane, row_copies
-from kvbm.pools.paged import ReferenceCopies, SegmentCopies
+from kvbm.pools.hbm.device import DeviceCopies, DeviceTimeoutError, Half, Lane, row_copies
+from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
 
 torch = pytest.importorskip("torch")
 
@@ -229,7 +229,7 @@ class Driver:
 
 
 def test_rows_are_reached_only_when_cuda_has_registered_every_byte_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbm.pools import cuda
+    from kvbm.pools.hbm.pool import cuda
 
     memory = np.zeros((8, BLOCK_BYTES), dtype=np.uint8)
     address = memory.ctypes.data

@@ -26,15 +26,15 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
+from kvbm.doctor import DoctorOptions, disks, examine, run, services
+from kvbm.doctor.deadline import Asked, Late, run_apart
+from kvbm.doctor.finding import Finding, Result, ok, refused
+from kvbm.doctor.plan import plan_of
 from kvbm.locate.http import CatalogClient
-from kvbm.streams.credentials import Credentials, keep_seed
-from kvbm.streams.nats import NatsStream
-from kvbm.streams.permissions import ServerUser, server_config
+from kvbm.streams.nats.credentials import Credentials, keep_seed
+from kvbm.streams.nats.permissions import ServerUser, server_config
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer, shared_server
-from kvbm.workload.doctor import DoctorOptions, disks, examine, run, services
-from kvbm.workload.doctor.deadline import Asked, Late, run_apart
-from kvbm.workload.doctor.finding import Finding, Result, ok, refused
-from kvbm.workload.doctor.plan import plan_of
 from tests.faults.processes.disk import Disk as SmallDisk
 from tests.nats_fixture import fresh_nats
 from tests.servers import S3_CREDENTIALS, free_port, nats_server, s3_server

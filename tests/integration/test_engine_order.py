@@ -13,9 +13,9 @@ import pytest
 import kvbm
 from kvbm._native import checksums
 from kvbm.core.ids import Tier
-from kvbm.pools.device import DeviceCopies, Half, Lane, row_copies
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.paged import ReferenceCopies, SegmentCopies
+from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, row_copies
+from kvbm.pools.hbm.paged import ReferenceCopies, SegmentCopies
+from kvbm.pools.hbm.pool import HbmPool
 from tests.managers import hashes_of
 
 torch = pytest.importorskip("torch")
@@ -114,7 +114,7 @@ class Mover:
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[kvbm.Manager]:
     """A manager whose HBM pool copies as on CUDA."""
-    from kvbm.pools.cuda import EngineOrder
+    from kvbm.pools.hbm.cuda import EngineOrder
 
     DONE.clear()
     flags = {

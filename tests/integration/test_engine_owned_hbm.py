@@ -22,11 +22,11 @@ from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
 from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
 from kvbm.pools.base import Proof
-from kvbm.pools.block_io import PAGE_BYTES, stride_of
-from kvbm.pools.pod import PodFolder
+from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.replay.cli import main as replay
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 from tests.eventually import eventually
 from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of

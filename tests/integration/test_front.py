@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.front import FrontedStore
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
+from kvbm.pools.stores.cache_tier import FrontedStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run

@@ -17,9 +17,9 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, Offset, SequenceHash, Tier
 from kvbm.replay.cli import main as replay
 from kvbm.streams.base import ORIGIN, Position
-from kvbm.streams.device import OsDevice
-from kvbm.streams.history import Retention
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.disk import OsDevice
+from kvbm.streams.journal.history import Retention
+from kvbm.streams.journal.journal import Journal
 from tests.eventually import eventually
 from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 from tests.managers import hashes_of, serve

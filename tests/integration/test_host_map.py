@@ -13,8 +13,8 @@ import pytest
 
 from kvbm._native import Arena, RowCopier
 from kvbm.core.errors import PoolError
-from kvbm.pools.host import HostPool
-from kvbm.pools.host_map import map_host
+from kvbm.pools.host.mapping import map_host
+from kvbm.pools.host.pool import HostPool
 from tests.eventually import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ SLOTS, BLOCK_BYTES = 8, 5000
 
 WORKER = """
 import sys
-from kvbm.pools.host_map import map_host
+from kvbm.pools.host.mapping import map_host
 pid, fd, mapped_bytes = map(int, sys.argv[1:])
 memory = map_host(pid, fd, mapped_bytes)
 rows = memory[:8 * 5000].reshape(8, 5000)

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvbm.pools.host as host
+import kvbm.pools.host.pool as host
 from kvbm._native import Arena, RowCopier
 from kvbm.core.errors import ConfigError, LayoutError, PoolError, PoolFullError
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.host import HostPool
+from kvbm.pools.host.pool import HostPool
 from tests.pool_runs import random_run
 
 SLOTS, BLOCK_BYTES = 16, 4000

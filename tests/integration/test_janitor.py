@@ -19,9 +19,9 @@ from kvbm.core.errors import JanitorBusyError, KvbmError
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.janitor import Report
 from kvbm.manager.manager import Manager
+from kvbm.pools.object.tombstones import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore
-from kvbm.pools.withdrawn import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
 from tests.eventually import eventually
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of, rows_of, serve
 from tests.object_pools import memory_objects

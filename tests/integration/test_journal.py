@@ -23,8 +23,8 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import JournalError, LedgerError
 from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import ORIGIN, Position
-from kvbm.streams.device import OsDevice
-from kvbm.streams.journal import FSYNC_MODES, Journal
+from kvbm.streams.journal.disk import OsDevice
+from kvbm.streams.journal.journal import FSYNC_MODES, Journal
 from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 
 ROOT = Path(__file__).parents[2]
@@ -399,7 +399,7 @@ def test_a_large_journal_is_opened_in_pieces(tmp_path: Path, monkeypatch: pytest
     frames = [a_frame(at, blocks=1 + 997 * at % 3000) for at in range(40)]
     journal.append_all(frames)
     journal.close()
-    monkeypatch.setattr("kvbm.streams.journal._WINDOW_BYTES", 1000)  # less than most frames
+    monkeypatch.setattr("kvbm.streams.journal.journal._WINDOW_BYTES", 1000)  # less than most frames
     sizes: list[int] = []
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))

@@ -21,7 +21,7 @@ import kvbm.manager.manager
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.manager.manager import Manager
-from kvbm.manager.offload import Skipped
+from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually

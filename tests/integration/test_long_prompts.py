@@ -12,7 +12,7 @@ from kvbm import load_settings, open_manager
 from kvbm.assembly import NATIVE
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, Tier, split_hashes
 from kvbm.manager.manager import Manager
-from kvbm.manager.offload import Skipped
+from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
 from kvbm.pools.memory import MemoryPool
 from tests.managers import make_manager

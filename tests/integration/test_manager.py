@@ -13,8 +13,8 @@ import pytest
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Tier, split_hashes
-from kvbm.core.residency import Residencies
 from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog

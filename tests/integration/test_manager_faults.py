@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-import kvbm.manager.frames
-import kvbm.pools.nvme
+import kvbm.manager.event_writer
+import kvbm.pools.nvme.pool
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Offset, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.core.residency import Residencies
-from kvbm.manager.frames import FrameWriter
+from kvbm.manager.event_writer import FrameWriter
+from kvbm.manager.ledger_stream import EventSource
 from kvbm.manager.offsets import Offsets
-from kvbm.manager.source import EventSource
 from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
@@ -168,14 +168,14 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     assert manager.settle(WAIT_S)
     manager.evict(Tier.HBM, hashes_of(1, 4))
     release, ended = threading.Event(), list[int]()
-    read = kvbm.pools.nvme.NvmePool.read
+    read = kvbm.pools.nvme.pool.NvmePool.read
 
     def hang(*run: Any, **where: Any) -> ReadResult:
         release.wait(WAIT_S)
         ended.append(1)
         return read(*run, **where)
 
-    monkeypatch.setattr(kvbm.pools.nvme.NvmePool, "read", hang)
+    monkeypatch.setattr(kvbm.pools.nvme.pool.NvmePool, "read", hang)
     assert manager.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
     manager.close(timeout_s=0.3)
     assert not ended
@@ -236,7 +236,7 @@ def test_a_log_on_the_same_full_disk_does_not_end_the_writer(monkeypatch: pytest
 
             return write
 
-    monkeypatch.setattr(kvbm.manager.frames, "log", FullLog())
+    monkeypatch.setattr(kvbm.manager.event_writer, "log", FullLog())
     with make_manager({Tier.HBM: 4}, sink=Full()) as manager:
         serve(manager, 1, 4)
         eventually(manager.trouble, "the writer has not noticed")

@@ -10,10 +10,10 @@ import pytest
 from kvbm.assembly import journal_folder
 from kvbm.core.codec import Frame, decode_frame
 from kvbm.core.events import ResidenciesStated, RoundEnded
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
-from kvbm.core.residency import Residencies
 from kvbm.streams.base import Position, is_fence
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
 from tests.eventually import eventually

@@ -15,12 +15,12 @@ from kvbm.assembly import NATIVE_LEDGER
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import JournalError
 from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesStated, RoundEnded, StopReason
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
-from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.manager.offsets import Offsets
-from kvbm.manager.rounds import Rounds
-from kvbm.manager.samples import Samples
+from kvbm.manager.prompt_samples import Samples
+from kvbm.manager.snapshot_policy import Rounds
 from kvbm.streams.base import ORIGIN, Position, StreamState
 from kvbm.streams.memory import MemoryLog
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve

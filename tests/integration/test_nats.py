@@ -21,15 +21,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import ConfigError, FencedError, MissingExtraError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.core.kernels import REFERENCE
 from kvbm.streams import server as server_module
 from kvbm.streams.base import ORIGIN, AccessSample, Fence, Heartbeat, Position, StreamMessage, Tail, is_fence
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.nats import PULL_MESSAGES, NatsReader, NatsStream
+from kvbm.streams.nats.stream import PULL_MESSAGES, NatsReader, NatsStream
 from kvbm.streams.publisher import (
     Acked,
     Appended,

@@ -18,11 +18,11 @@ import pytest
 from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError, PoolFullError, PoolMismatchError
 from kvbm.core.ids import InstanceId, Namespace
-from kvbm.pools import nvme
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.block_io import PAGE_BYTES, OpenEngine, stride_of
-from kvbm.pools.hbm import HbmPool
-from kvbm.pools.nvme import NvmePool
+from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.nvme import pool as nvme
+from kvbm.pools.nvme.block_io import PAGE_BYTES, OpenEngine, stride_of
+from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import eventually
 from tests.pool_runs import SHAPE, part, random_run
 

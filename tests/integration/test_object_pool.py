@@ -16,9 +16,9 @@ from kvbm.core.checksum import crc32c
 from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.keys import add_key
-from kvbm.pools.object import BlockObjects
-from kvbm.pools.object_header import OBJECT_VERSION, header_bytes
+from kvbm.pools.object.header import OBJECT_VERSION, header_bytes
+from kvbm.pools.object.keys import add_key
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.blobs import Limits
 from tests.faulty_http import Fault, FaultyServer, faulty

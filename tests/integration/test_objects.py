@@ -11,12 +11,12 @@ import pytest
 from kvbm._native import checksums
 from kvbm.core.ids import HASH_BYTES, Epoch, Namespace
 from kvbm.pools.base import Proof, ReadOutcome
-from kvbm.pools.coding import ELEMENT_CODINGS
-from kvbm.pools.object import Described
-from kvbm.pools.object_header import header_bytes
+from kvbm.pools.object.coding import ELEMENT_CODINGS
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.pool import Described
+from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX, encode_list
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
-from kvbm.pools.withdrawn import WITHDRAWN_PREFIX, encode_list
 from tests.eventually import eventually
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run

@@ -15,12 +15,12 @@ from kvbm.core.errors import LayoutError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.groups import groups_of
 from kvbm.manager.manager import Manager
-from kvbm.manager.offload import Skipped
+from kvbm.manager.object_groups import groups_of
+from kvbm.manager.offload_queue import Skipped
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.streams.memory import MemoryLog
 from tests.eventually import eventually
 from tests.managers import (

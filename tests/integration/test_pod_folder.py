@@ -26,11 +26,11 @@ from kvbm.core.events import BlocksMigrated, InstanceStarted, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, Reach, Tier, split_hashes
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import PodRun, Proof, ReadOutcome, ReadResult
-from kvbm.pools.block_io import PAGE_BYTES, stride_of
-from kvbm.pools.nvme import NvmePool
-from kvbm.pools.pod import PodFolder
+from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.pod import PodFolder
+from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.stores.memory import MemoryStore
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 from tests.eventually import eventually
 from tests.managers import (
     BLOCK_BYTES,

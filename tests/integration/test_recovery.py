@@ -21,13 +21,13 @@ from kvbm.config import Settings, load_settings
 from kvbm.core.checksum import crc32c
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import FrameError, JournalError, PoolError
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier, split_hashes
-from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.streams.base import Position
-from kvbm.streams.journal import Journal, segment_files
+from kvbm.streams.journal.journal import Journal, segment_files
 from tests.cores import CORES
 from tests.eventually import eventually
 from tests.held import slots_of as slots_in

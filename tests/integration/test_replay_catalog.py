@@ -19,13 +19,13 @@ from structlog.testing import capture_logs
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.store import Store
+from kvbm.catalog.sql_store import Store
 from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, split_hashes
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.cli import Parts, main
 from kvbm.streams.base import Heartbeat
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
 from tests.eventually import eventually
 from tests.nats_fixture import (

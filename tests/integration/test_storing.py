@@ -12,9 +12,9 @@ import pytest
 from kvbm import _native
 from kvbm.assembly import NATIVE_INDEX
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.projector import Projector
-from kvbm.catalog.store import Applied, ClaimRun, Store, StoreBatch
-from kvbm.catalog.storing import Numbering, Storing, numbering
+from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sql_store import Applied, ClaimRun, Store, StoreBatch
+from kvbm.catalog.sql_writer import Numbering, Storing, numbering
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated

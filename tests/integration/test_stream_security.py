@@ -36,15 +36,15 @@ from kvbm.streams.base import (
     pulse_subject,
     still_holds,
 )
-from kvbm.streams.credentials import Credentials, keep_seed
-from kvbm.streams.nats import BORROWED_API, JS_API, NatsStream
-from kvbm.streams.permissions import (
+from kvbm.streams.nats.credentials import Credentials, keep_seed
+from kvbm.streams.nats.permissions import (
     ServerUser,
     catalog_inbox,
     instance_inbox,
     instance_permissions,
     server_config,
 )
+from kvbm.streams.nats.stream import BORROWED_API, JS_API, NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve

@@ -19,7 +19,7 @@ from kvbm._native import Arena, RowCopier, checksums, crc32c
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks
 from kvbm.engines.vllm.regions import block_regions
 from kvbm.engines.vllm.worker import Received, Worker
-from kvbm.pools.host import HostPool
+from kvbm.pools.host.pool import HostPool
 from tests.vllm_configs import LAYOUTS, Config, FullAttentionSpec, SlidingWindowSpec, config_of, tensors_of
 
 ROOT = Path(__file__).parents[2]

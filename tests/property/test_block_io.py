@@ -14,8 +14,8 @@ from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.block_io import PAGE_BYTES, stride_of
-from kvbm.pools.nvme import NvmePool
+from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.pool import NvmePool
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.pool_runs import SHAPE, Run, random_run
 

@@ -19,6 +19,7 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
     DURABLE_TIERS,
     NamespaceId,
@@ -27,7 +28,6 @@ from kvbm.core.ids import (
     split_hashes,
 )
 from kvbm.core.ledger import Ledger
-from kvbm.core.residency import Residencies
 from tests.held import recomputed_digest
 from tests.ledger_driver import (
     POOLS,

@@ -20,8 +20,8 @@ from kvbm.core.events import (
     ResidenciesStated,
     RoundEnded,
 )
+from kvbm.core.fold import Change, Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Tier, pack_slots, split_hashes
-from kvbm.core.residency import Change, Residencies
 from kvbm.streams.base import Heartbeat, StreamMessage
 from tests.indexes import Key, Twin, crowded_events, each_twin, frame_bytes, held_of
 from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands, finish_round

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
+from kvbm.core.backend import NewFold
 from kvbm.core.codec import Frame, FrameBytes
 from kvbm.core.errors import JournalError
 from kvbm.core.events import (
@@ -22,12 +23,11 @@ from kvbm.core.events import (
     ResidenciesStated,
     RoundEnded,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
-from kvbm.core.kernels import NewFold
-from kvbm.core.residency import Residencies
 from kvbm.manager.recovery import recover
 from kvbm.streams.base import Position
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 
 INSTANCE = InstanceId("instance-0")
 NAMESPACE = NamespaceId(bytes(range(16)))

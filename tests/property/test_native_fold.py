@@ -29,8 +29,8 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
-from kvbm.core.residency import Residencies
 from tests.captures import make_capture, packed
 from tests.held import recomputed_digest
 from tests.strategies import frames, pools_stated

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
+from kvbm.core.backend import LedgerTwin
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import KvbmError, LayoutError, LedgerError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
     HASH_BYTES,
     NO_PARENT,
@@ -29,10 +31,8 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.kernels import LedgerTwin
 from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
-from kvbm.core.residency import Residencies
 
 POOLS = (
     PoolStated(Tier.HBM, 9, 64),

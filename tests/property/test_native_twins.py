@@ -12,7 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.core import checksum, codec, columns, hashing, residency
+from kvbm.core import checksum, codec, columns, hashing
+from kvbm.core import fold as residency
+from kvbm.core.backend import reference_checksums
 from kvbm.core.codec import Frame
 from kvbm.core.columns import FrameColumns
 from kvbm.core.errors import (
@@ -25,7 +27,6 @@ from kvbm.core.errors import (
 )
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.kernels import reference_checksums
 from tests.strategies import frames, hashes
 
 ROOT = bytes(range(16))

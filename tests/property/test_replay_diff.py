@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE
+from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import Frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -20,10 +21,9 @@ from kvbm.core.events import (
     RoundEnded,
 )
 from kvbm.core.ids import Tier
-from kvbm.core.kernels import REFERENCE
 from kvbm.replay.diff import EVENT, diff
+from kvbm.replay.format import event_text
 from kvbm.replay.source import open_source
-from kvbm.replay.words import event_text
 from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbm._native import RowCopier, checksums
 from kvbm.core.checksum import crc32c
 from kvbm.core.errors import LayoutError
-from kvbm.pools.rows import RowCopies
+from kvbm.pools.host.rows import RowCopies
 
 COPIERS: list[RowCopies] = [RowCopier(1), RowCopier(3)]
 

@@ -28,6 +28,7 @@ import msgspec
 import pytest
 
 from kvbm import _native
+from kvbm.core.backend import LedgerTwin, NewLedger
 from kvbm.core.codec import decode_frame
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import (
@@ -58,7 +59,6 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.kernels import LedgerTwin, NewLedger
 from kvbm.core.ledger import NOT_HELD, Copy, Ledger, Recovered
 from kvbm.core.policy import EVICTION_POLICIES, Share
 

@@ -13,9 +13,9 @@ from structlog.testing import capture_logs
 from kvbm.catalog.archive import ArchiveFiles
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId
+from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
 from kvbm.streams.fence_records import encode_fence, encode_told
-from kvbm.streams.samples import read_samples
 
 SAMPLE = AccessSample(
     instance=InstanceId("one"), cluster="c", wall_time_ns=1, namespace=NamespaceId(bytes(16)), hashes=bytes(16), depth=0, rate=1.0

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from kvbm.workload.bench.hbm import RUN_BLOCKS, HbmOptions, bench_hbm
+from kvbm.bench.hbm import RUN_BLOCKS, HbmOptions, bench_hbm
 
 
 def test_on_a_cpu_runs_are_measured_against_one_copy_a_layer_and_block() -> None:

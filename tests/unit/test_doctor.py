@@ -10,14 +10,14 @@ import pytest
 from kvbm.config import load_settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import MissingExtraError
+from kvbm.doctor import disks, gpu, machine, services
+from kvbm.doctor.agreement import judge_settings
+from kvbm.doctor.apart import cuda as cuda_probe
+from kvbm.doctor.clock import ClockFacts, judge_clock
+from kvbm.doctor.finding import Finding, Result, refused, size
+from kvbm.doctor.plan import Plan, Wanted, plan_of
 from kvbm.pools.stores.base import Trouble
-from kvbm.streams.nats import ServerView, StreamView
-from kvbm.workload.doctor import disks, gpu, machine, services
-from kvbm.workload.doctor.agreement import judge_settings
-from kvbm.workload.doctor.apart import cuda as cuda_probe
-from kvbm.workload.doctor.clock import ClockFacts, judge_clock
-from kvbm.workload.doctor.finding import Finding, Result, refused, size
-from kvbm.workload.doctor.plan import Plan, Wanted, plan_of
+from kvbm.streams.nats.stream import ServerView, StreamView
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, WARNING, PROBLEM, UNUSED = Result.OK, Result.WARNING, Result.PROBLEM, Result.UNUSED

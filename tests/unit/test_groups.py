@@ -6,8 +6,8 @@ import random
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import SecondUse, WriteThrough
-from kvbm.manager.groups import Group, Groups, groups_of
-from kvbm.manager.offload import Offloader, Skipped
+from kvbm.manager.object_groups import Group, Groups, groups_of
+from kvbm.manager.offload_queue import Offloader, Skipped
 
 ONE = NamespaceId(b"1" * 16)
 K = 4

@@ -14,7 +14,7 @@ from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat, StreamMessage
-from kvbm.streams.nats import _heartbeat_in
+from kvbm.streams.nats.stream import _heartbeat_in
 from tests.indexes import NATIVE
 
 ONE = InstanceId("one")

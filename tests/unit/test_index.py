@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.store import InstanceRow
+from kvbm.catalog.sql_store import InstanceRow
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier

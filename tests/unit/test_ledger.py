@@ -20,6 +20,7 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
     NO_PARENT,
     Epoch,
@@ -34,7 +35,6 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Copy, Ledger, Recovered
-from kvbm.core.residency import Residencies
 from tests.held import recomputed_digest, slot_of
 
 NAMESPACE = Namespace(model="m", block_tokens=16)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from kvbm import _native
-from kvbm.catalog import projector as projector_module
+from kvbm.catalog import sequencer as projector_module
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.projector import ASIDE_BYTES, HOLE_MOST_S, Projector, ProjectorState, Step
-from kvbm.catalog.store import InstanceState
+from kvbm.catalog.sequencer import ASIDE_BYTES, HOLE_MOST_S, Projector, ProjectorState, Step
+from kvbm.catalog.sql_store import InstanceState
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier

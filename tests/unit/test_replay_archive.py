@@ -21,8 +21,8 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
-from kvbm.core.residency import Residencies
 from kvbm.replay.cli import main
 from kvbm.replay.source import open_source
 from kvbm.replay.state import states_at

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import Frame, encode_frame
-from kvbm.core.kernels import REFERENCE
 from kvbm.replay.cli import main
 from kvbm.replay.scan import scan
-from kvbm.streams.journal import Journal
+from kvbm.streams.journal.journal import Journal
 from tests.captures import frame_bytes, make_capture, packed, starts
 
 FRAMES = make_capture(7, commands=120).frames()

@@ -10,11 +10,11 @@ import pytest
 from kvbm.core.codec import Frame
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import RoundEnded
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
-from kvbm.core.residency import Residencies
+from kvbm.replay.format import At, parse_at, place_text, time_text
 from kvbm.replay.source import open_source
 from kvbm.replay.state import InstanceState, States
-from kvbm.replay.words import At, parse_at, place_text, time_text
 from tests.both_folds import states_at, stats_of
 from tests.captures import BEGIN_NS, SECOND_NS, Capture, make_capture, packed
 

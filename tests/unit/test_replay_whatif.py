@@ -15,8 +15,8 @@ from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.replay.costaware import CostAware
 from kvbm.replay.source import SourceError
 from kvbm.replay.whatif import POLICIES, Accesses, Cost, Tiers, read_accesses, what_if
+from kvbm.streams.access_samples import encode_sample
 from kvbm.streams.base import AccessSample
-from kvbm.streams.samples import encode_sample
 from kvbm.workload.trace import read_trace
 
 

@@ -22,8 +22,8 @@ from kvbm.core.events import (
     RoundEnded,
     StopReason,
 )
+from kvbm.core.fold import Residencies, residency_mix
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Reach, SequenceHash, Tier, pack_slots
-from kvbm.core.residency import Residencies, residency_mix
 from tests.held import recomputed_digest
 
 HBM, HOST, OBJECT = Tier.HBM, Tier.HOST, Tier.OBJECT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.rounds import Doubt, RoundAsker
+from kvbm.catalog.snapshots import Doubt, RoundAsker
 from kvbm.core.ids import InstanceId
 
 ONE, TWO = InstanceId("one"), InstanceId("two")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.manager.rounds import (
+from kvbm.manager.snapshot_policy import (
     Asked,
     Began,
     BeginRound,

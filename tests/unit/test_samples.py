@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbm.core.ids import InstanceId, NamespaceId
+from kvbm.streams.access_samples import encode_sample, read_samples, whole_bytes
 from kvbm.streams.base import AccessSample
-from kvbm.streams.samples import encode_sample, read_samples, whole_bytes
 
 
 def sample(number: int) -> AccessSample:

@@ -9,11 +9,11 @@ import pytest
 
 from kvbm import _native
 from kvbm.config import TenantSettings, load_settings
+from kvbm.core.backend import LedgerTwin, NewLedger
 from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ConfigError, LedgerError
 from kvbm.core.events import BlocksEvicted, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Tier, split_hashes
-from kvbm.core.kernels import LedgerTwin, NewLedger
 from kvbm.core.ledger import Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from tests.held import slot_of

@@ -16,11 +16,11 @@ from peers.ours import Index, OurStreams
 from peers.workload import Part, Step, hashes
 
 from kvbm.assembly import NATIVE
-from kvbm.catalog.projector import Projector
+from kvbm.bench.ingest import take_in
+from kvbm.catalog.sequencer import Projector
 from kvbm.core.ids import InstanceId
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import shared_server
-from kvbm.workload.bench.ingest import take_in
 
 _CLUSTER = "bench"
 

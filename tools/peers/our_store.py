@@ -23,8 +23,8 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_slots
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import Proof, ReadOutcome
-from kvbm.pools.host import HostPool
-from kvbm.pools.nvme import NvmePool
+from kvbm.pools.host.pool import HostPool
+from kvbm.pools.nvme.pool import NvmePool
 
 _NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _EPOCH = Epoch(1)

@@ -22,8 +22,8 @@ from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
-from kvbm.pools.host import HostPool
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.host.pool import HostPool
+from kvbm.pools.object.pool import BlockObjects
 
 log = structlog.get_logger()
 

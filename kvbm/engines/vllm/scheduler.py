@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 
+from kvbm.core.backend import Kernels
 from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
-from kvbm.core.kernels import Kernels
 from kvbm.engines.vllm.adapters import Adapters, Origin
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers

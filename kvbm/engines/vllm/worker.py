@@ -19,9 +19,9 @@ from kvbm.engines.vllm.loaded import LoadedWeights
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.regions import BlockRegions, CacheConfig, Region, block_regions
-from kvbm.pools.copy_queue import CopyQueue
-from kvbm.pools.host_map import map_host
-from kvbm.pools.paged import SLOTS, PagedTensor, paged_layout
+from kvbm.pools.hbm.copy_queue import CopyQueue
+from kvbm.pools.hbm.paged import SLOTS, PagedTensor, paged_layout
+from kvbm.pools.host.mapping import map_host
 
 if TYPE_CHECKING:
     import torch
@@ -178,7 +178,7 @@ class Worker:
         if device.type == "cpu":
             self._queue = copy_queue(layout, self._threads)
         elif device.type == "cuda":
-            from kvbm.pools.cuda import open_queue
+            from kvbm.pools.hbm.cuda import open_queue
 
             self._queue = open_queue(layers, layout, device, segment_copies(RowCopier(self._threads)))
         else:

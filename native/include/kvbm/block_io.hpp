@@ -9,7 +9,7 @@
 //
 // Reads are urgent, writes are background: see FlightShares for who goes first.
 //
-// A file is laid out as kvbm/pools/block_io.py says. With `is_direct`, rows at aligned addresses with whole pages go to and from the
+// A file is laid out as kvbm/pools/nvme/block_io.py says. With `is_direct`, rows at aligned addresses with whole pages go to and from the
 // device as they are, others through the flight's own aligned room.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Residencies: the fold of one instance's events → what it holds, and the digest of that. Twin of kvbm/core/residency.py.
+// Residencies: the fold of one instance's events → what it holds, and the digest of that. Twin of kvbm/core/fold.py.
 // Made empty, fed events in order, dropped. It reads streams offline: its tables grow, and one thread at a time uses it.
 // PositionIndex and TierTable are its parts; a residency keeps its position until it is withdrawn.
 #pragma once

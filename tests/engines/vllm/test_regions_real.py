@@ -26,7 +26,7 @@ from kvbm._native import Arena, RowCopier
 from kvbm.engines.vllm.metadata import HostShare, Job, Plan, Ranks
 from kvbm.engines.vllm.regions import block_regions, layout_words
 from kvbm.engines.vllm.worker import Worker
-from kvbm.pools.host import HostPool
+from kvbm.pools.host.pool import HostPool
 
 LONG_S = 30.0
 BLOCKS = 7

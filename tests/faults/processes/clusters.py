@@ -18,7 +18,7 @@ from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
 from kvbm.core.layout import blocks_of_object
 from kvbm.janitor import ClaimBook, Report
 from kvbm.locate.http import CatalogClient
-from kvbm.pools.object import BlockObjects
+from kvbm.pools.object.pool import BlockObjects
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog_process
 from tests.eventually import eventually

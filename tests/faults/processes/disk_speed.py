@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.workload.bench.fio import FioError, find_fio
-from kvbm.workload.doctor.apart.disk import probe
+from kvbm.bench.fio import FioError, find_fio
+from kvbm.doctor.apart.disk import probe
 
 _DEPTH = 32  # as the pool has it
 _HUGE_PAGES = {

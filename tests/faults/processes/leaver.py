@@ -22,7 +22,7 @@ from kvbm import KvbmError, KvShape, Manager, Namespace, Tier, load_settings, op
 from kvbm.assembly import NATIVE
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT
-from kvbm.pools.nvme import NvmePool
+from kvbm.pools.nvme.pool import NvmePool
 from tests.managers import hashes_of
 
 SHAPE = KvShape(2, 16, 2, 64)

@@ -25,11 +25,11 @@ import structlog
 from kvbm.assembly import NATIVE, journal_folder, open_manager
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import FrameError
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager, ManagerStats
 from kvbm.pools.base import ReadOutcome
-from kvbm.streams.journal import segment_files
+from kvbm.streams.journal.journal import segment_files
 from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix
 from tests.faults.processes.noise import Noise
 from tests.held import slots_of

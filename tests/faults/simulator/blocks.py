@@ -1,4 +1,4 @@
-"""The engine of the NVME pool over a simulated disk: `kvbm.pools.block_io.BlockEngine` in plain Python, without threads.
+"""The engine of the NVME pool over a simulated disk: `kvbm.pools.nvme.block_io.BlockEngine` in plain Python, without threads.
 
 Its bytes on disk are those of the native engine; tests/property/test_block_io.py holds the two together.
 """
@@ -14,8 +14,8 @@ import numpy as np
 from kvbm._native import checksums as checksum_rows
 from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId
 from kvbm.pools.base import Proof, ReadOutcome
-from kvbm.pools.block_io import PAGE_BYTES, stride_of
-from kvbm.pools.header import HEADER_BYTES, SLOT_MAGIC, empty_headers, encode_headers, verify
+from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.slot_header import HEADER_BYTES, SLOT_MAGIC, empty_headers, encode_headers, verify
 
 
 class PlainBlockIo:

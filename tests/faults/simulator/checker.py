@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbm import assembly
-from kvbm.catalog.projector import Projector
+from kvbm.catalog.sequencer import Projector
 from kvbm.catalog.service import CatalogService
-from kvbm.catalog.store import InstanceState
+from kvbm.catalog.sql_store import InstanceState
+from kvbm.core.backend import Fold
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
-from kvbm.core.kernels import Fold
 from kvbm.streams.base import ORIGIN, Heartbeat, Position, fence_subject, subject_names
 from tests.faults.simulator.kernel import Process, Violation
 from tests.faults.simulator.server import Stored

@@ -29,9 +29,9 @@ from kvbm.config import (
     Settings,
 )
 from kvbm.core.errors import KvbmError, LedgerError
+from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.core.residency import Residencies
 from kvbm.manager.manager import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore

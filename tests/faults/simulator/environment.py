@@ -25,17 +25,17 @@ import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.ledger
 import kvbm.manager.manager
-import kvbm.pools.nvme
-import kvbm.streams.journal
+import kvbm.pools.nvme.pool
+import kvbm.streams.journal.journal
 import kvbm.streams.publisher
 from kvbm import assembly
-from kvbm.streams.nats import NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
-_DISK_MODULES = ("kvbm.streams.device", "kvbm.streams.journal", "kvbm.pools.nvme")
+_DISK_MODULES = ("kvbm.streams.journal.disk", "kvbm.streams.journal.journal", "kvbm.pools.nvme.pool")
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
@@ -121,7 +121,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
             put(module, "ThreadPoolExecutor", Executor)
         if names.get("wait") is concurrent.futures.wait:
             put(module, "wait", wait_futures)
-        if names.get("NatsStream") is NatsStream and name != "kvbm.streams.nats":
+        if names.get("NatsStream") is NatsStream and name != "kvbm.streams.nats.stream":
             put(module, "NatsStream", _Nats)
     stand_ins = {
         time.monotonic: clock.monotonic,

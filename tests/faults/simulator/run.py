@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.catalog.projector import Projector
+from kvbm.catalog.sequencer import Projector
 from kvbm.core.codec import FrameBytes
-from kvbm.streams import leaving
-from kvbm.streams.journal import Journal
+from kvbm.streams import at_exit as leaving
+from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 from tests.faults.simulator.checker import Checker
 from tests.faults.simulator.cluster import Cluster, nap

@@ -1,11 +1,11 @@
-"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.store.Store` keeps them."""
+"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.sql_store.Store` keeps them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvbm.catalog.store import (
+from kvbm.catalog.sql_store import (
     Applied,
     ClaimChunk,
     EpochRow,

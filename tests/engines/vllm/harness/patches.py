@@ -38,7 +38,7 @@ def copies_are_slow() -> None:
 
 def nvme_is_slow() -> None:
     """NVME answers reads late."""
-    from kvbm.pools.nvme import NvmePool
+    from kvbm.pools.nvme.pool import NvmePool
 
     read = NvmePool.read
     seconds = float(os.environ[SECONDS])
@@ -52,7 +52,7 @@ def nvme_is_slow() -> None:
 
 def nothing_is_verified() -> None:
     """NVME takes any bytes for the right ones: what kvbm would be without checksums."""
-    from kvbm.pools.nvme import NvmePool
+    from kvbm.pools.nvme.pool import NvmePool
 
     read = NvmePool.read
 

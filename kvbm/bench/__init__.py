@@ -1,0 +1,7 @@
+"""`kvbm bench`: what this machine does with the native core and its pools."""
+
+from kvbm.bench.objects import ObjectsOptions
+from kvbm.bench.pools import PoolsOptions
+from kvbm.bench.report import BENCHES, BenchOptions, run_bench
+
+__all__ = ["BENCHES", "BenchOptions", "ObjectsOptions", "PoolsOptions", "run_bench"]

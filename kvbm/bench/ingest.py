@@ -1,0 +1,119 @@
+"""`kvbm bench ingest`: from JetStream into the index, as the catalog does it: pull, scan, project, apply, compare digests.
+
+Frames are what real ledgers of four instances wrote while their pools were churned; they lie on an embedded nats-server before the
+clock runs. SQL is left out: it stores behind the reading, in its own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
+from kvbm.bench.measure import Row, Sample, row_of
+from kvbm.catalog.sequencer import Projector
+from kvbm.core.codec import FrameBytes
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Tier
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.server import shared_server
+
+_INSTANCES = 4
+_SLOTS = 65_536
+_RUN_BLOCKS = 16
+_RUNS = 40_000  # of each instance
+_CLUSTER = "bench"
+_NAMESPACE = Namespace(model="bench", block_tokens=16)
+
+
+def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
+    """Block events a second from the stream's first message to its last, in two sizes of message."""
+    rows: list[Row] = []
+    streams = {
+        name: churn_frames(name, seed + number, _RUNS)
+        for number, name in enumerate(f"instance-{number}" for number in range(_INSTANCES))
+    }
+    for what, message_bytes in (("messages of one frame", 1), ("messages of up to 256 KiB", 256 << 10)):
+        with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
+            server = shared_server(Path(folder))
+            try:
+                rows += asyncio.run(_ingest(server.url, streams, message_bytes, what, samples))
+            finally:
+                server.stop()
+    return rows, {"ingest_events_per_s": rows[0].value * 1e6}
+
+
+def churn_frames(name: str, seed: int, runs: int) -> list[FrameBytes]:
+    """What one instance's ledger writes while its pool is filled and then replaced again and again: frames of 256 block events."""
+    rng = np.random.default_rng(seed)
+    ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20, ())
+    ledger.start(Epoch(1), [_NAMESPACE])
+    frames: list[FrameBytes] = []
+    for number in range(runs):
+        allocation = ledger.allocate(Tier.HBM, _RUN_BLOCKS)
+        assert allocation is not None
+        hashes = rng.bytes(_RUN_BLOCKS * HASH_BYTES)
+        ledger.unpin(Tier.HBM, ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots))
+        if number % 8 == 7:  # 128 blocks created, as many evicted: a frame of 256
+            frames += ledger.take_frames(InstanceId(name), time.time_ns())
+    return frames
+
+
+async def _ingest(
+    url: str, streams: dict[str, list[FrameBytes]], message_bytes: int, what: str, samples: int
+) -> list[Row]:
+    stream = await NatsStream.connect(url, 5.0)
+    try:
+        sent = 0
+        for name, frames in streams.items():
+            for message in _messages(frames, message_bytes):
+                await stream.publish(_CLUSTER, InstanceId(name), message)
+                sent += 1
+        rates: list[float] = []
+        taken: list[Sample] = []
+        fetching: list[float] = []
+        for _ in range(max(3, samples // 2) + 1):
+            projector = Projector(NATIVE_INDEX(1 << 24), NATIVE.scan_frames, "bench")
+            sample, fetch_s = await take_in(stream, _CLUSTER, projector, sent)
+            assert not projector.counters.digest_mismatches and not projector.counters.poison
+            rates.append(projector.counters.blocks / sample.wall_s / 1e6)
+            fetching.append(fetch_s / sample.wall_s)
+            taken.append(sample)
+        return [
+            row_of(f"JetStream → index, {what}", "M events/s", rates[1:], taken[1:]),
+            row_of("share of it spent waiting for the server and taking messages apart", "", fetching[1:]),
+        ]
+    finally:
+        await stream.close()
+
+
+async def take_in(stream: NatsStream, cluster: str, projector: Projector, last: int) -> tuple[Sample, float]:
+    """Read on from where the projector stands until it has applied the message of sequence `last`, as the catalog reads.
+
+    Returns: the sample, without the making of the reader, and the seconds of it that were spent fetching.
+    """
+    reader = await stream.pull(projector.sequence, cluster, 5.0)
+    wall, cpu, fetch_s = time.perf_counter(), time.thread_time(), 0.0
+    while projector.sequence < last:
+        began = time.perf_counter()
+        messages = await reader.fetch(5.0)
+        fetch_s += time.perf_counter() - began
+        projector.step(time.monotonic(), messages, reader.at_end)
+    sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
+    await reader.close()
+    return sample, fetch_s
+
+
+def _messages(frames: list[FrameBytes], message_bytes: int) -> list[bytes]:
+    messages: list[bytes] = []
+    gathered: list[bytes] = []
+    for frame in frames:
+        gathered.append(frame.data)
+        if sum(map(len, gathered)) >= message_bytes:
+            messages.append(b"".join(gathered))
+            gathered = []
+    return [*messages, b"".join(gathered)] if gathered else messages

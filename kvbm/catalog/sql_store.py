@@ -1,0 +1,576 @@
+"""Store: the projection's SQL side, one transaction a batch.
+
+A batch and the stream position it reaches are stored together or not at all, so applying one twice is applying it
+once. Its first statement moves the position's row from `previous` to `stream_sequence`: the row's lock lets one replica
+at a time write, and a replica whose `previous` no longer holds learns that and writes nothing.
+
+A stream that was replaced, or has lost its end, is counted under another name. The first batch under that name ends those before it:
+a replica that has not noticed yet must not write older rows over newer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from enum import Enum
+from itertools import groupby
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from kvbm.core.errors import LayoutError, MissingExtraError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import (
+    HASH_BYTES,
+    Epoch,
+    InstanceId,
+    Namespace,
+    NamespaceId,
+    Offset,
+    Reach,
+    Tier,
+    hash_count,
+    split_hashes,
+)
+
+try:
+    from sqlalchemy import Executable, Table, and_, bindparam, delete, func, or_, select, tuple_, update
+    from sqlalchemy.dialects import postgresql, sqlite
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+except ImportError:
+    raise MissingExtraError("the catalog's database library (sqlalchemy[asyncio], alembic)", "catalog") from None
+
+from kvbm.catalog import sql_tables as tables
+from kvbm.catalog.database import database_errors, open_database, shown
+from kvbm.streams.base import START, Mark
+
+CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
+_WRITE_ROWS = 5000  # rows handed to a driver at once
+_ASKED_ROWS = 1000  # keys named in one question
+_END_S = 5.0  # for a batch under way when whoever stores it is stopped
+
+
+class InstanceState(Enum):
+    """Whether an instance's newest epoch has ended cleanly."""
+
+    LIVE = "live"
+    STOPPED = "stopped"
+
+
+class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance as its newest epoch declares it. A row of an older epoch of one run's than the stored one changes nothing.
+
+    Attributes:
+        run: of the process that began the epoch, as in `Fence`; "" when it is not known.
+    """
+
+    id: InstanceId
+    cluster: str
+    epoch: Epoch
+    first_seen_ns: int
+    last_frame_ns: int
+    engine: str = ""
+    version: str = ""
+    topology: tuple[str, ...] = ()
+    pools: tuple[PoolStated, ...] = ()
+    state: InstanceState = InstanceState.LIVE
+    run: str = ""
+
+
+class EpochRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One epoch of an instance, and how far it has been read.
+
+    Attributes:
+        ended_ns, end_reason: None and "" while it runs.
+        next_offset, digest: after the last frame that was applied.
+        run: of the process that began it; two lives may have had an epoch of one number, and the newer one's row stays.
+    """
+
+    instance: InstanceId
+    epoch: Epoch
+    started_ns: int
+    ended_ns: int | None = None
+    end_reason: str = ""
+    next_offset: Offset = Offset(0)
+    digest: int = 0
+    run: str = ""
+
+
+class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A namespace whose fields an instance has told. `id` is the fields' digest and is not checked here."""
+
+    id: NamespaceId
+    fields: Namespace
+    first_seen_ns: int
+
+
+class InstancePosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far an instance's stream has been applied. It never moves back within a life.
+
+    Attributes:
+        run: of the process that began the epoch; "" when it is not known.
+    """
+
+    instance: InstanceId
+    epoch: Epoch
+    next_offset: Offset
+    run: str = ""
+
+
+class ClaimRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Word of one instance on blocks of a pool of cluster reach.
+
+    Attributes:
+        hashes: packed, 16 bytes a block.
+        at_ns: wall time of the frame that said so.
+        withdrawn: the blocks are gone; else they are claimed.
+    """
+
+    pool: str
+    namespace: NamespaceId
+    hashes: bytes
+    instance: InstanceId
+    at_ns: int
+    withdrawn: bool = False
+
+
+class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What the projection changed between two positions of a stream.
+
+    Attributes:
+        stream: the stream's name: <whose>@<which>. Of those of one <whose> the last to begin counts, and the others are over.
+        previous: the position the projection stood at, 0 before the first message.
+        stream_sequence: the position after the batch, above `previous`.
+        fingerprint: of the message there, as in `Mark`; None: not known.
+        instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
+        claims: in stream order, for a block may be claimed and withdrawn in one batch.
+        tells: there are rows that no message after `previous` says. told_claims: so many of the claims, the first. Another
+            catalog that has stored the same messages has not stored these.
+    """
+
+    stream: str
+    previous: int
+    stream_sequence: int
+    fingerprint: int | None = None
+    instances: tuple[InstanceRow, ...] = ()
+    epochs: tuple[EpochRow, ...] = ()
+    namespaces: tuple[NamespaceRow, ...] = ()
+    claims: tuple[ClaimRun, ...] = ()
+    positions: tuple[InstancePosition, ...] = ()
+    tells: bool = False
+    told_claims: int = 0
+
+
+class Outcome(Enum):
+    """What became of a batch."""
+
+    APPLIED = "applied"
+    REPEATED = "repeated"  # the position is at or past the batch's end: everything that messages say is there
+    OVERTAKEN = "overtaken"  # another replica stands within the batch: read the position, cut anew from there
+    OVER = "over"  # another name of this stream's counts since: find the name, and project anew
+    MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there
+
+
+class Applied(NamedTuple):
+    """A batch's outcome and the stream's stored position, with the message there. True when this call wrote it."""
+
+    outcome: Outcome
+    position: int
+    fingerprint: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.outcome is Outcome.APPLIED
+
+
+class ClaimChunk(NamedTuple):
+    """Some claimed blocks of one pool and namespace; `hashes` is packed and ascending."""
+
+    pool: str
+    namespace: NamespaceId
+    hashes: bytes
+
+
+class ClaimTimes(NamedTuple):
+    """Some claimed blocks of one pool and namespace; `hashes` is packed and ascending, `last_ns` when each was last claimed."""
+
+    namespace: NamespaceId
+    hashes: bytes
+    last_ns: list[int]
+
+
+class Store:
+    """The catalog's database. Use it from one event loop; methods may run concurrently.
+
+    Every method raises CatalogError when the database does not answer or refuses; a retry helps once it is back.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Prefer `Store.open`: the engine must stand on a migrated database."""
+        self._engine = engine
+        self._where = shown(engine.url)
+        self._is_sqlite = engine.dialect.name == "sqlite"
+        self._upserts = _upserts(self._is_sqlite)
+
+    @classmethod
+    async def open(cls, url: str, connect_timeout_s: float = 5.0) -> Self:
+        """The store at a URL, its schema brought up to date.
+
+        Args:
+            url: sqlite:///path or postgresql://user:password@host:port/database, with or without kvbm's drivers.
+        Raises:
+            CatalogError: the URL is malformed, nothing answers within `connect_timeout_s`, or its schema is newer than
+                this kvbm's.
+            MissingExtraError: the driver is not installed.
+        """
+        return cls(await open_database(url, connect_timeout_s))
+
+    async def close(self) -> None:
+        """Give the connections back."""
+        await self._engine.dispose()
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    async def apply(self, batch: StoreBatch) -> Applied:
+        """Store a batch and its position in one transaction, unless the position says otherwise.
+
+        Raises: LayoutError: `stream_sequence` is not above `previous`, or a run of hashes is no multiple of 16 bytes.
+        """
+        if not 0 <= batch.previous < batch.stream_sequence:
+            raise LayoutError(
+                f"a batch from position {batch.previous} to {batch.stream_sequence} does not move forward"
+            )
+        return await _to_its_end(self._write(batch))
+
+    async def _write(self, batch: StoreBatch) -> Applied:
+        withdrawn, claimed = _net_claims(batch.claims)
+        with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
+            async with self._engine.begin() as connection:
+                if not await _move_position(connection, batch, self._upserts["first_position"]):
+                    return await _not_applied(connection, batch)
+                await self._upsert(connection, "instances", _last(map(_instance_values, batch.instances), "id"))
+                await self._upsert(connection, "epochs", _last(map(_epoch_values, batch.epochs), "instance", "epoch"))
+                await self._upsert(
+                    connection, "namespaces", _last(map(_namespace_values, reversed(batch.namespaces)), "id")
+                )
+                positions = _last(map(msgspec.structs.asdict, batch.positions), "instance")
+                await self._upsert(connection, "instance_positions", positions)
+                await _in_chunks(connection, _WITHDRAW, withdrawn)
+                await self._upsert(connection, "object_claims", claimed)
+        return Applied(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
+
+    async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
+        await _in_chunks(connection, self._upserts[table], rows)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    async def position(self, stream: str) -> int:
+        """The last sequence of the stream that was applied, 0 when none was."""
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.connect() as connection:
+                return (await _position(connection, stream)).sequence
+
+    async def positions(self) -> dict[str, Mark]:
+        """The last place of every stream that was applied, and the message it was."""
+        table = tables.positions
+        return {
+            row["stream"]: Mark(row["stream_sequence"], row["fingerprint"]) for row in await self._read(select(table))
+        }
+
+    async def streams_over(self) -> set[str]:
+        """The names of those that are counted under another name since."""
+        table = tables.positions
+        return {row["stream"] for row in await self._read(select(table.c.stream).where(table.c.is_over))}
+
+    async def streams(self) -> list[str]:
+        """The names of all streams that were applied, in order."""
+        table = tables.positions
+        return [row["stream"] for row in await self._read(select(table.c.stream).order_by(table.c.stream))]
+
+    async def instance_positions(self) -> dict[InstanceId, InstancePosition]:
+        """How far each instance's stream has been applied."""
+        rows = await self._read(select(tables.instance_positions))
+        return {row["instance"]: InstancePosition(**row) for row in rows}
+
+    async def instances(self) -> list[InstanceRow]:
+        """Every instance ever seen, by id."""
+        table = tables.instances
+        return [_instance_row(row) for row in await self._read(select(table).order_by(table.c.id))]
+
+    async def epochs(self, instance: InstanceId) -> list[EpochRow]:
+        """The epochs of an instance, oldest first."""
+        table = tables.epochs
+        rows = await self._read(select(table).where(table.c.instance == instance).order_by(table.c.epoch))
+        return [EpochRow(**row) for row in rows]
+
+    async def namespaces(self) -> list[NamespaceRow]:
+        """The namespaces whose fields are known, oldest first."""
+        table = tables.namespaces
+        rows = await self._read(select(table).order_by(table.c.first_seen_ns, table.c.id))
+        return [_namespace_row(row) for row in rows]
+
+    async def claim_count(self, pool: str | None = None) -> int:
+        """How many blocks are claimed, in one pool or in all."""
+        table = tables.object_claims
+        statement = select(func.count().label("count")).select_from(table)
+        rows = await self._read(statement if pool is None else statement.where(table.c.pool == pool))
+        return int(rows[0]["count"])
+
+    async def claims(self, pool: str | None = None, chunk_rows: int = CHUNK_ROWS) -> AsyncIterator[ClaimChunk]:
+        """The claimed blocks, of one pool or of all, in packed chunks.
+
+        Pages by key and holds no transaction between chunks. To load an index, read `position` *before* and fold the
+        stream from there: a claim that changed meanwhile is said again by the stream.
+        """
+        key = list(tables.object_claims.primary_key)
+        statement = select(*key).order_by(*key).limit(chunk_rows)
+        if pool is not None:
+            statement = statement.where(tables.object_claims.c.pool == pool)
+        last: tuple[str, bytes, bytes] | None = None
+        while True:
+            page = statement if last is None else statement.where(tuple_(*key) > tuple_(*last))
+            with database_errors(f"{self._where} does not answer"):
+                async with self._engine.connect() as connection:
+                    rows = [(str(row[0]), bytes(row[1]), bytes(row[2])) for row in await connection.execute(page)]
+            for chunk in _pack(rows):
+                yield chunk
+            if len(rows) < chunk_rows:
+                return
+            last = rows[-1]
+
+    async def claim_times(self, pool: str, chunk_rows: int = CHUNK_ROWS) -> AsyncIterator[ClaimTimes]:
+        """The claims of one pool with their times, by namespace and hash. Pages by key, as `claims`."""
+        table = tables.object_claims
+        key = [table.c.namespace, table.c.hash]
+        statement = select(*key, table.c.last_claimed_ns).where(table.c.pool == pool).order_by(*key).limit(chunk_rows)
+        last: tuple[bytes, bytes] | None = None
+        while True:
+            page = statement if last is None else statement.where(tuple_(*key) > tuple_(*last))
+            with database_errors(f"{self._where} does not answer"):
+                async with self._engine.connect() as connection:
+                    rows = [(bytes(row[0]), bytes(row[1]), int(row[2])) for row in await connection.execute(page)]
+            for namespace, group in groupby(rows, key=lambda row: row[0]):
+                entries = list(group)
+                hashes = b"".join(block for _, block, _ in entries)
+                yield ClaimTimes(NamespaceId(namespace), hashes, [last_ns for _, _, last_ns in entries])
+            if len(rows) < chunk_rows:
+                return
+            last = rows[-1][:2]
+
+    async def last_claimed(self, pool: str, namespace: NamespaceId, hashes: bytes) -> dict[bytes, int]:
+        """Those of some blocks that are claimed, and when they were last."""
+        table = tables.object_claims
+        found: dict[bytes, int] = {}
+        for at in range(0, len(hashes), _ASKED_ROWS * HASH_BYTES):
+            blocks = split_hashes(hashes[at : at + _ASKED_ROWS * HASH_BYTES])
+            statement = select(table.c.hash, table.c.last_claimed_ns).where(
+                table.c.pool == pool, table.c.namespace == namespace, table.c.hash.in_(blocks)
+            )
+            found |= {bytes(row["hash"]): int(row["last_claimed_ns"]) for row in await self._read(statement)}
+        return found
+
+    async def tenant_quotas(self) -> dict[str, int]:
+        """Bytes each tenant may have in a pool of cluster reach; who is not named has no quota."""
+        table = tables.tenants
+        rows = await self._read(select(table).where(table.c.quota_bytes.is_not(None)))
+        return {row["name"]: int(row["quota_bytes"]) for row in rows}
+
+    async def _read(self, statement: Executable) -> list[dict[str, Any]]:
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.connect() as connection:
+                return [dict(row) for row in (await connection.execute(statement)).mappings()]
+
+
+# -- the position -----------------------------------------------------------------------------------------------------
+
+
+async def _to_its_end(transaction: Coroutine[Any, Any, Applied]) -> Applied:
+    """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little then.
+
+    A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody collects it.
+    """
+    task = asyncio.ensure_future(transaction)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        ended, _ = await asyncio.wait([task], timeout=_END_S)
+        for one in ended:
+            if not one.cancelled():
+                one.exception()  # nobody asks for it any more
+        raise
+
+
+async def _position(connection: AsyncConnection, stream: str) -> Mark:
+    table = tables.positions
+    asked = select(table.c.stream_sequence, table.c.fingerprint).where(table.c.stream == stream)
+    stored = (await connection.execute(asked)).one_or_none()
+    return START if stored is None else Mark(*stored)
+
+
+async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: Executable) -> bool:
+    """Compare and swap. Waits for a replica that is writing; keeps the row locked until this transaction ends."""
+    table = tables.positions
+    moved = await connection.execute(
+        update(table)
+        .where(table.c.stream == batch.stream, table.c.stream_sequence == batch.previous, table.c.is_over.is_(False))
+        .values(stream_sequence=batch.stream_sequence, fingerprint=batch.fingerprint)
+    )
+    if moved.rowcount == 1:
+        return True
+    if batch.previous:
+        return False
+    values = {"stream": batch.stream, "stream_sequence": batch.stream_sequence, "fingerprint": batch.fingerprint}
+    made = await connection.execute(first, values)
+    if made.rowcount != 1:
+        return False
+    whose = f"{batch.stream.partition('@')[0]}@"
+    is_before = and_(func.substr(table.c.stream, 1, len(whose)) == whose, table.c.stream != batch.stream)
+    await connection.execute(update(table).where(is_before).values(is_over=True))
+    return True
+
+
+async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> Applied:
+    table = tables.positions
+    asked = select(table.c.is_over).where(table.c.stream == batch.stream)
+    stored = await _position(connection, batch.stream)
+    if (await connection.execute(asked)).scalar():
+        return Applied(Outcome.OVER, *stored)
+    if stored.sequence >= batch.stream_sequence:
+        return Applied(Outcome.REPEATED, *stored)
+    return Applied(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
+
+
+# -- statements -------------------------------------------------------------------------------------------------------
+
+_WITHDRAW = delete(tables.object_claims).where(
+    *(column == bindparam(f"{column.name}_") for column in tables.object_claims.primary_key)
+)
+
+
+def _upserts(is_sqlite: bool) -> dict[str, Executable]:
+    """One statement a table: insert, or bring the stored row up to date, never back."""
+    largest = func.max if is_sqlite else func.greatest
+    smallest = func.min if is_sqlite else func.least
+
+    def into(table: Table) -> Any:
+        return sqlite.insert(table) if is_sqlite else postgresql.insert(table)
+
+    def upsert(table: Table, kept: Sequence[str] = (), **merged: Any) -> Any:
+        statement = into(table)
+        keys = list(table.primary_key)
+        fresh = [column.name for column in table.c if column not in keys and column.name not in (*kept, *merged)]
+        changes = {name: statement.excluded[name] for name in fresh}
+        changes |= {name: merge(table.c[name], statement.excluded[name]) for name, merge in merged.items()}
+        return statement, {"index_elements": keys, "set_": changes}
+
+    instance, epoch, claim = tables.instances, tables.epochs, tables.object_claims
+    instance_insert, instance_changes = upsert(instance, first_seen_ns=smallest, last_frame_ns=largest)
+    epoch_insert, epoch_changes = upsert(epoch, started_ns=smallest)
+    claim_insert, claim_changes = upsert(claim, kept=("first_claimed_by", "claimed_ns"), last_claimed_ns=largest)
+    position = tables.instance_positions
+    position_insert, position_changes = upsert(position)
+    newer = tuple_(position_insert.excluded.epoch, position_insert.excluded.next_offset) > tuple_(
+        position.c.epoch, position.c.next_offset
+    )
+
+    def is_other_life(insert: Any, table: Table) -> Any:
+        return and_(insert.excluded.run != "", insert.excluded.run != table.c.run)
+
+    return {
+        "instances": instance_insert.on_conflict_do_update(
+            **instance_changes,
+            where=or_(instance_insert.excluded.epoch >= instance.c.epoch, is_other_life(instance_insert, instance)),
+        ),
+        "epochs": epoch_insert.on_conflict_do_update(
+            **epoch_changes,
+            where=or_(epoch_insert.excluded.next_offset >= epoch.c.next_offset, is_other_life(epoch_insert, epoch)),
+        ),
+        "namespaces": into(tables.namespaces).on_conflict_do_nothing(),
+        "instance_positions": position_insert.on_conflict_do_update(
+            **position_changes, where=or_(newer, is_other_life(position_insert, position))
+        ),
+        "object_claims": claim_insert.on_conflict_do_update(**claim_changes),
+        "first_position": into(tables.positions).on_conflict_do_nothing(),
+    }
+
+
+async def _in_chunks(connection: AsyncConnection, statement: Executable, rows: list[dict[str, Any]]) -> None:
+    """Run a statement once a row, by the driver's own loop: no limit on parameters, one prepared statement."""
+    for at in range(0, len(rows), _WRITE_ROWS):
+        await connection.execute(statement, rows[at : at + _WRITE_ROWS])
+
+
+def _last(rows: Any, *keys: str) -> list[dict[str, Any]]:
+    """The last row of each key, ordered by key so that two streams' batches never wait for each other in a circle."""
+    by_key = {tuple(row[key] for key in keys): row for row in rows}
+    return [by_key[key] for key in sorted(by_key)]
+
+
+# -- rows ↔ values ----------------------------------------------------------------------------------------------------
+
+
+def _net_claims(runs: Sequence[ClaimRun]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Runs in stream order → the keys withdrawn at any point, and the claims that stand after the last one."""
+    withdrawn: set[tuple[str, bytes, bytes]] = set()
+    claimed: dict[tuple[str, bytes, bytes], tuple[InstanceId, int, int]] = {}
+    for run in runs:
+        hash_count(run.hashes)
+        for at in range(0, len(run.hashes), HASH_BYTES):
+            key = (run.pool, run.namespace, run.hashes[at : at + HASH_BYTES])
+            if run.withdrawn:
+                withdrawn.add(key)
+                claimed.pop(key, None)
+            else:
+                by, first_ns, last_ns = claimed.get(key, (run.instance, run.at_ns, run.at_ns))
+                claimed[key] = (by, first_ns, max(last_ns, run.at_ns))
+    removals = [{"pool_": key[0], "namespace_": key[1], "hash_": key[2]} for key in sorted(withdrawn)]
+    additions = [
+        {
+            "pool": key[0],
+            "namespace": key[1],
+            "hash": key[2],
+            "first_claimed_by": claimed[key][0],
+            "claimed_ns": claimed[key][1],
+            "last_claimed_ns": claimed[key][2],
+        }
+        for key in sorted(claimed)
+    ]
+    return removals, additions
+
+
+def _pack(rows: Sequence[tuple[str, bytes, bytes]]) -> list[ClaimChunk]:
+    packed: dict[tuple[str, bytes], list[bytes]] = {}
+    for pool, namespace, block in rows:
+        packed.setdefault((pool, namespace), []).append(block)
+    return [ClaimChunk(pool, NamespaceId(namespace), b"".join(blocks)) for (pool, namespace), blocks in packed.items()]
+
+
+def _instance_values(row: InstanceRow) -> dict[str, Any]:
+    values = msgspec.structs.asdict(row)
+    values["pools"] = [
+        msgspec.structs.asdict(pool) | {"tier": pool.tier.name, "reach": pool.reach.name} for pool in row.pools
+    ]
+    return values | {"topology": list(row.topology), "state": row.state.value}
+
+
+def _instance_row(values: dict[str, Any]) -> InstanceRow:
+    pools = tuple(
+        PoolStated(**(pool | {"tier": Tier[pool["tier"]], "reach": Reach[pool["reach"]]})) for pool in values["pools"]
+    )
+    state = InstanceState(values["state"])
+    return InstanceRow(**(values | {"pools": pools, "topology": tuple(values["topology"]), "state": state}))
+
+
+def _epoch_values(row: EpochRow) -> dict[str, Any]:
+    return msgspec.structs.asdict(row)
+
+
+def _namespace_values(row: NamespaceRow) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(row.fields) | {"scheme_seed": str(row.fields.scheme_seed)}
+    return fields | {"id": row.id, "first_seen_ns": row.first_seen_ns}
+
+
+def _namespace_row(values: dict[str, Any]) -> NamespaceRow:
+    fields = {name: value for name, value in values.items() if name not in ("id", "first_seen_ns")}
+    fields["scheme_seed"] = int(fields["scheme_seed"])
+    namespace = NamespaceId(bytes(values["id"]))
+    return NamespaceRow(id=namespace, fields=Namespace(**fields), first_seen_ns=values["first_seen_ns"])

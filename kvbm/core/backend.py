@@ -1,0 +1,191 @@
+"""What exists twice: the readable specification here, its twin in C++. Assembly chooses which one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kvbm.core.checksum import crc32c, joined_checksums
+from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
+from kvbm.core.errors import FrameError
+from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.fold import FoldedFrame, TierBlocks
+from kvbm.core.hashing import derived_hashes, sequence_hashes
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
+from kvbm.core.policy import Share
+
+
+class SequenceHashes(Protocol):
+    """Signature of `hashing.sequence_hashes`."""
+
+    def __call__(
+        self, tokens: Sequence[int] | np.ndarray, block_tokens: int, root: bytes, extra_keys: Sequence[bytes] = ()
+    ) -> bytes: ...
+
+
+class DerivedHashes(Protocol):
+    """Signature of `hashing.derived_hashes`."""
+
+    def __call__(self, root: bytes, digests: Sequence[bytes]) -> bytes: ...
+
+
+class Checksum(Protocol):
+    """Signature of `checksum.crc32c`."""
+
+    def __call__(self, data: bytes | bytearray | memoryview, initial: int = 0) -> int: ...
+
+
+class EncodeFrame(Protocol):
+    """Signature of `codec.encode_frame`."""
+
+    def __call__(self, frame: Frame) -> bytes: ...
+
+
+class DecodeFrame(Protocol):
+    """Signature of `codec.decode_frame`."""
+
+    def __call__(self, data: bytes, at: int = 0) -> tuple[Frame, int]: ...
+
+
+class ScanFrames(Protocol):
+    """Signature of `codec.scan_frames`."""
+
+    def __call__(self, data: bytes, at: int = 0) -> tuple[list[ScannedFrame], FrameError | None]: ...
+
+
+class Fold(Protocol):
+    """What reading a stream offline needs of `residency.Residencies`, and what its native twin offers."""
+
+    strict: bool
+
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def pools(self) -> Mapping[Tier, PoolStated]: ...
+    def evolve(self, event: Event) -> object: ...
+    def evolve_frame(self, data: bytes, at: int = 0, first: int = 0) -> FoldedFrame: ...
+    def count(self, tier: Tier | None = None) -> int: ...
+    def blocks(self, tier: Tier) -> TierBlocks: ...
+    def tier_digest(self, tier: Tier) -> int: ...
+    def is_whole(self, tier: Tier) -> bool: ...
+    def is_cluster(self, tier: Tier) -> bool: ...
+    def miss_events(self) -> None: ...
+    def begin_blind(self, epoch: Epoch) -> object: ...
+
+
+NewFold = Callable[[], Fold]  # strict
+
+
+class Kernels(NamedTuple):
+    """One choice of the functions that exist twice.
+
+    Attributes:
+        name: "native" or "reference".
+        checksums: (n, block_bytes) uint8 rows → n CRC-32C as u32, one for each row.
+    """
+
+    name: str
+    sequence_hashes: SequenceHashes
+    derived_hashes: DerivedHashes
+    crc32c: Checksum
+    checksums: ChecksumRows
+    joined_checksums: JoinedChecksums
+    encode_frame: EncodeFrame
+    decode_frame: DecodeFrame
+    scan_frames: ScanFrames
+
+
+class ChecksumRows(Protocol):
+    """Signature of `reference_checksums`."""
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray: ...
+
+
+class JoinedChecksums(Protocol):
+    """Signature of `checksum.joined_checksums`."""
+
+    def __call__(self, checksums: np.ndarray, part_bytes: int) -> np.ndarray: ...
+
+
+def reference_checksums(rows: np.ndarray) -> np.ndarray:
+    """The CRC-32C of each row of a C-contiguous (n, bytes) uint8 array, as a u32 array of n."""
+    return np.fromiter((crc32c(row.tobytes()) for row in rows), dtype=np.uint32, count=len(rows))
+
+
+class LedgerTwin(Protocol):
+    """Signature of `ledger.Ledger`, which says what each of these does."""
+
+    @property
+    def pools(self) -> tuple[PoolStated, ...]: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    @property
+    def applied(self) -> Offset: ...
+    @property
+    def digest(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+    @property
+    def overflowed(self) -> bool: ...
+
+    def start(
+        self,
+        epoch: Epoch,
+        namespaces: Sequence[Namespace] = (),
+        topology: Sequence[str] = (),
+        engine: str = "",
+        version: str = "",
+        recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
+    ) -> None: ...
+    def restart(self, epoch: Epoch) -> Offset: ...
+    def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None: ...
+    def take_frames(self, instance: InstanceId, wall_time_ns: int) -> list[FrameBytes]: ...
+
+    def match(self, hashes: bytes, pinned: bool = False, hottest: Tier = Tier.HBM) -> Match: ...
+    def holders(self, hashes: bytes, hottest: Tier = Tier.HBM) -> bytes: ...
+    def holds(self, tier: Tier, block: SequenceHash) -> bool: ...
+    def lacking(self, tier: Tier, hashes: bytes) -> bytes: ...
+    def held(self, tier: Tier) -> bytes: ...
+    def pin(self, tier: Tier, slots: bytes) -> None: ...
+    def unpin(self, tier: Tier, slots: bytes) -> None: ...
+    def allocate(self, tier: Tier, count: int, namespace: NamespaceId | None = None) -> Allocation | None: ...
+    def release(self, tier: Tier, slots: bytes) -> None: ...
+    def create(
+        self, namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, slots: bytes
+    ) -> bytes: ...
+    def evict(self, tier: Tier, hashes: bytes, reason: EvictReason) -> int: ...
+    def forget(self, tier: Tier, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None: ...
+    def claim(self, tier: Tier, namespace: NamespaceId, hashes: bytes, finder: InstanceId) -> None: ...
+    def keep(self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0) -> int: ...
+    def expire(self, now_s: float) -> int: ...
+
+    def begin_copy(
+        self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes
+    ) -> Copy | None: ...
+    def end_copy(
+        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, kept: bool = True, pinned: bool = False
+    ) -> list[int | None]: ...
+    def copies_in_flight(self) -> int: ...
+    def begin_round(self) -> bool: ...
+    def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool: ...
+    def counts(self, tier: Tier) -> TierCounts: ...
+    def assign(self, namespace: NamespaceId, tenant: str) -> None: ...
+    def share_counts(self, tier: Tier) -> list[ShareCounts]: ...
+
+
+REFERENCE = Kernels(
+    "reference", sequence_hashes, derived_hashes, crc32c, reference_checksums, joined_checksums, encode_frame, decode_frame,
+    scan_frames,
+)  # fmt: skip
+
+
+NewLedger = Callable[
+    [Sequence[PoolStated], str, int, Sequence[Share]], LedgerTwin
+]  # pools, eviction, event_bytes, shares

@@ -1,0 +1,458 @@
+"""Which blocks go to a colder tier next: a bounded queue of wishes. No thread, clock or bytes here; the manager drives it.
+
+What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any length waits as a
+whole, in its order from the beginning. The blocks themselves stay where they are; what has left its tier when its turn comes is counted.
+
+A tier that holds fewer blocks than a prompt has gets its beginning: what lies beyond would only push the beginning out. HOST is also the
+way to what is colder, so it takes as much as the largest tier behind it does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.policy import OTHERS, OffloadPolicy
+from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
+from kvbm.manager.fair_queue import Turns
+from kvbm.manager.object_groups import Group, Groups, groups_of
+
+_PASSING_S = 2.0  # after which nobody waits any more for room to pass through HOST
+
+Lacking = Callable[[Tier, bytes], bytes]  # which of a run's blocks a tier of this instance does not hold now
+
+
+class Skipped(StrEnum):
+    """Why blocks that a policy wanted in a colder tier were not offloaded. Each is offered again when it is next used."""
+
+    QUEUE = "queue"  # too many waited: the copies do not keep up with the engine
+    JOURNAL = "journal"  # it takes no events, so nobody would know of the blocks
+    STAGING = "staging"  # no memory for the copy became free
+    BUDGET = "budget"  # the device or store has been written enough for now
+    PARTIAL = "partial"  # not every block of the object is known or where it would be taken from
+    BEYOND = "beyond"  # so far from its prompt's beginning that the tier, or its tenant's part of it, cannot hold all before it
+    GONE = "gone"  # it had left the tier it was to be taken from when its turn came
+    ROOM = "room"  # everything in the tier is pinned or on its way
+
+
+class Wish(NamedTuple):
+    """Blocks that a policy wants in a colder tier.
+
+    Attributes:
+        runs: the same blocks, with their positions.
+    """
+
+    namespace: NamespaceId
+    source: Tier
+    target: Tier
+    hashes: bytes
+    runs: tuple[ChainRun, ...] = ()
+
+    @property
+    def way(self) -> tuple[NamespaceId, Tier, Tier]:
+        """Whose, from where, to where: what the wishes of one copy have in common."""
+        return self.namespace, self.source, self.target
+
+    def positions(self) -> dict[SequenceHash, int]:
+        """Of each block in its chain, NOWHERE where that is not known."""
+        if not self.runs:
+            return dict.fromkeys(split_hashes(self.hashes), NOWHERE)
+        at = [position for run in self.runs for position in run.positions()]
+        return dict(zip(split_hashes(self.hashes), at, strict=True))
+
+
+class PromptLimits(NamedTuple):
+    """How many blocks of one prompt a tier can hold.
+
+    Attributes:
+        slots: of each tier that has some.
+        quota_slots: of tenants that may have fewer.
+    """
+
+    slots: Mapping[Tier, int] = {}
+    quota_slots: Mapping[str, Mapping[Tier, int]] = {}
+
+    def of(self, tenant: str, tier: Tier) -> int | None:
+        """None: as many as there are."""
+        slots = self.slots.get(tier)
+        quota = self.quota_slots.get(tenant, {}).get(tier)
+        return slots if quota is None else quota if slots is None else min(slots, quota)
+
+
+class _Way(NamedTuple):
+    """What wishes that one copy can carry out have in common."""
+
+    namespace: NamespaceId
+    source: Tier
+    target: Tier
+
+
+class Offloader:
+    """Turns creations, uses and arrivals into offloads, each target by its policy.
+
+    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips wishes and counts them: the
+    engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
+    that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the ways of
+    each; in a full queue, who has most for its weight makes room for who has less.
+
+    What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds all of it.
+
+    Args:
+        policies: what each target tier that exists wants.
+        capacity_blocks: blocks that may wait.
+        run_blocks: blocks one copy carries at most, or one object where that is more.
+        object_blocks: k, blocks of an object.
+        turns: of tenants; None: all blocks are alike.
+        engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
+        limits: how much of one prompt tiers can hold; None: all of it.
+        waiting_objects: objects that may wait for blocks of theirs to arrive.
+        may_last: whether a namespace's blocks may go to tiers that outlive the process.
+    """
+
+    def __init__(
+        self,
+        policies: dict[Tier, OffloadPolicy],
+        capacity_blocks: int = 8192,
+        run_blocks: int = 64,
+        remembered_claims: int = 1 << 20,
+        object_blocks: int = 1,
+        turns: Turns | None = None,
+        engine_hbm: bool = False,
+        limits: PromptLimits | None = None,
+        waiting_objects: int = 8192,
+        may_last: Callable[[NamespaceId], bool] = lambda _: True,
+    ) -> None:
+        self._policies = policies
+        self._capacity_blocks, self._remembered_claims = capacity_blocks, remembered_claims
+        self._object_bytes = object_blocks * HASH_BYTES
+        self._limits = limits or PromptLimits()
+        self._run_bytes = {
+            tier: min(run_blocks, max(1, self._limits.slots.get(tier, run_blocks))) * HASH_BYTES for tier in Tier
+        }
+        self._run_bytes[Tier.OBJECT] = max(object_blocks, run_blocks // object_blocks * object_blocks) * HASH_BYTES
+        self._groups: Groups | None = None
+        if Tier.OBJECT in policies and object_blocks > 1:
+            self._groups = Groups(object_blocks, waiting=waiting_objects)
+        self._engine_hbm, self._may_last = engine_hbm, may_last
+        self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
+        self._turns = turns or Turns()
+        # tenant → what waits for each of its ways, the next way first
+        self._ways: dict[str, OrderedDict[_Way, ChainRuns]] = {}
+        self._waiting: Counter[str] = Counter()  # blocks of each tenant
+        self._passing_s: dict[NamespaceId, float] = {}  # until when prompts go through HOST that it cannot hold
+        self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
+        self._reaches: dict[Tier, int | None] = {
+            tier: self._reach(OTHERS, tier) for tier in Tier
+        }  # of a tenant without a quota
+        self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
+        self.waiting_blocks = 0
+        self._waiting_from: Counter[Tier] = Counter()
+        self.skipped: Counter[Skipped] = Counter()  # blocks
+
+    def offer(
+        self,
+        namespace: NamespaceId,
+        tier: Tier,
+        hashes: bytes,
+        uses: int,
+        lacking: Lacking,
+        parent: bytes = NO_PARENT,
+        start: int | None = None,
+    ) -> bool:
+        """Blocks were created (uses 1), used again (uses 2), or arrived by a copy (uses 1) in `tier`.
+
+        Args:
+            parent, start: of a run that is one chain, as what was created or used again is: the block before it, and its position.
+        Returns: whether anything waits to be offloaded.
+        """
+        run = ChainRun(hashes, NOWHERE if start is None else start)
+        for source, target in self._routes[tier, uses > 1]:
+            if self._policies[target].wants(uses):
+                self._push_chain(_Way(namespace, source, target), run, lacking, parent)
+        if self._groups is not None and self._may_last(namespace):
+            if start is not None:
+                self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
+            elif tier == self._objects_from:
+                self._offer_arrived(self._groups, hashes, lacking)
+        return bool(self._ways)
+
+    def offer_arrived(
+        self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int], lacking: Lacking
+    ) -> bool:
+        """Blocks have arrived in a tier by a copy: `offer`, of blocks whose positions in their chains are known, or NOWHERE.
+
+        Returns: whether anything waits to be offloaded.
+        """
+        blocks = split_hashes(hashes)
+        begin = 0
+        for end in range(1, len(blocks) + 1):
+            if end < len(blocks) and positions[begin] >= 0 and positions[end] == positions[end - 1] + 1:
+                continue
+            if end < len(blocks) and positions[begin] < 0 and positions[end] < 0:
+                continue
+            run = ChainRun(hashes[begin * HASH_BYTES : end * HASH_BYTES], positions[begin])
+            for source, target in self._routes[tier, False]:
+                if self._policies[target].wants(1):
+                    self._push_chain(_Way(namespace, source, target), run, lacking, b"")
+            begin = end
+        if self._groups is not None and tier == self._objects_from:
+            self._offer_arrived(self._groups, hashes, lacking)
+        return bool(self._ways)
+
+    def within(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> tuple[ChainRun, ChainRun]:
+        """As much of a run as the target can hold together with all that is before it in its chain, and the rest."""
+        limit = self._reaches[target] if not self._limits.quota_slots else self._reach_of(namespace, target)
+        if target == Tier.HOST and limit is not None and self.behind_host() and not self._may_last(namespace):
+            limit = self._limits.of(self._turns.tenant_of(namespace), target)  # it goes nowhere from there
+        if limit is None or run.start < 0 or run.start + run.blocks <= limit:
+            return run, ChainRun(b"")
+        return run.cut(max(0, limit - run.start))
+
+    def _reach_of(self, namespace: NamespaceId, target: Tier) -> int | None:
+        return self._reach(self._turns.tenant_of(namespace), target)
+
+    def _reach(self, tenant: str, target: Tier) -> int | None:
+        """Up to which position blocks of a prompt are of use in a tier, or in one it is on the way to; None: all are."""
+        limit = self._limits.of(tenant, target)
+        if target != Tier.HOST or limit is None:
+            return limit
+        limits = [limit, *(self._limits.of(tenant, tier) for tier in self.behind_host())]
+        known = [one for one in limits if one is not None]
+        return max(known) if len(known) == len(limits) else None
+
+    def passes_through(self, namespace: NamespaceId, target: Tier, run: ChainRun, now_s: float) -> bool:
+        """Whether some of a run for HOST lies beyond what HOST can hold of its prompt, and is only on its way to what is colder.
+
+        For a while its namespace's blocks then leave HOST when they are there (`leaves_host`).
+        """
+        limit = self._limits.of(self._turns.tenant_of(namespace), target)
+        passes = target == Tier.HOST and limit is not None and run.start >= 0 and run.start + run.blocks > limit
+        if passes:
+            self._passing_s[namespace] = now_s + _PASSING_S
+        return passes
+
+    def leaves_host(self, namespace: NamespaceId, now_s: float) -> bool:
+        """Whether blocks of a namespace make room in HOST once they are in what is colder: more of their prompt is behind them."""
+        if now_s < self._passing_s.get(namespace, now_s):
+            return True
+        self._passing_s.pop(namespace, None)
+        return False
+
+    def behind_host(self) -> list[Tier]:
+        """The colder tiers that take every block that arrives in HOST."""
+        return [tier for tier in (Tier.NVME, Tier.OBJECT) if tier in self._policies and self._policies[tier].wants(1)]
+
+    def waiting_in(self, source: Tier) -> int:
+        """How many blocks wait to be taken from a tier; those of a copy under way do no more."""
+        return self._waiting_from[source]
+
+    def wants(self, target: Tier, uses: int) -> bool:
+        """Whether blocks used so often should go to a tier."""
+        policy = self._policies.get(target)
+        return policy is not None and policy.wants(uses)
+
+    def forget(self) -> None:
+        """Offload nothing of what waits, nor of what waits for blocks to arrive."""
+        self._ways.clear()
+        self._waiting.clear()
+        self._waiting_from.clear()
+        self.waiting_blocks = 0
+        if self._groups is not None:
+            self._groups.forget_waiting()
+
+    def _offer_arrived(self, groups: Groups, hashes: bytes, lacking: Lacking) -> None:
+        """Offer the objects that waited for these blocks, and have all of theirs now."""
+        for block in split_hashes(hashes):
+            for group in groups.arrived(block):
+                self._want_object(groups, group, lacking)
+
+    def _offer_chain(
+        self,
+        groups: Groups,
+        namespace: NamespaceId,
+        hashes: bytes,
+        uses: int,
+        lacking: Lacking,
+        parent: bytes,
+        start: int,
+    ) -> None:
+        """Offer the objects that a chain makes whole, now or once their blocks are where they leave from."""
+        whole, lost = groups.follow(parent, start, hashes)
+        if not self._policies[Tier.OBJECT].wants(uses):
+            return
+        self.skip(Skipped.PARTIAL, lost)
+        if not whole or not (unclaimed := self.unclaimed(whole)):
+            return
+        missing = lacking(self._objects_from, unclaimed)
+        if not missing:
+            self._push_run(_Way(namespace, self._objects_from, Tier.OBJECT), ChainRun(unclaimed), b"")
+            return
+        for hashes in groups_of(unclaimed, groups.blocks):
+            group = Group(namespace, hashes)
+            if len(missing) == len(unclaimed):  # nothing is there yet, as after a prefill
+                self._await(groups, group, hashes)
+            else:
+                self._want_object(groups, group, lacking)
+
+    def _want_object(self, groups: Groups, group: Group, lacking: Lacking) -> None:
+        if missing := lacking(self._objects_from, group.hashes):
+            self._await(groups, group, missing)
+        elif self.unclaimed(group.hashes):
+            self._push(_Way(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
+
+    def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
+        """Offer the group when the last block it misses has arrived; where nothing will bring it, not at all."""
+        given_up = groups.watch(group, missing) if self._objects_from == Tier.HOST else [group]
+        for other in given_up:
+            self.skip(Skipped.PARTIAL, other.hashes)
+
+    def unclaimed(self, hashes: bytes) -> bytes:
+        """Those objects of a run of whole objects that this instance has not put, as far as it remembers."""
+        if not self._claims:
+            return hashes
+        objects = groups_of(hashes, self._object_bytes // HASH_BYTES)
+        return b"".join(group for group in objects if group[-HASH_BYTES:] not in self._claims)
+
+    def claimed(self, hashes: bytes) -> None:
+        """The object pool holds these whole objects; they are not offered to it again while this is remembered."""
+        for group in groups_of(hashes, self._object_bytes // HASH_BYTES):
+            self._claims[SequenceHash(group[-HASH_BYTES:])] = None
+        while len(self._claims) > self._remembered_claims:
+            self._claims.popitem(last=False)
+
+    def unclaim(self, hashes: bytes) -> None:
+        """The object pool turned out not to hold these blocks."""
+        for block in split_hashes(hashes):
+            self._claims.pop(block, None)
+
+    def _targets(self, tier: Tier, again: bool) -> list[tuple[Tier, Tier]]:
+        """From where to where blocks of a tier may go, created or arrived there, or used again."""
+        singly = (Tier.NVME, Tier.OBJECT) if self._groups is None else (Tier.NVME,)
+        below = [target for target in singly if target in self._policies]
+        if tier == Tier.HOST:
+            return [(Tier.HOST, target) for target in below]
+        if tier != Tier.HBM:
+            return []
+        if self._engine_hbm:
+            return [(Tier.HOST, target) for target in below] if again else []
+        if Tier.HOST not in self._policies:
+            return [(Tier.HBM, target) for target in below]
+        return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
+
+    def _push_chain(self, way: _Way, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
+        """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last there."""
+        if way.target in DURABLE_TIERS and not self._may_last(way.namespace):
+            return
+        run, beyond = self.within(way.namespace, way.target, run)
+        if beyond.hashes:
+            self.skip(Skipped.BEYOND, lacking(way.target, beyond.hashes))
+        if not run.hashes:
+            return
+        wanted = self.unclaimed(run.hashes) if way.target == Tier.OBJECT else lacking(way.target, run.hashes)
+        if len(wanted) == len(run.hashes):
+            self._push_run(way, run, parent)
+            return
+        done_bytes = 0
+        for index, stretch in stretches(run, wanted):
+            before = run.hashes[(index - 1) * HASH_BYTES : index * HASH_BYTES] if index else parent
+            done_bytes += len(stretch.hashes)
+            if not self._push_run(way, stretch, before):
+                self.skip(Skipped.QUEUE, wanted[done_bytes:])
+                return
+
+    def _runs_of(self, way: _Way) -> ChainRuns:
+        unit_bytes = self._object_bytes if way.target == Tier.OBJECT else HASH_BYTES
+        return ChainRuns(self._run_bytes[way.target], unit_bytes // HASH_BYTES)
+
+    def _push_run(self, way: _Way, run: ChainRun, parent: bytes) -> bool:
+        """As many runs as it takes copies; whether all of it waits now. Where the queue is full its beginning does."""
+        ways = self._ways.get(self._turns.tenant_of(way.namespace))
+        waiting = None if ways is None else ways.get(way)
+        for index, piece in pieces(run, self._run_bytes[way.target] // HASH_BYTES):
+            if waiting is not None and waiting.has(piece.hashes):
+                continue
+            before = run.hashes[(index - 1) * HASH_BYTES : index * HASH_BYTES] if index else parent
+            if not self._push(way, piece, before):
+                self.skip(Skipped.QUEUE, run.hashes[(index + piece.blocks) * HASH_BYTES :])
+                return False
+        return True
+
+    def _push(self, way: _Way, run: ChainRun, parent: bytes) -> bool:
+        """Let a run wait, as far as there is room for it; whether all of it does."""
+        tenant, kept = self._turns.tenant_of(way.namespace), run
+        while self.waiting_blocks + run.blocks > self._capacity_blocks:
+            above = self._turns.above(self._waiting, tenant, run.blocks) if self._waiting else None
+            if above is None:
+                room = max(0, self._capacity_blocks - self.waiting_blocks)
+                unit = self._object_bytes // HASH_BYTES if way.target == Tier.OBJECT else 1
+                kept, left = run.cut(room // unit * unit)
+                self.skip(Skipped.QUEUE, left.hashes)
+                break
+            self._drop_last(above)
+        if kept.hashes:
+            if tenant not in self._ways:
+                self._turns.begin(tenant)
+            ways = self._ways.setdefault(tenant, OrderedDict())
+            if way not in ways:
+                ways[way] = self._runs_of(way)
+            self._count(tenant, way.source, ways[way].add(kept, parent))
+        return len(kept.hashes) == len(run.hashes)
+
+    def _drop_last(self, tenant: str) -> None:
+        """Skip what a tenant wished last, on the way whose turn is last."""
+        ways = self._ways[tenant]
+        way = next(reversed(ways))
+        run = ways[way].drop_last()
+        if not ways[way]:
+            del ways[way]
+        self.skip(Skipped.QUEUE, run.hashes)
+        self._count(tenant, way.source, -run.blocks)
+
+    def _count(self, tenant: str, source: Tier, more: int) -> None:
+        self.waiting_blocks += more
+        self._waiting[tenant] += more
+        self._waiting_from[source] += more
+        if not self._waiting[tenant]:
+            del self._waiting[tenant], self._ways[tenant]
+
+    def put_back(self, wish: Wish) -> None:
+        """What one copy could not carry, for the next one."""
+        self._push_run(_Way(wish.namespace, wish.source, wish.target), ChainRun(wish.hashes), b"")
+
+    def defer(self, wish: Wish) -> None:
+        """A wish whose time has not come waits again, before all others of its way; its tenant's turn was none."""
+        tenant, way = self._turns.tenant_of(wish.namespace), _Way(wish.namespace, wish.source, wish.target)
+        blocks = len(wish.hashes) // HASH_BYTES
+        self._turns.spend(tenant, -blocks)
+        ways = self._ways.setdefault(tenant, OrderedDict())
+        ways.setdefault(way, self._runs_of(way)).add_first(wish.runs)
+        self._count(tenant, wish.source, blocks)
+
+    def skip(self, why: Skipped, hashes: bytes) -> None:
+        """These blocks will not be offloaded now."""
+        if hashes:
+            self.skipped[why] += len(hashes) // HASH_BYTES
+
+    def next(self, passed_over: Collection[tuple[NamespaceId, Tier, Tier]] = ()) -> Wish | None:
+        """What has waited longest on the way whose turn it is, as long a run as a copy may carry; None when nothing waits.
+
+        Args:
+            passed_over: ways (`Wish.way`) whose time has not come.
+        """
+        tenants = [tenant for tenant, ways in self._ways.items() if any(way not in passed_over for way in ways)]
+        if not tenants:
+            return None
+        tenant = self._turns.next(tenants)
+        ways = self._ways[tenant]
+        way = next(way for way in ways if way not in passed_over)
+        runs = ways.pop(way)
+        taken = tuple(runs.take())
+        if runs:
+            ways[way] = runs
+        hashes = b"".join(run.hashes for run in taken)
+        self._count(tenant, way.source, -(len(hashes) // HASH_BYTES))
+        self._turns.spend(tenant, len(hashes) // HASH_BYTES)
+        return Wish(way.namespace, way.source, way.target, hashes, taken)

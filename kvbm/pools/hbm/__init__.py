@@ -1,0 +1,1 @@
+"""HBM: the device tier, owned by kvbm or by the engine."""

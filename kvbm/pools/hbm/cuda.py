@@ -1,0 +1,332 @@
+"""CUDA's part of HBM copies: streams and events, the ways to move a run, and what of the host's memory a GPU reaches."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import structlog
+import torch
+
+from kvbm.core.errors import ConfigError
+from kvbm.pools.hbm.copy_queue import Ordering, ThreadedQueue
+from kvbm.pools.hbm.device import DeviceCopies, Half, Lane, Mark, row_copies
+from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor, block_order
+
+log = structlog.get_logger()
+
+WAYS = ("auto", "kernel", "memcpy", "torch")
+
+_STAGING_BYTES = 32 << 20  # pinned memory of one lane; a longer run goes through it in parts
+_RUN_BLOCKS = 8192  # of one launch straight to pinned rows
+_LANES = 2  # runs that copy at the same time
+_DEADLINE_S = 30.0
+_DEVICE_POINTER, _MEMORY_TYPE, _HOST_MEMORY = 3, 2, 1  # of cuda.h: CU_POINTER_ATTRIBUTE_…, CU_MEMORYTYPE_HOST
+
+
+class EngineOrder:
+    """Which of the engine's work a copy waits for, beside what is on its device's current stream: events the engine names."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[torch.cuda.Event] = []  # that the device has not passed
+
+    def after(self, event: torch.cuda.Event) -> None:
+        """Copies that begin from now on wait for this event too, until the device has passed it."""
+        with self._lock:
+            self._events = [*filter(_is_pending, self._events), event]
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is queued on a stream from now on waits, on the device, for all events that were named."""
+        with self._lock:
+            self._events = events = list(filter(_is_pending, self._events))
+        for event in events:
+            stream.wait_event(event)
+
+
+def _is_pending(event: torch.cuda.Event) -> bool:
+    try:
+        return not event.query()  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the device failed; a copy that waits for it says so
+        return True
+
+
+class StreamOrder:
+    """A lane's stream."""
+
+    def __init__(self, device: torch.device, engine: EngineOrder) -> None:
+        self._device = device
+        self._engine = engine
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Wait, on the device, for the calling thread's stream (the default one, unless it chose) and the engine's events."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._engine.hold(self._stream)
+
+    def run(self, work: Callable[[], None]) -> Mark:
+        """Launch on the stream; an event behind it."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return event
+
+
+class KernelMover:
+    """One launch that reads or writes the rows in the host's memory itself."""
+
+    def __init__(self, layout: PagedLayout, device: torch.device) -> None:
+        from kvbm.pools.hbm.segment_kernel import SegmentKernel
+
+        self._kernel = SegmentKernel(layout.segments, device)
+        self._block_bytes = layout.block_bytes
+        self._device = device
+
+    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.gather`."""
+        self._kernel.gather(self._there(slots), self._there(at), address, rows.strides[0])
+
+    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.scatter`."""
+        self._kernel.scatter(self._there(slots), self._there(at), address, rows.strides[0])
+
+    def try_out(self) -> None:
+        """Compile, and copy a block beside the others. Raises anything: Triton cannot be used here."""
+        block = torch.empty(self._block_bytes, dtype=torch.uint8, device=self._device)
+        first = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._kernel.gather(first, first, block.data_ptr(), self._block_bytes)
+        block[:1].cpu()  # waits for it
+
+    def _there(self, indexes: torch.Tensor) -> torch.Tensor:
+        return indexes.to(self._device, non_blocking=True)
+
+
+class MemcpyMover:
+    """Contiguous blocks on the device, and one asynchronous copy for each run of consecutive rows."""
+
+    def __init__(self, pack: TensorPacking | KernelPacking, device: torch.device) -> None:
+        self._pack = pack
+        self._device = device
+
+    def gather(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.gather`."""
+        packed = self._pack.gather(slots.to(self._device, non_blocking=True))
+        target = torch.from_numpy(rows)
+        for begin, end in _consecutive(at, rows):
+            first = int(at[begin])
+            target[first : first + end - begin].copy_(packed[begin:end], non_blocking=True)
+
+    def scatter(self, slots: torch.Tensor, at: torch.Tensor, rows: np.ndarray, address: int) -> None:
+        """As `Mover.scatter`."""
+        packed = self._pack.room(len(slots))
+        source = _readable(rows)
+        for begin, end in _consecutive(at, rows):
+            first = int(at[begin])
+            packed[begin:end].copy_(source[first : first + end - begin], non_blocking=True)
+        self._pack.scatter(slots.to(self._device, non_blocking=True), packed)
+
+
+class KernelPacking:
+    """Blocks ↔ contiguous rows on the device, by one launch."""
+
+    def __init__(self, layout: PagedLayout, device: torch.device) -> None:
+        from kvbm.pools.hbm.segment_kernel import SegmentKernel
+
+        self._kernel = SegmentKernel(layout.segments, device)
+        self._block_bytes = layout.block_bytes
+        self._device = device
+
+    def room(self, count: int) -> torch.Tensor:
+        """Rows on the device for so many blocks."""
+        return torch.empty((count, self._block_bytes), dtype=torch.uint8, device=self._device)
+
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """The blocks of slots, one after another."""
+        packed = self.room(len(slots))
+        self._kernel.gather(slots, torch.arange(len(slots), device=self._device), packed.data_ptr(), self._block_bytes)
+        return packed
+
+    def scatter(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill slots from blocks one after another."""
+        numbers = torch.arange(len(slots), device=self._device)
+        self._kernel.scatter(slots, numbers, packed.data_ptr(), self._block_bytes)
+
+
+class TensorPacking:
+    """The same without Triton: one indexed copy a tensor. Slower by the number of layers."""
+
+    def __init__(self, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device) -> None:
+        self._block_bytes = layout.block_bytes
+        self._device = device
+        self._tensors = [_blocks_first(paged) for layer in layers for paged in layer]
+
+    def room(self, count: int) -> torch.Tensor:
+        """Rows on the device for so many blocks."""
+        return torch.empty((count, self._block_bytes), dtype=torch.uint8, device=self._device)
+
+    def gather(self, slots: torch.Tensor) -> torch.Tensor:
+        """The blocks of slots, one after another."""
+        parts = [tensor.index_select(0, slots).contiguous() for tensor in self._tensors]
+        return torch.cat([part.view(len(slots), -1).view(torch.uint8) for part in parts], dim=1)
+
+    def scatter(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Fill slots from blocks one after another."""
+        begin = 0
+        for tensor in self._tensors:
+            end = begin + tensor[0].numel() * tensor.element_size()
+            part = packed[:, begin:end].clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            tensor.index_copy_(0, slots, part.view(len(slots), *tensor.shape[1:]))
+            begin = end
+
+
+def open_copies(
+    layers: Sequence[Sequence[PagedTensor]],
+    layout: PagedLayout,
+    device: torch.device,
+    engine: EngineOrder,
+    copies: NewSegmentCopies,
+    way: str = "auto",
+) -> DeviceCopies:
+    """Copies between tensors on a GPU and rows on the host.
+
+    Args:
+        way: as `mover_of` has it.
+    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
+    """
+    mover = mover_of(way, layers, layout, device)
+    half_blocks = max(1, _STAGING_BYTES // 2 // layout.block_bytes)
+    run_blocks = (
+        _RUN_BLOCKS if isinstance(mover, KernelMover) else half_blocks
+    )  # the others take the GPU's memory for a run
+    lanes = []
+    for _ in range(_LANES):
+        first, second = (_pinned_half(half_blocks, layout.block_bytes, run_blocks, copies) for _ in range(2))
+        lanes.append(Lane(StreamOrder(device, engine), (first, second)))
+
+    def reached(rows: np.ndarray) -> int | None:
+        torch.cuda.current_stream(device).query()  # gives this thread the context that the driver's question needs
+        return device_address(rows)
+
+    return DeviceCopies(mover, lanes, copies, reached, _DEADLINE_S, run_blocks)
+
+
+def open_queue(
+    layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device, copies: NewSegmentCopies
+) -> ThreadedQueue:
+    """Copies beside the caller; each run waits, on the device, for what the caller's current stream had when it was added."""
+    order = EngineOrder()
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    moving = open_copies(layers, layout, device, order, copies)
+    # The thread's current stream is one where nothing runs: a copy also waits for that of its thread.
+    aside = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return ThreadedQueue(moving, layout.slots, layout.block_bytes, Ordering(mark, order.after, aside))
+
+
+def mover_of(
+    way: str, layers: Sequence[Sequence[PagedTensor]], layout: PagedLayout, device: torch.device
+) -> KernelMover | MemcpyMover:
+    """The way bytes leave a GPU and come back.
+
+    Args:
+        way: "kernel": a launch that reads and writes pinned rows itself; "memcpy": a launch on the device, then asynchronous copies;
+            "torch": the same without Triton, one indexed copy a tensor; "auto": "kernel" where Triton is, else "torch".
+    Raises: ConfigError: the way is unknown, or needs Triton, which is not there.
+    """
+    if way not in WAYS:
+        raise ConfigError(f"HBM pool: the way to copy is {way!r}; use one of {', '.join(WAYS)}")
+    triton = importlib.util.find_spec("triton") is not None
+    if way in ("kernel", "memcpy") and not triton:
+        raise ConfigError(
+            f'HBM pool: to copy by "{way}" needs Triton, which comes with torch\'s CUDA builds; use "torch"'
+        )
+    if way == "memcpy":
+        return MemcpyMover(KernelPacking(layout, device), device)
+    if way == "kernel":
+        return KernelMover(layout, device)
+    if way == "auto" and triton:
+        try:
+            mover = KernelMover(layout, device)
+            mover.try_out()
+        except Exception as error:  # noqa: BLE001  Triton compiles here, with what compiler and folders there are, and raises anything
+            log.warning("hbm.kernel_refused", why=str(error), instead="one torch copy a tensor, slower")
+        else:
+            return mover
+    return MemcpyMover(TensorPacking(layers, layout, device), device)
+
+
+def device_address(rows: np.ndarray) -> int | None:
+    """The GPU's address of rows in the host's memory that CUDA has registered; None where it has not."""
+    if not rows.nbytes:
+        return None
+    extent = (len(rows) - 1) * rows.strides[0] + rows.shape[1]
+    first = _registered(rows.ctypes.data)
+    last = _registered(rows.ctypes.data + extent - 1)
+    if first is None or last is None or last - first != extent - 1:
+        return None
+    return first
+
+
+def _registered(address: int) -> int | None:
+    driver = _driver()
+    if driver is None:
+        return None
+    kind = ctypes.c_uint(0)
+    if (
+        driver.cuPointerGetAttribute(ctypes.byref(kind), _MEMORY_TYPE, ctypes.c_uint64(address))
+        or kind.value != _HOST_MEMORY
+    ):
+        return None
+    there = ctypes.c_uint64(0)
+    if driver.cuPointerGetAttribute(ctypes.byref(there), _DEVICE_POINTER, ctypes.c_uint64(address)):
+        return None
+    return there.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def _pinned_half(blocks: int, block_bytes: int, run_blocks: int, copies: NewSegmentCopies) -> Half:
+    staging = torch.empty((blocks, block_bytes), dtype=torch.uint8, pin_memory=True)
+    rows = staging.numpy()
+    indexes = (torch.empty(max(blocks, run_blocks), dtype=torch.int64, pin_memory=True) for _ in range(2))
+    return Half(rows, row_copies(copies, rows), staging.data_ptr(), *indexes)
+
+
+def _blocks_first(paged: PagedTensor) -> torch.Tensor:
+    """A tensor as [slots, …] in the order of a block, its elements as integers of their size, for not every dtype can be indexed."""
+    tensor = paged.tensor
+    assert isinstance(tensor, torch.Tensor)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.element_size()]).permute(block_order(paged))
+
+
+def _consecutive(at: torch.Tensor, rows: np.ndarray) -> list[tuple[int, int]]:
+    """Half-open ranges of entries whose rows follow one another without a gap: torch copies others by a detour that does not wait."""
+    if not rows.flags.c_contiguous:
+        return [(entry, entry + 1) for entry in range(len(at))]
+    breaks = (np.flatnonzero(np.diff(at.numpy()) != 1) + 1).tolist()
+    return list(zip([0, *breaks], [*breaks, len(at)], strict=True))
+
+
+def _readable(rows: np.ndarray) -> torch.Tensor:
+    """Rows as a tensor that is only read, also when nobody may write to them."""
+    if rows.flags.writeable:
+        return torch.from_numpy(rows)
+    pointer = ctypes.cast(rows.ctypes.data, ctypes.POINTER(ctypes.c_uint8))
+    flat = np.ctypeslib.as_array(pointer, shape=((len(rows) - 1) * rows.strides[0] + rows.shape[1],))
+    return torch.from_numpy(np.lib.stride_tricks.as_strided(flat, rows.shape, rows.strides))

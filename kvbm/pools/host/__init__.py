@@ -1,0 +1,1 @@
+"""HOST: pinned memory of this machine."""

@@ -1,0 +1,1 @@
+"""OBJECT: blocks in a store of objects that instances share."""

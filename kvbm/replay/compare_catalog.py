@@ -1,0 +1,249 @@
+"""Is what a running catalog answers the fold of the log? Compared where both stand at the same offset, so traffic does not matter.
+
+The catalog is asked where it stands *before* the log is read. On its way the fold passes that very place of each instance, and there digest
+and counts must be equal. Blocks are asked for after the reading, of instances at whose end the catalog stands then.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from kvbm.core.answers import BlockAnswer, InstanceSummary
+from kvbm.core.backend import Fold
+from kvbm.core.codec import ScannedFrame
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier, short
+from kvbm.replay.fold import StreamFold
+from kvbm.replay.format import counted, place_text
+from kvbm.streams.base import Position
+
+SAMPLED_BLOCKS = 64  # of each instance
+WAIT_S = 5.0  # for a catalog that is behind the log
+_POLL_S = 0.1
+
+
+class CatalogAnswers(Protocol):
+    """What is asked of a catalog; `locate.http.CatalogClient` does it. All raise CatalogError."""
+
+    def instances(self) -> list[InstanceSummary]: ...
+    def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
+
+
+Ask = Callable[[str], CatalogAnswers]  # URL → who answers
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One way in which the catalog is not the fold of the log.
+
+    Attributes:
+        what: "digest", "count", "holder", "absent" (the catalog does not know the instance), "behind" (it does not come on to where the
+            log ends) or "ahead" (it knows of events that are not in the log).
+        block: of "holder": its hash in hex.
+    """
+
+    what: str
+    instance: InstanceId
+    epoch: Epoch
+    offset: Offset
+    message: str
+    block: str | None = None
+
+    def sentence(self) -> str:
+        """Whose, where and what."""
+        return (
+            f"catalog-{self.what} of instance {self.instance} at {place_text(self.epoch, self.offset)}: {self.message}"
+        )
+
+
+class Against(msgspec.Struct, kw_only=True):
+    """The comparison with a catalog.
+
+    Attributes:
+        compared: instances whose digest and counts were compared at the same offset.
+        blocks: whose holders were compared.
+    """
+
+    url: str
+    compared: int = 0
+    blocks: int = 0
+    differences: list[Difference] = []
+    notes: list[str] = []
+
+    def verdict(self) -> str:
+        """In one line."""
+        what = f"{counted(self.compared, 'instance')} at equal offsets, {counted(self.blocks, 'block')}"
+        if self.differences:
+            return f"DIFFERENT: the catalog at {self.url} in {counted(len(self.differences), 'way')}; compared {what}"
+        if not self.compared:
+            return f"NOT COMPARED: no instance stands at the same offset in the log and in the catalog at {self.url}"
+        return f"equal: the catalog at {self.url} is the fold of the log: {what}"
+
+
+class _Held(NamedTuple):
+    """What is held at some place."""
+
+    digest: int
+    counts: dict[str, int]
+
+
+class Comparison:
+    """Listens to `verify` while it folds. Ask `wanted` first, `passed` at each frame, `finish` at the end."""
+
+    def __init__(self, url: str, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:
+        """Asks the catalog where it stands. Raises CatalogError."""
+        self.report = Against(url=url)
+        self._catalog = catalog
+        self._only = instance
+        self._wait_s = wait_s
+        self._wanted = {one.instance: one for one in self._answers()}
+        self._met: set[str] = set()
+        self._folds: dict[InstanceId, StreamFold] = {}
+
+    def passed(self, frame: ScannedFrame, fold: StreamFold) -> None:
+        """The fold has just taken this frame."""
+        self._folds[frame.instance] = fold
+        wanted = self._wanted.get(frame.instance)
+        if wanted is not None and (wanted.epoch, wanted.offset) == (frame.epoch, frame.next_offset):
+            self._met.add(frame.instance)
+            self._compare(wanted, fold)
+
+    def life_began(self, instance: InstanceId) -> None:
+        """What was passed of an instance is of another life, which the catalog has forgotten."""
+        self._folds.pop(instance, None)
+        if instance in self._met:
+            self._met.discard(instance)
+            self.report.differences = [one for one in self.report.differences if one.instance != instance]
+            self.report.compared -= 1
+
+    def finish(self) -> Against:
+        """Compare what is left, at the ends. Raises CatalogError."""
+        for name, fold in sorted(self._folds.items()):
+            end = Position(fold.epoch, fold.next_offset)
+            answer = self._at_least(name, end)
+            if answer is None:
+                self._differ("absent", name, end, "the log has it, and the catalog has not heard of it")
+                continue
+            here = Position(Epoch(answer.epoch), Offset(answer.offset))
+            if here < end:
+                self._differ(
+                    "behind", name, end,
+                    f"the catalog stands at {place_text(*here)} and does not come on within {self._wait_s:g} s",
+                )  # fmt: skip
+            elif here > end and name not in self._met:
+                wanted = self._wanted.get(name)
+                if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
+                    self._differ(
+                        "ahead", name, end,
+                        f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before it was read",
+                    )  # fmt: skip
+                else:
+                    self.report.notes.append(
+                        f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared"
+                    )
+            elif here == end:
+                if name not in self._met:
+                    self._met.add(name)
+                    self._compare(answer, fold)
+                if not (fold.doubtful or answer.doubtful or answer.partial):
+                    self._compare_blocks(name, end, fold.residencies)
+        for absent in sorted(self._wanted.keys() - self._folds.keys()):
+            one = self._wanted[absent]
+            if one.epoch:
+                place = Position(Epoch(one.epoch), Offset(one.offset))
+                self._differ("ahead", InstanceId(absent), place, "the catalog knows it, and the log has nothing of it")
+        return self.report
+
+    def _answers(self) -> list[InstanceSummary]:
+        return [one for one in self._catalog.instances() if self._only is None or one.instance == self._only]
+
+    def _at_least(self, name: InstanceId, end: Position) -> InstanceSummary | None:
+        """What the catalog says of an instance once it stands at a place and its start was heard, or after the wait."""
+        deadline_s = time.monotonic() + self._wait_s
+        while True:
+            answer = next((one for one in self._answers() if one.instance == name), None)
+            is_there = answer is not None and (answer.epoch, answer.offset) >= end and answer.withheld != "restarted"
+            if is_there or time.monotonic() >= deadline_s:
+                return answer
+            time.sleep(_POLL_S)
+
+    def _compare(self, answer: InstanceSummary, fold: StreamFold) -> None:
+        place = Position(Epoch(answer.epoch), Offset(answer.offset))
+        name = InstanceId(answer.instance)
+        if fold.doubtful or answer.doubtful or answer.partial:
+            why = (
+                "its events were not all seen"
+                if fold.doubtful
+                else "the catalog says itself that it is in doubt or partial"
+            )
+            self.report.notes.append(f"instance {name} at {place_text(*place)}: {why}; not compared")
+            return
+        self.report.compared += 1
+        held = _held(fold.residencies)
+        for tier in Tier:
+            count, known = held.counts.get(tier.name, 0), answer.held_blocks.get(tier.name, 0)
+            if count != known and not fold.residencies.is_cluster(tier):
+                self._differ(
+                    "count", name, place, f"the log holds {count:,} blocks in {tier.name}, the catalog {known:,}"
+                )
+        if f"{held.digest:016x}" != answer.digest:
+            self._differ(
+                "digest", name, place, f"the log's digest is {held.digest:016x}, the catalog's {answer.digest}"
+            )
+
+    def _compare_blocks(self, name: InstanceId, end: Position, residencies: Fold) -> None:
+        found: list[Difference] = []
+        asked = 0
+        for tier, namespace, block in _sampled(residencies):
+            holders = {holder.tier for holder in self._catalog.block(namespace, block).holders if holder.name == name}
+            asked += 1
+            if tier.name not in holders:
+                where = f"the catalog has it in {', '.join(sorted(holders)) or 'no tier'} of it"
+                found.append(
+                    Difference(
+                        what="holder", instance=name, epoch=end.epoch, offset=end.offset, block=block.hex(),
+                        message=f"the log holds block {short(block)} in {tier.name}, {where}",
+                    )
+                )  # fmt: skip
+        now = self._at_least(name, end)
+        moved = now is None or (now.epoch, now.offset) != end
+        if now is None or moved or now.withheld or now.state not in ("live", "unheard"):
+            state = "moved on" if now is None or moved else f"holds it for {now.withheld or now.state}"
+            self.report.notes.append(f"instance {name}: the catalog {state}, so single blocks were not compared")
+            return
+        self.report.blocks += asked
+        self.report.differences += found
+
+    def _differ(self, what: str, name: InstanceId, place: Position, message: str) -> None:
+        self.report.differences.append(
+            Difference(what=what, instance=name, epoch=place.epoch, offset=place.offset, message=message)
+        )
+
+
+def _held(residencies: Fold) -> _Held:
+    counts = {tier.name: residencies.count(tier) for tier in Tier if not residencies.is_cluster(tier)}
+    return _Held(residencies.digest, counts)
+
+
+def _sampled(residencies: Fold) -> Iterator[tuple[Tier, NamespaceId, bytes]]:
+    """Some blocks of each tier, the same ones each time."""
+    pick = random.Random(0)
+    for tier in Tier:
+        if residencies.is_cluster(tier) or not residencies.count(tier):
+            continue
+        blocks = residencies.blocks(tier)
+        total = len(blocks.hashes) // HASH_BYTES
+        for at in sorted(pick.sample(range(total), min(total, SAMPLED_BLOCKS))):
+            yield tier, _owner(blocks.namespaces, at), blocks.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+
+
+def _owner(namespaces: Sequence[tuple[NamespaceId, int]], at: int) -> NamespaceId:
+    """The namespace of the block at a place."""
+    for namespace, count in namespaces:
+        if at < count:
+            return namespace
+        at -= count
+    raise AssertionError("fewer blocks than counted")

@@ -1,0 +1,1 @@
+"""The journal: an instance's own files of its events."""

@@ -1,0 +1,1 @@
+"""Events, heartbeats and broadcasts on NATS."""
