@@ -52,8 +52,8 @@ class _Store(MemoryStore):
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         silent = Refusal(Trouble.SILENT, "no answer")
         return [
-            silent if one.name in self._world.silent else answer
-            for one, answer in zip(gets, super().get(gets, deadline_s), strict=True)
+            silent if one.name in self._world.silent or at >= self._world.in_time else answer
+            for at, (one, answer) in enumerate(zip(gets, super().get(gets, deadline_s), strict=True))
         ]
 
 
@@ -66,6 +66,7 @@ class World:
         self.now_s = 1_000_000.0  # of every clock that is right
         self.blocks = blocks
         self.silent: set[str] = set()  # names of which the store says nothing
+        self.in_time = 1_000_000  # gets of one call that it answers in time
         self.store = _Store(self)
         self.writer = memory_objects(
             BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], wrappings=sealing(keys, blocks)

@@ -73,6 +73,7 @@ LIST_NAMES = 4096  # of one withdrawn list at most
 WAVE_NAMES = 16 * LIST_NAMES  # withdrawn together, at most: each wave waits for one grace
 BATCH_NAMES = 1000  # deleted by one call
 DESCRIBED_AT_ONCE = 512
+_ASKS = 8  # for the headers of so many objects, of a store that is slow
 _RENEWALS = 3  # tried in a row, where the store takes so long that the lease is nearly over again
 _FIRST_NAME = f"{KEPT_PREFIX.removesuffix('/')}0"  # what sorts behind all that is kept besides blocks
 _USED_S = 30 * 86_400.0  # where nothing goes for its age, other clusters are told of uses so far back
@@ -533,13 +534,26 @@ class Janitor:
         described: list[tuple[str, Header | Unread]] = []
         for at in range(0, len(names), DESCRIBED_AT_ONCE):
             yield from self._hold()
-            part = tuple(names[at : at + DESCRIBED_AT_ONCE])
-            for name, header in zip(part, (yield from _do(Describe(part))), strict=True):
+            headers = yield from self._ask_headers(tuple(names[at : at + DESCRIBED_AT_ONCE]))
+            for name, header in headers.items():
                 described.append((name, header))
                 if header is Unread.FOREIGN:
                     self._count_foreign(name, True)
                 self.report.unknown += header is Unread.UNKNOWN
         return described
+
+    def _ask_headers(self, names: tuple[str, ...]) -> Steps[dict[str, Header | Unread]]:
+        """Those of some objects. What a slow store did not answer in time is asked for again, while it answers for others."""
+        headers: dict[str, Header | Unread] = dict.fromkeys(names, Unread.UNKNOWN)
+        asked = names
+        for _ in range(_ASKS):
+            headers.update(zip(asked, (yield from _do(Describe(asked))), strict=True))
+            late = tuple(name for name in asked if headers[name] is Unread.UNKNOWN)
+            if not late or len(late) == len(asked):
+                break
+            asked = late
+            yield from self._hold()
+        return headers
 
     def _say(self, runs: Sequence[Run], withdrawn: EvictReason | None = None) -> Steps[None]:
         if runs and not self._dry_run:

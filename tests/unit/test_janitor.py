@@ -367,6 +367,18 @@ def test_a_store_that_does_not_answer_for_a_header_makes_nothing_missing() -> No
     assert world.cluster.holds(chain(1, objects=2))
 
 
+def test_what_a_slow_store_did_not_answer_in_time_is_asked_for_again_while_it_answers() -> None:
+    world = World()
+    lost = chain(1, objects=7)
+    world.put(lost, claimed=False)
+    world.now_s += 500
+
+    world.in_time = 2
+    report = gc(world)
+    assert (report.found, report.unknown) == (7, 0)
+    assert world.cluster.holds(lost)
+
+
 def test_what_is_not_ours_is_counted_and_left_alone_however_old_it_is() -> None:
     world = World()
     names = world.put(chain(1, objects=3))
