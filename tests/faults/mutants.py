@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import kvbm.catalog.sequencer as projector_module
 import kvbm.manager.manager as manager_module
-import kvbm.streams.journal.journal as journal_module
+import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
 from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.sequencer import Projector
+from kvbm.core.codec import decode_header
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
@@ -204,18 +205,18 @@ def _round_skips_a_run(stack: ExitStack) -> None:
 def _torn_tail_accepted(stack: ExitStack) -> None:
     """What is left of a frame at a segment's end counts as a frame."""
 
-    def cut(self: Any, segment: Any, error: Any) -> None:
+    def cut(segment: Any, error: Any) -> None:
         size = segment.path.stat().st_size - segment.size
         if not isinstance(error, TornFrameError) or size < 60:
-            original(self, segment, error)
+            original(segment, error)
             return
         data = segment.path.read_bytes()[segment.size :]
-        header = journal_module.decode_header(data)
+        header = decode_header(data)
         with open(segment.path, "ab") as file:  # so long as its header says
             file.write(bytes(header.frame_bytes - size))
         segment.add(header.first_offset, Offset(header.first_offset + header.event_count), header.frame_bytes)
 
-    original = _swap(stack, Journal, "_cut", cut)
+    original = _swap(stack, repair_module, "_cut", cut)
 
 
 # -- the catalog --------------------------------------------------------------------------------------------------------
