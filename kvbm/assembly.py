@@ -90,7 +90,8 @@ from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.nats.stream import NatsStream, shown
-from kvbm.streams.publisher import PublisherThread, unknown_runs
+from kvbm.streams.publisher_ownership import unknown_runs
+from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm_ledger import conflict

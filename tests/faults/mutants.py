@@ -27,7 +27,8 @@ from kvbm.manager.transfer import Moved
 from kvbm.pools.base import ReadOutcome
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
-from kvbm.streams.publisher import Publish, Publisher
+from kvbm.streams.publisher import Publisher
+from kvbm.streams.publisher_messages import Publish
 from tests.faults.simulator import cluster as cluster_module
 from tests.faults.simulator.run import RUN_S
 
@@ -83,7 +84,7 @@ class _IndexWithout:
 
 def _no_go_back_n(stack: ExitStack) -> None:
     def take_refusal(self: Any, attempt: int) -> None:
-        if attempt in self._in_flight:
+        if attempt in self._window:
             self._take_ack(attempt)  # whoever comes next goes on behind it
         else:
             original(self, attempt)
@@ -104,7 +105,7 @@ def _fence_never_renewed(stack: ExitStack) -> None:
         ours = self.__dict__.get("only_fence")
         if ours is not None and ours.epoch == self.epoch:
             self._is_fence_wanted, self._fence_due_s = False, float("inf")
-            self._fence_sequence, self._fence_epoch = ours.sequence, ours.epoch
+            self._ownership.fence_sequence, self._ownership.fence_epoch = ours.sequence, ours.epoch
             self._state = type(self._state).SENDING
         else:
             original(self, effects)

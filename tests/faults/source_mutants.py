@@ -41,7 +41,7 @@ class SourceMutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_PUBLISHER = "kvbm/streams/publisher.py"
+_PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher.py", "kvbm/streams/publisher_window.py"
 _JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/journal/writer.py"
 _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
 _PROJECTOR, _LIVENESS = "kvbm/catalog/sequencer.py", "kvbm/catalog/liveness.py"
@@ -53,16 +53,16 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- publisher ------------------------------------------------------------------------------------------------------
     "window_never_drains": SourceMutant(
         "an acknowledged message leaves its room in the window",
-        _PUBLISHER,
-        "            self._window_used -= sent.size\n",
+        _PUBLISHER_WINDOW,
+        "            self.used_bytes -= sent.size\n",
         "",
         test="tests/unit/test_publisher.py::test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes",
     ),
     "one_ack_one_message": SourceMutant(
         "acks out of order confirm all that is whole",
-        _PUBLISHER,
-        "        while self._window and self._window[0].attempt not in self._in_flight:",
-        "        if self._window and self._window[0].attempt not in self._in_flight:",
+        _PUBLISHER_WINDOW,
+        "        while self._sent and self._sent[0].attempt not in self._in_flight:",
+        "        if self._sent and self._sent[0].attempt not in self._in_flight:",
         test="tests/unit/test_publisher.py::test_published_grows_by_acks_without_a_hole_in_whatever_order_they_come",
     ),
     "resumes_at_the_later": SourceMutant(
@@ -75,8 +75,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "epoch_without_fence": SourceMutant(
         "a fence is set before an epoch's first event",
         _PUBLISHER,
-        "        if frames[0].epoch > self._fence_epoch:",
-        "        if frames[0].epoch > self._fence_epoch + 1:",
+        "        if frames[0].epoch > self._ownership.fence_epoch:",
+        "        if frames[0].epoch > self._ownership.fence_epoch + 1:",
         test="tests/unit/test_publisher.py::test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began",
     ),
     "idle_after_refusal": SourceMutant(

@@ -27,7 +27,7 @@ import kvbm.core.ledger
 import kvbm.manager.manager
 import kvbm.pools.nvme.pool
 import kvbm.streams.journal.journal
-import kvbm.streams.publisher
+import kvbm.streams.publisher_thread
 from kvbm import assembly
 from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
