@@ -87,9 +87,10 @@ from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
 from kvbm.streams.memory import DiscardingSink, MemoryLog
+from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.nats.stream import NatsStream, shown
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher_ownership import unknown_runs
 from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import shared_server

@@ -21,7 +21,8 @@ from kvbm.streams.base import (
     encoded_heartbeat,
     events_subject,
 )
-from kvbm.streams.nats.stream import NatsStream, shown
+from kvbm.streams.nats.connection import shown
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher import LINGER_S, WINDOW_BYTES, Publisher, PublisherOptions
 from kvbm.streams.publisher_messages import (
     Appended,

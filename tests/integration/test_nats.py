@@ -29,7 +29,8 @@ from kvbm.streams import server as server_module
 from kvbm.streams.base import ORIGIN, AccessSample, Fence, Heartbeat, Position, StreamMessage, Tail, is_fence
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.nats.stream import PULL_MESSAGES, NatsReader, NatsStream
+from kvbm.streams.nats.reader import PULL_MESSAGES, NatsReader
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher import Publisher, PublisherOptions
 from kvbm.streams.publisher_messages import (
     Acked,
@@ -825,7 +826,7 @@ class DroppingStream(NatsStream):
         if first in self.lost:
             self.lost.discard(first)
             await eventually_async(lambda: self._arrived >= self.behind, "the others of its window do not arrive")
-            await self._link.close()
+            await self._connections.now.close()
             raise StreamError("the connection is lost")
         sequence = await super().publish(cluster, instance, data, timeout_s, fence, safe)
         self._arrived.add(first)
