@@ -22,7 +22,16 @@ import structlog
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PoolsSettings, Settings, check_gc, check_settings
+from kvbm.config import (
+    HbmSettings,
+    JournalSettings,
+    NvmeSettings,
+    ObjectSettings,
+    PoolsSettings,
+    Settings,
+    check_gc,
+    check_settings,
+)
 from kvbm.core.arguments import check_namespaces
 from kvbm.core.backend import Kernels, LedgerTwin, NewFold, NewLedger
 from kvbm.core.checks import check_plain_int, check_text, kind_of
@@ -76,11 +85,14 @@ from kvbm.pools.stores.cache_tier import FrontedStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 from kvbm.streams.memory import DiscardingSink, MemoryLog
+from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.nats.stream import NatsStream, shown
-from kvbm.streams.publisher import PublisherThread, unknown_runs
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.publisher_ownership import unknown_runs
+from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
 from kvbm_ledger import conflict
@@ -281,10 +293,8 @@ def _open_manager(
         if not settings.journal.in_memory:
             _make_data_dir(settings)
             journal = Journal.open(
-                journal_folder(settings), instance, kernels, settings.journal.fsync, settings.journal.segment_bytes,
-                settings.journal.capacity_bytes, settings.journal.sync_interval_s, run=run,
-                retention=Retention(settings.journal.keep_s, settings.journal.max_bytes or settings.journal.capacity_bytes),
-            )  # fmt: skip
+                journal_folder(settings), instance, kernels, _journal_options(settings.journal), run=run
+            )
             opened.callback(journal.close)
         pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
@@ -498,6 +508,13 @@ def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Names
 def catalog_client(url: str) -> CatalogClient:
     """A client of the catalog that hashes tokens natively. Raises CatalogError: the URL cannot be used."""
     return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
+
+
+def _journal_options(settings: JournalSettings) -> JournalOptions:
+    retention = Retention(settings.keep_s, settings.max_bytes or settings.capacity_bytes)
+    return JournalOptions(
+        settings.fsync, settings.segment_bytes, settings.capacity_bytes, settings.sync_interval_s, retention
+    )
 
 
 def _publishing(

@@ -11,6 +11,7 @@ from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import ORIGIN
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 
 INSTANCE = InstanceId("instance-0")
 
@@ -35,8 +36,13 @@ FRAME_BYTES = len(a_frame(0).data)
 
 
 def begun(folder: Path, **more: Any) -> Journal:
-    """A journal whose first epoch has begun, or the next one."""
-    journal = Journal.open(folder, INSTANCE, NATIVE, **more)
+    """A journal whose first epoch has begun, or the next one.
+
+    Args:
+        more: fields of `JournalOptions`, or arguments of `Journal.open`.
+    """
+    options = {name: more.pop(name) for name in JournalOptions._fields if name in more}
+    journal = Journal.open(folder, INSTANCE, NATIVE, JournalOptions(**options), **more)
     journal.begin_epoch(Epoch(journal.epoch + 1))
     return journal
 

@@ -23,7 +23,7 @@ from kvbm.core.backend import ScanFrames
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
-from kvbm.streams.nats.stream import STREAM
+from kvbm.streams.nats.setup import STREAM
 
 log = structlog.get_logger()
 

@@ -22,7 +22,7 @@ from kvbm.pools.stores.opening import open_store
 from kvbm.streams.base import StreamState
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.nats.stream import ServerView, look
+from kvbm.streams.nats.server_view import ServerView, look
 from kvbm.streams.publisher import WINDOW_MESSAGES, check_keeps
 from kvbm.streams.server import answers, server_binary
 

@@ -413,7 +413,7 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
-    from kvbm.streams.nats.stream import shown
+    from kvbm.streams.nats.connection import shown
 
     source = _source(arguments)
     report = serve(

@@ -12,7 +12,9 @@ from kvbm.replay.source import Located, Place, SourceError
 from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.holders import Holders
-from kvbm.streams.nats.stream import NatsReader, NatsStream, shown
+from kvbm.streams.nats.connection import shown
+from kvbm.streams.nats.reader import NatsReader
+from kvbm.streams.nats.stream import NatsStream
 
 
 class StreamSource:

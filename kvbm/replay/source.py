@@ -14,7 +14,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.journal.history import KEPT_SUFFIX
-from kvbm.streams.journal.journal import SEGMENT_SUFFIX, segment_files
+from kvbm.streams.journal.segments import SEGMENT_SUFFIX, segment_files
 
 TRUNCATED = "truncated-capture"
 ARCHIVE_SUFFIX = ".kvbm"

@@ -13,7 +13,7 @@ from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox
-from kvbm.streams.nats.stream import look
+from kvbm.streams.nats.server_view import look
 
 ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25

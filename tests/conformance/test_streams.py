@@ -38,7 +38,8 @@ from kvbm.streams.base import (
     subject_names,
 )
 from kvbm.streams.memory import MemoryStream
-from kvbm.streams.nats.stream import FENCE_HEADER, NatsStream, _fence_in
+from kvbm.streams.nats.headers import FENCE_HEADER, fence_in
+from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, make_frame, nats_url  # noqa: F401
 
@@ -301,8 +302,8 @@ def test_a_message_of_another_fence_is_refused_and_nothing_of_it_is_kept(run: Ru
 )
 def test_a_fence_that_no_publisher_names_is_none(words: str) -> None:
     """It would be kept in checkpoints and archives, which hold 64 bits."""
-    assert _fence_in(f"{FENCE_HEADER}: {words}\r\n\r\n".encode()) is None
-    assert _fence_in(f"{FENCE_HEADER}: 7:2:r\r\n\r\n".encode()) == Fence(Epoch(2), "r", 7)
+    assert fence_in(f"{FENCE_HEADER}: {words}\r\n\r\n".encode()) is None
+    assert fence_in(f"{FENCE_HEADER}: 7:2:r\r\n\r\n".encode()) == Fence(Epoch(2), "r", 7)
 
 
 def test_messages_under_way_together_are_stored_in_the_order_of_their_calls(run: Run, cluster: str) -> None:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import kvbm.catalog.sequencer as projector_module
 import kvbm.manager.manager as manager_module
-import kvbm.streams.journal.journal as journal_module
+import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
 from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.sequencer import Projector
+from kvbm.core.codec import decode_header
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
@@ -26,7 +27,8 @@ from kvbm.manager.transfer import Moved
 from kvbm.pools.base import ReadOutcome
 from kvbm.streams.base import Mark, Position
 from kvbm.streams.journal.journal import Journal
-from kvbm.streams.publisher import Publish, Publisher
+from kvbm.streams.publisher import Publisher
+from kvbm.streams.publisher_messages import Publish
 from tests.faults.simulator import cluster as cluster_module
 from tests.faults.simulator.run import RUN_S
 
@@ -82,7 +84,7 @@ class _IndexWithout:
 
 def _no_go_back_n(stack: ExitStack) -> None:
     def take_refusal(self: Any, attempt: int) -> None:
-        if attempt in self._in_flight:
+        if attempt in self._window:
             self._take_ack(attempt)  # whoever comes next goes on behind it
         else:
             original(self, attempt)
@@ -103,7 +105,7 @@ def _fence_never_renewed(stack: ExitStack) -> None:
         ours = self.__dict__.get("only_fence")
         if ours is not None and ours.epoch == self.epoch:
             self._is_fence_wanted, self._fence_due_s = False, float("inf")
-            self._fence_sequence, self._fence_epoch = ours.sequence, ours.epoch
+            self._ownership.fence_sequence, self._ownership.fence_epoch = ours.sequence, ours.epoch
             self._state = type(self._state).SENDING
         else:
             original(self, effects)
@@ -204,18 +206,18 @@ def _round_skips_a_run(stack: ExitStack) -> None:
 def _torn_tail_accepted(stack: ExitStack) -> None:
     """What is left of a frame at a segment's end counts as a frame."""
 
-    def cut(self: Any, segment: Any, error: Any) -> None:
+    def cut(segment: Any, error: Any) -> None:
         size = segment.path.stat().st_size - segment.size
         if not isinstance(error, TornFrameError) or size < 60:
-            original(self, segment, error)
+            original(segment, error)
             return
         data = segment.path.read_bytes()[segment.size :]
-        header = journal_module.decode_header(data)
+        header = decode_header(data)
         with open(segment.path, "ab") as file:  # so long as its header says
             file.write(bytes(header.frame_bytes - size))
         segment.add(header.first_offset, Offset(header.first_offset + header.event_count), header.frame_bytes)
 
-    original = _swap(stack, Journal, "_cut", cut)
+    original = _swap(stack, repair_module, "_cut", cut)
 
 
 # -- the catalog --------------------------------------------------------------------------------------------------------

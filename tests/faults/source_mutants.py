@@ -41,7 +41,9 @@ class SourceMutant(NamedTuple):
         return text.replace(self.old, self.new)
 
 
-_PUBLISHER, _JOURNAL = "kvbm/streams/publisher.py", "kvbm/streams/journal/journal.py"
+_PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher.py", "kvbm/streams/publisher_window.py"
+_JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/journal/writer.py"
+_JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
 _PROJECTOR, _LIVENESS = "kvbm/catalog/sequencer.py", "kvbm/catalog/liveness.py"
 _STORING, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
@@ -51,16 +53,16 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- publisher ------------------------------------------------------------------------------------------------------
     "window_never_drains": SourceMutant(
         "an acknowledged message leaves its room in the window",
-        _PUBLISHER,
-        "            self._window_used -= sent.size\n",
+        _PUBLISHER_WINDOW,
+        "            self.used_bytes -= sent.size\n",
         "",
         test="tests/unit/test_publisher.py::test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes",
     ),
     "one_ack_one_message": SourceMutant(
         "acks out of order confirm all that is whole",
-        _PUBLISHER,
-        "        while self._window and self._window[0].attempt not in self._in_flight:",
-        "        if self._window and self._window[0].attempt not in self._in_flight:",
+        _PUBLISHER_WINDOW,
+        "        while self._sent and self._sent[0].attempt not in self._in_flight:",
+        "        if self._sent and self._sent[0].attempt not in self._in_flight:",
         test="tests/unit/test_publisher.py::test_published_grows_by_acks_without_a_hole_in_whatever_order_they_come",
     ),
     "resumes_at_the_later": SourceMutant(
@@ -73,8 +75,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "epoch_without_fence": SourceMutant(
         "a fence is set before an epoch's first event",
         _PUBLISHER,
-        "        if frames[0].epoch > self._fence_epoch:",
-        "        if frames[0].epoch > self._fence_epoch + 1:",
+        "        if frames[0].epoch > self._ownership.fence_epoch:",
+        "        if frames[0].epoch > self._ownership.fence_epoch + 1:",
         test="tests/unit/test_publisher.py::test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began",
     ),
     "idle_after_refusal": SourceMutant(
@@ -87,7 +89,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- journal --------------------------------------------------------------------------------------------------------
     "last_frame_is_a_repeat": SourceMutant(
         "a segment keeps the frame that ends where the next segment begins",
-        _JOURNAL,
+        _JOURNAL_REPAIR,
         "has_repeats = until is not None and frame.next_offset > until",
         "has_repeats = until is not None and frame.next_offset >= until",
         test="tests/integration/test_journal.py::test_a_failed_sync_is_not_forgotten",
@@ -101,30 +103,30 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "torn_bytes_stay": SourceMutant(
         "what a failed append has left is cut before the next one",
-        _JOURNAL,
-        "            self._device.truncate(self._writer, segment.size)\n            self._torn = False\n",
+        _JOURNAL_WRITER,
+        "            self._device.truncate(self._file, segment.size)\n            self._torn = False\n",
         "            self._torn = False\n",
         test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     "synced_before_the_sync": SourceMutant(
         "bytes count as synced once the sync has succeeded",
-        _JOURNAL,
-        "            self._sync_file(writer)\n            segment.synced = size\n",
-        "            segment.synced = size\n            self._sync_file(writer)\n",
+        _JOURNAL_WRITER,
+        "            self._sync_file(file)\n            segment.synced = size\n",
+        "            segment.synced = size\n            self._sync_file(file)\n",
         test="tests/integration/test_journal.py::test_a_failed_sync_is_not_forgotten",
     ),
     "folder_not_synced": SourceMutant(
         "a new name is on the device before anything relies on it",
-        _JOURNAL,
-        "        self._device.replace(temporary, path)\n        self._device.sync_folder(self.folder)\n",
-        "        self._device.replace(temporary, path)\n",
+        _JOURNAL_DISK,
+        "    device.replace(temporary, path)\n    device.sync_folder(path.parent)\n",
+        "    device.replace(temporary, path)\n",
         test="tests/integration/test_journal.py::test_an_epoch_that_has_begun_outlives_a_power_cut",
     ),
     "journal_short_write": SourceMutant(
         "a write that took a part is gone on with",
-        _JOURNAL,
-        "            if pieces:\n                pieces[0] = pieces[0][taken:]\n",
-        "            pieces.clear()\n",
+        _JOURNAL_DISK,
+        "        if pieces:\n            pieces[0] = pieces[0][taken:]\n",
+        "        pieces.clear()\n",
         test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     # -- projector ------------------------------------------------------------------------------------------------------

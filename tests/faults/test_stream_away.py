@@ -18,7 +18,8 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
 from kvbm.manager.manager import Manager
 from kvbm.streams.base import Position
-from kvbm.streams.nats.stream import PULSE, STREAM, NatsStream
+from kvbm.streams.nats.setup import PULSE, STREAM
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import start_catalog_process
 from tests.eventually import eventually, eventually_async

@@ -48,7 +48,8 @@ from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
-from kvbm.streams.nats.stream import NatsReader, NatsStream
+from kvbm.streams.nats.reader import NatsReader
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually_async
 from tests.nats_fixture import cluster, nats_url  # noqa: F401

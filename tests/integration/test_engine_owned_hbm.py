@@ -27,6 +27,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.replay.cli import main as replay
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 from tests.eventually import eventually
 from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of
@@ -47,7 +48,7 @@ def engine(folder: Path, **more: Any) -> Iterator[OwningEngine]:
 def events_of(folder: Path) -> list[Event]:
     """What the journal of a closed manager says."""
     settings = load_settings(flags={"instance.data_dir": str(folder)})
-    journal = Journal.open(journal_folder(settings), InstanceId("instance-0"), NATIVE, "off", 1 << 20)
+    journal = Journal.open(journal_folder(settings), InstanceId("instance-0"), NATIVE, JournalOptions("off", 1 << 20))
     try:
         return [
             event for frame, data in journal.frames(journal.epoch) for event in decode_frame(data, frame.at)[0].events

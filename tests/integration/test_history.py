@@ -20,6 +20,7 @@ from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import OsDevice
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 from tests.eventually import eventually
 from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 from tests.managers import hashes_of, serve
@@ -122,7 +123,7 @@ def test_history_is_neither_recovered_nor_published_nor_counted(tmp_path: Path) 
     assert journal.history_bytes == 4 * FRAME_BYTES
     journal.close()
     for _ in range(2):  # a restart takes nothing of it up again
-        journal = Journal.open(tmp_path, INSTANCE, NATIVE, retention=WIDE)
+        journal = Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(retention=WIDE))
         assert [frame.first_offset for frame in journal.read_after(ORIGIN, 1 << 20)] == [4]
         assert (journal.used_bytes, journal.history_bytes) == (FRAME_BYTES, 4 * FRAME_BYTES)
         journal.close()
@@ -137,7 +138,7 @@ def test_the_oldest_goes_first_when_the_folder_is_larger_than_it_may_be(tmp_path
     assert [name[11:31] for name in kept(tmp_path)] == [f"{3:020d}", f"{4:020d}"]
     assert journal.used_bytes + journal.history_bytes == most.max_bytes
     journal.close()
-    Journal.open(tmp_path, INSTANCE, NATIVE, retention=Retention(LONG_S, 5 * FRAME_BYTES)).close()
+    Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(retention=Retention(LONG_S, 5 * FRAME_BYTES))).close()
     assert [name[11:31] for name in kept(tmp_path)] == [f"{4:020d}"]
 
 
@@ -147,7 +148,7 @@ def test_what_is_too_old_goes_and_without_a_time_nothing_stays(tmp_path: Path) -
     journal.close()
     old = tmp_path / kept(tmp_path)[0]
     os.utime(old, (time.time() - 2 * LONG_S,) * 2)
-    Journal.open(tmp_path, INSTANCE, NATIVE, retention=WIDE).close()
+    Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(retention=WIDE)).close()
     assert not old.exists()
     assert len(kept(tmp_path)) == 2
     journal = Journal.open(tmp_path, INSTANCE, NATIVE)
@@ -199,7 +200,7 @@ def test_an_epoch_is_above_those_of_which_only_history_is_left(tmp_path: Path) -
     journal.close()
     for path in [*tmp_path.glob("*.kvbj"), tmp_path / "EPOCH"]:
         path.unlink()
-    journal = Journal.open(tmp_path, INSTANCE, NATIVE, retention=WIDE)
+    journal = Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(retention=WIDE))
     assert journal.epoch == 2
     journal.close()
 

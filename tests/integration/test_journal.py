@@ -24,7 +24,8 @@ from kvbm.core.errors import JournalError, LedgerError
 from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import OsDevice
-from kvbm.streams.journal.journal import FSYNC_MODES, Journal
+from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import FSYNC_MODES
 from tests.journals import FRAME_BYTES, INSTANCE, a_frame, all_frames, begun
 
 ROOT = Path(__file__).parents[2]
@@ -351,7 +352,7 @@ def test_reading_in_any_order_and_size_gives_the_frames_from_there_on(tmp_path: 
 def test_what_is_kept_in_memory_does_not_grow_with_the_frames(tmp_path: Path) -> None:
     journal = begun(tmp_path)
     journal.append_all([a_frame(at) for at in range(5000)])
-    (segment,) = journal._segments
+    (segment,) = journal._segments.all()
     assert len(segment._places) == len(segment._offsets) <= segment.size // (64 << 10) + 1
     journal.close()
 
@@ -399,7 +400,7 @@ def test_a_large_journal_is_opened_in_pieces(tmp_path: Path, monkeypatch: pytest
     frames = [a_frame(at, blocks=1 + 997 * at % 3000) for at in range(40)]
     journal.append_all(frames)
     journal.close()
-    monkeypatch.setattr("kvbm.streams.journal.journal._WINDOW_BYTES", 1000)  # less than most frames
+    monkeypatch.setattr("kvbm.streams.journal.segments._WINDOW_BYTES", 1000)  # less than most frames
     sizes: list[int] = []
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: sizes.append(size) or pread(fd, size, at))

@@ -29,8 +29,10 @@ from kvbm.streams import server as server_module
 from kvbm.streams.base import ORIGIN, AccessSample, Fence, Heartbeat, Position, StreamMessage, Tail, is_fence
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
-from kvbm.streams.nats.stream import PULL_MESSAGES, NatsReader, NatsStream
-from kvbm.streams.publisher import (
+from kvbm.streams.nats.reader import PULL_MESSAGES, NatsReader
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.publisher import Publisher, PublisherOptions
+from kvbm.streams.publisher_messages import (
     Acked,
     Appended,
     Connect,
@@ -40,12 +42,11 @@ from kvbm.streams.publisher import (
     FenceSet,
     Input,
     Publish,
-    Publisher,
-    PublisherThread,
+    ReportFenced,
     SetFence,
-    ShutOut,
     Ticked,
 )
+from kvbm.streams.publisher_thread import PublisherThread
 from kvbm.streams.server import EmbeddedServer, answers, shared_server
 from tests.eventually import eventually, eventually_async
 from tests.nats_fixture import PlainOwner, cluster, fresh_nats, make_frame, nats_url  # noqa: F401
@@ -691,10 +692,11 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
 
     async def work() -> None:
         stream = await NatsStream.connect(nats_url, WAIT_S)
-        old = Publisher(old_log, Epoch(1), "old", 0.05, message_bytes=1, linger_s=0.0)
+        options = PublisherOptions(0.05, message_bytes=1, linger_s=0.0)
+        old = Publisher(old_log, Epoch(1), "old", options)
         old_log.append(make_frame(0))
         await drive(old, stream, cluster, Ticked())
-        new = Publisher(new_log, Epoch(2), "new", 0.05, message_bytes=1, linger_s=0.0)
+        new = Publisher(new_log, Epoch(2), "new", options)
         new_log.append(make_frame(0, epoch=2))
         await drive(new, stream, cluster, Ticked())
         before = await stream.last_sequence()
@@ -702,7 +704,7 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
             old_log.append(make_frame(at))
         done = await drive(old, stream, cluster, Appended())
         assert [effect for effect in done if isinstance(effect, Publish)]  # it did not know
-        assert ShutOut(Epoch(2), "new") in done
+        assert ReportFenced(Epoch(2), "new") in done
         assert await stream.last_sequence() == before
         new_log.append(make_frame(1, epoch=2))
         await drive(new, stream, cluster, Appended())
@@ -824,7 +826,7 @@ class DroppingStream(NatsStream):
         if first in self.lost:
             self.lost.discard(first)
             await eventually_async(lambda: self._arrived >= self.behind, "the others of its window do not arrive")
-            await self._link.close()
+            await self._connections.now.close()
             raise StreamError("the connection is lost")
         sequence = await super().publish(cluster, instance, data, timeout_s, fence, safe)
         self._arrived.add(first)

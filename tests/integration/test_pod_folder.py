@@ -118,10 +118,6 @@ def _frames(tmp_path: Path, instance: str) -> list[list[Any]]:
         tmp_path / instance / "instances" / instance / "journal",
         InstanceId(instance),
         NATIVE,
-        "off",
-        64 << 20,
-        4 << 30,
-        1.0,
         run="x",
     )
     try:

@@ -27,7 +27,8 @@ from kvbm.manager.manager import Manager
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.streams.base import Position
-from kvbm.streams.journal.journal import Journal, segment_files
+from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.segments import segment_files
 from tests.cores import CORES
 from tests.eventually import eventually
 from tests.held import slots_of as slots_in

@@ -36,6 +36,7 @@ from kvbm.streams.base import (
     pulse_subject,
     still_holds,
 )
+from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import Credentials, keep_seed
 from kvbm.streams.nats.permissions import (
     ServerUser,
@@ -44,7 +45,7 @@ from kvbm.streams.nats.permissions import (
     instance_permissions,
     server_config,
 )
-from kvbm.streams.nats.stream import BORROWED_API, JS_API, NatsStream
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve

@@ -28,6 +28,7 @@ from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Sequenc
 from kvbm.manager.recovery import recover
 from kvbm.streams.base import Position
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 
 INSTANCE = InstanceId("instance-0")
 NAMESPACE = NamespaceId(bytes(range(16)))
@@ -222,7 +223,9 @@ def live(folder: Path, rng: random.Random, truncates: bool) -> dict[Epoch, Life]
     lives: dict[Epoch, Life] = {}
     for number in range(rng.randrange(1, 4)):
         carried = recovered(folder, NATIVE_FOLD) if number else {}
-        journal = Journal.open(folder, INSTANCE, NATIVE, segment_bytes=rng.choice([1, 300, 2000, 1 << 20]))
+        journal = Journal.open(
+            folder, INSTANCE, NATIVE, JournalOptions(segment_bytes=rng.choice([1, 300, 2000, 1 << 20]))
+        )
         writing = Writing(journal, rng, carried)
         for _ in range(rng.choice([0, 10, 60, 120])):
             writing.step()
@@ -282,7 +285,7 @@ def test_recovery_gives_what_the_history_says_or_nothing(tmp_path: Path, block: 
 def test_an_epoch_that_has_lost_its_round_hides_the_one_before_it(tmp_path: Path) -> None:
     lives = []
     for seed in range(2):
-        journal = Journal.open(tmp_path, INSTANCE, NATIVE, segment_bytes=1)
+        journal = Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(segment_bytes=1))
         writing = Writing(journal, random.Random(seed), lives[-1] if lives else {})
         writing.cut()
         for _ in range(4):

@@ -17,7 +17,7 @@ from kvbm.doctor.clock import ClockFacts, judge_clock
 from kvbm.doctor.finding import Finding, Result, refused, size
 from kvbm.doctor.plan import Plan, Wanted, plan_of
 from kvbm.pools.stores.base import Trouble
-from kvbm.streams.nats.stream import ServerView, StreamView
+from kvbm.streams.nats.server_view import ServerView, StreamView
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, WARNING, PROBLEM, UNUSED = Result.OK, Result.WARNING, Result.PROBLEM, Result.UNUSED

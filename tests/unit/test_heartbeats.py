@@ -14,7 +14,7 @@ from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Heartbeat, StreamMessage
-from kvbm.streams.nats.stream import _heartbeat_in
+from kvbm.streams.nats.heartbeats import heartbeat_in
 from tests.indexes import NATIVE
 
 ONE = InstanceId("one")
@@ -33,7 +33,7 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
         data = bytes([data[0] + 1]) + data[1:] + b"\xa1z" + b"\x91" * 100_000 + b"\xc0"
     else:
         data = msgspec.msgpack.encode(heartbeat(instance=InstanceId("two")))
-    assert _heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", data)) is None
+    assert heartbeat_in(StreamMessage(1, "kvbm.v1.pulse.c.one", data)) is None
 
 
 def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:

@@ -25,6 +25,10 @@ from kvbm.streams.publisher import (
     LOOK_MOST_S,
     LOOKS_MOST,
     SILENT_HEARTBEATS,
+    Publisher,
+    PublisherOptions,
+)
+from kvbm.streams.publisher_messages import (
     Acked,
     Appended,
     AskPulse,
@@ -39,14 +43,13 @@ from kvbm.streams.publisher import (
     Input,
     Kept,
     Publish,
-    Publisher,
     Pulse,
     ReadFence,
     Refused,
+    ReportFenced,
     RoundBegan,
     SetFence,
-    ShutOut,
-    Supersede,
+    TakeOver,
     Ticked,
     WakeAt,
 )
@@ -78,7 +81,7 @@ class Driven:
         window_messages: int = 512,
     ) -> None:  # fmt: skip
         self.publisher = Publisher(
-            frames, Epoch(epoch), "me", 1.0, window_bytes, window_messages, message_bytes, jitter=lambda: 0.0
+            frames, Epoch(epoch), "me", PublisherOptions(1.0, window_bytes, window_messages, message_bytes), lambda: 0.0
         )
         self.now_s = 0.0
 
@@ -130,19 +133,19 @@ def test_a_fence_set_after_its_own_is_anothers_whatever_its_epoch() -> None:
     driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
     driven.begin()
     effects = driven.find_again(Fence(Epoch(1), "new", 1), Tail(position(1, 2), position(1, 2)))
-    assert the(effects, ShutOut) == (1, "new")
+    assert the(effects, ReportFenced) == (1, "new")
     assert driven.publisher.is_fenced
     for _ in range(SILENT_HEARTBEATS):
         effects = driven.wait(effects)
         assert of_kind(effects, AskPulse)
         effects = driven.step(Pulse(None))
-    assert the(effects, Supersede).epoch == 1  # the other has been silent: its fence is no bar any more
+    assert the(effects, TakeOver).epoch == 1  # the other has been silent: its fence is no bar any more
     connect = the(driven.step(Begun(Epoch(6))), Connect)
     fence = Fence(Epoch(1), "new", 1)
     wanted = the(driven.step(Connected(connect.attempt, fence, Tail(position(1, 2), position(1, 2)), ROOM)), SetFence)
     assert (wanted.expected, wanted.epoch) == (1, 6)
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(6), "me", 7)))
-    assert of_kind(driven.find_again(Fence(Epoch(1), "new", 8)), ShutOut)  # a later one of its shows that it lives
+    assert of_kind(driven.find_again(Fence(Epoch(1), "new", 8)), ReportFenced)  # a later one of its shows that it lives
 
 
 def test_a_fence_that_it_has_replaced_shows_that_the_server_has_lost_its_end() -> None:
@@ -156,20 +159,23 @@ def test_a_fence_that_it_has_replaced_shows_that_the_server_has_lost_its_end() -
 def test_the_place_is_its_own_only_once_its_fence_is_stored() -> None:
     driven = Driven(log_of(*frames_of(3, epoch=5)), epoch=5)
     wanted = the(driven.find(Fence(Epoch(4), "before", 9)), SetFence)
-    assert not driven.publisher.has_place
+    assert not driven.publisher.is_owner
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(5), "me", 10)))
-    assert driven.publisher.has_place
+    assert driven.publisher.is_owner
 
 
 def test_a_fence_names_who_began_the_epochs_that_follow_it() -> None:
     log = log_of(*frames_of(2, epoch=3), *frames_of(2, epoch=5))
     driven = Driven(log, epoch=5)
-    driven.publisher._runs = lambda: {Epoch(2): "older", Epoch(3): "before"}
+    driven.publisher._ownership._runs = lambda: {Epoch(2): "older", Epoch(3): "before"}
     wanted = the(driven.find(Fence(Epoch(3), "before", 9), Tail(position(3, 1), position(3, 1))), SetFence)
     assert wanted.log == ((3, "before"), (5, "me"))
     driven.step(FenceSet(wanted.attempt, Fence(Epoch(5), "me", 100)))
     driven.step(Begun(Epoch(6)))
-    assert driven.publisher._log()[-2:] == ((5, "me"), (6, "me"))
+    assert driven.publisher._ownership.epochs_after(driven.publisher.confirmed, driven.publisher.epoch)[-2:] == (
+        (5, "me"),
+        (6, "me"),
+    )
 
 
 def test_it_begins_where_the_stream_is_known_to_be_whole_and_not_where_it_ends() -> None:
@@ -184,10 +190,10 @@ def test_nothing_is_sent_before_the_fence_is_set() -> None:
     driven = Driven(log_of(*frames_of(2)))
     wanted = the(driven.find(), SetFence)
     assert (wanted.epoch, wanted.run, wanted.expected) == (1, "me", 0)
-    assert not driven.publisher.has_place
+    assert not driven.publisher.is_owner
     assert not of_kind(driven.step(Appended(), 1.0), Publish)
     assert of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 7))), Publish)
-    assert driven.publisher.has_place
+    assert driven.publisher.is_owner
 
 
 def test_who_has_nothing_to_publish_looks_now_and_then_whether_the_place_is_still_its_own() -> None:
@@ -202,18 +208,18 @@ def test_who_has_nothing_to_publish_looks_now_and_then_whether_the_place_is_stil
     connect = the(driven.step(FenceRead(100, Fence(Epoch(2), "other", 120))), Connect)
     assert not connect.anew
     found = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 120), None, ROOM))
-    assert the(found, ShutOut).epoch == 2
+    assert the(found, ReportFenced).epoch == 2
     assert driven.publisher.is_fenced
 
 
 def test_who_was_shut_out_takes_a_later_epoch_when_the_stream_has_lost_its_rival() -> None:
     frames = log_of(*frames_of(1))
     driven = Driven(frames)
-    assert of_kind(driven.find(Fence(Epoch(2), "other", 9)), ShutOut)
+    assert of_kind(driven.find(Fence(Epoch(2), "other", 9)), ReportFenced)
     driven.step(Disconnected("power"), 0.1)
     connect = the(driven.step(Ticked(), 1.0), Connect)
     effects = driven.step(Connected(connect.attempt, None, None, ROOM))
-    assert the(effects, Supersede).epoch == 2
+    assert the(effects, TakeOver).epoch == 2
     wanted = the(effects, SetFence)
     assert not of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 3))), Publish)  # nobody reads epoch 1
     frames.append(make_frame(0, epoch=3))
@@ -229,7 +235,7 @@ def test_an_old_epoch_that_another_process_began_as_well_is_not_mixed_into_its_f
     """`began`: who began epoch 1 here; on the stream it is of the run "other"."""
     frames = log_of(*frames_of(3, epoch=1), make_frame(0, epoch=2))
     driven = Driven(frames, epoch=2)
-    driven.publisher._runs = lambda: {Epoch(1): began}
+    driven.publisher._ownership._runs = lambda: {Epoch(1): began}
     sent = of_kind(driven.begin(Fence(Epoch(1), "other", 9), Tail(position(1, 2), position(1, 2))), Publish)
     assert sent[0].through == (position(1, 3) if is_sent else position(2, 1))
 
@@ -485,15 +491,15 @@ def test_another_runs_place_is_left_alone_with_one_word(fence: Fence | None, tai
     frames = log_of(*frames_of(2))
     driven = Driven(frames)
     effects = driven.find(fence, tail)
-    shut = the(effects, ShutOut)
+    shut = the(effects, ReportFenced)
     assert (shut.epoch, shut.run) == (newest, "other" if tail is None else "")
     assert driven.publisher.is_fenced
-    assert not driven.publisher.has_place
+    assert not driven.publisher.is_owner
     frames.append(make_frame(2))
     assert not of_kind(driven.step(Appended(), 1.0), Publish)
     effects = driven.step(Disconnected("gone"))
     connect = the(driven.wait(effects), Connect)
-    assert not of_kind(driven.step(Connected(connect.attempt, fence, tail, ROOM)), ShutOut)
+    assert not of_kind(driven.step(Connected(connect.attempt, fence, tail, ROOM)), ReportFenced)
 
 
 @pytest.mark.parametrize("fence", [Fence(Epoch(1), "other", 9), Fence(Epoch(2), "me", 9), None])
@@ -514,11 +520,11 @@ def test_it_takes_a_later_epoch_only_when_the_other_is_silent_for_three_heartbea
     effects = driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)))
     assert of_kind(effects, AskPulse)
     for at in range(1, 20):  # it lives
-        assert not of_kind(driven.step(Pulse(beat("other", at)), float(at)), Supersede)
+        assert not of_kind(driven.step(Pulse(beat("other", at)), float(at)), TakeOver)
     for at_s in (19.0, 20.0, 21.0, 21.9):
-        assert not of_kind(driven.step(Pulse(beat("other", 19)), at_s), Supersede)
-    assert the(driven.step(Pulse(beat("other", 19)), 19.0 + SILENT_HEARTBEATS), Supersede).epoch == 2
-    assert not of_kind(driven.step(Pulse(beat("other", 19)), 30.0), Supersede)  # said once
+        assert not of_kind(driven.step(Pulse(beat("other", 19)), at_s), TakeOver)
+    assert the(driven.step(Pulse(beat("other", 19)), 19.0 + SILENT_HEARTBEATS), TakeOver).epoch == 2
+    assert not of_kind(driven.step(Pulse(beat("other", 19)), 30.0), TakeOver)  # said once
     assert not of_kind(driven.step(Begun(Epoch(2))), Connect)
     wanted = the(
         driven.find(Fence(Epoch(2), "other", 9), Tail(position(2, 7), position(2, 4)), Begun(Epoch(3))), SetFence
@@ -532,8 +538,8 @@ def test_its_own_last_heartbeat_is_no_sign_of_the_other() -> None:
     driven = Driven(MemoryLog())
     driven.find(Fence(Epoch(2), "other", 9))
     for at in range(1, SILENT_HEARTBEATS):
-        assert not of_kind(driven.step(Pulse(beat("me", at)), float(at)), Supersede)
-    assert of_kind(driven.step(Pulse(None), float(SILENT_HEARTBEATS)), Supersede)
+        assert not of_kind(driven.step(Pulse(beat("me", at)), float(at)), TakeOver)
+    assert of_kind(driven.step(Pulse(None), float(SILENT_HEARTBEATS)), TakeOver)
 
 
 def test_silence_does_not_count_while_the_stream_cannot_be_asked() -> None:
@@ -543,16 +549,16 @@ def test_silence_does_not_count_while_the_stream_cannot_be_asked() -> None:
     connect = the(driven.step(Ticked(), 100.0), Connect)
     effects = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 9), None, ROOM))
     assert of_kind(effects, AskPulse)
-    assert not of_kind(driven.step(Pulse(None), 100.5), Supersede)
+    assert not of_kind(driven.step(Pulse(None), 100.5), TakeOver)
 
 
 def test_one_that_is_shut_out_in_the_middle_stops_at_once() -> None:
     driven = Driven(log_of(*frames_of(4)), message_bytes=SIZE)
     sent = of_kind(driven.begin(), Publish)
     connect = the(driven.step(FencedOff(sent[1].attempt, "")), Connect)
-    assert not driven.publisher.has_place
+    assert not driven.publisher.is_owner
     effects = driven.step(Connected(connect.attempt, Fence(Epoch(2), "other", 300), Tail(position(2, 1), ORIGIN), ROOM))
-    assert the(effects, ShutOut) == ShutOut(Epoch(2), "other")
+    assert the(effects, ReportFenced) == ReportFenced(Epoch(2), "other")
     driven.step(Acked(sent[0].attempt))
     assert driven.publisher.published == ORIGIN
 
@@ -571,10 +577,11 @@ class World:
         self.sequence = 0
         self.fence: Fence | None = None
         self.pulse: Heartbeat | None = None
-        self.publisher = Publisher(
-            self.log, Epoch(1), "me", 0.2, self.random.choice((1000, 4000, 4 << 20)), self.random.choice((1, 3, 512)),
-            self.random.choice((1, 300, 2000, 1 << 18)), jitter=self.random.random, ack_wait_s=1.0,
+        options = PublisherOptions(
+            0.2, self.random.choice((1000, 4000, 4 << 20)), self.random.choice((1, 3, 512)),
+            self.random.choice((1, 300, 2000, 1 << 18)), ack_wait_s=1.0,
         )  # fmt: skip
+        self.publisher = Publisher(self.log, Epoch(1), "me", options, self.random.random)
         self.is_calm = False
         self.appended: list[FrameBytes] = []
         self.next_offset = 0
@@ -637,9 +644,9 @@ class World:
             case AskPulse():
                 pulse = self.pulse
                 self.later(0.001, lambda: self.step(Pulse(pulse)))
-            case Supersede(epoch):
+            case TakeOver(epoch):
                 self.later(self.random.uniform(0.0, 0.5), lambda: self.begin_epoch(max(epoch, self.epoch) + 1))
-            case ShutOut():
+            case ReportFenced():
                 pass
 
     def fails(self, chance: float) -> bool:
@@ -804,9 +811,9 @@ def test_a_stream_that_is_away_is_asked_again_soon_by_the_same_connection_and_he
     effects = driven.step(Refused(sent.attempt, "no leader", away=True))
     begin_s = driven.now_s
     for _ in range(LOOKS_MOST - 1):
-        assert driven.publisher.has_place
+        assert driven.publisher.is_owner
         connect = the(driven.wait(effects), Connect)
-        assert not connect.anew and driven.publisher.has_place
+        assert not connect.anew and driven.publisher.is_owner
         effects = driven.step(Disconnected("late", stands=True))
     assert driven.now_s - begin_s < LOOKS_MOST * LOOK_MOST_S
     connect = the(driven.wait(effects), Connect)

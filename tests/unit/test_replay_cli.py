@@ -12,6 +12,7 @@ from kvbm.core.codec import Frame, encode_frame
 from kvbm.replay.cli import main
 from kvbm.replay.scan import scan
 from kvbm.streams.journal.journal import Journal
+from kvbm.streams.journal.writer import JournalOptions
 from tests.captures import frame_bytes, make_capture, packed, starts
 
 FRAMES = make_capture(7, commands=120).frames()
@@ -28,7 +29,7 @@ def capture(tmp_path: Path) -> Path:
 
 def write_journal(folder: Path, frames: list[Frame], segment_bytes: int = 1500) -> Journal:
     """An open journal that holds these frames, in several segments."""
-    journal = Journal.open(folder, frames[0].instance, REFERENCE, segment_bytes=segment_bytes)
+    journal = Journal.open(folder, frames[0].instance, REFERENCE, JournalOptions(segment_bytes=segment_bytes))
     for frame in frames:
         if frame.epoch > journal.epoch:
             journal.begin_epoch(frame.epoch)

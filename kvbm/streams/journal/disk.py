@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+MOST_PIECES = 512  # given to one write; the kernel takes 1,024
+
 
 class Device(Protocol):
     """The writing half of a disk. All raise OSError. What was written is safe from a power cut once its file was synced, and a
@@ -75,3 +77,27 @@ class OsDevice:
     def close(self, file: int) -> None:
         """See `Device.close`."""
         os.close(file)
+
+
+def write_all(device: Device, file: int, pieces: list[memoryview]) -> None:
+    """Append all of it, however little the device takes at once; uses up the list. Raises OSError."""
+    while pieces:
+        taken = device.write(file, pieces[:MOST_PIECES])
+        while pieces and taken >= len(pieces[0]):
+            taken -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][taken:]
+
+
+def write_file(device: Device, path: Path, pieces: list[memoryview]) -> None:
+    """Put a whole file under its name, on the device, or none. Raises OSError."""
+    temporary = path.with_name(f"{path.name}.new")
+    device.remove(temporary)
+    file = device.open(temporary)
+    try:
+        write_all(device, file, pieces)
+        device.sync(file)
+    finally:
+        device.close(file)
+    device.replace(temporary, path)
+    device.sync_folder(path.parent)

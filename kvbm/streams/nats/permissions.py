@@ -20,8 +20,9 @@ from kvbm.streams.base import (
     cluster_filter,
     instance_subject,
 )
+from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX
-from kvbm.streams.nats.stream import BORROWED_API, JS_API, PULSE, STREAM
+from kvbm.streams.nats.setup import PULSE, STREAM
 
 ACCOUNT = "KVBM"  # whose the streams are
 

@@ -29,7 +29,7 @@ from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.manager.manager import Manager, ManagerStats
 from kvbm.pools.base import ReadOutcome
-from kvbm.streams.journal.journal import segment_files
+from kvbm.streams.journal.segments import segment_files
 from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix
 from tests.faults.processes.noise import Noise
 from tests.held import slots_of

@@ -9,7 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvbm.streams.nats.stream import PULSE, STREAM
+from kvbm.streams.nats.setup import PULSE, STREAM
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually
 from tests.servers import free_port

@@ -27,7 +27,7 @@ import kvbm.core.ledger
 import kvbm.manager.manager
 import kvbm.pools.nvme.pool
 import kvbm.streams.journal.journal
-import kvbm.streams.publisher
+import kvbm.streams.publisher_thread
 from kvbm import assembly
 from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
@@ -35,7 +35,8 @@ from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
-_DISK_MODULES = ("kvbm.streams.journal.disk", "kvbm.streams.journal.journal", "kvbm.pools.nvme.pool")
+_JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
+_DISK_MODULES = (*(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES), "kvbm.pools.nvme.pool")
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:

@@ -1,0 +1,99 @@
+"""Finds the good frames of a segment when its folder is opened, and cuts what follows them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import structlog
+
+from kvbm.core.backend import Kernels
+from kvbm.core.codec import MAX_FRAME_BYTES, VERSION
+from kvbm.core.errors import FrameError, JournalError, NewerFrameError
+from kvbm.core.ids import InstanceId, Offset
+from kvbm.streams.journal.segments import Segment, scan_file, segment_files
+
+log = structlog.get_logger()
+
+_COPY_BYTES = 4 << 20  # copied at once
+
+
+def load_segments(folder: Path, instance: InstanceId, kernels: Kernels) -> list[Segment]:
+    """The segments of a folder, in order, each cut at the end of its last whole frame.
+
+    Raises: JournalError: a segment is another instance's, was written by a newer kvbm, or a file's name is not a segment's.
+        OSError: a file cannot be read and repaired.
+    """
+    found = []
+    files = segment_files(folder)
+    for index, (epoch, first, path) in enumerate(files):
+        following = files[index + 1] if index + 1 < len(files) else None
+        until = following[1] if following is not None and following[0] == epoch else None
+        segment = Segment(path, epoch, first)
+        _scan(segment, until, instance, kernels)
+        found.append(segment)
+    return found
+
+
+def _scan(segment: Segment, until: Offset | None, instance: InstanceId, kernels: Kernels) -> None:
+    """Find a segment's frames, and cut what are none.
+
+    Args:
+        until: where the next segment of the epoch begins: frames from there on are here from before they were written
+            again, there.
+    """
+    error: FrameError | None = None
+    has_repeats = False
+    for _, frames, _, why_ended in scan_file(segment.path, None, kernels):
+        error = why_ended
+        if frames and frames[0].instance != instance:
+            raise JournalError(
+                f"{segment.path} is of instance {frames[0].instance!r}, not {instance!r}; "
+                "give each instance its own folder"
+            )
+        for frame in frames:
+            has_repeats = until is not None and frame.next_offset > until
+            if has_repeats:
+                break
+            segment.add(frame.first_offset, frame.next_offset, frame.end - frame.at)
+        if has_repeats:
+            break
+    is_first = not segment.size  # behind older frames it is damage: one kvbm writes one file
+    if isinstance(error, NewerFrameError) and is_first and not _is_flipped_version(segment.path, kernels):
+        raise JournalError(
+            f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
+            f"{VERSION}); upgrade kvbm or use another folder"
+        )
+    if has_repeats:
+        log.info("journal.repeats_cut", segment=str(segment.path), at=segment.size)
+        os.truncate(segment.path, segment.size)
+    elif error is not None:
+        _cut(segment, error)
+    segment.synced = segment.size
+    if segment.damaged_path.exists():
+        segment.damaged_bytes = segment.damaged_path.stat().st_size
+
+
+def _is_flipped_version(path: Path, kernels: Kernels) -> bool:
+    """Whether the first frame of a file is a good one but for its version: then that was changed, and nobody newer wrote it."""
+    with open(path, "rb") as file:
+        head = file.read(12)
+        data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
+    of_known = (data[:4] + version.to_bytes(2, "little") + data[6:] for version in range(1, VERSION + 1))
+    return any(kernels.scan_frames(one)[0] for one in of_known)
+
+
+def _cut(segment: Segment, error: FrameError) -> None:
+    damaged = segment.damaged_path
+    with open(segment.path, "rb") as source, open(damaged, "wb") as kept:
+        source.seek(segment.size)
+        cut_bytes = 0
+        while piece := source.read(_COPY_BYTES):
+            cut_bytes += kept.write(piece)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.truncate(segment.path, segment.size)
+    log.warning(
+        "journal.tail_cut", segment=str(segment.path), at=segment.size, cut_bytes=cut_bytes, kept_as=str(damaged),
+        why=error.detail,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Heartbeats on their stream, which keeps the last one of each instance."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import msgspec
+import structlog
+
+from kvbm.core.errors import StreamError
+from kvbm.streams.base import PULSE_PREFIX, Heartbeat, StreamMessage, cluster_filter, subject_names
+from kvbm.streams.nats.reader import PULL_EXPIRES_S, NatsReader
+from kvbm.streams.nats.setup import PULSE, PULSE_WAIT_S, ensure_stream
+from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
+
+log = structlog.get_logger()
+
+
+async def watch_heartbeats(connections: SharedConnection, cluster: str | None) -> AsyncIterator[Heartbeat]:
+    """See `EventStream.watch_pulses`."""
+    reader = NatsReader(connections, PULSE, (cluster_filter(PULSE_PREFIX, cluster),), None)
+    wait_s = RECONNECT_FIRST_S
+    try:
+        while not connections.is_closed:
+            try:
+                messages = await reader.fetch(PULL_EXPIRES_S)
+            except StreamError as error:
+                log.debug("stream.pulses_unreachable", why=str(error))
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                wait_s = min(2 * wait_s, RECONNECT_MOST_S)
+                await _make_stream(connections)
+                continue
+            wait_s = RECONNECT_FIRST_S
+            for message in messages:
+                heartbeat = heartbeat_in(message)
+                if heartbeat is not None:
+                    yield heartbeat
+    finally:
+        await reader.close()
+
+
+async def _make_stream(connections: SharedConnection) -> None:
+    """It may not be there: a connection does not wait for it."""
+    try:
+        await ensure_stream(await connections.renewed(PULSE_WAIT_S), connections.options.config(PULSE), PULSE_WAIT_S)
+    except (StreamError, TimeoutError) as error:
+        log.debug("stream.pulses_unreachable", why=str(error))
+
+
+def heartbeat_in(message: StreamMessage) -> Heartbeat | None:
+    """The heartbeat of a message; None, with a warning, when it is none, or another instance's."""
+    try:
+        heartbeat = msgspec.msgpack.decode(message.data, type=Heartbeat)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        log.warning("pulse.refused", subject=message.subject, why=str(error))
+        return None
+    if subject_names(message.subject) != (heartbeat.cluster, heartbeat.instance):
+        log.warning("pulse.refused", subject=message.subject, why=f"it is of instance {heartbeat.instance!r}")
+        return None
+    return heartbeat

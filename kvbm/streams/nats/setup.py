@@ -1,0 +1,121 @@
+"""The two streams kvbm keeps on a server, and how they are made.
+
+KVBM        kvbm.v1.events.<cluster>.<instance>   on disk, kept 24 hours, nothing can be deleted or purged
+            kvbm.v1.fence.<cluster>.<instance>    who may publish the instance's events; the server compares at each publish
+KVBM_PULSE  kvbm.v1.pulse.<cluster>.<instance>    in memory, the last of each subject
+no stream   kvbm.v1.rounds.<cluster>.<instance>   requests; kvbm.v1.samples.…: told to whoever listens
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, NamedTuple
+
+import structlog
+
+from kvbm.core.errors import StreamError
+from kvbm.streams.base import EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, AwayError
+from kvbm.streams.nats.api import NOT_ENABLED, NS, StreamInfo, request
+from kvbm.streams.nats.connection import JS_API, NatsConnection
+from kvbm.streams.nats.credentials import Credentials
+
+log = structlog.get_logger()
+
+STREAM = "KVBM"
+PULSE = "KVBM_PULSE"
+MAX_AGE_S = 24 * 3600
+PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait for it any longer
+
+_NO_CLUSTER = 10074  # more than one replica wanted of a server that is alone
+_NAME_TAKEN = 10058  # by a stream with another configuration
+
+STREAMS: dict[str, dict[str, Any]] = {
+    STREAM: {
+        "name": STREAM,
+        "subjects": [f"{EVENTS_PREFIX}.>", f"{FENCE_PREFIX}.>"],
+        "retention": "limits",
+        "discard": "old",
+        "storage": "file",
+        "max_age": MAX_AGE_S * NS,
+        "deny_delete": True,
+        "deny_purge": True,
+        "allow_direct": True,
+    },
+    PULSE: {
+        "name": PULSE,
+        "subjects": [f"{PULSE_PREFIX}.>"],
+        "retention": "limits",
+        "discard": "old",
+        "storage": "memory",
+        "max_age": MAX_AGE_S * NS,
+        "max_msgs_per_subject": 1,
+        "allow_direct": True,
+    },
+}
+
+
+class StreamOptions(NamedTuple):
+    """How streams are made that are not there yet; see `NatsStream.connect`."""
+
+    max_bytes: int = -1
+    replicas: int = 1
+
+    def config(self, name: str) -> dict[str, Any]:
+        """A stream's whole configuration."""
+        limits = {"max_bytes": self.max_bytes} if name == STREAM else {}
+        return STREAMS[name] | limits | {"num_replicas": self.replicas}
+
+
+async def open_ready(url: str, timeout_s: float, options: StreamOptions, credentials: Credentials) -> NatsConnection:
+    """A connection to a server that has both streams. Raises StreamError: nothing answers in time, or refuses."""
+    deadline_s = time.monotonic() + timeout_s
+    connection = await NatsConnection.open(url, timeout_s, credentials)
+    try:
+        async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
+            info = await request(connection, f"{JS_API}.STREAM.INFO.{STREAM}", {}, StreamInfo, timeout_s)
+            connection.is_lent = info.error is not None and info.error.err_code == NOT_ENABLED
+            events = await ensure_stream(connection, options.config(STREAM), timeout_s)
+            # the leader of a replicated stream refuses a message that names a fence while another that names it is under way
+            connection.most_in_flight = 1 if events.config.num_replicas > 1 else 0
+            try:
+                await ensure_stream(connection, options.config(PULSE), timeout_s, PULSE_WAIT_S)
+            except AwayError as error:  # its node is down: events go on without heartbeats
+                log.warning("stream.pulses_away", server=connection.shown, why=str(error))
+    except TimeoutError:
+        await connection.close()
+        raise AwayError(f"JetStream at {connection.shown} did not answer within {timeout_s:g} s") from None
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
+
+
+async def ensure_stream(
+    connection: NatsConnection, config: dict[str, Any], timeout_s: float, look_s: float | None = None
+) -> StreamInfo:
+    """Make the stream, unless it is there; one that is there keeps its limits, which are its operator's. What it is now.
+
+    Args:
+        look_s: how long to wait for word of one that may be there.
+    """
+    name = config["name"]
+    info = await request(connection, f"$JS.API.STREAM.INFO.{name}", {}, StreamInfo, look_s or timeout_s)
+    if info.error is not None and info.error.code == 404:
+        info = await request(connection, f"$JS.API.STREAM.CREATE.{name}", config, StreamInfo, timeout_s)
+        if (
+            info.error is not None and info.error.err_code == _NAME_TAKEN
+        ):  # another made it meanwhile, with other limits
+            info = await request(connection, f"$JS.API.STREAM.INFO.{name}", {}, StreamInfo, timeout_s)
+    if info.error is not None:
+        remedy = ""
+        if info.error.err_code == _NO_CLUSTER:
+            remedy = f"; nats.replicas is {config['num_replicas']}: set it to 1, or run a cluster of at least so many servers"
+        raise StreamError(f"stream {name} cannot be had at {connection.shown}: {info.error.description}{remedy}")
+    most = config.get("max_msgs_per_subject", -1)
+    if not set(config["subjects"]) <= set(info.config.subjects) or info.config.max_msgs_per_subject != most:
+        raise StreamError(
+            f"stream {name} at {connection.shown} has subjects {info.config.subjects} and keeps {info.config.max_msgs_per_subject} "
+            f"messages a subject; it needs {', '.join(config['subjects'])} and {most}: rename the other stream"
+        )
+    return info
