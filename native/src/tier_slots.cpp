@@ -46,7 +46,7 @@ std::uint32_t TierSlots::next_held(std::uint32_t from) const noexcept {
   return static_cast<std::uint32_t>(64 * word + static_cast<std::size_t>(std::countr_zero(bits)));
 }
 
-std::vector<std::uint32_t> TierSlots::held_slots() const {
+std::vector<std::uint32_t> TierSlots::held() const {
   std::vector<std::uint32_t> held;
   held.reserve(held_);
   for (std::uint32_t slot = next_held(0); slot != kNoSlot; slot = next_held(slot + 1)) {
@@ -118,14 +118,10 @@ void TierSlots::reserve(std::span<const std::uint32_t> taken) noexcept {
 
 void TierSlots::unindex(std::uint32_t slot) noexcept { index_.erase(index_.tag(slots_[slot].hash.data()), slot); }
 
-void TierSlots::gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept {
-  Slot& block = slots_[slot];
-  block.state = SlotState::kHeld;
-  block.namespace_index = namespace_index;
-  block.gained = gained_++;
-  held_bits_[slot / 64] |= std::uint64_t{1} << slot % 64;
-  --allocated_;
-  ++held_;
+void TierSlots::clear() noexcept {
+  allocated_ += held_;  // as `insert` expects it of each
+  held_ = 0;
+  std::ranges::fill(held_bits_, 0);
 }
 
 void TierSlots::enter(std::uint32_t slot, bool pinned) noexcept {
@@ -141,16 +137,13 @@ void TierSlots::withdraw_unheld(std::uint64_t applied) noexcept {
   }
 }
 
-void TierSlots::lose(std::uint32_t slot, std::uint64_t applied) noexcept {
+void TierSlots::vacate(std::uint32_t slot, std::uint64_t applied) noexcept {
   Slot& block = slots_[slot];
   policy_->lose(slot);
   if (block.priority != kNotKept) {
     let_go(slot);
   }
-  index_.erase(index_.tag(block.hash.data()), slot);
   block.withdrawn_before = applied;
-  held_bits_[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
-  --held_;
   if (block.pins > 0) {
     block.state = SlotState::kOrphaned;
   } else {
@@ -183,8 +176,6 @@ void TierSlots::settle_unpinned(std::uint32_t slot) noexcept {
     yielding_ += yields(block) ? 1 : 0;
   }
 }
-
-bool TierSlots::yields(const Slot& slot) const noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
 
 void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) {
   Slot& block = slots_[slot];

@@ -25,7 +25,7 @@ std::size_t estimated_bytes(const Event& event, std::size_t started_namespaces) 
 }  // namespace
 
 void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
-                        std::uint64_t digest, std::size_t started_namespaces) {
+                        std::size_t started_namespaces) {
   const NamespaceId* const id = namespace_of(event);
   Place* place = nullptr;
   if (id != nullptr) {
@@ -50,7 +50,6 @@ void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint
   body->used += encoded_bytes;
   body->estimated_bytes += estimated_bytes(event, started_namespaces);
   ++body->event_count;
-  body->digest = digest;
 }
 
 FrameBody& WaitingEvents::open(std::uint64_t offset) {

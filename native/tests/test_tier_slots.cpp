@@ -14,12 +14,22 @@ std::vector<std::uint32_t> taken(TierSlots& tier, std::size_t count) {
   return slots;
 }
 
+// An allocated slot holds a block from now on.
+void gain(TierSlots& tier, std::uint32_t slot, const SequenceHash& hash, std::uint32_t owner = 0, bool pinned = false) {
+  tier.insert(hash.data(), 0, owner, slot, 0);
+  tier.enter(slot, pinned);
+}
+
+// The event before `applied` has withdrawn a slot's block.
+void lose(TierSlots& tier, std::uint32_t slot, std::uint64_t applied) {
+  tier.erase(slot, 0);
+  tier.vacate(slot, applied);
+}
+
 // Blocks 1.. are held in all slots from 0 on, the first of them gained first, none pinned.
 void fill(TierSlots& tier) {
   for (const std::uint32_t slot : taken(tier, tier.size())) {
-    CHECK(tier.index(slot, block(static_cast<std::uint8_t>(slot + 1)).data()) == slot);
-    tier.gain(slot, 0);
-    tier.enter(slot, false);
+    gain(tier, slot, block(static_cast<std::uint8_t>(slot + 1)));
   }
 }
 
@@ -27,8 +37,8 @@ void slots_go_round() {
   TierSlots tier(Tier::kNvme, 4, "lru", 7);
   fill(tier);
   CHECK(tier.free_count() == 0 && tier.room() == 4);
-  tier.lose(2, 11);
-  tier.lose(0, 15);
+  lose(tier, 2, 11);
+  lose(tier, 0, 15);
   std::vector<std::uint32_t> slots(1);
   CHECK(tier.take(slots) == 11 && slots[0] == 2);  // free first, taken first
   tier.give_back(2);
@@ -41,7 +51,7 @@ void pinned_slots_wait_for_their_last_unpin() {
   fill(tier);
   tier.pin(0);
   tier.pin(0);
-  tier.lose(0, 9);
+  lose(tier, 0, 9);
   tier.unpin(0);
   CHECK(tier.free_count() == 0 && tier.counts().held == 1);
   tier.unpin(0);
@@ -64,7 +74,7 @@ void kept_blocks_yield_in_order() {
   CHECK(tier.victims(victims));
   CHECK((victims == std::vector<std::uint32_t>{5, 1, 2, 0}));  // what is not kept, then lowest priority, then earliest
   for (const std::uint32_t slot : victims) {
-    tier.lose(slot, 1);
+    lose(tier, slot, 1);
   }
   CHECK(tier.room() == 4);  // all free: 3 is never given up and 4 is pinned
   CHECK(tier.expire(0.5) == 1 && tier.counts().evictable == 0);
@@ -89,8 +99,8 @@ void arriving_blocks_are_not_held() {
   CHECK(tier.is_arriving(block(1).data()) && !tier.is_arriving(block(2).data()));
   CHECK(tier.find(block(1).data()) == kNoSlot && tier.counts().allocated == 2);
   CHECK(tier.index(slots[1], block(1).data()) == slots[1]);  // created here while its copy is on its way
-  tier.gain(slots[1], 0);
-  tier.enter(slots[1], true);
+  tier.mark(slots[1], SlotState::kCreating);
+  gain(tier, slots[1], block(1), 0, true);
   tier.end_receiving(slots[0]);
   tier.give_back(slots[0]);
   CHECK(!tier.is_arriving(block(1).data()) && tier.find(block(1).data()) == slots[1]);
@@ -109,16 +119,28 @@ void held_slots_are_found_in_order() {
   CHECK(tier.next_held(0) == kNoSlot && tier.next_held(192) == kNoSlot);
   const auto slots = taken(tier, 192);
   for (const std::uint32_t slot : {0U, 63U, 64U, 191U}) {
-    tier.index(slot, block(1 + slot).data());
-    tier.gain(slot, 0);
-    tier.enter(slot, false);
+    gain(tier, slot, block(1 + slot));
   }
   CHECK(tier.next_held(0) == 0 && tier.next_held(1) == 63 && tier.next_held(64) == 64 && tier.next_held(65) == 191);
   CHECK(tier.next_held(191) == 191 && tier.next_held(192) == kNoSlot);
-  tier.lose(63, 5);
+  lose(tier, 63, 5);
   CHECK(tier.next_held(1) == 64);
   tier.withdraw_unheld(9);
   CHECK(tier.slot(63).withdrawn_before == 9 && tier.slot(5).withdrawn_before == 9 && tier.slot(64).withdrawn_before == 0);
+}
+
+void an_epoch_begins_in_place() {
+  TierSlots tier(Tier::kNvme, 4, "lru", 7);
+  fill(tier);
+  tier.pin(1);
+  tier.clear();
+  CHECK(tier.count() == 0 && tier.next_held(0) == kNoSlot && tier.find_slot(1) == kNoSlot);
+  CHECK(tier.find(block(2).data()) == 1);
+  for (const std::uint32_t slot : {1U, 0U, 2U, 3U}) {
+    tier.insert(block(static_cast<std::uint8_t>(slot + 1)).data(), 0, 0, slot, 1);
+  }
+  CHECK((tier.held() == std::vector<std::uint32_t>{1, 0, 2, 3}) && tier.counts().allocated == 0);
+  CHECK(tier.slot(1).pins == 1 && tier.counts().evictable == 3 && tier.free_count() == 0);
 }
 
 // Slots of namespaces 0 and 1 in turn; what is beyond the table belongs to the last share.
@@ -128,22 +150,20 @@ void who_is_farthest_above_its_share_gives_up_first() {
   for (const char* const eviction : {"lru", "s3fifo"}) {
     TierSlots tier(Tier::kNvme, 8, eviction, 7, shares, &share_of);
     for (const std::uint32_t slot : taken(tier, 8)) {
-      tier.index(slot, block(static_cast<std::uint8_t>(slot + 1)).data());
-      tier.gain(slot, slot % 2);
-      tier.enter(slot, false);
+      gain(tier, slot, block(static_cast<std::uint8_t>(slot + 1)), slot % 2);
     }
     CHECK(tier.counts_of(0).held == 4 && tier.counts_of(1).evictable == 4);
     std::vector<std::uint32_t> slots(4);
     CHECK(tier.victims(slots));
     CHECK((slots == std::vector<std::uint32_t>{1, 3, 5, 0}));  // 4, 3, 2 for a weight of 1, then 4 for one of 3
     for (const std::uint32_t slot : slots) {
-      tier.lose(slot, 1);
+      lose(tier, slot, 1);
     }
     CHECK(tier.counts_of(0).held == 3 && tier.counts_of(1).held == 1);
     const auto one = std::span(slots).first(1);
     tier.victims_of(1, one);
     CHECK(one[0] == 7);
-    tier.lose(7, 2);
+    lose(tier, 7, 2);
     tier.pin(2);
     CHECK(tier.counts_of(0).evictable == 2 && tier.counts().evictable == 2);
     CHECK(!tier.victims(std::span(slots).first(3)));
@@ -158,6 +178,7 @@ int main() {
                      {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
                      {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},
                      {"a block on its way is not held", arriving_blocks_are_not_held},
+                     {"an epoch begins in place", an_epoch_begins_in_place},
                      {"held slots are found in order", held_slots_are_found_in_order},
                      {"who is farthest above its share gives up first", who_is_farthest_above_its_share_gives_up_first},
                      {"what a start finds in use is not given out", recovered_slots_are_reserved}});

@@ -40,7 +40,8 @@ void frames_are_cut_at_their_size() {
   const BlocksEvicted event{
       .namespace_id = {}, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = Bytes(hashes)};
   for (std::uint64_t offset = 0; offset < 9; ++offset) {
-    waiting.add(event, event_bytes(event), 0, offset, 100 + offset);
+    waiting.add(event, event_bytes(event), 0, offset);
+    waiting.set_digest(100 + offset);
   }
   // 32 + 16 384 bytes each by the estimate: the fourth reaches 64 KiB, the fifth begins the next frame.
   CHECK(waiting.bodies().size() == 3);
@@ -61,8 +62,8 @@ void frames_are_cut_before_a_256th_namespace() {
       BlocksEvicted event{.namespace_id = {}, .tier = Tier::kObject, .reason = EvictReason::kTtl, .hashes = Bytes(hash)};
       event.namespace_id[0] = static_cast<std::uint8_t>(index);
       event.namespace_id[1] = static_cast<std::uint8_t>(index >> 8);
-      waiting.add(event, event_bytes(event), index, index, 0);
-      waiting.add(event, event_bytes(event), index, index, 0);
+      waiting.add(event, event_bytes(event), index, index);
+      waiting.add(event, event_bytes(event), index, index);
     }
     CHECK(waiting.bodies().size() == 2);
     CHECK(waiting.bodies()[0].namespaces.size() == 255 && waiting.bodies()[1].namespaces.size() == 45);

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <span>
 #include <string_view>
+#include <type_traits>
 #include <variant>
 
 namespace kvbm {
@@ -102,8 +103,10 @@ struct InstanceStopped {
 
 using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesStated, RoundEnded,
                            InstanceStopped>;
+inline constexpr std::size_t kEvicted = 3;  // number of BlocksEvicted in Event
+static_assert(std::is_same_v<std::variant_alternative_t<kEvicted, Event>, BlocksEvicted>);
 
-// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Twin of residency_mix in residency.py.
+// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Twin of residency_mix in kvbm/core/fold.py.
 inline std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept {
   constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
   const auto finalise = [](std::uint64_t value) {  // as SplitMix64 does

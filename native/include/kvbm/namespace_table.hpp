@@ -1,10 +1,10 @@
-// NamespaceTable: namespace ids as small numbers, so that a slot needs 4 bytes to say whose its block is. Lives as long as its
-// ledger and only grows: an engine has few namespaces. Owner thread only; only a new id allocates.
+// NamespaceTable: namespace ids as small numbers, so that a residency needs 4 bytes to say whose its block is. Lives as long as its
+// fold. Owner thread only; only a new id allocates.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
-#include <map>
+#include <unordered_map>
 #include <vector>
 
 #include "kvbm/event.hpp"
@@ -15,7 +15,7 @@ class NamespaceTable {
  public:
   // The number of an id, a new one if need be.
   std::uint32_t intern(const NamespaceId& id) {
-    if (last_ < ids_.size() && ids_[last_] == id) {  // requests that follow each other often share theirs
+    if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {  // requests that follow each other often share theirs
       return last_;
     }
     const auto [found, is_new] = numbers_.try_emplace(id, static_cast<std::uint32_t>(ids_.size()));
@@ -25,12 +25,21 @@ class NamespaceTable {
     return last_ = found->second;
   }
 
+  void clear() noexcept {
+    ids_.clear();
+    numbers_.clear();
+  }
+
   const NamespaceId& operator[](std::uint32_t number) const noexcept { return ids_[number]; }
 
  private:
-  std::vector<NamespaceId> ids_;                  // by number
-  std::map<NamespaceId, std::uint32_t> numbers_;  // the other way
-  std::uint32_t last_ = 0;                        // the number given last
+  struct Hash {
+    std::size_t operator()(const NamespaceId& id) const noexcept { return residency_mix(Tier::kHbm, id.data()); }
+  };
+
+  std::vector<NamespaceId> ids_;                                    // by number
+  std::unordered_map<NamespaceId, std::uint32_t, Hash> numbers_;    // the other way
+  std::uint32_t last_ = 0;                                          // the number given last
 };
 
 }  // namespace kvbm

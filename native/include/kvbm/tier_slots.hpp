@@ -1,8 +1,8 @@
 // TierSlots: the slots of one pool, who each belongs to, and which block lies where. Made once with a pool's size, lives as long
-// as its ledger, which alone calls it and has checked what it asks: owner thread only. Only `keep`, `expire` and `held_slots`
-// allocate. Not to be moved: the policy points into the slots.
+// as its ledger, which alone calls it and has checked what it asks: owner thread only. It is the table of the ledger's fold, where
+// a residency's position is its slot. Only `keep`, `expire` and `held` allocate. Not to be moved: the policy points into the slots.
 //
-//   free ──take──► allocated ──gain──► held ──lose──► free, or orphaned while pinned ──unpin──► free
+//   free ──take──► allocated ──insert──► held ──erase, vacate──► free, or orphaned while pinned ──unpin──► free
 //                      └──give_back──► free
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string_view>
@@ -62,8 +63,6 @@ class TierSlots {
   std::uint32_t next_held(std::uint32_t from) const noexcept;
   // How many blocks were gained so far: more than the `gained` of any slot.
   std::uint64_t gained() const noexcept { return gained_; }
-  // Held slots in the order their blocks were gained.
-  std::vector<std::uint32_t> held_slots() const;
 
   // -- slots that hold no block yet
   std::size_t free_count() const noexcept { return free_count_ + size() - unused_; }
@@ -78,7 +77,50 @@ class TierSlots {
   // What a start finds in use: the slots below `unused` that are not allocated become free.
   void reserve(std::span<const std::uint32_t> taken) noexcept;
 
-  // -- residencies
+  // -- residencies, as Fold asks for them
+  static constexpr std::uint32_t kNone = kNoSlot;
+  static constexpr bool kMixesFirst = false;  // what a command names is in the cache already
+  static constexpr bool kKeepsBlocks = true;  // an epoch begins in place
+
+  std::uint32_t find(const std::uint8_t* hash, std::uint64_t) const noexcept { return find(hash); }
+  std::uint32_t find_slot(std::uint32_t slot) const noexcept {
+    return slot < size() && (held_bits_[slot / 64] >> slot % 64 & 1) != 0 ? slot : kNone;
+  }
+  const std::uint8_t* hash_of(std::uint32_t slot) const noexcept { return slots_[slot].hash.data(); }
+  std::uint32_t owner_of(std::uint32_t slot) const noexcept { return slots_[slot].namespace_index; }
+  std::optional<std::uint32_t> slot_of(std::uint32_t slot) const noexcept { return slot; }
+  // A slot holds a block from now on: one that was allocated, or a `create` has indexed, or had the block before `clear`. What the
+  // policy is told follows with `enter`.
+  void insert(const std::uint8_t* hash, std::uint64_t, std::uint32_t owner, std::optional<std::uint32_t> slot,
+              std::uint32_t) noexcept {
+    Slot& block = slots_[*slot];
+    if (block.state == SlotState::kAllocated) {
+      std::memcpy(block.hash.data(), hash, kHashBytes);
+      index_.insert(index_.tag(hash), *slot);
+    }
+    block.state = SlotState::kHeld;
+    block.namespace_index = owner;
+    block.gained = gained_++;
+    held_bits_[*slot / 64] |= std::uint64_t{1} << *slot % 64;
+    --allocated_;
+    ++held_;
+  }
+  // A held block is withdrawn. Its slot is nobody's yet: `vacate` follows.
+  void erase(std::uint32_t slot, std::uint64_t) noexcept {
+    index_.erase(index_.tag(slots_[slot].hash.data()), slot);
+    held_bits_[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
+    --held_;
+  }
+  // It was stated in a round. Nothing to do: `gained` tells what came since one began.
+  void set_round(std::uint32_t, std::uint32_t) noexcept {}
+  // An epoch begins: nothing is held until it is stated again, by `insert`. Blocks stay where they are, in the index, and as they
+  // are pinned and kept.
+  void clear() noexcept;
+  std::size_t count() const noexcept { return held_; }
+  // Held slots in the order their blocks were gained.
+  std::vector<std::uint32_t> held() const;
+
+  // -- what else becomes of residencies
   // As `prefetch`, for a block that is about to be gained.
   void prefetch_gain(const std::uint8_t* hash) const noexcept {
     prefetch(hash);
@@ -96,16 +138,12 @@ class TierSlots {
     return holder;
   }
   void unindex(std::uint32_t slot) noexcept;
-  // An allocated slot holds the block that was indexed in it. What the policy is told follows with `enter`.
-  void gain(std::uint32_t slot, std::uint32_t namespace_index) noexcept;
   // A gained block may be evicted from now on, or is pinned once for whoever gained it.
   void enter(std::uint32_t slot, bool pinned) noexcept;
-  // A held block counts as gained anew, after all others: an epoch begins and has stated it.
-  void gain_again(std::uint32_t slot) noexcept { slots_[slot].gained = gained_++; }
   // Used slots that hold nothing count as withdrawn by the event before `applied`.
   void withdraw_unheld(std::uint64_t applied) noexcept;
-  // A held block is withdrawn by the event before `applied`.
-  void lose(std::uint32_t slot, std::uint64_t applied) noexcept;
+  // The slot of a block that the event before `applied` has withdrawn is free, or orphaned while it is pinned.
+  void vacate(std::uint32_t slot, std::uint64_t applied) noexcept;
 
   // -- what may be evicted
   // A held slot gets one more pin.
@@ -133,7 +171,7 @@ class TierSlots {
   ShareCounts counts_of(std::uint32_t share) const noexcept { return fair_->counts(share); }
 
  private:
-  bool yields(const Slot& slot) const noexcept;
+  static bool yields(const Slot& slot) noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
   void let_go(std::uint32_t slot) noexcept;
   void push_free(std::uint32_t slot) noexcept;
 

@@ -31,8 +31,11 @@ class WaitingEvents {
  public:
   // Adds the event at an offset. encoded_bytes: event_bytes(event). namespace_index: of its namespace in the ledger's table, if
   // it has one. started_namespaces: how many an InstanceStarted names.
+  // What follows is `set_digest`.
   void add(const Event& event, std::size_t encoded_bytes, std::uint32_t namespace_index, std::uint64_t offset,
-           std::uint64_t digest, std::size_t started_namespaces = 0);
+           std::size_t started_namespaces = 0);
+  // The digest after the event added last.
+  void set_digest(std::uint64_t digest) noexcept { bodies_[used_ - 1].digest = digest; }
 
   // The frames that wait, in order.
   std::span<const FrameBody> bodies() const noexcept { return {bodies_.data(), used_}; }

@@ -1,4 +1,4 @@
-#include "kvbm/residencies.hpp"
+#include "kvbm/stream_fold.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -43,18 +43,18 @@ Event evicted(Bytes hashes, NamespaceId owner = kOwner) {
   return BlocksEvicted{.namespace_id = owner, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = hashes};
 }
 
-void begin(Residencies& fold, const EpochStart& start) {
+void begin(StreamFold& fold, const EpochStart& start) {
   FoldDelta delta;
   fold.evolve(InstanceStarted{}, &start, delta);
 }
 
-FoldDelta fold(Residencies& fold, const Event& event) {
+FoldDelta fold(StreamFold& fold, const Event& event) {
   FoldDelta delta;
   fold.evolve(event, nullptr, delta);
   return delta;
 }
 
-std::string refusal(Residencies& fold, const Event& event) {
+std::string refusal(StreamFold& fold, const Event& event) {
   FoldDelta delta;
   try {
     fold.evolve(event, nullptr, delta);
@@ -107,7 +107,7 @@ void an_index_finds_what_it_has_among_what_it_lost() {
 }
 
 void a_table_keeps_the_order_of_gaining_even_when_it_counts_anew() {
-  TierTable table(Tier::kHbm, TierTable::kNone - 10);
+  ResidencyTable table(Tier::kHbm, ResidencyTable::kNone - 10);
   std::vector<std::uint64_t> held;
   Random random(1);
   for (std::uint64_t number = 0; number < 3000; ++number) {
@@ -116,21 +116,19 @@ void a_table_keeps_the_order_of_gaining_even_when_it_counts_anew() {
       const Buffer hash = hash_of(held[victim]);
       const std::uint64_t mix = residency_mix(Tier::kHbm, hash.data());
       const std::uint32_t position = table.find(hash.data(), mix);
-      CHECK(position != TierTable::kNone && table.find_slot(table[position].slot) == position);
+      CHECK(position != ResidencyTable::kNone && table.find_slot(table[position].slot) == position);
       table.erase(position, mix);
-      CHECK(table.find(hash.data(), mix) == TierTable::kNone);
+      CHECK(table.find(hash.data(), mix) == ResidencyTable::kNone);
       held.erase(held.begin() + static_cast<std::ptrdiff_t>(victim));
     }
-    Residency one;
     const Buffer hash = hash_of(number);
-    std::copy(hash.begin(), hash.end(), one.hash.begin());
-    one.slot = static_cast<std::uint32_t>(number % 2 == 0 ? number : 0xFFFFFFFF - number);  // low and high ones
-    CHECK(table.find_slot(one.slot) == TierTable::kNone);
-    table.insert(one, residency_mix(Tier::kHbm, hash.data()));
+    const auto slot = static_cast<std::uint32_t>(number % 2 == 0 ? number : 0xFFFFFFFF - number);  // low and high ones
+    CHECK(table.find_slot(slot) == ResidencyTable::kNone);
+    table.insert(hash.data(), residency_mix(Tier::kHbm, hash.data()), 0, slot, 0);
     held.push_back(number);
   }
   std::vector<std::uint64_t> found;
-  for (const std::uint32_t at : table.in_order([](const Residency&) { return true; })) {
+  for (const std::uint32_t at : table.held()) {
     std::uint64_t number = 0;
     std::memcpy(&number, table[at].hash.data(), sizeof number);
     found.push_back(number);
@@ -140,7 +138,7 @@ void a_table_keeps_the_order_of_gaining_even_when_it_counts_anew() {
 
 void the_digest_is_that_of_what_is_held() {
   Random random(3);
-  Residencies residencies(true);
+  StreamFold residencies(true);
   begin(residencies, start_of(1));
   std::map<std::uint32_t, Buffer> held;  // by slot
   for (int step = 0; step < 20'000; ++step) {
@@ -168,7 +166,7 @@ void the_digest_is_that_of_what_is_held() {
 }
 
 void strict_refuses_and_changes_nothing() {
-  Residencies residencies(true);
+  StreamFold residencies(true);
   const Buffer one = hash_of(1);
   const Buffer two = hash_of(2);
   Buffer twice = one;
@@ -192,7 +190,7 @@ void strict_refuses_and_changes_nothing() {
 }
 
 void a_lenient_fold_applies_what_makes_sense() {
-  Residencies residencies(false);
+  StreamFold residencies(false);
   const Buffer one = hash_of(1);
   const Buffer two = hash_of(2);
   fold(residencies, created(one, packed({3})));
@@ -210,7 +208,7 @@ void a_lenient_fold_applies_what_makes_sense() {
 }
 
 void claims_pass_through() {
-  Residencies residencies(true);
+  StreamFold residencies(true);
   begin(residencies, start_of(1));
   const Buffer one = hash_of(1);
   CHECK(residencies.is_cluster(Tier::kObject) && !residencies.is_cluster(Tier::kNvme));
@@ -236,7 +234,7 @@ void a_frame_folds_up_to_its_illegal_event() {
   writer.write(data);
   const FrameReader reader(data, 0);
   const EpochStart start = start_of(4);
-  Residencies residencies(true);
+  StreamFold residencies(true);
   FoldedFrame folded = residencies.evolve_frame(reader, 0, {&start, 1});
   CHECK(folded.folded == 2 && folded.illegal && folded.illegal->rule == "created-twice");
   CHECK(folded.delta.added == 1 && residencies.count() == 1);

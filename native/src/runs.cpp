@@ -1,0 +1,34 @@
+#include "kvbm/runs.hpp"
+
+#include <bit>
+#include <string>
+
+#include "kvbm/error.hpp"
+#include "kvbm/hash_index.hpp"
+
+namespace kvbm {
+
+void refuse_run(const char* what, std::size_t bytes, std::size_t each) {
+  throw Error(ErrorCode::kLayout, std::string("a run of ") + what + " has " + std::to_string(bytes) +
+                                      " bytes, which is no multiple of " + std::to_string(each));
+}
+
+Bytes DistinctHashes::of(Bytes hashes) {
+  const std::size_t count = hashes.size() / kHashBytes;
+  hashes_.clear();
+  seen_.assign(std::bit_ceil(2 * count + 1), kNoEntry);
+  for (std::size_t at = 0; at < count; ++at) {
+    const std::uint8_t* const hash = hash_at(hashes, at);
+    std::size_t cell = hash_tag(hash, seed_) & (seen_.size() - 1);
+    while (seen_[cell] != kNoEntry && !same_hash(hash_at(hashes, seen_[cell]), hash)) {
+      cell = (cell + 1) & (seen_.size() - 1);
+    }
+    if (seen_[cell] == kNoEntry) {
+      seen_[cell] = static_cast<std::uint32_t>(at);
+      append(hashes_, hash);
+    }
+  }
+  return hashes_;
+}
+
+}  // namespace kvbm

@@ -1,0 +1,134 @@
+#include "kvbm/slot_allocator.hpp"
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+#include "kvbm/runs.hpp"
+
+namespace kvbm {
+namespace {
+
+// Shares with that of all others last. Throws Error: kLedger, when a tenant is named twice or a weight is none.
+std::vector<Share> with_others(std::vector<Share> shares) {
+  if (shares.empty()) {
+    return shares;
+  }
+  std::set<std::string_view> tenants;
+  for (const Share& share : shares) {
+    if (share.weight < 1) {
+      throw ledger_error("the share of tenant '" + share.tenant + "' has weight 0; a weight is at least 1");
+    }
+    tenants.insert(share.tenant);
+  }
+  if (tenants.size() < shares.size()) {
+    throw ledger_error(std::to_string(shares.size()) + " shares name " + std::to_string(tenants.size()) +
+                       " tenants; a tenant has one share");
+  }
+  const auto others = std::ranges::find(shares, kOthers, &Share::tenant);
+  if (others != shares.end()) {
+    std::rotate(others, others + 1, shares.end());
+  } else {
+    shares.push_back({.tenant = kOthers});
+    shares.back().quota.fill(kNoQuota);
+  }
+  return shares;
+}
+
+}  // namespace
+
+SlotAllocator::SlotAllocator(std::vector<Share> shares)
+    : shares_(with_others(std::move(shares))), share_of_(std::make_unique<std::vector<std::uint32_t>>()) {}
+
+void SlotAllocator::assign(Recorder& recorder, const NamespaceId& namespace_id, std::string_view tenant) {
+  if (shares_.empty()) {
+    return;
+  }
+  const auto others = static_cast<std::uint32_t>(shares_.size() - 1);
+  const auto named = static_cast<std::uint32_t>(std::ranges::find(shares_, tenant, &Share::tenant) - shares_.begin());
+  const std::uint32_t share = std::min(named, others);
+  const std::uint32_t index = recorder.fold().namespaces().intern(namespace_id);
+  if (share_of(recorder, namespace_id) != share) {
+    for (std::uint8_t number = 0; number < kTierCount; ++number) {
+      const TierSlots* const tier = recorder.fold().table(static_cast<Tier>(number));
+      for (std::uint32_t slot = tier != nullptr ? tier->next_held(0) : kNoSlot; slot != kNoSlot;
+           slot = tier->next_held(slot + 1)) {
+        if (tier->owner_of(slot) == index) {
+          throw ledger_error("namespace " + shortened(namespace_id.data()) +
+                             " holds blocks already, so it cannot be assigned to tenant '" + std::string(tenant) +
+                             "'; assign it before its first block");
+        }
+      }
+    }
+  }
+  share_of_->resize(std::max<std::size_t>(share_of_->size(), index + std::size_t{1}), others);
+  (*share_of_)[index] = share;
+}
+
+std::uint32_t SlotAllocator::share_of(Recorder& recorder, const NamespaceId& namespace_id) const {
+  const std::uint32_t index = recorder.fold().namespaces().intern(namespace_id);
+  return index < share_of_->size() ? (*share_of_)[index] : static_cast<std::uint32_t>(shares_.size() - 1);
+}
+
+std::int64_t SlotAllocator::quota_left(const TierSlots& tier, std::uint32_t share, std::size_t arriving) const noexcept {
+  const std::uint32_t quota = shares_[share].quota[static_cast<std::size_t>(tier.tier())];
+  if (quota == kNoQuota) {
+    return tier.size();
+  }
+  return static_cast<std::int64_t>(quota) - static_cast<std::int64_t>(tier.counts_of(share).held + arriving);
+}
+
+std::optional<Allocation> SlotAllocator::allocate(Recorder& recorder, TierSlots& tier, std::size_t count,
+                                                  const NamespaceId* namespace_id) {
+  if (recorder.is_closed(tier.tier()) || count > tier.room()) {
+    return std::nullopt;
+  }
+  if (const std::size_t free = tier.free_count(); count > free) {
+    recorder.fold().check_open(kEvicted);  // before the policy has given up anything
+    victims_.resize(count - free);
+    if (!shares_.empty() && namespace_id != nullptr) {
+      tier.expect(share_of(recorder, *namespace_id), count);
+    }
+    tier.victims(victims_);
+    withdraw(recorder, tier, victims_, EvictReason::kCapacity);
+    if (recorder.is_closed(tier.tier())) {  // by that very eviction: a slot whose withdrawal nobody hears of must not be written
+      return std::nullopt;
+    }
+  }
+  if (taken_.size() < count) {
+    taken_.resize(count);
+  }
+  const auto taken = std::span(taken_).first(count);
+  const std::uint64_t after = tier.take(taken);
+  return Allocation{packed(taken), is_durable(tier.tier()) ? after : 0};
+}
+
+void SlotAllocator::withdraw_own(Recorder& recorder, TierSlots& tier, std::uint32_t share, std::size_t count) {
+  recorder.fold().check_open(kEvicted);  // before the policy has given up anything
+  victims_.resize(count);
+  tier.victims_of(share, victims_);
+  withdraw(recorder, tier, victims_, EvictReason::kQuota);
+}
+
+void SlotAllocator::withdraw(Recorder& recorder, TierSlots& tier, std::span<const std::uint32_t> slots,
+                             EvictReason reason) {
+  for (std::size_t begin = 0, end = 0; begin < slots.size(); begin = end) {
+    const std::uint32_t namespace_index = tier.owner_of(slots[begin]);
+    run_hashes_.clear();
+    while (end < slots.size() && end - begin < kMaxRunBlocks && tier.owner_of(slots[end]) == namespace_index) {
+      const std::uint8_t* const hash = tier.hash_of(slots[end++]);
+      tier.prefetch(hash);
+      append(run_hashes_, hash);
+    }
+    const Event event = BlocksEvicted{.namespace_id = recorder.fold().namespaces()[namespace_index],
+                                      .tier = tier.tier(),
+                                      .reason = reason,
+                                      .hashes = run_hashes_};
+    const std::size_t bytes = recorder.admit(event);
+    recorder.record<BlocksEvicted>(
+        event, bytes, namespace_index,
+        [&](const TierSlots&, std::size_t at, const std::uint8_t*, std::uint64_t) { return slots[begin + at]; });
+  }
+}
+
+}  // namespace kvbm
