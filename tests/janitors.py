@@ -68,7 +68,7 @@ class World:
         self.silent: set[str] = set()  # names of which the store says nothing
         self.store = _Store(self)
         self.writer = memory_objects(
-            BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], wrappings=sealing(keys, blocks)
+            BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], envelopes=sealing(keys, blocks)
         )
         self.cluster = Cluster(self)
 
@@ -236,7 +236,7 @@ class Course:
 
 def folder(world: World, blocks: int) -> BlockObjects:
     """What a janitor knows of objects: nothing but their k."""
-    return memory_objects(1, blocks, world.store, wrappings=sealing(world.keys, blocks))
+    return memory_objects(1, blocks, world.store, envelopes=sealing(world.keys, blocks))
 
 
 def sealing(keys: Path | None, blocks: int) -> Sealing | None:

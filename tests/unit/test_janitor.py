@@ -29,7 +29,7 @@ from kvbm.janitor.effects import (
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
 from kvbm.pools.object.keys import add_key
-from kvbm.pools.object.tombstones import LEASE_NAME, Withdrawn, decode_list, encode_list, read_lists
+from kvbm.pools.object.tombstones import LEASE_NAME, Tombstones, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Put
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
@@ -277,7 +277,7 @@ def test_what_is_claimed_during_the_grace_stays_and_is_claimed_whole() -> None:
 def test_instances_see_what_is_withdrawn_until_it_is_over() -> None:
     world = World()
     old, new = old_and_new(world)
-    seen = Withdrawn(world.store, RULES.grace_s / 3, 1.0, clock=lambda: world.now_s)
+    seen = Tombstones(world.store, RULES.grace_s / 3, 1.0, clock=lambda: world.now_s)
     names = [*world.names(old), *world.names(new)]
     assert seen.among(names) == set()
     run = Course(world).go(until=Pause)

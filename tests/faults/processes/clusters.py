@@ -18,7 +18,7 @@ from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
 from kvbm.core.layout import blocks_of_object
 from kvbm.janitor import ClaimBook, Report
 from kvbm.locate.http import CatalogClient
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog_process
 from tests.eventually import eventually
@@ -236,7 +236,9 @@ def is_durable(worker: ToldWorker) -> bool:
 def objects_in(place: Place) -> dict[str, list[SequenceHash]]:
     """The objects of a place by name, and their blocks. Each must be whole, and be what its name says."""
     store = place.open()
-    objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, blocks=K, threads=2, deadline_s=10.0)
+    objects = BlockObjects(
+        store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=10.0)
+    )
     try:
         objects.admit([NAMESPACE])
         names = [entry.name for entry in store.listed("", 10.0) if not entry.name.startswith(".kvbm/")]

@@ -26,6 +26,7 @@ import kvbm.core.codec
 import kvbm.core.ledger
 import kvbm.manager.manager
 import kvbm.pools.nvme.pool
+import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher
 from kvbm import assembly
@@ -35,7 +36,12 @@ from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
-_DISK_MODULES = ("kvbm.streams.journal.disk", "kvbm.streams.journal.journal", "kvbm.pools.nvme.pool")
+_DISK_MODULES = (
+    "kvbm.streams.journal.disk",
+    "kvbm.streams.journal.journal",
+    "kvbm.pools.nvme.pool",
+    "kvbm.pools.nvme.stripes",
+)
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
