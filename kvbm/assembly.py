@@ -404,7 +404,7 @@ def run_gc(
 
 
 def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
-    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, TenantPart, run_once
+    from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
 
     gc, wanted = settings.gc, settings.pools.object
     is_sealed = bool(wanted.keys or wanted.keys_command)
@@ -426,24 +426,22 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
         opened.callback(store.close)
         if not settings.catalog.database:
             _make_data_dir(settings)
-        book = ClaimBook(_database_url(settings))
-        opened.callback(book.close)
-        pool = _pool_of(store.name, wanted.blocks, is_sealed, book.pools())
-        book.use(pool)
+        claims = ClaimsReader(_database_url(settings))
+        opened.callback(claims.close)
+        pool = _pool_of(store.name, wanted.blocks, is_sealed, claims.pools())
+        claims.use(pool)
 
         def folder(blocks: int) -> BlockObjects:
             envelopes = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
-            options = ObjectPoolOptions(
+            way = ObjectPoolOptions(
                 blocks=blocks, envelopes=envelopes, name=pool, threads=1, deadline_s=wanted.timeout_s
             )
-            return BlockObjects(store, 1, NATIVE.checksums, CODER, options)
+            return BlockObjects(store, 1, NATIVE.checksums, CODER, way)
 
         run, me = secrets.token_hex(8), janitor_id(pool)
-        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(book.streams()).encode()).hexdigest()[:8]}"
-        driver = Driver(
-            store, book, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), cluster, run,
-            wanted.timeout_s, rules.batch_s, dry_run,
-        )  # fmt: skip
+        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
+        options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
+        driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
         opened.callback(driver.close)
         holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
         report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)

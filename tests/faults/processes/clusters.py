@@ -16,7 +16,7 @@ import msgspec
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
 from kvbm.core.layout import blocks_of_object
-from kvbm.janitor import ClaimBook, Report
+from kvbm.janitor import ClaimsReader, Report
 from kvbm.locate.http import CatalogClient
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.streams.server import EmbeddedServer
@@ -147,14 +147,14 @@ class Cluster:
 
     def wait_until_known(self) -> None:
         """Wait until index and SQL have all that the instances have said."""
-        book = ClaimBook(self._database)
+        book = ClaimsReader(self._database)
         try:
             for name, worker in self.workers.items():
                 eventually(lambda name=name, worker=worker: self._knows(book, name, worker), f"{name} is not known")  # type: ignore[misc]
         finally:
             book.close()
 
-    def _knows(self, book: ClaimBook, name: str, worker: ToldWorker) -> bool:
+    def _knows(self, book: ClaimsReader, name: str, worker: ToldWorker) -> bool:
         status = worker.ask(op="status")
         found = self.client.instance(name)
         said = (status["epoch"], status["applied"])
@@ -186,7 +186,7 @@ class Cluster:
 
     def claims(self) -> set[bytes]:
         """What SQL says that the pool holds."""
-        book = ClaimBook(self._database)
+        book = ClaimsReader(self._database)
         try:
             pools = book.pools()
             if not pools:
