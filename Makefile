@@ -17,7 +17,7 @@ AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 2
 FUZZ_SECONDS ?= 600
 
-.PHONY: help demo docs wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint type contract bench bench-peers native-test fuzz fuzz-short check clean
+.PHONY: help demo docs wheels wheels-check test test-objects test-engines test-engines-quick faults mutants mutants-quick setup fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -92,6 +92,9 @@ lint: setup  ## format and lint, checked
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
+sizes: setup  ## files, classes, functions and constructors that are larger than the project allows
+	$(BIN)/python tools/sizes.py
+
 type: setup  ## mypy --strict
 	$(BIN)/mypy
 
@@ -123,7 +126,7 @@ bench: $(BENCH_STAMP)  ## what one core of this machine does with the wheel: `kv
 bench-peers: setup  ## kvbm against Dynamo, LMCache, Mooncake and vLLM on one workload; installs them below build/ (needs a network, 4 GB)
 	$(BIN)/python tools/bench_peers.py $(BENCH_ARGS)
 
-check: lint type contract docs native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
+check: lint sizes type contract docs native-test fuzz-short test test-objects test-engines-quick wheels-check  ## what CI runs
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -21,7 +21,7 @@ import torch
 import kvbm
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import split_hashes
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.server import shared_server
 from kvbm.telemetry.remarks import to_standard_error
@@ -41,7 +41,7 @@ class Engine:
             "pools.hbm.device": "cpu", "pools.hbm.slots": 32, "pools.host.slots": 32,
             "onboard.locate_s": 5.0,  # wait so long for the catalog; less where computing is quicker
         }  # fmt: skip
-        objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, blocks=OBJECT_BLOCKS)
+        objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=OBJECT_BLOCKS))
         settings = kvbm.load_settings(flags=flags)
         self.manager = kvbm.open_manager(settings, [NAMESPACE], BLOCK_BYTES, engine="example", object_pool=objects)
         self.name, self.computed_blocks = name, 0

@@ -71,17 +71,17 @@ from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.memory import MemoryPool
-from kvbm.pools.nvme.block_io import BlockEngine, OpenEngine
+from kvbm.pools.nvme.block_io import BlockEngine, BlockIoOptions, OpenEngine
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.object.coding import BlockCoder
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.keys import KeySource, keys_of_command, keys_of_file
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.blobs import Limits
-from kvbm.pools.stores.cache_tier import FrontedStore
+from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
@@ -414,7 +414,7 @@ def run_gc(
 
 
 def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
-    from kvbm.janitor import ClaimBook, Driver, Janitor, Rules, TenantPart, run_once
+    from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
 
     gc, wanted = settings.gc, settings.pools.object
     is_sealed = bool(wanted.keys or wanted.keys_command)
@@ -436,24 +436,22 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
         opened.callback(store.close)
         if not settings.catalog.database:
             _make_data_dir(settings)
-        book = ClaimBook(_database_url(settings))
-        opened.callback(book.close)
-        pool = _pool_of(store.name, wanted.blocks, is_sealed, book.pools())
-        book.use(pool)
+        claims = ClaimsReader(_database_url(settings))
+        opened.callback(claims.close)
+        pool = _pool_of(store.name, wanted.blocks, is_sealed, claims.pools())
+        claims.use(pool)
 
         def folder(blocks: int) -> BlockObjects:
-            wrappings = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
-            return BlockObjects(
-                store, 1, NATIVE.checksums, CODER, blocks=blocks, wrappings=wrappings, name=pool, threads=1,
-                deadline_s=wanted.timeout_s,
-            )  # fmt: skip
+            envelopes = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
+            way = ObjectPoolOptions(
+                blocks=blocks, envelopes=envelopes, name=pool, threads=1, deadline_s=wanted.timeout_s
+            )
+            return BlockObjects(store, 1, NATIVE.checksums, CODER, way)
 
         run, me = secrets.token_hex(8), janitor_id(pool)
-        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(book.streams()).encode()).hexdigest()[:8]}"
-        driver = Driver(
-            store, book, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), cluster, run,
-            wanted.timeout_s, rules.batch_s, dry_run,
-        )  # fmt: skip
+        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
+        options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
+        driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
         opened.callback(driver.close)
         holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
         report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
@@ -730,12 +728,19 @@ def _open_pools(
             if host.notice:
                 log.warning("pool.opened", tier="HOST", notice=host.notice)
             keep(host)
+    block_io = BlockIoOptions(wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth, wanted.nvme.offload_share)
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
-            nvme_paths(settings), count, block_bytes, _first_named(namespaces), instance, checksums, OPEN_BLOCK_IO,
-            Reach.POD if wanted.nvme.folder else Reach.INSTANCE, io=wanted.nvme.io,
-            direct=wanted.nvme.direct, depth=wanted.nvme.depth, offload_share=wanted.nvme.offload_share,
-        )  # fmt: skip
+            nvme_paths(settings),
+            count,
+            block_bytes,
+            _first_named(namespaces),
+            instance,
+            checksums,
+            OPEN_BLOCK_IO,
+            block_io,
+            Reach.POD if wanted.nvme.folder else Reach.INSTANCE,
+        )
         if nvme.notice:
             log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
         keep(nvme)
@@ -743,9 +748,15 @@ def _open_pools(
     if wanted.nvme.folder:
         own = slots.get(Tier.NVME)
         pod = PodFolder(
-            pod_file(settings), settings.instance.cluster, block_bytes, _first_named(namespaces), checksums, OPEN_BLOCK_IO,
-            own.hints if isinstance(own, NvmePool) else None, wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth,
-        )  # fmt: skip
+            pod_file(settings),
+            settings.instance.cluster,
+            block_bytes,
+            _first_named(namespaces),
+            checksums,
+            OPEN_BLOCK_IO,
+            own.hints if isinstance(own, NvmePool) else None,
+            block_io,
+        )
         opened.callback(pod.close)
         pod.start()
     objects = object_pool
@@ -784,14 +795,20 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
         for notice in getattr(store, "remarks", ()):
             log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
         if wanted.front:
-            store = FrontedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
+            store = CachedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
             opened.callback(store.close)
         name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
-        pool = BlockObjects(
-            store, block_bytes, NATIVE.checksums, CODER, blocks=blocks, namespaces=namespaces,
-            compressed=wanted.compression == "auto", wrappings=sealing, look_s=wanted.look_s,
-            name=name, deadline_s=wanted.timeout_s, on_trouble=on_trouble,
-        )  # fmt: skip
+        options = ObjectPoolOptions(
+            blocks=blocks,
+            namespaces=namespaces,
+            compressed=wanted.compression == "auto",
+            envelopes=sealing,
+            look_s=wanted.look_s,
+            name=name,
+            deadline_s=wanted.timeout_s,
+            on_trouble=on_trouble,
+        )
+        pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)
         opened.pop_all()
         return pool
 

@@ -12,10 +12,11 @@ from kvbm.catalog.sql_store import NamespaceRow
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes
-from kvbm.janitor.driver import Driver
+from kvbm.janitor.driver import Driver, DriverOptions
 from kvbm.janitor.effects import ClaimColumns, Claimed, Effect, Run
-from kvbm.janitor.janitor import Janitor, Rules
+from kvbm.janitor.janitor import Janitor
 from kvbm.janitor.report import Report
+from kvbm.janitor.rules import Rules
 from kvbm.pools.base import Proof
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
@@ -69,7 +70,7 @@ class World:
         self.in_time = 1_000_000  # gets of one call that it answers in time
         self.store = _Store(self)
         self.writer = memory_objects(
-            BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], wrappings=sealing(keys, blocks)
+            BLOCK_BYTES, blocks, self.store, namespaces=[SPACE, OTHER], envelopes=sealing(keys, blocks)
         )
         self.cluster = Cluster(self)
 
@@ -96,7 +97,7 @@ class World:
 
 
 class Cluster:
-    """What one cluster's catalog knows, and its janitor's instance: a `ClaimBook` and as much of a `Manager` as a janitor uses."""
+    """What one cluster's catalog knows, and its janitor's instance: a `ClaimsReader` and as much of a `Manager` as a janitor uses."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -186,9 +187,14 @@ class Course:
         self.janitor = Janitor("pool", f"janitor {name}", f"run-{name}", rules, dry_run)
         self.asleep_s = 0.0
         self.driver = Driver(
-            world.store, self.cluster, lambda k: folder(world, k), lambda spaces: self.cluster, f"cluster-{id(self.cluster)}", f"run-{name}", 1.0, rules.batch_s,
-            dry_run, wall_clock_ns=lambda: int((world.now_s + ahead_s) * SECOND_NS), sleep=self._sleep,
-        )  # type: ignore[arg-type]  # fmt: skip
+            world.store,
+            self.cluster,  # type: ignore[arg-type]
+            lambda k: folder(world, k),
+            lambda spaces: self.cluster,  # type: ignore[arg-type,return-value]
+            DriverOptions(f"cluster-{id(self.cluster)}", f"run-{name}", 1.0, rules.batch_s, dry_run),
+            wall_clock_ns=lambda: int((world.now_s + ahead_s) * SECOND_NS),
+            sleep=self._sleep,
+        )
         self.done: list[Effect[Any]] = []
         self.next = self.janitor.step(world.now_s)
 
@@ -237,7 +243,7 @@ class Course:
 
 def folder(world: World, blocks: int) -> BlockObjects:
     """What a janitor knows of objects: nothing but their k."""
-    return memory_objects(1, blocks, world.store, wrappings=sealing(world.keys, blocks))
+    return memory_objects(1, blocks, world.store, envelopes=sealing(world.keys, blocks))
 
 
 def sealing(keys: Path | None, blocks: int) -> Sealing | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvbm.assembly import CODER, NATIVE
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.memory import MemoryStore
 
 
 def memory_objects(block_bytes: int, blocks: int = 1, store: Store | None = None, **options: Any) -> BlockObjects:
     """An object pool over a store in memory, of its own unless one is given. It answers at once, so it needs no threads."""
-    options = {"threads": 1} | options
-    return BlockObjects(store or MemoryStore(), block_bytes, NATIVE.checksums, CODER, blocks=blocks, **options)
+    chosen = ObjectPoolOptions(**{"blocks": blocks, "threads": 1} | options)
+    return BlockObjects(store or MemoryStore(), block_bytes, NATIVE.checksums, CODER, chosen)

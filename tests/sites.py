@@ -11,7 +11,7 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.ids import NamespaceId, split_hashes
-from kvbm.janitor import ClaimBook, Report
+from kvbm.janitor import ClaimsReader, Report
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.manager import Manager
 from kvbm.pools.stores.base import Store
@@ -84,7 +84,7 @@ class Site:
 
     def claims(self, pool: str) -> Claims:
         """What SQL knows."""
-        book = ClaimBook(self.database, pool)
+        book = ClaimsReader(self.database, pool)
         try:
             columns = book.claims().columns
         finally:

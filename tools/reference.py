@@ -171,7 +171,7 @@ def settings_page() -> str:
         "Settings come from a TOML file (`--config`). Environment variables override the file. `--set KEY=VALUE` overrides both. "
         f"The key `pools.host.slots` is a table in TOML and `{variable}` in the environment. A key that does not exist, or a value of "
         "the wrong kind, is refused at the start with the key's name. `kvbm settings` prints all of them as TOML.\n\n"
-        "This page is generated from `kvbm/config.py`.",
+        "This page is generated from `kvbm/config/settings.py`.",
         *parts,
         "## All defaults as TOML\n\n```toml\n" + "\n".join(default_lines()) + "\n```",
     )

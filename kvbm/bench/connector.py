@@ -99,7 +99,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
                 idle = [_step_us(scheduler, {}) for _ in range(10 * prompts)]
                 running = absent[:_RUNNING]
                 for request in running:
-                    scheduler.state_of(request).stored = [len(request.block_hashes)]
+                    scheduler.requests.state_of(request).stored = [len(request.block_hashes)]
                     request.num_computed_tokens = request.num_tokens
                 scheduled = {request.request_id: 1 for request in running}
                 scheduler.plan(scheduled, 2 * len(scheduled), ())
@@ -124,7 +124,7 @@ def bench_connector(samples: int, seed: int) -> tuple[list[Row], dict[str, float
 
 def _asked_us(scheduler: Scheduler, request: _Request, expected: int) -> float:
     begin = time.perf_counter()
-    found = scheduler.matched(request, 0)
+    found = scheduler.loads.matched(request, 0)
     taken = time.perf_counter() - begin
     assert found == expected, f"{found} tokens found of {expected}"
     return taken * 1e6

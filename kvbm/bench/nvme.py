@@ -24,7 +24,7 @@ from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.host.pool import HostPool
-from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine
+from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions
 from kvbm.pools.nvme.pool import NvmePool
 
 CALLERS = 2  # threads that read or write runs, as offload.threads and onboard.threads have it
@@ -146,7 +146,7 @@ class Slots:
                 InstanceId("bench"),
                 NATIVE.checksums,
                 open_both,
-                depth=depth,
+                BlockIoOptions(depth=depth),
             )
         except BaseException:
             self._host.close()

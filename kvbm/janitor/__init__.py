@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvbm.janitor.book import ClaimBook
-from kvbm.janitor.driver import Driver, run_once
+from kvbm.janitor.claims_reader import ClaimsReader
+from kvbm.janitor.driver import Driver, DriverOptions, run_once
 from kvbm.janitor.holdings import TenantPart
-from kvbm.janitor.janitor import Janitor, Rules
+from kvbm.janitor.janitor import Janitor
 from kvbm.janitor.report import Report
+from kvbm.janitor.rules import Rules
 
-__all__ = ["ClaimBook", "Driver", "Janitor", "Report", "Rules", "TenantPart", "run_once"]
+__all__ = ["ClaimsReader", "Driver", "DriverOptions", "Janitor", "Report", "Rules", "TenantPart", "run_once"]

@@ -6,21 +6,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Protocol, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
 from kvbm.catalog.sql_store import NamespaceRow
 from kvbm.core.errors import JanitorError, KvbmError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
-from kvbm.janitor.book import ClaimBook
+from kvbm.janitor.claims_reader import ClaimsReader
 from kvbm.janitor.effects import (
     Begin,
     ClaimedLast,
     Delete,
     Describe,
     Effect,
+    EmitClaims,
     Header,
+    Inspect,
     ListPage,
-    Look,
     Names,
     ObjectSeen,
     Pause,
@@ -29,19 +30,18 @@ from kvbm.janitor.effects import (
     ReadLists,
     ReadUsed,
     Run,
-    Say,
-    Settle,
     Unread,
+    WaitForSql,
     WriteList,
     WriteUsed,
 )
 from kvbm.janitor.holdings import parse
 from kvbm.janitor.janitor import Janitor
-from kvbm.janitor.lease import Found, Sight
+from kvbm.janitor.lease import Found, StoreStatus
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.manager import Manager
-from kvbm.pools.object.pool import Described
+from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.streams.base import Position
@@ -50,7 +50,7 @@ PAGE_NAMES = 1000
 _CLOCK_PREFIX = f"{KEPT_PREFIX}clock/"
 _CLOCK_AGE_S = 3600.0  # objects put to read the store's clock go after this time at the latest
 _POLL_S = 0.05
-_SETTLE_S = 2.0  # one look at SQL takes so long at most, so that the lease is renewed in between
+_SQL_WAIT_S = 2.0  # one look at SQL takes so long at most, so that the lease is renewed in between
 
 
 class Folder(Protocol):
@@ -61,41 +61,52 @@ class Folder(Protocol):
     def describe(self, names: list[str]) -> list[Described | Refusal | None]: ...
 
 
+class DriverOptions(NamedTuple):
+    """What one run is told.
+
+    Attributes:
+        cluster: a name that no other cluster of the store has.
+        run: a number of this run's own.
+        deadline_s: of one request to the store.
+        batch_s: of a batch of deletions.
+        dry_run: change nothing.
+    """
+
+    cluster: str
+    run: str
+    deadline_s: float
+    batch_s: float
+    dry_run: bool = False
+
+
 class Driver:
     """The real world of one run.
 
     Args:
         folder: opens the objects of a k.
         begin: makes the janitor's instance.
-        cluster: a name that no other cluster of the store has.
-        deadline_s: of one request to the store.
-        batch_s: of a batch of deletions.
     """
 
     def __init__(
         self,
         store: Store,
-        book: ClaimBook,
+        claims: ClaimsReader,
         folder: Callable[[int], Folder],
         begin: Callable[[list[Namespace]], Manager],
-        cluster: str,
-        run: str,
-        deadline_s: float,
-        batch_s: float,
-        dry_run: bool = False,
+        options: DriverOptions,
         *,
         wall_clock_ns: Callable[[], int] = time.time_ns,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._store, self._book, self._new_folder, self._begin = store, book, folder, begin
-        self._used_name = f"{USED_PREFIX}{cluster}"
-        self._run, self._deadline_s, self._batch_s, self._dry_run = run, deadline_s, batch_s, dry_run
+        self._store, self._claims, self._new_folder, self._begin = store, claims, folder, begin
+        self._used_name = f"{USED_PREFIX}{options.cluster}"
+        self._options, self._deadline_s = options, options.deadline_s
         self._wall_clock_ns, self._sleep = wall_clock_ns, sleep
         self._folders: dict[int, Folder] = {}
         self._namespaces: list[Namespace] = []
         self._manager: Manager | None = None
         self._epoch = 0
-        self._said = Position(0, 0)  # type: ignore[arg-type]
+        self._emitted = Position(0, 0)  # type: ignore[arg-type]
         self._listing: tuple[str, Iterator[Listed]] | None = None  # where it stands, and what comes next
 
     def close(self) -> None:
@@ -106,8 +117,8 @@ class Driver:
     def do(self, effect: Effect[Any]) -> Any:
         """Carry an effect out; gives its answer. Raises KvbmError: it cannot be done."""
         match effect:
-            case Look():
-                return self._look()
+            case Inspect():
+                return self._inspect()
             case PutLease(body, expected):
                 return self._put_lease(body, expected)
             case ReadLists():
@@ -125,7 +136,7 @@ class Driver:
             case WriteList():
                 return self._write_list(effect)
             case Delete(names):
-                return [refusal is None for refusal in self._store.delete(names, self._batch_s)]
+                return [refusal is None for refusal in self._store.delete(names, self._options.batch_s)]
             case Pause(seconds):
                 return self._sleep(seconds)
             case _:
@@ -135,24 +146,24 @@ class Driver:
         match effect:
             case Begin():
                 return self._begin_instance()
-            case Say():
-                return self._say(effect)
-            case Settle(fresh):
-                return self._settle(fresh)
+            case EmitClaims():
+                return self._emit_claims(effect)
+            case WaitForSql(fresh):
+                return self._wait_for_sql(fresh)
             case ReadClaims():
-                return self._book.claims()
+                return self._claims.claims()
             case ClaimedLast(runs):
-                return self._book.last(runs)
+                return self._claims.last(runs)
             case _:
                 raise AssertionError(effect)
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
-    def _look(self) -> Sight:
+    def _inspect(self) -> StoreStatus:
         """The store's clock is what it stamps an object with that is put now."""
-        if self._dry_run:
-            return Sight(self._wall_clock_ns(), 0.0, Found(b"", 0.0))
-        probe = f"{_CLOCK_PREFIX}{self._run}-{self._wall_clock_ns()}"
+        if self._options.dry_run:
+            return StoreStatus(self._wall_clock_ns(), 0.0, Found(b"", 0.0))
+        probe = f"{_CLOCK_PREFIX}{self._options.run}-{self._wall_clock_ns()}"
         (refusal,) = self._store.put([Put(probe, b"what time is it?")], self._deadline_s)
         if refusal is not None:
             raise self._trouble(f"put of {probe}", refusal)
@@ -173,7 +184,7 @@ class Driver:
             raise self._trouble("read of the lease", lease)
         body = bytes(lease.body) if isinstance(lease, Got) else b""
         age_s = (store_ns - kept.get(LEASE_NAME, store_ns)) / 1e9
-        return Sight(store_ns, (wall_ns - store_ns) / 1e9, Found(body, age_s))
+        return StoreStatus(store_ns, (wall_ns - store_ns) / 1e9, Found(body, age_s))
 
     def _put_lease(self, body: bytes, expected: bytes) -> bool:
         refusal = self._store.replace(LEASE_NAME, body, expected or None, self._deadline_s)
@@ -256,7 +267,7 @@ class Driver:
 
     def _known_namespaces(self) -> list[Namespace]:
         if not self._namespaces:
-            rows: list[NamespaceRow] = self._book.namespaces()
+            rows: list[NamespaceRow] = self._claims.namespaces()
             self._namespaces = [row.fields for row in rows if row.fields.id == row.id]
         return self._namespaces
 
@@ -274,7 +285,7 @@ class Driver:
             )
         return self._manager
 
-    def _say(self, effect: Say) -> None:
+    def _emit_claims(self, effect: EmitClaims) -> None:
         manager = self._open_manager()
         for namespace, hashes in effect.runs:
             if effect.withdrawn is None:
@@ -282,14 +293,14 @@ class Driver:
             else:
                 manager.withdraw(namespace, hashes, effect.withdrawn)
 
-    def _settle(self, fresh: bool) -> bool:
-        """What was said on the stream before something new of ours is in SQL once that is."""
+    def _wait_for_sql(self, fresh: bool) -> bool:
+        """Events from before something new of ours are in SQL once that is."""
         manager = self._open_manager()
         if fresh:
             manager.restate()
-            self._said = Position(manager.epoch, manager.applied())
-        until_s = time.monotonic() + _SETTLE_S
-        while self._book.position(manager.instance) < self._said:
+            self._emitted = Position(manager.epoch, manager.applied())
+        until_s = time.monotonic() + _SQL_WAIT_S
+        while self._claims.position(manager.instance) < self._emitted:
             if time.monotonic() > until_s:
                 return False
             self._sleep(_POLL_S)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import NamespaceId
-from kvbm.janitor.lease import Sight
+from kvbm.janitor.lease import StoreStatus
 from kvbm.janitor.used import UsedList
 
 A = TypeVar("A")
@@ -88,8 +88,8 @@ class Effect(Generic[A]):
 
 
 @dataclass(frozen=True)
-class Look(Effect[Sight]):
-    """See the store's clock and the lease."""
+class Inspect(Effect[StoreStatus]):
+    """Read the store's clock and the lease."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class PutLease(Effect[bool]):
 
 @dataclass(frozen=True)
 class Begin(Effect[None]):
-    """Begin as an instance: from here on events can be said."""
+    """Begin as an instance: from here on events can be emitted."""
 
 
 @dataclass(frozen=True)
 class ReadLists(Effect[dict[str, list[str]]]):
-    """The withdrawn lists that lie in the store: name of the list → names."""
+    """The lists of tombstones in the store: name of the list → names."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Describe(Effect[list[Header | Unread]]):
 
 
 @dataclass(frozen=True)
-class Say(Effect[None]):
+class EmitClaims(Effect[None]):
     """Record claims, or their withdrawal for a reason, as events of the janitor."""
 
     runs: tuple[Run, ...]
@@ -158,10 +158,12 @@ class Say(Effect[None]):
 
 
 @dataclass(frozen=True)
-class Settle(Effect[bool]):
-    """Wait a while for SQL to have all that was said on the stream before now, by whomever; whether it has."""
+class WaitForSql(Effect[bool]):
+    """Wait a while for SQL to have all events that were emitted before now, by whomever; whether it has."""
 
-    fresh: bool  # say something new first, so that what others have said before now is waited for; else go on waiting
+    fresh: (
+        bool  # emit something new first, so that what others have emitted before now is waited for; else go on waiting
+    )
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class ClaimedLast(Effect[list[int]]):
 
 @dataclass(frozen=True)
 class WriteList(Effect[None]):
-    """Put a withdrawn list, or change it to fewer names; without any, it goes."""
+    """Put a list of tombstones, or change it to fewer names; without any, it goes."""
 
     name: str
     names: tuple[str, ...]

@@ -24,7 +24,7 @@ _SEALED = re.compile(r"([1-9][0-9]{0,4})/e/([0-9a-f]{16})/([0-9a-f]{64})")
 _COLUMN = f"S{HASH_BYTES}"
 
 
-class Named(NamedTuple):
+class ObjectName(NamedTuple):
     """The parts of an object's name.
 
     Attributes:
@@ -38,14 +38,14 @@ class Named(NamedTuple):
     key: bytes
 
 
-class Place(NamedTuple):
-    """A claim: a row of a namespace's columns."""
+class Row(NamedTuple):
+    """A claim: its position in the columns of a namespace."""
 
     namespace: NamespaceId
-    row: int
+    at: int
 
 
-class Chosen(NamedTuple):
+class Victim(NamedTuple):
     """An object that is to go, by its last block; `blocks` is its k."""
 
     namespace: NamespaceId
@@ -54,16 +54,16 @@ class Chosen(NamedTuple):
     reason: EvictReason
 
 
-def parse(name: str) -> Named | None:
+def parse(name: str) -> ObjectName | None:
     """The parts of an object's name; None for what is none of ours."""
     if plain := _PLAIN.fullmatch(name):
-        return Named(int(plain[1]), NamespaceId(bytes.fromhex(plain[2])), bytes.fromhex(plain[3]))
+        return ObjectName(int(plain[1]), NamespaceId(bytes.fromhex(plain[2])), bytes.fromhex(plain[3]))
     if sealed := _SEALED.fullmatch(name):
-        return Named(int(sealed[1]), None, bytes.fromhex(sealed[3])[:HASH_BYTES])
+        return ObjectName(int(sealed[1]), None, bytes.fromhex(sealed[3])[:HASH_BYTES])
     return None
 
 
-class Space:
+class NamespaceClaims:
     """One namespace: its claims, and which of them are the last block of an object that is there.
 
     Attributes:
@@ -137,7 +137,7 @@ class Holdings:
     """See the module.
 
     Attributes:
-        spaces: by namespace.
+        claims: of each namespace.
         young: name and k of objects without a claim that may get one yet.
         found: packed hashes of objects that nobody claimed, by namespace.
         nameless: namespaces of which nobody here can tell under what names they stand: whose tenant they are has not been said.
@@ -146,40 +146,40 @@ class Holdings:
     """
 
     def __init__(self, claimed: Claimed) -> None:
-        self.spaces = {columns.namespace: Space(columns) for columns in claimed.columns}
+        self.claims = {columns.namespace: NamespaceClaims(columns) for columns in claimed.columns}
         self.quotas = claimed.quotas
         self.young: list[tuple[str, int]] = []
         self.found: dict[NamespaceId, list[bytes]] = {}
         self.nameless: set[NamespaceId] = set()
         self.names: dict[tuple[NamespaceId, bytes], str] = {}
         self.untold = 0
-        self._sealed: dict[int, tuple[np.ndarray, list[Place]]] = {}  # k → keys, ascending, and what each stands for
+        self._sealed: dict[int, tuple[np.ndarray, list[Row]]] = {}  # k → keys, ascending, and what each stands for
 
-    def place(self, named: Named) -> Place | None:
+    def row(self, name: ObjectName) -> Row | None:
         """The claim of an object's last block; None when it is not claimed."""
-        if named.namespace is None:
-            keys, places = self._sealed[named.blocks]
-            row = _find(keys, named.key)
-            return None if row is None else places[row]
-        space = self.spaces.get(named.namespace)
-        row = None if space is None else space.row(named.key)
-        return None if row is None else Place(named.namespace, row)
+        if name.namespace is None:
+            keys, rows = self._sealed[name.blocks]
+            at = _find(keys, name.key)
+            return None if at is None else rows[at]
+        claims = self.claims.get(name.namespace)
+        index = None if claims is None else claims.row(name.key)
+        return None if index is None else Row(name.namespace, index)
 
     def take_by_header(self, header: Header, seen: ObjectSeen, elsewhere_ns: int) -> bool:
         """An object is there that its name did not tell of; whether it is claimed."""
-        space, block = self.spaces.get(header.namespace), header.hashes[-HASH_BYTES:]
-        row = None if space is None else space.row(block)
-        if space is None or row is None or header.namespace not in self.nameless:
+        claims, block = self.claims.get(header.namespace), header.hashes[-HASH_BYTES:]
+        row = None if claims is None else claims.row(block)
+        if claims is None or row is None or header.namespace not in self.nameless:
             return False
-        space.take(row, len(header.hashes) // HASH_BYTES, seen, elsewhere_ns)
+        claims.take(row, len(header.hashes) // HASH_BYTES, seen, elsewhere_ns)
         self.names[header.namespace, block] = seen.name
         return True
 
     def newest_ns(self, namespace: NamespaceId, hashes: bytes) -> int:
         """When any of some blocks was last claimed or used; 0 where none is claimed."""
-        space = self.spaces[namespace]
-        rows = (space.row(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES))
-        return max((int(space.last_ns[row]) for row in rows if row is not None), default=0)
+        claims = self.claims[namespace]
+        rows = (claims.row(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES))
+        return max((int(claims.last_ns[row]) for row in rows if row is not None), default=0)
 
     def knows_sealed(self, blocks: int) -> bool:
         """Whether `learn_sealed` has been told."""
@@ -192,17 +192,17 @@ class Holdings:
             for row, name in enumerate(named):
                 parts = parse(name)
                 if parts is not None and parts.namespace is None:
-                    entries.append((parts.key, Place(namespace, row)))
+                    entries.append((parts.key, Row(namespace, row)))
         entries.sort()
         keys = np.frombuffer(b"".join(key for key, _ in entries), dtype=_COLUMN)
-        self._sealed[blocks] = keys, [place for _, place in entries]
+        self._sealed[blocks] = keys, [row for _, row in entries]
 
 
-def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Chosen]:
+def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Victim]:
     """The objects last claimed, used or put longer ago than that."""
-    for space in holdings.spaces.values():
-        rows = np.flatnonzero((space.blocks > 0) & (now_ns - space.used_ns() > older_ns))
-        yield from _chosen(space, rows, EvictReason.TTL)
+    for claims in holdings.claims.values():
+        rows = np.flatnonzero((claims.blocks > 0) & (now_ns - claims.used_ns() > older_ns))
+        yield from _victims(claims, rows, EvictReason.TTL)
 
 
 class TenantPart(NamedTuple):
@@ -226,7 +226,7 @@ def over_quota(
     quota_bytes: int,
     more_bytes: int,
     parts: Mapping[str, TenantPart] | None = None,
-) -> list[Chosen]:
+) -> list[Victim]:
     """The least recently used objects, as many as stand above what a tenant, and then the whole pool, may have.
 
     Args:
@@ -236,27 +236,27 @@ def over_quota(
         parts: of tenants, where they have some: who has most for its weight gives up first what the pool has too much.
     """
     parts = parts or {}
-    chosen: list[Chosen] = []
+    victims: list[Victim] = []
     shared: dict[str, list[_Entry]] = {}  # by whose share they are of; all in one where nobody has one
     by_tenant: dict[str, list[_Entry]] = {}
-    for space in holdings.spaces.values():
-        going = gone.get(space.namespace, set())
-        rows = [int(row) for row in np.flatnonzero(space.blocks > 0) if space.block(int(row)) not in going]
-        used_ns = space.used_ns()
-        by_tenant.setdefault(space.tenant, []).extend((int(used_ns[row]), space.namespace, row) for row in rows)
+    for claims in holdings.claims.values():
+        going = gone.get(claims.namespace, set())
+        rows = [int(row) for row in np.flatnonzero(claims.blocks > 0) if claims.block(int(row)) not in going]
+        used_ns = claims.used_ns()
+        by_tenant.setdefault(claims.tenant, []).extend((int(used_ns[row]), claims.namespace, row) for row in rows)
     for tenant, entries in by_tenant.items():
         named = parts.get(tenant, TenantPart())
         quota = holdings.quotas.get(tenant) if named.quota_bytes is None else named.quota_bytes
         count = _first_above(holdings, entries, quota)
-        chosen += [_one(holdings, entry) for entry in entries[:count]]
+        victims += [_one(holdings, entry) for entry in entries[:count]]
         shared.setdefault(tenant if tenant in parts else OTHERS, []).extend(entries[count:])
     if others := shared.get(OTHERS):
         count = _first_above(holdings, others, parts.get(OTHERS, TenantPart()).quota_bytes)
-        chosen += [_one(holdings, entry) for entry in others[:count]]
+        victims += [_one(holdings, entry) for entry in others[:count]]
         shared[OTHERS] = others[count:]
     if quota_bytes:
-        chosen += [_one(holdings, entry) for entry in _above(holdings, shared, quota_bytes, more_bytes, parts)]
-    return chosen
+        victims += [_one(holdings, entry) for entry in _above(holdings, shared, quota_bytes, more_bytes, parts)]
+    return victims
 
 
 def _first_above(holdings: Holdings, entries: list[_Entry], quota_bytes: int | None) -> int:
@@ -274,7 +274,7 @@ def _above(
 ) -> list[_Entry]:
     """Which must go so that the rest is within a quota: always the next of the share with most bytes for its weight."""
     left = {
-        share: deque((entry, int(holdings.spaces[entry[1]].sizes[entry[2]])) for entry in entries)
+        share: deque((entry, int(holdings.claims[entry[1]].sizes[entry[2]])) for entry in entries)
         for share, entries in shared.items()
     }
     held = {share: sum(size for _, size in entries) for share, entries in left.items()}
@@ -291,14 +291,14 @@ def _above(
     return going
 
 
-def _one(holdings: Holdings, entry: _Entry) -> Chosen:
+def _one(holdings: Holdings, entry: _Entry) -> Victim:
     _, namespace, row = entry
-    return next(_chosen(holdings.spaces[namespace], np.array([row]), EvictReason.QUOTA))
+    return next(_victims(holdings.claims[namespace], np.array([row]), EvictReason.QUOTA))
 
 
-def _chosen(space: Space, rows: np.ndarray, reason: EvictReason) -> Iterator[Chosen]:
+def _victims(claims: NamespaceClaims, rows: np.ndarray, reason: EvictReason) -> Iterator[Victim]:
     for row in rows.tolist():
-        yield Chosen(space.namespace, space.block(row), int(space.blocks[row]), reason)
+        yield Victim(claims.namespace, claims.block(row), int(claims.blocks[row]), reason)
 
 
 def lacking(hashes: np.ndarray, known: np.ndarray) -> np.ndarray:

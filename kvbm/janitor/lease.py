@@ -46,8 +46,8 @@ class Found(NamedTuple):
     age_s: float
 
 
-class Sight(NamedTuple):
-    """A first look at the store.
+class StoreStatus(NamedTuple):
+    """What a janitor needs to know of the store before it begins.
 
     Attributes:
         store_ns: the store's time now.

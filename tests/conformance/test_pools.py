@@ -22,7 +22,7 @@ from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.keys import add_key, keys_of_file
-from kvbm.pools.stores.cache_tier import FrontedStore
+from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
 from tests.object_pools import memory_objects
 from tests.object_stores import OBJECT_STORES, place_in
@@ -93,14 +93,14 @@ def object_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Obje
     place = place_in(name, request)
     store = place.open()
     if fronted:
-        store = FrontedStore(MemoryStore("memory://front"), store)
+        store = CachedStore(MemoryStore("memory://front"), store)
     sealing = None
     if sealed:
         for tenant in ("", "somebody else"):
             add_key(tmp_path / "keys.toml", tenant, "1")
         sealing = Sealing(keys_of_file(str(tmp_path / "keys.toml")), k, header_bytes(k))
     made: ObjectPool = memory_objects(
-        BLOCK_BYTES, k, store, wrappings=sealing, namespaces=[SHAPE, OTHER_NAMESPACE],
+        BLOCK_BYTES, k, store, envelopes=sealing, namespaces=[SHAPE, OTHER_NAMESPACE],
         threads=1 if name == "memory" else 8, deadline_s=60.0,
     )  # fmt: skip
     yield made

@@ -47,7 +47,8 @@ _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams
 _PROJECTOR, _LIVENESS = "kvbm/catalog/sequencer.py", "kvbm/catalog/liveness.py"
 _STORING, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
-_JANITOR, _HOLDINGS, _LANE = "kvbm/janitor/janitor.py", "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
+_RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
+_HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
 
 SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- publisher ------------------------------------------------------------------------------------------------------
@@ -269,15 +270,15 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     # -- janitor --------------------------------------------------------------------------------------------------------
     "deletes_without_lease": SourceMutant(
         "a batch of deletions ends before the lease does",
-        _JANITOR,
-        "        yield from self._hold(self._rules.batch_s)\n",
+        _WITHDRAWAL,
+        "        yield from self._steps.hold(self._rules.batch_s)\n",
         "",
         test="tests/unit/test_janitor.py::test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_it",
     ),
     "young_claims_withdrawn": SourceMutant(
         "a claim younger than the listing may be is not withdrawn for want of its object",
-        _JANITOR,
-        "        missing = missing[space.last_ns[missing] < settled_ns]\n",
+        _RECONCILE,
+        "        missing = missing[claims.last_ns[missing] < settled_ns]\n",
         "",
         test="tests/unit/test_janitor.py::test_a_claim_that_is_younger_than_its_object_may_be_is_not_missed",
     ),
@@ -290,9 +291,9 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "used_object_goes_by_quota": SourceMutant(
         "an object chosen by quota that was used meanwhile stays",
-        _JANITOR,
-        "                if last_ns <= entry.last_ns and (entry.chosen.reason is not EvictReason.TTL or last_ns < old_ns):",
-        "                if entry.chosen.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
+        _WITHDRAWAL,
+        "                if last_ns <= entry.last_ns and (entry.victim.reason is not EvictReason.TTL or last_ns < old_ns):",
+        "                if entry.victim.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < old_ns:",
         test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
     ),
     # -- native index ---------------------------------------------------------------------------------------------------

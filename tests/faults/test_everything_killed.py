@@ -14,7 +14,7 @@ import pytest
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import HASH_BYTES, SequenceHash
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from tests.eventually import eventually
 from tests.faults.processes.checker import run_replay
 from tests.faults.processes.clusters import Cluster, Index, K, Prompt, hashes_of, objects_in
@@ -199,7 +199,9 @@ def _count(place: Place) -> int:
 
 def _wrong_objects(place: Place, found: dict[str, list[SequenceHash]]) -> list[str]:
     """Those of a place that do not give back the bytes of their blocks."""
-    objects = BlockObjects(place.open(), BLOCK_BYTES, NATIVE.checksums, CODER, blocks=K, threads=2, deadline_s=10.0)
+    objects = BlockObjects(
+        place.open(), BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=10.0)
+    )
     objects.admit([NAMESPACE])
     try:
         return [name for name, blocks in found.items() if not _is_right(objects, b"".join(blocks))]

@@ -20,8 +20,8 @@ from kvbm.core.errors import LayoutError, PoolError, PoolFullError, PoolMismatch
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.hbm.pool import HbmPool
-from kvbm.pools.nvme import pool as nvme
-from kvbm.pools.nvme.block_io import PAGE_BYTES, OpenEngine, stride_of
+from kvbm.pools.nvme import stripes
+from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.pool import NvmePool
 from tests.eventually import eventually
 from tests.pool_runs import SHAPE, part, random_run
@@ -44,12 +44,14 @@ def _open(
     block_bytes: int = BLOCK_BYTES,
     **way: Any,
 ) -> NvmePool:
-    return NvmePool((path, *more), slots, block_bytes, shape, InstanceId(instance), checksums, engine, **way)
+    return NvmePool(
+        (path, *more), slots, block_bytes, shape, InstanceId(instance), checksums, engine, BlockIoOptions(**way)
+    )
 
 
 @pytest.fixture(autouse=True)
 def short_lock_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "LOCK_WAIT_S", 0.02)
+    monkeypatch.setattr(stripes, "LOCK_WAIT_S", 0.02)
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way['io']}-{way['direct']}")
@@ -304,14 +306,14 @@ def test_a_pool_made_by_another_manager_meanwhile_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first: list[NvmePool] = []
-    really = nvme._open_locked
+    really = stripes._open_locked
 
     def late(path: Path, flags: int) -> int:
         monkeypatch.undo()
         first.append(_open(tmp_path / "pool"))
         return really(path, flags)
 
-    monkeypatch.setattr(nvme, "_open_locked", late)
+    monkeypatch.setattr(stripes, "_open_locked", late)
     with pytest.raises(PoolError, match="in use by another manager"):
         _open(tmp_path / "pool")
     assert first[0].path.stat().st_ino == os.fstat(first[0]._fds[0]).st_ino
@@ -331,7 +333,7 @@ def test_a_lock_is_on_the_file_that_has_the_name(tmp_path: Path, monkeypatch: py
         really(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    fd = nvme._open_locked(path, os.O_RDWR)
+    fd = stripes._open_locked(path, os.O_RDWR)
     assert os.read(fd, 3) == b"new"
     os.close(fd)
 
@@ -760,7 +762,7 @@ def test_one_disk_without_room_leaves_nothing_on_the_others(tmp_path: Path, monk
 def test_a_stripe_in_use_leaves_the_others_free(tmp_path: Path) -> None:
     paths = _stripes(tmp_path)
     _filled(paths)
-    fd = nvme._open_locked(paths[2], os.O_RDWR)
+    fd = stripes._open_locked(paths[2], os.O_RDWR)
     with pytest.raises(PoolError, match=f"{paths[2]}: the file is in use"):
         _striped(paths)
     os.close(fd)

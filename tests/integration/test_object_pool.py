@@ -18,7 +18,7 @@ from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.header import OBJECT_VERSION, header_bytes
 from kvbm.pools.object.keys import add_key
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.blobs import Limits
 from tests.faulty_http import Fault, FaultyServer, faulty
@@ -47,10 +47,8 @@ class Shop:
 
     def open(self, **options: Any) -> BlockObjects:
         """Another pool at the same place."""
-        return BlockObjects(
-            self.place.open(**options), BLOCK_BYTES, NATIVE.checksums, CODER, blocks=K, deadline_s=DEADLINE_S,
-            on_trouble=self.troubles.append,
-        )  # fmt: skip
+        way = ObjectPoolOptions(blocks=K, deadline_s=DEADLINE_S, on_trouble=self.troubles.append)
+        return BlockObjects(self.place.open(**options), BLOCK_BYTES, NATIVE.checksums, CODER, way)
 
     def breaks(self, *faults: Fault) -> None:
         """From now on."""
@@ -321,11 +319,11 @@ def test_a_redis_in_front_answers_and_may_forget(place: Place, redis_url: str, m
     assert pool.put(run.rows, run.proof) == [True] * 5 * K
     assert pool.store.settle(10)  # type: ignore[attr-defined]
     names = [listed.name for listed in pool.listed()]
-    pool.store.behind.delete(names, 10.0)  # type: ignore[attr-defined]
+    pool.store.backing.delete(names, 10.0)  # type: ignore[attr-defined]
     assert pool.get(run.namespace, run.hashes, run.room()).outcomes == [GOOD] * 5 * K
     assert pool.put(run.rows, run.proof) == [True] * 5 * K
     assert pool.store.settle(10)  # type: ignore[attr-defined]
-    assert pool.store.front.delete(names, 10.0) == [None] * 5  # type: ignore[attr-defined]
+    assert pool.store.cache.delete(names, 10.0) == [None] * 5  # type: ignore[attr-defined]
     assert pool.get(run.namespace, run.hashes, run.room()).outcomes == [GOOD] * 5 * K
     pool.close()
 

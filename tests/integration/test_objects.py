@@ -13,7 +13,7 @@ from kvbm.core.ids import HASH_BYTES, Epoch, Namespace
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.object.coding import ELEMENT_CODINGS
 from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.pool import Described
+from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX, encode_list
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore

@@ -314,7 +314,7 @@ def test_what_is_no_pool_of_this_pod_is_left_alone(tmp_path: Path, damage: str) 
                 shutil.rmtree(tmp_path / "pod")
                 other = Namespace(model="other", revision="r1", block_tokens=16)
                 pool = NvmePool(
-                    [path], 32, BLOCK_BYTES, other, InstanceId("a"), NATIVE.checksums, OPEN_BLOCK_IO, Reach.POD
+                    [path], 32, BLOCK_BYTES, other, InstanceId("a"), NATIVE.checksums, OPEN_BLOCK_IO, reach=Reach.POD
                 )
                 rows = rows_of(hashes)
                 pool.write(range(8), rows, Proof(NAMESPACE.id, Epoch(1), hashes, NATIVE.checksums(rows)))

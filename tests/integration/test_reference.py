@@ -21,7 +21,7 @@ def _prose() -> list[tuple[str, str]]:
 
 def test_each_setting_has_a_meaning():
     missing = [one.key for _, _, own in reference.settings() for one in own if not one.meaning]
-    assert not missing, f"say in the docstring of their table in kvbm/config.py what these are: {missing}"
+    assert not missing, f"say in the docstring of their table in kvbm/config/settings.py what these are: {missing}"
 
 
 def test_each_setting_is_on_its_page():

@@ -36,7 +36,7 @@ class Instance:
             BLOCK_BYTES,
             K,
             store,
-            wrappings=self.sealing,
+            envelopes=self.sealing,
             namespaces=[ACME, OTHER, NOBODY],
             on_trouble=self.troubles.append,
         )

@@ -213,7 +213,7 @@ class Engine:
     def ask(self, request: Request) -> int:
         """Ask until the answer is one, as vLLM does step after step."""
         for _ in range(2000):
-            found = self.scheduler.matched(request, 0)
+            found = self.scheduler.loads.matched(request, 0)
             if found is not None:
                 return found
             self.step()
@@ -300,7 +300,7 @@ def test_a_prompt_that_host_cannot_hold_goes_through_it_to_nvme_while_its_reques
         assert engine.ask(request) == 0
         engine.admit(request)
         engine.compute(request)
-        chain = engine.scheduler.state_of(request).hashes(0, 0, 40, NATIVE.derived_hashes)
+        chain = engine.scheduler.requests.state_of(request).hashes(0, 0, 40, NATIVE.derived_hashes)
         for _ in range(2000):  # as many steps as a device takes for it
             engine.step(request)
             manager.settle(0.005)
@@ -326,7 +326,7 @@ def test_a_hybrid_model_finds_a_prefix_only_where_every_group_has_what_it_needs(
     prompt = list(range(41))
     assert hybrid.run(prompt) == 0
     assert hybrid.run(prompt) == 40
-    window = hybrid.scheduler.state_of(Request(prompt))
+    window = hybrid.scheduler.requests.state_of(Request(prompt))
     lost = window.hashes(1, 8, 9, NATIVE.derived_hashes)
     assert hybrid.manager.evict(Tier.HOST, lost) == 1
     assert hybrid.run(prompt) == 32  # block 8 of the window is gone, so a prefix that needs it is none
@@ -338,9 +338,9 @@ def test_a_second_request_waits_for_the_first_ones_load(engine: Engine) -> None:
     first, second = Request(prompt), Request(prompt)
     assert engine.ask(first) == 32
     engine.admit(first, 0, 32)
-    assert engine.scheduler.matched(second, 0) is None
+    assert engine.scheduler.loads.matched(second, 0) is None
     engine.step()
-    assert engine.scheduler.matched(second, 0) == 32
+    assert engine.scheduler.loads.matched(second, 0) == 32
 
 
 def test_a_failed_load_is_never_offered_to_that_request_again(engine: Engine) -> None:
@@ -350,7 +350,7 @@ def test_a_failed_load_is_never_offered_to_that_request_again(engine: Engine) ->
     assert engine.ask(request) == 32
     engine.admit(request, 0, 32)
     engine.work(engine.scheduler.plan({}, 0, ()), failing="the device is gone")
-    assert engine.scheduler.matched(request, 0) == 0
+    assert engine.scheduler.loads.matched(request, 0) == 0
     assert engine.ask(Request(prompt)) == 32
 
 
@@ -370,10 +370,10 @@ def test_blocks_stay_referenced_until_the_workers_have_answered(engine: Engine) 
     engine.compute(request)
     plan = engine.scheduler.plan({request.request_id: 9}, 9, ())
     assert sum(block.ref_cnt for block in engine.pool.blocks) == 8
-    assert engine.scheduler.has_work()
+    assert engine.scheduler.stores.has_work()
     engine.work(plan)
     assert sum(block.ref_cnt for block in engine.pool.blocks) == 0
-    assert not engine.scheduler.has_work()
+    assert not engine.scheduler.stores.has_work()
 
 
 def test_what_steps_in_flight_compute_is_not_stored_yet(engine: Engine) -> None:
@@ -422,7 +422,7 @@ def test_the_stream_holds_hbm_as_the_engine_has_it(engine: Engine) -> None:
     engine.admit(request)
     engine.compute(request)
     engine.step(request)
-    state = engine.scheduler.state_of(request)
+    state = engine.scheduler.requests.state_of(request)
     assert b"".join(engine.manager.held(Tier.HBM)) == state.hashes(0, 0, 8, NATIVE.derived_hashes)
     engine.end(request)
     assert engine.manager.held(Tier.HBM) == []
@@ -431,7 +431,7 @@ def test_the_stream_holds_hbm_as_the_engine_has_it(engine: Engine) -> None:
 
 def test_a_sessions_tokens_that_were_taken_back_are_hashed_anew(engine: Engine) -> None:
     request, other = Request(list(range(33))), Request([*range(20), *range(50, 63)])
-    state = engine.scheduler.state_of(request)
+    state = engine.scheduler.requests.state_of(request)
     before = state.hashes(0, 0, 8, NATIVE.derived_hashes)
     request.block_hashes = other.block_hashes
     after = state.hashes(0, 0, 8, NATIVE.derived_hashes)
@@ -487,7 +487,7 @@ def test_a_refreshed_chain_that_lies_partly_in_nvme_leaves_no_block_pinned(tmp_p
         for start in (0, 100):
             engine.run(list(range(start, start + 33)))
             assert manager.settle(10)
-        chain = engine.scheduler.state_of(Request(list(range(33)))).hashes(0, 0, 8, NATIVE.derived_hashes)
+        chain = engine.scheduler.requests.state_of(Request(list(range(33)))).hashes(0, 0, 8, NATIVE.derived_hashes)
         tiers = set(manager.holders(chain))
         assert tiers == {Tier.HOST, Tier.NVME}
         manager.refresh(chain)
@@ -504,7 +504,7 @@ def test_after_a_refusal_nothing_is_stored_and_what_requests_wait_for_is_still_h
     waiting, other = Request(prompt), Request(list(range(100, 133)))
     assert engine.ask(waiting) == 32
     engine.admit(waiting, 0, 32)
-    engine.scheduler.abandon("lost")
+    engine.scheduler.loads.abandon("lost")
     engine.admit(other)
     engine.compute(other)
     engine.scheduler.refusal = "a rank cannot map HOST"

@@ -14,7 +14,7 @@ from kvbm._native import BlockIo, checksums
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId
 from kvbm.pools.base import ReadOutcome
-from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
+from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockIoOptions, stride_of
 from kvbm.pools.nvme.pool import NvmePool
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.pool_runs import SHAPE, Run, random_run
@@ -32,7 +32,9 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Nvm
     block_bytes = 4096 if direct == "on" else 1000  # where a block ends in the middle of a page, too
     paths = (tmp_path / "0", tmp_path / "1")
     try:
-        pool = NvmePool(paths, SLOTS, block_bytes, SHAPE, InstanceId("a"), checksums, BlockIo, io=io, direct=direct)
+        pool = NvmePool(
+            paths, SLOTS, block_bytes, SHAPE, InstanceId("a"), checksums, BlockIo, BlockIoOptions(io, direct)
+        )
     except PoolError as error:
         pytest.skip(str(error))
     run = random_run(SLOTS, block_bytes)

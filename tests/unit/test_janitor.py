@@ -19,17 +19,17 @@ from kvbm.janitor.effects import (
     Delete,
     Describe,
     Effect,
+    EmitClaims,
     ListPage,
     Pause,
     PutLease,
-    Say,
-    Settle,
+    WaitForSql,
     WriteList,
 )
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
 from kvbm.pools.object.keys import add_key
-from kvbm.pools.object.tombstones import LEASE_NAME, Withdrawn, decode_list, encode_list, read_lists
+from kvbm.pools.object.tombstones import LEASE_NAME, Tombstones, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Put
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
@@ -61,10 +61,12 @@ def test_what_is_older_than_its_time_is_withdrawn_then_named_then_deleted_after_
     assert (report.withdrawn, report.deleted, report.found) == ({"ttl": 1}, 1, 0)
     assert (SPACE.id, old, EvictReason.TTL) in world.cluster.said
     order = [
-        type(effect) for effect in run.done if type(effect) in (Say, Settle, WriteList, Pause, ClaimedLast, Delete)
+        type(effect)
+        for effect in run.done
+        if type(effect) in (EmitClaims, WaitForSql, WriteList, Pause, ClaimedLast, Delete)
     ]
-    assert order[1:5] == [ClaimedLast, Say, Settle, WriteList]
-    assert order[-4:] == [Settle, ClaimedLast, Delete, WriteList]
+    assert order[1:5] == [ClaimedLast, EmitClaims, WaitForSql, WriteList]
+    assert order[-4:] == [WaitForSql, ClaimedLast, Delete, WriteList]
 
 
 def test_a_use_makes_an_object_young_again_also_while_the_janitor_looks() -> None:
@@ -277,7 +279,7 @@ def test_what_is_claimed_during_the_grace_stays_and_is_claimed_whole() -> None:
 def test_instances_see_what_is_withdrawn_until_it_is_over() -> None:
     world = World()
     old, new = old_and_new(world)
-    seen = Withdrawn(world.store, RULES.grace_s / 3, 1.0, clock=lambda: world.now_s)
+    seen = Tombstones(world.store, RULES.grace_s / 3, 1.0, clock=lambda: world.now_s)
     names = [*world.names(old), *world.names(new)]
     assert seen.among(names) == set()
     run = Course(world).go(until=Pause)
@@ -710,7 +712,7 @@ def test_nothing_is_deleted_while_the_catalog_stores_nothing(monkeypatch: pytest
     world = World()
     monkeypatch.setattr("kvbm.janitor.driver.time", SimpleNamespace(monotonic=lambda: world.now_s))
     old_and_new(world)
-    run = Course(world).go(until=Say)
+    run = Course(world).go(until=EmitClaims)
     world.cluster.stores_nothing = True
     with pytest.raises(JanitorError, match="has not stored within"):
         run.go()

@@ -145,7 +145,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """A request has come."""
         if self._serves():
-            self._scheduler.state_of(request)  # type: ignore[union-attr]
+            self._scheduler.requests.state_of(request)  # type: ignore[union-attr]
 
     @_harmless(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -153,7 +153,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._serves():
             return 0, False
         assert self._scheduler is not None
-        tokens = self._scheduler.matched(request, num_computed_tokens)
+        tokens = self._scheduler.loads.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     @_harmless(lambda: None)
@@ -166,12 +166,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.allocated(request, block_ids, num_external_tokens)
         except Exception:
             if num_external_tokens:  # the request waits for them by now
-                self._scheduler.abandon(request.request_id)
+                self._scheduler.loads.abandon(request.request_id)
             raise
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Where the tokens of the load planned last come from."""
-        hits = self._scheduler.hits_of_last_load() if self._scheduler is not None else {}
+        hits = self._scheduler.loads.hits_of_last() if self._scheduler is not None else {}
         total = sum(hits.values())
         if not num_external_tokens or not total:
             return super().get_external_cache_hit_sources(request, num_external_tokens)  # type: ignore[no-any-return]
@@ -190,8 +190,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return KvbmMetadata()
         scheduled = scheduler_output.num_scheduled_tokens
-        if self._scheduler.is_asked_again:
-            self._scheduler.is_asked_again = False
+        if self._scheduler.loads.is_asked_again:
+            self._scheduler.loads.is_asked_again = False
             if not scheduled:  # else an engine in its user's process would spin, and keep our threads from the GIL
                 time.sleep(_IDLE_ASK_S)
         tokens = scheduler_output.total_num_scheduled_tokens
@@ -203,7 +203,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is None:
             return
         for request_id in connector_output.failed_recving or ():
-            self._scheduler.failed(request_id)
+            self._scheduler.loads.failed(request_id)
         answered = connector_output.kv_connector_worker_meta
         if isinstance(answered, KvbmWorkerMetadata):
             self._scheduler.answered(answered.answers)
@@ -224,11 +224,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """Whether stores wait for workers: an engine without requests goes on stepping for them."""
-        return self._scheduler is not None and self._scheduler.has_work()
+        return self._scheduler is not None and self._scheduler.stores.has_work()
 
     def has_pending_block_frees(self) -> bool:
         """Whether blocks will come free without a preemption."""
-        return self._scheduler is not None and self._scheduler.has_work()
+        return self._scheduler is not None and self._scheduler.stores.has_work()
 
     @_harmless(lambda: False)
     def reset_cache(self) -> bool | None:

@@ -22,6 +22,7 @@ from kvbm.engines.vllm.requests import Group, GroupNamespace
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.served import why_not_served
 from kvbm.engines.vllm.settings import settings_of
+from kvbm.engines.vllm.store_planner import StoreRules
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
 
@@ -112,9 +113,8 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         return found
 
     align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
-    stores_all = settings.offload.host == "write_through"
-    by_recency = settings.pools.eviction == "lru"
-    return Scheduler(manager, NATIVE, groups, namespaces_of, served.ranks, share, align_tokens, stores_all, by_recency)
+    rules = StoreRules(stores_all=settings.offload.host == "write_through", by_recency=settings.pools.eviction == "lru")
+    return Scheduler(manager, NATIVE, groups, namespaces_of, served.ranks, share, align_tokens, rules)
 
 
 def _reachable(

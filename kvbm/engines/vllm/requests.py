@@ -1,4 +1,4 @@
-"""What the scheduler's half knows of one request: the hashes of its blocks, and how far they are kept."""
+"""What the scheduler's half knows of the engine's requests: the hashes of their blocks, and how far they are kept."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
-from kvbm.engines.vllm.adapters import Origin
+from kvbm.engines.vllm.adapters import Adapters, Origin
 
 if TYPE_CHECKING:
     from kvbm.manager.engine_hbm import Acquiring
@@ -170,3 +170,51 @@ class RequestState:
         if self.ask is not None:
             self.ask.release()
             self.ask = None
+
+
+class Requests:
+    """The engine's requests.
+
+    Args:
+        namespaces_of: the namespaces of a request by group, by its tenant, and by the digest of its adapter's weights if it has one.
+        adapters: what the workers have loaded.
+
+    Attributes:
+        states: by request id, each from its arrival to its end.
+        queued_tokens: of the prompts that wait for their first step.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], namespaces_of: Callable[..., Sequence[GroupNamespace]], adapters: Adapters
+    ) -> None:
+        self.states: dict[str, RequestState] = {}
+        self.queued_tokens = 0
+        self._groups, self._namespaces_of, self._adapters = groups, namespaces_of, adapters
+
+    def state_of(self, request: Any) -> RequestState:
+        """Our state of a request, made when it is first heard of."""
+        state = self.states.get(request.request_id)
+        if state is None:
+            lora = getattr(request, "lora_request", None)
+            origin = Origin(
+                None if lora is None else self._adapters.of(lora.lora_int_id), is_pure=not has_own_ids(request)
+            )
+            namespaces = self._namespaces_of(request) if lora is None else ()
+            state = RequestState(request, self._groups, namespaces, origin)
+            self.states[request.request_id] = state
+            self.queued_tokens += state.queued_tokens
+        return state
+
+    def is_known(self, state: RequestState) -> bool:
+        """Whether a request's blocks have a namespace that says all they depend on."""
+        if not state.origin.is_known:
+            return False
+        if not state.namespaces:
+            assert state.origin.adapter is not None
+            state.namespaces = self._namespaces_of(state.request, state.origin.adapter.digest)
+        return True
+
+    def unqueue(self, state: RequestState) -> None:
+        """A request waits for its first step no more."""
+        self.queued_tokens -= state.queued_tokens
+        state.queued_tokens = 0

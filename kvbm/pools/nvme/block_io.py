@@ -3,7 +3,7 @@
 A slot is found in file `slot % len(fds)`, as its slot `slot // len(fds)`:
 
     file    0  4096 bytes that are the pool's own; then slots, each `stride` apart
-    slot    0  4096      the block's header as in header.py (magic "KVBS"), then zeros
+    slot    0  4096      the block's header as in slot_header.py (magic "KVBS"), then zeros
          4096  …         the block's bytes, then nothing up to a multiple of 4,096
 
 The engine holds every header and every byte to what was asked for, in native threads and without the GIL, while the device goes on.
@@ -12,7 +12,7 @@ The engine holds every header and every byte to what was asked for, in native th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,15 @@ PAGE_BYTES = 4096
 def stride_of(block_bytes: int) -> int:
     """Bytes from one slot to the next: the header's page and the block, in whole pages."""
     return PAGE_BYTES + -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class BlockIoOptions(NamedTuple):
+    """How an engine moves blocks; the meanings and choices are those of `NvmeSettings`."""
+
+    io: str = "auto"
+    direct: str = "auto"
+    depth: int = 32
+    offload_share: float = 0.25
 
 
 class BlockEngine(Protocol):

@@ -1,6 +1,6 @@
 """The NVME pools of a pod's other instances, read from a folder that all of them share, whether their owners run or not.
 
-    <folder>/<cluster>.<instance>.pool    as nvme.py draws it, one stripe; written by its owner alone
+    <folder>/<cluster>.<instance>.pool    as pool.py has it, one stripe; written by its owner alone
                                  .slots   which block each slot seems to hold: hints.py
 
 Nobody is asked and nothing is locked. The owner overwrites slots whenever it wants, so a hint only says where to look: a block is what
@@ -28,9 +28,10 @@ from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.pools.base import PodRun, ReadOutcome, ReadResult
-from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, OpenEngine, stride_of
+from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
+from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape_of
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
-from kvbm.pools.nvme.pool import CLOSE_S, Damaged, FileShape, decode_header, shape_of
+from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
 
 log = structlog.get_logger()
@@ -120,7 +121,7 @@ class PodFolder:
         own: the pool file of this instance in the folder, which is none of the others.
         shape: of this instance's blocks; pools of another shape are left alone.
         hints: of the own pool, made visible to other machines as often as the folder is looked at.
-        io, direct, depth: as `NvmeSettings` has them, for each peer.
+        options: for each peer; reads take all of the depth.
     """
 
     def __init__(
@@ -132,15 +133,13 @@ class PodFolder:
         checksums: ChecksumRows,
         open_engine: OpenEngine,
         hints: SlotHints | None = None,
-        io: str = "auto",
-        direct: str = "auto",
-        depth: int = 16,
+        options: BlockIoOptions = BlockIoOptions(depth=16),  # noqa: B008  # frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = own.parent
         self._own, self._prefix, self._block_bytes = own.name, f"{cluster}.", block_bytes
         self._shape, self._checksums = shape, checksums
-        self._open_engine, self._io, self._direct, self._depth = open_engine, io, direct, depth
+        self._open_engine, self._options = open_engine, options
         self._hints, self._clock = hints, clock
         self._lock = threading.Lock()  # of what `_peers` holds; never while a file is touched
         self._peers: dict[InstanceId, _Peer] = {}
@@ -371,11 +370,12 @@ class PodFolder:
 
     def _open(self, peer: _Peer) -> _File:
         """Raises OSError."""
+        options = self._options
         fd = os.open(peer.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            is_direct = self._direct != "off" and _set_direct(fd)
+            is_direct = options.direct != "off" and _set_direct(fd)
             engine = self._open_engine(
-                [fd], max(1, peer.slots), self._block_bytes, self._io, is_direct, self._depth, 1.0
+                [fd], max(1, peer.slots), self._block_bytes, options.io, is_direct, options.depth, 1.0
             )
         except BaseException:
             os.close(fd)

@@ -35,7 +35,7 @@ import numpy as np
 
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import Namespace, NamespaceId
-from kvbm.pools.object.envelope import Wrapping, newer_object
+from kvbm.pools.object.envelope import ObjectEnvelope, newer_object
 from kvbm.pools.object.keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
 from kvbm.pools.stores.base import Body, Refusal, Trouble
 
@@ -55,7 +55,7 @@ _LACKING_S = 20.0  # and after an object needed a key that is not here
 
 
 class TenantSealing:
-    """Seals and opens the objects of one tenant, a `Wrapping`. Any thread."""
+    """Seals and opens the objects of one tenant, a `ObjectEnvelope`. Any thread."""
 
     extra_bytes = ENVELOPE_BYTES + 2 * _TAG_BYTES
 
@@ -75,14 +75,14 @@ class TenantSealing:
         self._lacks = lacks
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
-        """As `Wrapping.names`."""
+        """As `ObjectEnvelope.names`."""
         return [
             self._folder + digest(self._names_key, b"kvbm.name.v1", namespace + block_hash).hex()
             for block_hash in hashes
         ]
 
     def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> memoryview:
-        """As `Wrapping.wrap`, under the current key."""
+        """As `ObjectEnvelope.wrap`, under the current key."""
         cipher = self._ciphers[self._current]
         begin = _BEGIN + self._current + os.urandom(2 * _NONCE_BYTES)
         bound = begin + name.encode()
@@ -94,7 +94,7 @@ class TenantSealing:
         return sealed.data
 
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
-        """As `Wrapping.open_header`."""
+        """As `ObjectEnvelope.open_header`."""
         lead = memoryview(body)[: self.lead_bytes]
         if len(lead) < self.lead_bytes:
             return b""
@@ -115,7 +115,7 @@ class TenantSealing:
             return b""
 
     def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
-        """As `Wrapping.open_blocks`."""
+        """As `ObjectEnvelope.open_blocks`."""
         lead = memoryview(body)
         room = len(lead) - self.lead_bytes - _TAG_BYTES
         if room < 0:
@@ -131,7 +131,7 @@ class TenantSealing:
 
 
 class Sealing:
-    """The sealings of all tenants that have keys, `Wrappings`. Any thread."""
+    """The sealings of all tenants that have keys, `Envelopes`. Any thread."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class Sealing:
             if isinstance(found := self.of(namespace.id, namespace), Refusal):
                 raise ConfigError(found.words)
 
-    def of(self, namespace: NamespaceId, known: Namespace | None) -> Wrapping | Refusal:
-        """As `Wrappings.of`."""
+    def of(self, namespace: NamespaceId, known: Namespace | None) -> ObjectEnvelope | Refusal:
+        """As `Envelopes.of`."""
         if known is None:
             return Refusal(
                 Trouble.DENIED,
@@ -175,8 +175,8 @@ class Sealing:
             f"{self._source.words} has no keys of tenant {known.tenant!r}; write a table [tenants.{json.dumps(known.tenant)}]",
         )
 
-    def of_name(self, name: str) -> Wrapping | None:
-        """As `Wrappings.of_name`."""
+    def of_name(self, name: str) -> ObjectEnvelope | None:
+        """As `Envelopes.of_name`."""
         folder, _, _ = name.rpartition("/")
         return self._tenants.by_folder.get(folder)
 

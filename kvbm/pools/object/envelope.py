@@ -1,4 +1,4 @@
-"""How objects are named, and how header and blocks become the bytes of one: as they are here, encrypted in sealing.py."""
+"""How objects are named, and how header and blocks become the bytes of one: as they are here, encrypted in encryption.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.pools.stores.base import Body, Refusal, Trouble
 
 
-class Wrapping(Protocol):
+class ObjectEnvelope(Protocol):
     """Names, wraps and opens the objects of some namespaces.
 
     Attributes:
@@ -35,20 +35,20 @@ class Wrapping(Protocol):
         """The encoded blocks of an object whose header has been opened; None when they are none."""
 
 
-class Wrappings(Protocol):
-    """Which wrapping is whose."""
+class Envelopes(Protocol):
+    """Which envelope is whose."""
 
-    def of(self, namespace: NamespaceId, known: Namespace | None) -> Wrapping | Refusal:
+    def of(self, namespace: NamespaceId, known: Namespace | None) -> ObjectEnvelope | Refusal:
         """That of a namespace; `known` is what it stands for, if somebody has said. A refusal: it has none."""
 
-    def of_name(self, name: str) -> Wrapping | None:
+    def of_name(self, name: str) -> ObjectEnvelope | None:
         """That of an object; None when the name is none of ours."""
 
     def refresh(self) -> None:
         """Look whether something has changed; may block for seconds."""
 
 
-class Plain:
+class PlainEnvelope:
     """Objects as they are, each under the namespace and hash in hex; one for all namespaces."""
 
     extra_bytes = 0
@@ -57,32 +57,32 @@ class Plain:
         self.lead_bytes = header_bytes
         self._folder = f"{blocks}/"
 
-    def of(self, namespace: NamespaceId, known: Namespace | None) -> Wrapping | Refusal:
-        """As `Wrappings.of`."""
+    def of(self, namespace: NamespaceId, known: Namespace | None) -> ObjectEnvelope | Refusal:
+        """As `Envelopes.of`."""
         return self
 
-    def of_name(self, name: str) -> Wrapping | None:
-        """As `Wrappings.of_name`."""
+    def of_name(self, name: str) -> ObjectEnvelope | None:
+        """As `Envelopes.of_name`."""
         return self if name.startswith(self._folder) else None
 
     def refresh(self) -> None:
         """Nothing changes."""
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
-        """As `Wrapping.names`."""
+        """As `ObjectEnvelope.names`."""
         folder = f"{self._folder}{namespace.hex()}/"
         return [folder + block_hash.hex() for block_hash in hashes]
 
     def wrap(self, name: str, header: np.ndarray, blocks: np.ndarray) -> Body | tuple[Body, ...]:
-        """As `Wrapping.wrap`; not a copy."""
+        """As `ObjectEnvelope.wrap`; not a copy."""
         return header.data, blocks.data
 
     def open_header(self, name: str, body: Body) -> bytes | Refusal:
-        """As `Wrapping.open_header`."""
+        """As `ObjectEnvelope.open_header`."""
         return bytes(memoryview(body)[: self.lead_bytes])
 
     def open_blocks(self, name: str, body: Body) -> np.ndarray | None:
-        """As `Wrapping.open_blocks`; not a copy."""
+        """As `ObjectEnvelope.open_blocks`; not a copy."""
         return np.frombuffer(body, dtype=np.uint8)[self.lead_bytes :]
 
 

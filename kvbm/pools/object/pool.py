@@ -1,8 +1,8 @@
 """OBJECT: blocks in a store of objects, k to an object, found by namespace and hash, without slots and without an owner.
 
-An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so that objects of two k never meet; object_header.py says
-what is in one, sealing.py how it is encrypted and named where a tenant's keys are given. What a pool keeps besides blocks lies under
-".kvbm/"; names that the janitor has withdrawn there are neither put nor got.
+An object is named <k>/<namespace id, hex>/<hash of its last block, hex>, so objects of two k never meet. header.py says what is in
+one, encryption.py how it is encrypted and named where a tenant has keys, reader.py how it is proved and decoded. What a pool keeps
+besides blocks lies under ".kvbm/"; names in the janitor's tombstones there are neither put nor got.
 """
 
 from __future__ import annotations
@@ -18,26 +18,19 @@ import numpy as np
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import LayoutError, PoolError
-from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Reach, Tier
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Reach, Tier
 from kvbm.pools.base import NamespaceBytes, ObjectStats, Proof, ReadOutcome, ReadResult
 from kvbm.pools.object.coding import ELEMENT_CODINGS, BlockCoder, Coding
-from kvbm.pools.object.envelope import Plain, Wrapping, Wrappings, newer_object
-from kvbm.pools.object.header import (
-    MOST_BLOCKS,
-    OBJECT_VERSION,
-    Headers,
-    decode_object_headers,
-    encode_object_headers,
-    header_bytes,
-    newer_version,
-)
-from kvbm.pools.object.tombstones import Withdrawn
+from kvbm.pools.object.envelope import Envelopes, ObjectEnvelope, PlainEnvelope
+from kvbm.pools.object.header import MOST_BLOCKS, encode_object_headers, header_bytes
+from kvbm.pools.object.reader import Described, FoundObject, ObjectReader, WantedBlocks
+from kvbm.pools.object.tombstones import Tombstones
 from kvbm.pools.run import all_failed, check_chain, check_objects, check_proof, check_size
 from kvbm.pools.stores.base import ForgetfulStore, Get, Got, Listed, Put, Refusal, Store, Trouble
-from kvbm.pools.stores.cache_tier import FrontedStore
+from kvbm.pools.stores.cache_tier import CachedStore
 
-_LOT = 4  # objects of a call that go together, coded while others are on their way
-_LOTS_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
+_BATCH = 4  # objects of a call that go together, coded while others are on their way
+_BATCHES_UNDER_WAY = 4  # of a call; bounds what is kept of bodies
 _ABSENT_WAIT_S = 1.0  # nobody needs the answer now
 _LATE_S = 0.5  # how long after its deadline a store may still answer
 _OUTCOMES = tuple(ReadOutcome)
@@ -46,17 +39,30 @@ Answer = TypeVar("Answer")
 Request = TypeVar("Request", Put, Get)
 
 
-class Described(NamedTuple):
-    """What an object holds, by a header that is proved by itself, by the object's name and by its size.
+class ObjectPoolOptions(NamedTuple):
+    """How a pool of objects works.
 
     Attributes:
-        hashes: packed, k of them, in the order of their chain.
+        blocks: k, blocks of an object.
+        namespaces: those known from the start, as by `admit`.
+        compressed: whether blocks are coded by the type of their elements.
+        envelopes: how objects are named and wrapped, for the same k; None: as they are.
+        look_s: how often to read the tombstones, and to look for changes of `envelopes`; 0: never.
+        name: "" for the store's.
+        threads: that wait for the store; 1: the caller's own.
+        deadline_s: of a whole call; what is not done then is trouble.
+        on_trouble: gets one sentence for each call with trouble.
     """
 
-    namespace: NamespaceId
-    hashes: bytes
-    epoch: Epoch
-    size_bytes: int
+    blocks: int = 1
+    namespaces: Iterable[Namespace] = ()
+    compressed: bool = True
+    envelopes: Envelopes | None = None
+    look_s: float = 0.0
+    name: str = ""
+    threads: int = 8
+    deadline_s: float = 10.0
+    on_trouble: Callable[[str], None] = lambda message: None
 
 
 class BlockObjects:
@@ -80,31 +86,10 @@ class BlockObjects:
         block_bytes: int,
         checksums: ChecksumRows,
         coder: BlockCoder,
-        *,
-        blocks: int = 1,
-        namespaces: Iterable[Namespace] = (),
-        compressed: bool = True,
-        wrappings: Wrappings | None = None,
-        look_s: float = 0.0,
-        name: str = "",
-        threads: int = 8,
-        deadline_s: float = 10.0,
-        on_trouble: Callable[[str], None] = lambda message: None,
+        options: ObjectPoolOptions = ObjectPoolOptions(),  # noqa: B008  # frozen
     ) -> None:
-        """Make the pool. Nothing is asked of the store.
-
-        Args:
-            blocks: k, blocks of an object.
-            namespaces: those known from the start, as by `admit`.
-            compressed: whether blocks are coded by the type of their elements.
-            wrappings: how objects are named and wrapped; None: plainly. They are for the same k.
-            look_s: how often to look for what is withdrawn, and for changes of `wrappings`; 0: never.
-            name: "" for the store's.
-            threads: that wait for the store; 1: the caller's own.
-            deadline_s: of a whole call; what is not done then is trouble.
-            on_trouble: gets one sentence for each call with trouble.
-        Raises: LayoutError: below 1 byte, or a k that no header can say.
-        """
+        """Make the pool. Nothing is asked of the store. Raises LayoutError: below 1 byte, or a k that no header can say."""
+        blocks = options.blocks
         check_size("OBJECT", 1, block_bytes)
         if not 1 <= blocks <= MOST_BLOCKS:
             raise LayoutError(f"OBJECT pool: {blocks} blocks to an object; give 1 to {MOST_BLOCKS}")
@@ -112,27 +97,27 @@ class BlockObjects:
         self.block_bytes = block_bytes
         self.reach = Reach.CLUSTER
         self.blocks = blocks
-        self.name = name or store.name
+        self.name = options.name or store.name
         self.store = store
         self.forgets = store.forgets
         self._checksum_rows = checksums
         self._coder = coder
-        self._compressed = compressed
-        self._deadline_s = deadline_s
-        self._on_trouble = on_trouble
-        self._header_bytes = header_bytes(blocks)
-        self._plain = Plain(blocks, self._header_bytes)
-        self._wrappings: Wrappings = wrappings or self._plain
+        self._compressed = options.compressed
+        self._deadline_s = options.deadline_s
+        self._on_trouble = options.on_trouble
+        self._reader = ObjectReader(blocks, block_bytes, checksums, coder)
+        self._envelopes: Envelopes = options.envelopes or PlainEnvelope(blocks, header_bytes(blocks))
         self._namespaces: dict[NamespaceId, Namespace] = {}
         self._object_bytes: dict[NamespaceId, int] = {}  # of the last object of a namespace that passed by
-        self._refused: set[NamespaceId] = set()  # of which it has been said
+        self._refused: set[NamespaceId] = set()  # namespaces whose refusal was reported
         self._stats = ObjectStats()
         self._lock = threading.Lock()  # of the counters, `refused` and `closed`
         self._closed = False
+        threads, look_s = options.threads, options.look_s
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-object") if threads > 1 else None
-        self.admit(namespaces)
+        self.admit(options.namespaces)
         self._look_s = look_s
-        self._withdrawn = Withdrawn(store, look_s, deadline_s) if look_s and not store.forgets else None
+        self._tombstones = Tombstones(store, look_s, options.deadline_s) if look_s and not store.forgets else None
         self._ending = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="kvbm-object-watch", daemon=True) if look_s else None
         if self._watcher is not None:
@@ -146,30 +131,30 @@ class BlockObjects:
         """Put each object that is not there yet; for each block whether the store now holds it."""
         count = check_objects(self.name, check_proof(self.name, rows, proof, self.block_bytes, at), self.blocks)
         indexes = np.arange(count * self.blocks) if at is None else np.asarray(at, dtype=np.int64)
-        wrapping = self._wrapping(proof.namespace)
-        if isinstance(wrapping, Refusal):
+        envelope = self._envelope(proof.namespace)
+        if isinstance(envelope, Refusal):
             return [False] * len(indexes)
-        names = wrapping.names(proof.namespace, _last_hashes(proof.hashes, self.blocks))
-        if gone := self._gone(names):
+        names = envelope.names(proof.namespace, _last_hashes(proof.hashes, self.blocks))
+        if gone := self._withdrawn(names):
             return self._put_others(rows, proof, indexes, [name not in gone for name in names])
         call = _Call("put", count, self._deadline_s)
         stored_bytes = [0] * count
 
-        def start(lot: slice) -> Future[list[Refusal | None]]:
-            puts = self._encode(wrapping, names[lot], rows, self._part(proof, lot), self._part_of(indexes, lot))
-            stored_bytes[lot] = [put.size_bytes for put in puts]
+        def start(batch: slice) -> Future[list[Refusal | None]]:
+            puts = self._encode(envelope, names[batch], rows, self._part(proof, batch), self._part_of(indexes, batch))
+            stored_bytes[batch] = [put.size_bytes for put in puts]
             return self._submit(self.store.put, puts, call)
 
         new, taken = [], []
-        for lot, refusals in self._answers(call, start):
-            for index, refusal in enumerate(refusals, lot.start):
+        for batch, refusals in self._answers(call, start):
+            for index, refusal in enumerate(refusals, batch.start):
                 if refusal is None:
                     new.append(index)
                 elif refusal.trouble is Trouble.TAKEN:
                     taken.append(index)
                 else:
                     call.troubles.append(refusal.words)
-        found = self._same(wrapping, proof, names, taken, call) if taken else []
+        found = self._same(envelope, proof, names, taken, call) if taken else []
         self._count_puts(proof.namespace, [stored_bytes[index] for index in new], len(found), count)
         self._report(call, count - len(new) - len(found))
         held = np.zeros(count, dtype=bool)
@@ -180,62 +165,62 @@ class BlockObjects:
         self, namespace: NamespaceId, chain: bytes, rows: np.ndarray, at: Sequence[int] | None = None, first: int = 0
     ) -> ReadResult:
         """Fill rows with these blocks, each held to its object's header and to its checksum."""
-        wanted = check_chain(self.name, rows, chain, self.block_bytes, self.blocks, at, first)
-        # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + wanted) of their blocks.
-        begin, end = first // self.blocks, -(-(first + wanted) // self.blocks) if wanted else first // self.blocks
+        count = check_chain(self.name, rows, chain, self.block_bytes, self.blocks, at, first)
+        # Blocks [first, first + wanted) of the chain lie in its objects [begin, end), at [lead, lead + count) of their blocks.
+        begin, end = first // self.blocks, -(-(first + count) // self.blocks) if count else first // self.blocks
         lead, step = first - begin * self.blocks, self.blocks * HASH_BYTES
-        wrapping = self._wrapping(namespace)
-        if isinstance(wrapping, Refusal):
-            return all_failed(wanted)
-        asked = _Asked(namespace, chain[begin * step : end * step], self.blocks, rows)
-        asked.targets.ravel()[lead : lead + wanted] = np.arange(wanted) if at is None else at
-        names = wrapping.names(namespace, _last_hashes(asked.chain, self.blocks))
+        envelope = self._envelope(namespace)
+        if isinstance(envelope, Refusal):
+            return all_failed(count)
+        wanted = WantedBlocks(namespace, chain[begin * step : end * step], self.blocks, rows)
+        wanted.targets.ravel()[lead : lead + count] = np.arange(count) if at is None else at
+        names = envelope.names(namespace, _last_hashes(wanted.chain, self.blocks))
         call = _Call("get", end - begin, self._deadline_s)
 
         def gets(indexes: Iterable[int]) -> list[Get]:
             expected_bytes = self._object_bytes.get(namespace, 0)
             return [Get(names[index], expected_bytes=expected_bytes) for index in indexes]
 
-        def start(lot: slice) -> Future[list[Got | Refusal]]:
-            return self._submit(self.store.get, gets(range(lot.start, lot.stop)), call)
+        def start(batch: slice) -> Future[list[Got | Refusal]]:
+            return self._submit(self.store.get, gets(range(batch.start, batch.stop)), call)
 
-        for lot, answers in self._answers(call, start):
-            self._take(wrapping, asked, names, range(lot.start, lot.stop), answers, call)
-            doubted = [index for index in range(lot.start, lot.stop) if asked.is_corrupt(index)]
-            if doubted and isinstance(self.store, FrontedStore):
-                behind = self.store.doubted(gets(doubted), call.left_s())
-                self._take(wrapping, asked, names, doubted, behind, call)
-        self._count_gets(asked.outcomes)
-        self._report(call, int((asked.outcomes[:, 0] == ReadOutcome.FAILED).sum()))
-        part = slice(lead, lead + wanted)
-        outcomes = [_OUTCOMES[outcome] for outcome in asked.outcomes.ravel()[part].tolist()]
-        return ReadResult(outcomes, asked.sums.ravel()[part])
+        for batch, answers in self._answers(call, start):
+            self._take(envelope, wanted, names, range(batch.start, batch.stop), answers, call)
+            corrupt = [index for index in range(batch.start, batch.stop) if wanted.is_corrupt(index)]
+            if corrupt and isinstance(self.store, CachedStore):
+                again = self.store.reread(gets(corrupt), call.left_s())
+                self._take(envelope, wanted, names, corrupt, again, call)
+        self._count_gets(wanted.outcomes)
+        self._report(call, int((wanted.outcomes[:, 0] == ReadOutcome.FAILED).sum()))
+        part = slice(lead, lead + count)
+        outcomes = [_OUTCOMES[outcome] for outcome in wanted.outcomes.ravel()[part].tolist()]
+        return ReadResult(outcomes, wanted.sums.ravel()[part])
 
     def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
         """For each object, by the hash of its last block, whether a store that forgets has it no more, for certain."""
-        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
-        if isinstance(wrapping, Refusal) or not isinstance(self.store, ForgetfulStore):
+        envelope = self._envelopes.of(namespace, self._namespaces.get(namespace))
+        if isinstance(envelope, Refusal) or not isinstance(self.store, ForgetfulStore):
             return [False] * len(hashes)
-        return self.store.absent(wrapping.names(namespace, hashes), min(_ABSENT_WAIT_S, self._deadline_s))
+        return self.store.absent(envelope.names(namespace, hashes), min(_ABSENT_WAIT_S, self._deadline_s))
 
     def names(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[str]:
         """What the objects are named whose last blocks have these hashes. Raises PoolError: they have no names here, for want of keys."""
-        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
-        if isinstance(wrapping, Refusal):
-            raise PoolError(f"OBJECT pool {self.name}: {wrapping.words}")
-        return wrapping.names(namespace, hashes)
+        envelope = self._envelopes.of(namespace, self._namespaces.get(namespace))
+        if isinstance(envelope, Refusal):
+            raise PoolError(f"OBJECT pool {self.name}: {envelope.words}")
+        return envelope.names(namespace, hashes)
 
     def describe(self, names: Sequence[str]) -> list[Described | Refusal | None]:
         """What objects hold, by their headers alone, of whatever block_bytes; None for what is not what its name says, or whose keys are not here."""
-        wrappings = [self._wrappings.of_name(name) for name in names]
-        mine = [index for index, wrapping in enumerate(wrappings) if wrapping is not None]
+        envelopes = [self._envelopes.of_name(name) for name in names]
+        mine = [index for index, envelope in enumerate(envelopes) if envelope is not None]
         described: list[Described | Refusal | None] = [None] * len(names)
-        gets = [Get(names[index], 0, wrappings[index].lead_bytes) for index in mine]  # type: ignore[union-attr]
+        gets = [Get(names[index], 0, envelopes[index].lead_bytes) for index in mine]  # type: ignore[union-attr]
         for index, answer in zip(mine, self.store.get(gets, self._deadline_s) if gets else (), strict=True):
-            wrapping = wrappings[index]
-            assert wrapping is not None
+            envelope = envelopes[index]
+            assert envelope is not None
             described[index] = (
-                answer if isinstance(answer, Refusal) else self._describe_one(wrapping, names[index], answer)
+                answer if isinstance(answer, Refusal) else self._reader.describe(envelope, names[index], answer)
             )
         return described
 
@@ -253,10 +238,10 @@ class BlockObjects:
             return self._stats
 
     def look(self) -> None:
-        """See now what is withdrawn, and whether keys have changed."""
-        self._wrappings.refresh()
-        if self._withdrawn is not None:
-            self._withdrawn.look()
+        """Read the tombstones now, and look whether keys have changed."""
+        self._envelopes.refresh()
+        if self._tombstones is not None:
+            self._tombstones.look()
 
     def close(self) -> None:
         """Drop what has not begun, wait for what has (bounded by the deadline), close the store. Idempotent."""
@@ -273,18 +258,18 @@ class BlockObjects:
 
     # -- blocks and objects -------------------------------------------------------------------------------------------
 
-    def _part(self, proof: Proof, lot: slice) -> Proof:
+    def _part(self, proof: Proof, batch: slice) -> Proof:
         """Of some objects of a run."""
-        hashes = proof.hashes[lot.start * self.blocks * HASH_BYTES : lot.stop * self.blocks * HASH_BYTES]
-        return proof._replace(hashes=hashes, checksums=self._part_of(proof.checksums, lot))
+        hashes = proof.hashes[batch.start * self.blocks * HASH_BYTES : batch.stop * self.blocks * HASH_BYTES]
+        return proof._replace(hashes=hashes, checksums=self._part_of(proof.checksums, batch))
 
-    def _part_of(self, column: np.ndarray, lot: slice) -> np.ndarray:
-        part: np.ndarray = column[lot.start * self.blocks : lot.stop * self.blocks]
+    def _part_of(self, column: np.ndarray, batch: slice) -> np.ndarray:
+        part: np.ndarray = column[batch.start * self.blocks : batch.stop * self.blocks]
         return part
 
-    def _gone(self, names: Sequence[str]) -> set[str]:
-        """Which of these names are withdrawn."""
-        return self._withdrawn.among(names) if self._withdrawn is not None else set()
+    def _withdrawn(self, names: Sequence[str]) -> set[str]:
+        """Those of these names that are in tombstones."""
+        return self._tombstones.among(names) if self._tombstones is not None else set()
 
     def _put_others(self, rows: np.ndarray, proof: Proof, indexes: np.ndarray, others_of: Sequence[bool]) -> list[bool]:
         """Put the objects of a run that are not withdrawn."""
@@ -296,7 +281,7 @@ class BlockObjects:
         return [bool(ok) for ok in held]
 
     def _encode(
-        self, wrapping: Wrapping, names: Sequence[str], rows: np.ndarray, proof: Proof, indexes: np.ndarray
+        self, envelope: ObjectEnvelope, names: Sequence[str], rows: np.ndarray, proof: Proof, indexes: np.ndarray
     ) -> list[Put]:
         """Objects to be put. Copies of the rows: a late request must not see them reused."""
         encoded = self._coder.encode(rows, indexes, self._coding(proof.namespace))
@@ -305,116 +290,65 @@ class BlockObjects:
         )
         ends = np.cumsum(encoded.lengths, dtype=np.int64)[self.blocks - 1 :: self.blocks].tolist()
         return [
-            Put(name, wrapping.wrap(name, header, encoded.body[begin:end]))
+            Put(name, envelope.wrap(name, header, encoded.body[begin:end]))
             for name, header, begin, end in zip(names, headers, [0, *ends[:-1]], ends, strict=True)
         ]
 
-    def _headers(
-        self, wrapping: Wrapping, found: Sequence[tuple[str, Got]], block_bytes: int | None
-    ) -> tuple[Headers, dict[int, Refusal]]:
-        """What the headers say of objects, or of parts of them that begin where they do; and which cannot be opened."""
-        room = bytearray(self._header_bytes * len(found))
-        unopened = {}
-        for place, (name, got) in enumerate(found):
-            header = wrapping.open_header(name, got.body)
-            if isinstance(header, Refusal):
-                unopened[place] = header
-            elif version := newer_version(header, self._checksum_rows):
-                unopened[place] = newer_object(name, version, OBJECT_VERSION)
-            elif len(header) == self._header_bytes:
-                room[place * self._header_bytes : (place + 1) * self._header_bytes] = header
-        headers = np.frombuffer(room, dtype=np.uint8).reshape(len(found), self._header_bytes)
-        sizes = [got.size_bytes - wrapping.extra_bytes for _, got in found]
-        return decode_object_headers(headers, sizes, self.blocks, block_bytes, self._checksum_rows), unopened
-
     def _take(
         self,
-        wrapping: Wrapping,
-        asked: _Asked,
+        envelope: ObjectEnvelope,
+        wanted: WantedBlocks,
         names: Sequence[str],
         indexes: Sequence[int],
         answers: Sequence[Got | Refusal],
         call: _Call,
     ) -> None:
-        """Fill rows from what was read of some objects. Trouble and what is not theirs become outcomes."""
-        there = []
-        gone = self._gone(names)
+        """Fill rows from what was read of some objects. Trouble, and objects with other blocks, become outcomes."""
+        found = []
+        gone = self._withdrawn(names)
         for index, answer in zip(indexes, answers, strict=True):
-            asked.outcomes[index] = ReadOutcome.FAILED
+            wanted.outcomes[index] = ReadOutcome.FAILED
             if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
-                asked.outcomes[index] = ReadOutcome.MISSING
+                wanted.outcomes[index] = ReadOutcome.MISSING
             elif isinstance(answer, Refusal):
                 call.troubles.append(answer.words)
             else:
-                there.append((index, answer))
-        if not there:
+                found.append(FoundObject(index, names[index], answer))
+        if not found:
             return
-        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there], self.block_bytes)
-        for place, (index, got) in enumerate(there):
-            if refusal := unopened.get(place):
-                call.troubles.append(refusal.words)
-                continue
-            asked.outcomes[index] = ReadOutcome.CORRUPT
-            same = headers.whole[place] and headers.namespaces[place] == asked.namespace
-            if not (same and headers.hashes[place] == asked.hashes(index) and len(got.body) == got.size_bytes):
-                continue
-            body = wrapping.open_blocks(names[index], got.body)
-            if body is None:
-                continue
-            self._object_bytes[asked.namespace] = got.size_bytes
-            lengths, codings = headers.lengths[place], headers.codings[place]
-            good, sums = self._coder.decode(body, lengths, codings, asked.rows, asked.targets[index])
-            asked.sums[index] = sums
-            asked.outcomes[index][good & (sums == headers.checksums[place])] = ReadOutcome.GOOD
+        call.troubles += self._reader.fill(envelope, wanted, found)
+        if wanted.object_bytes:
+            self._object_bytes[wanted.namespace] = wanted.object_bytes
 
     def _same(
-        self, wrapping: Wrapping, proof: Proof, names: Sequence[str], taken: Sequence[int], call: _Call
+        self, envelope: ObjectEnvelope, proof: Proof, names: Sequence[str], taken: Sequence[int], call: _Call
     ) -> list[int]:
-        """Which of the objects whose names are taken are there with the blocks that were to be put."""
-        answers = self.store.get([Get(names[index], 0, wrapping.lead_bytes) for index in taken], call.left_s())
-        there = [(index, answer) for index, answer in zip(taken, answers, strict=True) if isinstance(answer, Got)]
+        """Of the objects whose names are taken, those that hold the blocks that were to be put."""
+        answers = self.store.get([Get(names[index], 0, envelope.lead_bytes) for index in taken], call.left_s())
         call.troubles += [answer.words for answer in answers if isinstance(answer, Refusal)]
-        headers, unopened = self._headers(wrapping, [(names[index], got) for index, got in there], self.block_bytes)
-        same = []
-        for place, (index, got) in enumerate(there):
-            if refusal := unopened.get(place):
-                call.troubles.append(refusal.words)
-            elif not headers.whole[place]:
-                call.troubles.append(
-                    f"{names[index]} is there with {got.size_bytes} bytes that are no whole object; delete it"
-                )
-            elif (
-                headers.namespaces[place] != proof.namespace
-                or headers.hashes[place] != self._part(proof, slice(index, index + 1)).hashes
-            ):
-                call.troubles.append(f"{names[index]} is there and holds other blocks; delete it")
-            else:
-                same.append(index)
+        found = [
+            FoundObject(index, names[index], answer)
+            for index, answer in zip(taken, answers, strict=True)
+            if isinstance(answer, Got)
+        ]
+        same, troubles = self._reader.same_blocks(envelope, proof, found)
+        call.troubles += troubles
         return same
-
-    def _describe_one(self, wrapping: Wrapping, name: str, got: Got) -> Described | Refusal | None:
-        headers, unopened = self._headers(wrapping, [(name, got)], None)
-        if unopened:
-            return unopened[0]
-        namespace, hashes = NamespaceId(headers.namespaces[0]), headers.hashes[0]
-        if not headers.whole[0] or wrapping.names(namespace, [hashes[-HASH_BYTES:]]) != [name]:
-            return None
-        return Described(namespace, hashes, Epoch(int(headers.epochs[0])), got.size_bytes)
 
     def _coding(self, namespace: NamespaceId) -> Coding:
         known = self._namespaces.get(namespace) if self._compressed else None
         return ELEMENT_CODINGS.get(known.kv_dtype, Coding.RAW) if known is not None else Coding.RAW
 
-    def _wrapping(self, namespace: NamespaceId) -> Wrapping | Refusal:
-        """That of a namespace; a refusal is said once."""
-        wrapping = self._wrappings.of(namespace, self._namespaces.get(namespace))
-        if isinstance(wrapping, Refusal):
+    def _envelope(self, namespace: NamespaceId) -> ObjectEnvelope | Refusal:
+        """The envelope of a namespace; a refusal is reported once."""
+        envelope = self._envelopes.of(namespace, self._namespaces.get(namespace))
+        if isinstance(envelope, Refusal):
             with self._lock:
                 is_new = namespace not in self._refused
                 self._refused.add(namespace)
             if is_new:
-                self._on_trouble(f"OBJECT pool {self.name}: {wrapping.words}; its blocks are neither put nor got")
-        return wrapping
+                self._on_trouble(f"OBJECT pool {self.name}: {envelope.words}; its blocks are neither put nor got")
+        return envelope
 
     def _watch(self) -> None:
         self.look()
@@ -436,28 +370,28 @@ class BlockObjects:
     def _answers(
         self, call: _Call, start: Callable[[slice], Future[list[Answer]]]
     ) -> Iterator[tuple[slice, list[Answer]]]:
-        """Lots of a call's objects with their answers, as they come, until all are there or the deadline has passed."""
+        """Batches of a call's objects with their answers, as they come, until all are there or the deadline has passed."""
         pending: dict[Future[list[Answer]], slice] = {}
         begin = 0
         while begin < call.count or pending:
-            while begin < call.count and len(pending) < _LOTS_UNDER_WAY:
+            while begin < call.count and len(pending) < _BATCHES_UNDER_WAY:
                 with self._lock:
                     closed = self._closed
                 if closed or call.left_s() <= 0:
                     call.troubles.append("the pool is closed" if closed else call.silence())
                     begin = call.count
                     break
-                lot = slice(begin, min(begin + _LOT, call.count))
-                pending[start(lot)] = lot
-                begin = lot.stop
+                batch = slice(begin, min(begin + _BATCH, call.count))
+                pending[start(batch)] = batch
+                begin = batch.stop
             done, _ = wait(pending, timeout=call.left_s() + _LATE_S, return_when=FIRST_COMPLETED)
             if pending and not done:
                 call.troubles.append(call.silence())
                 break
             for future in sorted(done, key=lambda answered: pending[answered].start):
-                lot = pending.pop(future)
+                batch = pending.pop(future)
                 if not future.cancelled():
-                    yield lot, future.result()
+                    yield batch, future.result()
         for future in pending:
             future.cancel()
 
@@ -495,33 +429,6 @@ class BlockObjects:
                 corrupt_objects=stats.corrupt_objects + len(outcomes) - good - missing - failed,
                 failed_objects=stats.failed_objects + failed,
             )
-
-
-class _Asked:
-    """Blocks that are wanted of m objects.
-
-    Attributes:
-        chain: packed hashes of all blocks of the objects.
-        targets: (m, k): the row of each block, below 0 where it is not wanted.
-        outcomes, sums: (m, k): how each read ended, and its checksum.
-    """
-
-    def __init__(self, namespace: NamespaceId, chain: bytes, blocks: int, rows: np.ndarray) -> None:
-        self.namespace = namespace
-        self.chain = chain
-        self.rows = rows
-        self._step = blocks * HASH_BYTES
-        self.targets = np.full((len(chain) // self._step, blocks), -1, dtype=np.int64)
-        self.outcomes = np.full(self.targets.shape, ReadOutcome.FAILED, dtype=np.uint8)
-        self.sums = np.zeros(self.targets.shape, dtype=np.uint32)
-
-    def hashes(self, index: int) -> bytes:
-        """Of one object's blocks."""
-        return self.chain[index * self._step : (index + 1) * self._step]
-
-    def is_corrupt(self, index: int) -> bool:
-        """Whether one of an object's blocks that are wanted is not what it should be."""
-        return bool(((self.outcomes[index] == ReadOutcome.CORRUPT) & (self.targets[index] >= 0)).any())
 
 
 class _Call:

@@ -37,7 +37,7 @@ def read_lists(store: Store, deadline_s: float) -> dict[str, list[str]]:
     return {name: decode_list(got.body) for name, got in zip(listed, answers, strict=True) if isinstance(got, Got)}
 
 
-class Withdrawn:
+class Tombstones:
     """The withdrawn names as an instance knows them, looked at where they are needed, so that they are not older than said.
 
     Any thread may ask; while one looks the others go by what was known. A pool asks oftener than that by itself, so that hardly a request

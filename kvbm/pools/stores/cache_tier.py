@@ -1,7 +1,7 @@
-"""A fast store that forgets before a slow one that keeps: put goes to both, get asks the first first.
+"""A cache tier: a fast store that forgets, in front of a backing store that keeps. A put goes to both, a get asks the cache first.
 
-What is put is put once the store behind has it. The front gets the same bytes, on the side: from puts, and from gets that it could not
-answer. Nobody waits for that, and nobody hears when it goes wrong.
+A put is done once the backing store has it. The cache gets the same bytes in the background: from puts, and from gets that it could not
+answer. Nobody waits for that, and nobody is told when it fails.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Store, Trouble
 
-_WAITING_BYTES = 256 << 20  # of puts that the front has not taken yet; more are left out
-_FRONT_WAIT_S = 0.5  # for the front's answers; what it has not answered then is read behind it
+_WAITING_BYTES = 256 << 20  # of puts that the cache has not taken yet; more are left out
+_CACHE_WAIT_S = 0.5  # for the cache's answers; what it has not answered by then is read from the backing store
 _FILL_WAIT_S = 5.0
-_REST_S = 5.0  # how long a front is left alone that did not answer
+_REST_S = 5.0  # how long a cache is left alone that did not answer
 _RUN_PUTS = 16
 
 
-class FrontedStore:
-    """A `Store` made of two. Names, listings, deletes, leases and headers are those of the store behind.
+class CachedStore:
+    """A `Store` made of two. Names, listings, deletes, leases and headers are those of the backing store.
 
     Attributes:
-        name: of the store behind.
+        name: of the backing store.
     """
 
     def __init__(
         self,
-        front: Store,
-        behind: Store,
+        cache: Store,
+        backing: Store,
         on_trouble: Callable[[str], None] = lambda message: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = behind.name
-        self.forgets = behind.forgets
-        self.front = front
-        self.behind = behind
+        self.name = backing.name
+        self.forgets = backing.forgets
+        self.cache = cache
+        self.backing = backing
         self._on_trouble = on_trouble
         self._clock = clock
         self._rests_until = 0.0
@@ -50,67 +50,67 @@ class FrontedStore:
         self._filler.start()
 
     def put(self, puts: Sequence[Put], deadline_s: float) -> list[Refusal | None]:
-        """As `Store.put`, of the store behind."""
-        answers = self.behind.put(puts, deadline_s)
+        """As `Store.put`, of the backing store."""
+        answers = self.backing.put(puts, deadline_s)
         self._offer([put for put, refusal in zip(puts, answers, strict=True) if refusal is None])
         return answers
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """As `Store.get`. Parts of objects are read behind: who wants only those asks what is kept."""
+        """As `Store.get`. Parts of objects come from the backing store: who wants only those asks what is kept."""
         ends = self._clock() + deadline_s
         answers: dict[int, Got | Refusal] = {}
         whole = [index for index, get in enumerate(gets) if get.first == 0 and get[2] is None]
         if whole and self._clock() >= self._rests_until:
-            wait_s = min(_FRONT_WAIT_S, deadline_s / 2)
-            for index, answer in zip(whole, self.front.get([gets[index] for index in whole], wait_s), strict=True):
+            wait_s = min(_CACHE_WAIT_S, deadline_s / 2)
+            for index, answer in zip(whole, self.cache.get([gets[index] for index in whole], wait_s), strict=True):
                 if isinstance(answer, Got):
                     answers[index] = answer
                 else:
                     self._note(answer)
         rest = [index for index in range(len(gets)) if index not in answers]
         if rest:
-            behind = self.behind.get([gets[index] for index in rest], max(0.0, ends - self._clock()))
-            answers.update(zip(rest, behind, strict=True))
+            kept = self.backing.get([gets[index] for index in rest], max(0.0, ends - self._clock()))
+            answers.update(zip(rest, kept, strict=True))
             lacked = set(rest).intersection(whole)
             self._offer([Put(gets[index].name, got.body) for index in lacked if isinstance(got := answers[index], Got)])
         return [answers[index] for index in range(len(gets))]
 
-    def doubted(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
-        """What lies behind, of objects that were read and are not what they should be. The front forgets them."""
+    def reread(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
+        """Objects from the backing store, after what was read was not what it should be. The cache forgets them."""
         ends = self._clock() + deadline_s
-        self.front.delete([get.name for get in gets], min(_FRONT_WAIT_S, deadline_s / 2))
-        return self.behind.get(gets, max(0.0, ends - self._clock()))
+        self.cache.delete([get.name for get in gets], min(_CACHE_WAIT_S, deadline_s / 2))
+        return self.backing.get(gets, max(0.0, ends - self._clock()))
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
         """As `Store.delete`, in both."""
-        answers = self.behind.delete(names, deadline_s)
-        for refusal in self.front.delete(names, _FRONT_WAIT_S):
+        answers = self.backing.delete(names, deadline_s)
+        for refusal in self.cache.delete(names, _CACHE_WAIT_S):
             if refusal is not None:
                 self._note(refusal)
         return answers
 
     def listed(self, prefix: str, deadline_s: float, after: str = "") -> Iterator[Listed]:
-        """As `Store.listed`, of the store behind."""
-        return self.behind.listed(prefix, deadline_s, after)
+        """As `Store.listed`, of the backing store."""
+        return self.backing.listed(prefix, deadline_s, after)
 
     def replace(self, name: str, body: Body, expected: Body | None, deadline_s: float) -> Refusal | None:
-        """As `Store.replace`, of the store behind."""
-        return self.behind.replace(name, body, expected, deadline_s)
+        """As `Store.replace`, of the backing store."""
+        return self.backing.replace(name, body, expected, deadline_s)
 
     def settle(self, wait_s: float) -> bool:
-        """Wait until the front has been offered everything, for tests and measurements. False: not in time."""
+        """Wait until the cache has been offered everything, for tests and measurements. False: not in time."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._waiting and not self._filling, wait_s)
 
     def close(self) -> None:
-        """Drop what the front has not taken, close both. Idempotent."""
+        """Drop what the cache has not taken, close both. Idempotent."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
             self._lock.notify_all()
-        self._filler.join(_FILL_WAIT_S + _FRONT_WAIT_S)
-        self.front.close()
-        self.behind.close()
+        self._filler.join(_FILL_WAIT_S + _CACHE_WAIT_S)
+        self.cache.close()
+        self.backing.close()
 
     def _offer(self, puts: Sequence[Put]) -> None:
         with self._lock:
@@ -130,7 +130,7 @@ class FrontedStore:
                 puts = [self._waiting.popleft() for _ in range(min(_RUN_PUTS, len(self._waiting)))]
                 self._filling = True
             if self._clock() >= self._rests_until:
-                for refusal in self.front.put(puts, _FILL_WAIT_S):
+                for refusal in self.cache.put(puts, _FILL_WAIT_S):
                     if refusal is not None:
                         self._note(refusal)
             with self._lock:
@@ -139,7 +139,7 @@ class FrontedStore:
                 self._lock.notify_all()
 
     def _note(self, refusal: Refusal) -> None:
-        """Leave a front alone that is in trouble, and say so once each time."""
+        """Leave a cache alone that is in trouble, and report it once each time."""
         if refusal.trouble in (Trouble.ABSENT, Trouble.TAKEN):
             return
         with self._lock:
@@ -148,5 +148,5 @@ class FrontedStore:
             self._rests_until = now_s + _REST_S
         if is_new:
             self._on_trouble(
-                f"front of the object pool {self.front.name}: {refusal.words}; it is left alone for {_REST_S:g} s"
+                f"front of the object pool {self.cache.name}: {refusal.words}; it is left alone for {_REST_S:g} s"
             )

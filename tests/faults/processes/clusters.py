@@ -16,9 +16,9 @@ import msgspec
 from kvbm.assembly import CODER, NATIVE
 from kvbm.core.ids import HASH_BYTES, SequenceHash, split_hashes
 from kvbm.core.layout import blocks_of_object
-from kvbm.janitor import ClaimBook, Report
+from kvbm.janitor import ClaimsReader, Report
 from kvbm.locate.http import CatalogClient
-from kvbm.pools.object.pool import BlockObjects
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.processes import Child, start_catalog_process
 from tests.eventually import eventually
@@ -147,14 +147,14 @@ class Cluster:
 
     def wait_until_known(self) -> None:
         """Wait until index and SQL have all that the instances have said."""
-        book = ClaimBook(self._database)
+        book = ClaimsReader(self._database)
         try:
             for name, worker in self.workers.items():
                 eventually(lambda name=name, worker=worker: self._knows(book, name, worker), f"{name} is not known")  # type: ignore[misc]
         finally:
             book.close()
 
-    def _knows(self, book: ClaimBook, name: str, worker: ToldWorker) -> bool:
+    def _knows(self, book: ClaimsReader, name: str, worker: ToldWorker) -> bool:
         status = worker.ask(op="status")
         found = self.client.instance(name)
         said = (status["epoch"], status["applied"])
@@ -186,7 +186,7 @@ class Cluster:
 
     def claims(self) -> set[bytes]:
         """What SQL says that the pool holds."""
-        book = ClaimBook(self._database)
+        book = ClaimsReader(self._database)
         try:
             pools = book.pools()
             if not pools:
@@ -236,7 +236,9 @@ def is_durable(worker: ToldWorker) -> bool:
 def objects_in(place: Place) -> dict[str, list[SequenceHash]]:
     """The objects of a place by name, and their blocks. Each must be whole, and be what its name says."""
     store = place.open()
-    objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, blocks=K, threads=2, deadline_s=10.0)
+    objects = BlockObjects(
+        store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=K, threads=2, deadline_s=10.0)
+    )
     try:
         objects.admit([NAMESPACE])
         names = [entry.name for entry in store.listed("", 10.0) if not entry.name.startswith(".kvbm/")]

@@ -26,6 +26,7 @@ import kvbm.core.codec
 import kvbm.core.ledger
 import kvbm.manager.manager
 import kvbm.pools.nvme.pool
+import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher_thread
 from kvbm import assembly
@@ -36,7 +37,11 @@ from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, 
 from tests.faults.simulator.server import SimStream
 
 _JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
-_DISK_MODULES = (*(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES), "kvbm.pools.nvme.pool")
+_NVME_MODULES = ("pool", "stripes")
+_DISK_MODULES = (
+    *(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES),
+    *(f"kvbm.pools.nvme.{name}" for name in _NVME_MODULES),
+)
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:

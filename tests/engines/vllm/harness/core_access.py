@@ -67,7 +67,7 @@ def hashes(core: Any, tokens: list[int], salt: str) -> tuple[str, str]:
         f"asked-{uuid.uuid4().hex}", list(tokens), SamplingParams(), None,
         cache_salt=salt or None, block_hasher=core.request_block_hasher,
     )  # fmt: skip
-    state = half.state_of(request)
+    state = half.requests.state_of(request)
     try:
         packed = state.hashes(0, 0, len(request.block_hashes), half._derive)
         return state.namespaces[0].id.hex(), packed.hex()

@@ -54,6 +54,6 @@ def _root(core: Any) -> bytes:
     half = _half(core)
     request = Request(f"asked-{uuid.uuid4().hex}", [1], SamplingParams(), None)
     try:
-        return bytes(half.state_of(request).namespaces[0].root)
+        return bytes(half.requests.state_of(request).namespaces[0].root)
     finally:
         half.finished(request, ((),))

@@ -13,7 +13,7 @@ from kvbm.janitor.effects import ClaimColumns, Claimed, Run
 from kvbm.streams.base import ORIGIN, Position
 
 
-class ClaimBook:
+class ClaimsReader:
     """The claims of one pool, which `use` names. Every method raises CatalogError: the database does not answer, or refuses."""
 
     def __init__(self, url: str, pool: str = "") -> None:
@@ -32,7 +32,7 @@ class ClaimBook:
         return {pool.name for row in rows for pool in row.pools if pool.reach == Reach.CLUSTER}
 
     def use(self, pool: str) -> None:
-        """Speak of the claims of this pool from now on."""
+        """Read the claims of this pool from now on."""
         self._pool = pool
 
     def claims(self) -> Claimed:
@@ -52,7 +52,7 @@ class ClaimBook:
         return self._runner.run(self._last(runs))
 
     def position(self, instance: InstanceId) -> Position:
-        """Up to where SQL has what an instance said."""
+        """Up to where SQL has the events of an instance."""
         positions = self._runner.run(self._store.instance_positions())
         found = positions.get(instance)
         return ORIGIN if found is None else Position(Epoch(found.epoch), Offset(found.next_offset))

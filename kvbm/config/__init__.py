@@ -1,0 +1,52 @@
+"""Settings: one frozen tree, parsed and checked once at the edge."""
+
+from kvbm.config.checks import check_gc, check_settings
+from kvbm.config.load import ENVIRONMENT_PREFIX, Sources, default_lines, leaves, load_settings
+from kvbm.config.settings import (
+    CatalogSettings,
+    GcSettings,
+    HbmSettings,
+    HostSettings,
+    InstanceSettings,
+    JournalSettings,
+    NatsSettings,
+    NvmeSettings,
+    ObjectSettings,
+    OffloadSettings,
+    OnboardSettings,
+    PoolsSettings,
+    RoundsSettings,
+    RoutingSettings,
+    SamplesSettings,
+    Settings,
+    TenantSettings,
+    TierWeightSettings,
+)
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "CatalogSettings",
+    "GcSettings",
+    "HbmSettings",
+    "HostSettings",
+    "InstanceSettings",
+    "JournalSettings",
+    "NatsSettings",
+    "NvmeSettings",
+    "ObjectSettings",
+    "OffloadSettings",
+    "OnboardSettings",
+    "PoolsSettings",
+    "RoundsSettings",
+    "RoutingSettings",
+    "SamplesSettings",
+    "Settings",
+    "Sources",
+    "TenantSettings",
+    "TierWeightSettings",
+    "check_gc",
+    "check_settings",
+    "default_lines",
+    "leaves",
+    "load_settings",
+]

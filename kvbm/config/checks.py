@@ -1,0 +1,185 @@
+"""What settings must agree with, however they were made."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvbm.config.settings import GcSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
+from kvbm.core.errors import ConfigError
+from kvbm.core.ledger import LEAST_EVENT_BYTES
+from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
+
+_LONGEST_S = 1e6
+_MOST_BLOCKS = 1 << 12  # of an object
+_MOST_WEIGHT = 1_000_000
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def check_settings(settings: Settings) -> None:
+    """Refuse values that make no sense, however they were made. Raises ConfigError: which, and what to write."""
+    _check_names(settings)
+    _check_pools(settings.pools)
+    _one_of("pools.host.huge_pages", settings.pools.host.huge_pages, ("auto", "on", "off"))
+    _one_of("pools.nvme.io", settings.pools.nvme.io, ("auto", "io_uring", "threads"))
+    _one_of("pools.nvme.direct", settings.pools.nvme.direct, ("auto", "on", "off"))
+    if not 0 < settings.pools.nvme.offload_share <= 1:
+        raise ConfigError(
+            f"pools.nvme.offload_share is {settings.pools.nvme.offload_share:g}; give a share above 0, at most 1"
+        )
+    for key, least, value in (
+        ("pools.host.numa_node", -1, settings.pools.host.numa_node),
+        ("pools.host.copy_threads", 0, settings.pools.host.copy_threads),
+        ("pools.nvme.write_budget_bytes_s", 0, settings.pools.nvme.write_budget_bytes_s),
+        ("pools.object.write_budget_bytes_s", 0, settings.pools.object.write_budget_bytes_s),
+        ("offload.queue_blocks", 0, settings.offload.queue_blocks),
+    ):
+        if value < least:
+            raise ConfigError(f"{key} is {value}; it must be at least {least}")
+    _one_of("journal.fsync", settings.journal.fsync, ("off", "interval", "always"))
+    for tier in ("host", "nvme", "object"):
+        _one_of(f"offload.{tier}", getattr(settings.offload, tier), tuple(OFFLOAD_POLICIES))
+    for key, count in (
+        ("offload.threads", settings.offload.threads),
+        ("offload.staging_bytes", settings.offload.staging_bytes),
+        ("onboard.threads", settings.onboard.threads),
+        ("pools.nvme.depth", settings.pools.nvme.depth),
+        ("journal.segment_bytes", settings.journal.segment_bytes),
+        ("nats.window_bytes", settings.nats.window_bytes),
+        ("catalog.capacity", settings.catalog.capacity),
+    ):
+        if count < 1:
+            raise ConfigError(f"{key} is {count}; it must be at least 1")
+    if settings.journal.waiting_bytes < LEAST_EVENT_BYTES:
+        raise ConfigError(
+            f"journal.waiting_bytes is {settings.journal.waiting_bytes}; it must be at least {LEAST_EVENT_BYTES}"
+        )
+    if settings.journal.capacity_bytes < 4 * settings.journal.segment_bytes:
+        raise ConfigError(
+            f"journal.capacity_bytes is {settings.journal.capacity_bytes}; it must be at least 4 times journal.segment_bytes "
+            f"({settings.journal.segment_bytes}), because whole segments are let go"
+        )
+    if settings.journal.max_bytes and settings.journal.max_bytes < settings.journal.capacity_bytes:
+        raise ConfigError(
+            f"journal.max_bytes is {settings.journal.max_bytes}; it must be at least journal.capacity_bytes "
+            f"({settings.journal.capacity_bytes}), which is part of it, or 0 for no more than that"
+        )
+    if not 0 <= settings.samples.rate <= 1:
+        raise ConfigError(f"samples.rate is {settings.samples.rate:g}; give a share from 0 to 1")
+    for key, wait_s in (
+        ("journal.sync_interval_s", settings.journal.sync_interval_s),
+        ("journal.keep_s", settings.journal.keep_s),
+        ("nats.linger_s", settings.nats.linger_s),
+        ("rounds.least_s", settings.rounds.least_s),
+        ("catalog.checkpoint_every_s", settings.catalog.checkpoint_every_s),
+        ("onboard.wait_s", settings.onboard.wait_s),
+        ("onboard.locate_s", settings.onboard.locate_s),
+        ("nats.timeout_s", settings.nats.timeout_s),
+        ("nats.heartbeat_s", settings.nats.heartbeat_s),
+        ("pools.object.timeout_s", settings.pools.object.timeout_s),
+        ("pools.object.look_s", settings.pools.object.look_s),
+        ("catalog.liveness_s", settings.catalog.liveness_s),
+    ):
+        if not 0 < wait_s <= _LONGEST_S:
+            raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
+    if settings.nats.replicas not in (1, 3, 5):
+        raise ConfigError(
+            f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
+        )
+    _check_tenants(settings.tenants)
+    routing = settings.catalog.routing
+    weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
+    for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
+        if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"catalog.routing.{name} is {value:g}; it must be above 0")
+
+
+def _check_names(settings: Settings) -> None:
+    for key, name in (("instance.id", settings.instance.id), ("instance.cluster", settings.instance.cluster)):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f'{key} is {name!r}; use 1 to 128 letters, digits, "-" and "_"')
+    if not settings.instance.data_dir:
+        raise ConfigError("instance.data_dir is empty; give a folder")
+    for key, url in (("catalog.url", settings.catalog.url), ("pools.object.endpoint", settings.pools.object.endpoint)):
+        if url and not _is_http(url):
+            raise ConfigError(f"{key} is {url!r}; write http://host:port or https://host:port")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _check_pools(pools: PoolsSettings) -> None:
+    _one_of("pools.eviction", pools.eviction, tuple(EVICTION_POLICIES))
+    _one_of("pools.hbm.owner", pools.hbm.owner, ("kvbm", "engine"))
+    _one_of("pools.hbm.device", pools.hbm.device, ("auto", "cpu", "cuda", "memory"))
+    for tier in ("hbm", "host", "nvme"):
+        pool = getattr(pools, tier)
+        for name in ("slots", "capacity_bytes"):
+            if getattr(pool, name) < 0:
+                raise ConfigError(f"pools.{tier}.{name} is {getattr(pool, name)}; it cannot be negative")
+        if pool.slots and pool.capacity_bytes:
+            raise ConfigError(f"pools.{tier} sets both slots and capacity_bytes; give one of them")
+    if pools.hbm.owner == "engine" and not (pools.host.slots or pools.host.capacity_bytes):
+        raise ConfigError(
+            'pools.hbm.owner is "engine" and pools.host has neither slots nor capacity_bytes; HOST is where the engine\'s blocks come'
+            " and go, so give it one of them"
+        )
+    if pools.nvme.folder and pools.nvme.path:
+        raise ConfigError(
+            "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"
+        )
+    _check_objects(pools.object)
+
+
+def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:
+    for tenant, share in tenants.items():
+        for name, amount in msgspec.structs.asdict(share).items():
+            if amount < (least := 1 if name == "weight" else 0):
+                raise ConfigError(f"tenants.{tenant}.{name} is {amount}; it must be at least {least}")
+        if share.weight > _MOST_WEIGHT:
+            raise ConfigError(f"tenants.{tenant}.weight is {share.weight}; it must be at most {_MOST_WEIGHT}")
+
+
+def _check_objects(objects: ObjectSettings) -> None:
+    _one_of("pools.object.compression", objects.compression, ("auto", "off"))
+    if not 0 <= objects.blocks <= _MOST_BLOCKS:
+        raise ConfigError(
+            f"pools.object.blocks is {objects.blocks}; give 1 to {_MOST_BLOCKS}, or 0 for as many as fit 4 MiB"
+        )
+    if objects.requests < 1 or objects.ttl_s < 0:
+        name, value, least = ("requests", objects.requests, 1) if objects.requests < 1 else ("ttl_s", objects.ttl_s, 0)
+        raise ConfigError(f"pools.object.{name} is {value}; it must be at least {least}")
+    if objects.keys and objects.keys_command:
+        raise ConfigError("pools.object.keys and pools.object.keys_command are both set; keep one of them")
+    if objects.front and not objects.url:
+        raise ConfigError("pools.object.front is set without pools.object.url, the store it stands before; give both")
+    if objects.front and not objects.front.startswith(("redis://", "rediss://")):
+        raise ConfigError("pools.object.front is no Redis; write redis://host:port/database")
+
+
+def check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
+    """Refuse what a janitor cannot go by. Raises ConfigError: which setting, and what to write."""
+    for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
+        if not 0 <= getattr(gc, name) < math.inf:
+            raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
+    if not 1 <= gc.lease_s <= _LONGEST_S:
+        raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
+    if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:
+        raise ConfigError(
+            f"gc.grace_s is {gc.grace_s:g}; it must be at least twice pools.object.timeout_s ({pool.timeout_s:g}) and three times "
+            f"pools.object.look_s ({pool.look_s:g}): instances hear of a deletion within look_s, and reads that began before must end"
+        )
+
+
+def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key} is {value!r}; use one of {', '.join(allowed)}")

@@ -1,0 +1,193 @@
+"""Settings as they are given: a TOML file, then the environment, then flags. Each value is checked where its source is still known."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+
+from kvbm.config.checks import check_settings
+from kvbm.config.settings import Settings, SettingsGroup, TenantSettings
+from kvbm.core.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVBM_"
+
+
+class Sources(NamedTuple):
+    """What messages call the places settings come from."""
+
+    path: str = "--config"
+    flags: str = "flags (--set)"
+
+
+_COMMAND_LINE = Sources()
+
+
+def load_settings(
+    path: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    sources: Sources = _COMMAND_LINE,
+) -> Settings:
+    """Settings from a TOML file, overridden by the environment, overridden by flags.
+
+    Nothing is read that was not given: without `environment` no variable counts, without `path` no file. A number of bytes may be
+    written as a size, such as "8GiB" or "500MB". `kvbm settings` lists every key with its default.
+
+    Args:
+        path: a TOML file with a table for each group.
+        environment: variables that begin with KVBM_ count, as KVBM_POOLS__HOST__SLOTS; give `os.environ`. None when omitted.
+        flags: dotted key → value, such as {"pools.host.capacity_bytes": "8GiB"}; or tables in tables, as in TOML.
+        defaults: as `flags`, where whoever asks has others than `Settings`.
+    Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, or an unreadable file.
+    """
+    tree: dict[str, Any] = {}
+    for key, value in leaves(defaults or {}):
+        _put(tree, key, value, "defaults")
+    if path is not None:
+        for key, value in leaves(_read_toml(path, sources.path)):
+            _put(tree, key, value, str(path))
+    for name, value in sorted((environment or {}).items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            _put(tree, name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", "."), value, f"environment {name}")
+    for key, value in leaves(flags or {}):
+        _put(tree, key, value, sources.flags)
+    settings = msgspec.convert(tree, Settings)
+    check_settings(settings)
+    return settings
+
+
+def default_lines() -> list[str]:
+    """Each setting with its default, as TOML would write it, in the order of the tree."""
+    return [f"{key} = {msgspec.json.encode(known.default).decode()}" for key, known in _KNOWN.items()]
+
+
+class _Known(NamedTuple):
+    """A setting that exists.
+
+    Attributes:
+        kind: type of its value.
+    """
+
+    kind: Any
+    default: Any
+
+
+def _read_toml(path: Path, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct {source}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"settings file {path} is not TOML (byte {error.start} is no text); give a text file"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"settings file {path} is not TOML ({error}); correct it") from None
+
+
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted keys with their values."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _known(group: type[SettingsGroup] = Settings, prefix: str = "") -> Iterator[tuple[str, _Known]]:
+    defaults = group()
+    for name, kind in get_type_hints(group).items():
+        if isinstance(kind, type) and issubclass(kind, SettingsGroup):
+            yield from _known(kind, f"{prefix}{name}.")
+        elif not name.startswith("_"):
+            yield f"{prefix}{name}", _Known(kind, getattr(defaults, name))
+
+
+_OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
+_TENANTS = "tenants"  # a table of tables whose names are the user's own
+_KNOWN = dict(_known())
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]i?B|B)", re.IGNORECASE)
+_UNITS = {"b": 1} | {
+    f"{letter}{unit}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+_TENANT_FIELDS = tuple(get_type_hints(TenantSettings))
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    tuple[str, ...]: "a list of texts; outside TOML, with commas between",
+}
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Set one key, its value checked here, where its source is still known."""
+    kind: Any = str
+    open_name = key.removeprefix(f"{_OPEN_KEY}.") if key.startswith(f"{_OPEN_KEY}.") else ""
+    tenant, _, field = (
+        key.removeprefix(f"{_TENANTS}.").rpartition(".") if key.startswith(f"{_TENANTS}.") else ("", "", "")
+    )
+    if open_name:
+        groups, name = _OPEN_KEY.split("."), open_name
+    elif tenant and field in _TENANT_FIELDS:
+        groups, name, kind = [_TENANTS, tenant], field, int
+    elif key in _KNOWN and key not in (_OPEN_KEY, _TENANTS):
+        *groups, name = key.split(".")
+        kind = _KNOWN[key].kind
+    else:
+        raise ConfigError(f"{where}: {_unknown(key)}")
+    if kind == tuple[str, ...] and isinstance(value, str):
+        value = [part for part in value.split(",") if part]
+    if kind is int and "bytes" in name and isinstance(value, str):
+        value = _size(value)
+    try:
+        value = msgspec.convert(value, kind, strict=not isinstance(value, str) and kind is not float)
+    except msgspec.ValidationError:
+        shown = "its value" if open_name else repr(value)
+        words = f'{_WORDS[kind]}, or a size such as "8GiB"' if kind is int and "bytes" in name else _WORDS[kind]
+        raise ConfigError(f"{where}: {key} is {words}; {shown} is none") from None
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[name] = value
+
+
+def _size(text: str) -> int | str:
+    """Bytes of a size such as "8GiB"; the text itself where it is none, or no whole number of bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return text
+    size = Fraction(found[1]) * _UNITS[found[2].lower()]
+    return int(size) if size.denominator == 1 else text
+
+
+def _unknown(key: str) -> str:
+    """Why a key is refused, with the nearest one that would do."""
+    if key == _OPEN_KEY:
+        return f"{key} is a table; write {key}.TENANT"
+    if key == _TENANTS or key.startswith(f"{_TENANTS}."):
+        return f"{key!r} is no setting of a tenant; write tenants.TENANT. and one of {', '.join(_TENANT_FIELDS)}"
+    inside = [known for known in _KNOWN if known.startswith(f"{key}.")]
+    if inside:
+        return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"
+    group = key.partition(".")[0]
+    if group in ("log", "logs", "logging"):
+        return (
+            f"there is no setting {key!r}: kvbm logs through structlog; set its level there, with structlog.configure"
+        )
+    near = difflib.get_close_matches(key, _KNOWN, n=1)
+    if near:
+        return f"there is no setting {key!r}; the nearest is {near[0]!r}"
+    inside = [known for known in _KNOWN if known.startswith(f"{group}.")]
+    names = inside or dict.fromkeys(known.partition(".")[0] for known in _KNOWN)
+    return f"there is no setting {key!r}; there are {', '.join(names)}; kvbm settings lists them with their defaults"

@@ -1,0 +1,354 @@
+"""Every setting there is: a frozen tree of tables, each with its default. The docstrings say what they mean.
+
+A key is written `pools.host.slots` in messages and flags, as tables in TOML, and `KVBM_POOLS__HOST__SLOTS` in the environment.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SettingsGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of settings."""
+
+
+class InstanceSettings(SettingsGroup, frozen=True):
+    """Who this is.
+
+    Attributes:
+        id: name of the instance, unique in its cluster; 1 to 128 letters, digits, "-" and "_".
+        cluster: name of the cluster.
+        data_dir: folder for journal, NVMe pool and embedded servers.
+        topology: where the instance stands, outermost first.
+    """
+
+    id: str = "instance-0"
+    cluster: str = "local"
+    data_dir: str = "kvbm-data"
+    topology: tuple[str, ...] = ()
+
+
+class HbmSettings(SettingsGroup, frozen=True):
+    """The HBM pool. Give `slots` or `capacity_bytes`, not both.
+
+    Attributes:
+        slots: blocks that fit.
+        capacity_bytes: room for blocks; the slots follow from a block's size.
+        owner: "kvbm", or "engine" for one that keeps its KV itself and only says what it holds: nothing is allocated then, a HOST pool
+            is needed, and `device` says nothing.
+        device: "auto", "cpu", "cuda", or "memory" for a pool without torch.
+    """
+
+    slots: int = 0
+    capacity_bytes: int = 0
+    owner: str = "kvbm"
+    device: str = "auto"
+
+
+class HostSettings(SettingsGroup, frozen=True):
+    """The HOST pool, in host memory. Give `slots` or `capacity_bytes`, not both; both 0: there is none.
+
+    Attributes:
+        slots: blocks that fit.
+        capacity_bytes: host memory for blocks, taken at the start.
+        huge_pages: "auto": where they can be had, "on": or refuse to start, "off".
+        numa_node: node its memory is bound to; -1: the one the manager starts on when the machine has several.
+        copy_threads: threads that copy blocks; 0: as many as help on this machine.
+    """
+
+    slots: int = 0
+    capacity_bytes: int = 0
+    huge_pages: str = "auto"
+    numa_node: int = -1
+    copy_threads: int = 0
+
+
+class NvmeSettings(SettingsGroup, frozen=True):
+    """The NVME pool. Give `slots` or `capacity_bytes`, not both; both 0: there is none.
+
+    Attributes:
+        slots: blocks that fit.
+        capacity_bytes: room for blocks, taken at the start; a page of header for each block comes on top.
+        path: its file or block device, by default a file in the data folder; over several, with ":" between, slots are striped.
+        folder: of a pod, instead of `path`: each instance has a file of its own there and reads all others', also of instances
+            that are gone. With neither slots nor capacity_bytes it only reads.
+        io: "io_uring", "threads", or "auto": io_uring where the kernel lets us.
+        direct: past the page cache (O_DIRECT): "on", "off", or "auto": where the file system can.
+        depth: block transfers in flight for each path.
+        offload_share: of `depth`, what offloads may use while requests read, and never more than 2 MiB (or one block).
+        write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
+            be saved up. 0: no limit.
+    """
+
+    slots: int = 0
+    capacity_bytes: int = 0
+    path: str = ""
+    folder: str = ""
+    io: str = "auto"
+    direct: str = "auto"
+    depth: int = 32
+    offload_share: float = 0.25
+    write_budget_bytes_s: int = 0
+
+
+class ObjectSettings(SettingsGroup, frozen=True):
+    """The object pool, which all instances share.
+
+    Attributes:
+        url: s3://bucket/prefix, az://account/container/prefix or redis://host:port/database?prefix=…; "" for none.
+        endpoint, region: of s3 and az, where they are not their makers' own.
+        name: of the pool, where instances reach one store by different addresses.
+        blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
+        compression: "auto": by the type of the elements, where it gains something; "off".
+        keys: file with tenants' keys, which encrypt their objects (`kvbm keys` makes one). "" for none.
+        keys_command: prints such a file, instead of it.
+        front: redis://…, a faster store before the one of `url`; it may forget, and is filled again. "" for none.
+        ttl_s: after which a Redis, as pool or in front, forgets an object; 0: when it has no room.
+        requests: to the store in flight.
+        timeout_s: deadline of one call; what is not there then is computed.
+        look_s: how often to look for what the janitor is about to delete; at most a third of its grace.
+        write_budget_bytes_s: bytes a second that may be put in the long run, as `pools.nvme.write_budget_bytes_s`. 0: no limit.
+    """
+
+    url: str = ""
+    endpoint: str = ""
+    region: str = ""
+    name: str = ""
+    blocks: int = 0
+    compression: str = "auto"
+    keys: str = ""
+    keys_command: str = ""
+    front: str = ""
+    ttl_s: int = 0
+    requests: int = 8
+    timeout_s: float = 10.0
+    look_s: float = 20.0
+    write_budget_bytes_s: int = 0
+
+
+class PoolsSettings(SettingsGroup, frozen=True):
+    """The pools, and how blocks leave them. `eviction`: "lru", or "s3fifo" where many blocks are used only once."""
+
+    hbm: HbmSettings = HbmSettings()
+    host: HostSettings = HostSettings()
+    nvme: NvmeSettings = NvmeSettings()
+    object: ObjectSettings = ObjectSettings()
+    eviction: str = "lru"
+
+
+class OffloadSettings(SettingsGroup, frozen=True):
+    """What goes to a colder tier: "write_through", "second_use" or "never", for each target tier.
+
+    Attributes:
+        host, nvme, object: when a block goes to this tier: "write_through" as soon as it is there, "second_use" once a second request
+            has asked for it, "never".
+        queue_blocks: blocks that may wait, about 20 bytes of memory each; more are skipped and counted. 0: as many as the pools hold
+            that blocks are taken from, so that a prompt of any length waits whole.
+        threads: offloads at a time.
+        staging_bytes: memory for copies between two tiers of which neither is in reach of the CPU and the device at once.
+    """
+
+    host: str = "write_through"
+    nvme: str = "write_through"
+    object: str = "write_through"
+    queue_blocks: int = 0
+    threads: int = 2
+    staging_bytes: int = 64 << 20
+
+
+class OnboardSettings(SettingsGroup, frozen=True):
+    """How long a request waits for blocks of colder tiers.
+
+    Attributes:
+        wait_s: for bytes; what has not come by then is computed.
+        locate_s: for the catalog's answer.
+        threads: onboards at a time.
+    """
+
+    wait_s: float = 2.0
+    locate_s: float = 0.25
+    threads: int = 2
+
+
+class JournalSettings(SettingsGroup, frozen=True):
+    """The journal. `fsync`: "off" survives a killed process, "always" a power cut too, "interval" in between.
+
+    Attributes:
+        fsync: "off", "interval" or "always".
+        sync_interval_s: how far apart the syncs of "interval" are at most.
+        segment_bytes: size at which a new file begins.
+        capacity_bytes: room for what the instance needs of it; what a whole round has made needless goes once published, and an
+            instance begins a round by itself when half is used.
+        keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
+        max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0: as
+            capacity_bytes.
+        waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and another
+            epoch begins when there is room again.
+        in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
+    """
+
+    fsync: str = "off"
+    sync_interval_s: float = 1.0
+    segment_bytes: int = 64 << 20
+    capacity_bytes: int = 4 << 30
+    keep_s: float = 604800.0
+    max_bytes: int = 0
+    waiting_bytes: int = 64 << 20
+    in_memory: bool = False
+
+
+class NatsSettings(SettingsGroup, frozen=True):
+    """The stream.
+
+    Attributes:
+        url: "" starts (or finds) an embedded nats-server in the data folder.
+        enabled: false keeps events local.
+        timeout_s: for an answer of the server.
+        heartbeat_s: between two signs of life.
+        window_bytes: sent and not acknowledged at most.
+        linger_s: a message follows another at the earliest after this time, unless it is full, so that frames share one.
+        replicas: servers of a NATS cluster that keep the streams: 1, 3 or 5, for streams that are made from now on.
+        credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
+        tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate where the server wants one.
+    """
+
+    url: str = ""
+    enabled: bool = True
+    timeout_s: float = 5.0
+    heartbeat_s: float = 1.0
+    window_bytes: int = 4 << 20
+    linger_s: float = 0.002
+    replicas: int = 1
+    credentials: str = ""
+    nkey_seed: str = ""
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+
+class RoundsSettings(SettingsGroup, frozen=True):
+    """Restating what is held. `least_s`: rounds that readers ask for are at least so far apart."""
+
+    least_s: float = 10.0
+
+
+class SamplesSettings(SettingsGroup, frozen=True):
+    """Accesses told to whoever listens, for `kvbm-replay whatif`. `rate`: share of prompts, 0 to 1."""
+
+    rate: float = 0.1
+
+
+class TierWeightSettings(SettingsGroup, frozen=True):
+    """Factors on the cost of fetching a block from each tier to HBM, as routing prices it.
+
+    Attributes:
+        host, nvme, object: of a block in this tier.
+    """
+
+    host: float = 1.0
+    nvme: float = 1.0
+    object: float = 1.0
+
+
+class RoutingSettings(SettingsGroup, frozen=True):
+    """What routing's cost is made of; the defaults won a sweep over a recorded trace.
+
+    Attributes:
+        prefill_tokens_per_s: what routing assumes an instance computes.
+        work_weight: how much a second of recomputing weighs against a second of waiting.
+        half_life_s: after this long a routed token counts half for balance.
+        prior_s: seconds of prefill added to the mean, so that a quiet cluster is not balanced over trifles.
+        hold_s: for this long after a route its blocks count as soon to be held.
+    """
+
+    prefill_tokens_per_s: float = 10_000.0
+    work_weight: float = 8.0
+    half_life_s: float = 300.0
+    prior_s: float = 10.0
+    hold_s: float = 30.0
+    tier_weights: TierWeightSettings = TierWeightSettings()
+
+
+class TenantSettings(SettingsGroup, frozen=True):
+    """What one tenant may have, where tenants share pools. The tenant "*" stands for all that are not named.
+
+    Attributes:
+        weight: its part of what is full is weight over the sum of all weights: of each pool, and of the turns of offloads.
+        host_bytes, nvme_bytes: what it may fill of this instance's pools at most; 0: no such limit.
+        object_bytes: what it may fill of the object pool; the janitor sees to it. 0: no such limit.
+    """
+
+    weight: int = 1
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    object_bytes: int = 0
+
+
+class CatalogSettings(SettingsGroup, frozen=True):
+    """The catalog service and how to reach it.
+
+    Attributes:
+        url: where managers and routers ask; "" asks nobody.
+        listen: host:port the service binds; port 0 takes a free one.
+        database: SQLAlchemy URL; "" is SQLite in the data folder.
+        liveness_s: an instance not heard for this long is left out of answers.
+        tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
+        capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
+        checkpoints: folder of the index's checkpoints; "" is one in the data folder.
+        checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
+        archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
+    """
+
+    url: str = ""
+    listen: str = "127.0.0.1:7700"
+    database: str = ""
+    liveness_s: float = 3.5
+    capacity: int = 100_000_000
+    checkpoints: str = ""
+    checkpoint_every_s: float = 60.0
+    archive: str = ""
+    routing: RoutingSettings = RoutingSettings()
+    tenant_secrets: dict[str, str] = {}
+
+
+class GcSettings(SettingsGroup, frozen=True):
+    """The janitor of the object pool, `kvbm-catalog gc`. All janitors of one store should have the same.
+
+    Attributes:
+        ttl_s: objects go that nobody has put or read for so long; 0: never.
+        quota_bytes: the least recently used objects go while the pool has more; 0: no limit.
+        grace_s: between the word that an object will go and its deletion; at least twice `pools.object.timeout_s`, the longest read,
+            and three times `pools.object.look_s`, of every instance that shares the store.
+        young_s: an object without a claim may still get one for so long.
+        skew_s: how far the clocks of instances, janitor and store may be apart.
+        lease_s: for how long a janitor that died keeps others away.
+        every_s: between two runs; 0: one run.
+    """
+
+    ttl_s: float = 7 * 86_400.0
+    quota_bytes: int = 0
+    grace_s: float = 60.0
+    young_s: float = 60.0
+    skew_s: float = 60.0
+    lease_s: float = 60.0
+    every_s: float = 0.0
+
+
+class Settings(SettingsGroup, frozen=True):
+    """Everything that can be set.
+
+    Attributes:
+        tenants: tenant → its share; none: all blocks are alike.
+    """
+
+    instance: InstanceSettings = InstanceSettings()
+    pools: PoolsSettings = PoolsSettings()
+    offload: OffloadSettings = OffloadSettings()
+    onboard: OnboardSettings = OnboardSettings()
+    journal: JournalSettings = JournalSettings()
+    nats: NatsSettings = NatsSettings()
+    rounds: RoundsSettings = RoundsSettings()
+    samples: SamplesSettings = SamplesSettings()
+    catalog: CatalogSettings = CatalogSettings()
+    gc: GcSettings = GcSettings()
+    tenants: dict[str, TenantSettings] = {}

@@ -1,0 +1,284 @@
+"""Stores: which computed blocks HOST lacks, the jobs of workers that copy them there, and what their answers make of them.
+
+A block is kept from reuse in HBM until all ranks have answered its job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import structlog
+
+from kvbm.core.backend import Kernels
+from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
+from kvbm.engines.vllm.metadata import Job, Ranks, Stored
+from kvbm.engines.vllm.numbers import Numbers
+from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
+from kvbm.engines.vllm.requests import Group, Requests, RequestState
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
+
+log = structlog.get_logger()
+
+_IN_HOST = bytes([Tier.HOST])
+_SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
+_UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
+
+
+class StoreRules(NamedTuple):
+    """What is stored, and what is told of it.
+
+    Attributes:
+        stores_all: every computed block is wanted in HOST, so what does not get there is counted.
+        by_recency: blocks leave HOST by when they were used last, so the end of a request is told.
+    """
+
+    stores_all: bool = True
+    by_recency: bool = True
+
+
+class _StoreRun(NamedTuple):
+    """Blocks of one group that a job stores."""
+
+    store: Store
+    blocks: list[Any]
+
+
+class _StoreJob(NamedTuple):
+    """A job that workers carry out: its runs in the order of its columns.
+
+    Attributes:
+        over: chains of requests that have ended and wait for this job, their last.
+    """
+
+    runs: list[_StoreRun]
+    since_s: float
+    over: list[bytes]
+
+
+class StorePlanner:
+    """See the module.
+
+    Args:
+        ranks: how rows of HOST are parted.
+        next_job: gives the id of a job.
+    """
+
+    def __init__(
+        self,
+        manager: EngineHbmManager,
+        kernels: Kernels,
+        groups: Sequence[Group],
+        ranks: Ranks,
+        requests: Requests,
+        numbers: Numbers,
+        rules: StoreRules,
+        next_job: Callable[[], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager, self._groups, self._ranks, self._requests = manager, groups, ranks, requests
+        self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
+        self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
+        self._pool: Any = None
+        self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
+        self._watch: PrefixCacheWatch | None = None
+        self._jobs: list[Job] = []  # of the next plan
+        self._stores: dict[int, _StoreJob] = {}
+        self._answers: dict[int, dict[int, Stored]] = {}  # job → rank's part → how it ended
+        self._step = 0
+        self._due: dict[int, list[RequestState]] = {}  # step → requests that may fill a block by then
+
+    def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]], watch: PrefixCacheWatch) -> None:
+        """Meet the engine's HBM, as `Scheduler.bind`."""
+        self._pool, self._block_ids_of, self._watch = pool, block_ids_of, watch
+
+    @property
+    def storing_blocks(self) -> int:
+        """Blocks that wait for the workers."""
+        return sum(len(run.blocks) for job in self._stores.values() for run in job.runs)
+
+    def plan(self, scheduled: Mapping[str, int], tokens: int) -> None:
+        """Begin the stores of a step. In a step of one token a request, only requests that may have filled a block are looked at."""
+        self._step += 1
+        runs: list[_StoreRun] = []
+        looked_at = [
+            state
+            for state in self._due.pop(self._step, ())
+            if state.due_step == self._step and state.request.request_id in self._requests.states
+        ]
+        if tokens != len(scheduled):
+            looked_at += [state for name in scheduled if (state := self._requests.states.get(name)) is not None]
+        storing: list[RequestState] = []
+        for state in looked_at:
+            count = len(runs)
+            self._collect(state, None, runs)
+            if len(runs) > count:
+                storing.append(state)
+        self._store(runs, storing)
+
+    def look_in(self, state: RequestState, steps: int) -> None:
+        """Look at a request again after so many steps: before, one that computes a token a step cannot have filled a block."""
+        due_step = self._step + steps
+        if due_step != state.due_step:
+            state.due_step = due_step
+            self._due.setdefault(due_step, []).append(state)
+
+    def finish(self, state: RequestState, block_ids: Sequence[Sequence[int]]) -> None:
+        """Store what a request computed and was not stored yet. It has ended; its blocks are still its own."""
+        runs: list[_StoreRun] = []
+        self._collect(state, block_ids, runs)
+        self._store(runs, [state])
+        if self._rules.by_recency:
+            self._refresh(state)
+
+    def has_work(self) -> bool:
+        """Whether stores wait for the workers: an engine without requests should go on stepping, and blocks will come free."""
+        if not self._stores:
+            return False
+        oldest = next(iter(self._stores.values()))
+        return self._clock() - oldest.since_s < _UNANSWERED_S
+
+    def take_jobs(self) -> list[Job]:
+        """The jobs of the next plan, once."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def answered(self, stored: Mapping[int, Mapping[int, Stored]]) -> int:
+        """Take in what ranks have stored. Returns how many jobs have brought HOST blocks."""
+        gained = 0
+        for job, parts in stored.items():
+            known = self._answers.setdefault(job, {})
+            known.update(parts)
+            if len(known) >= self._ranks.parts:
+                del self._answers[job]
+                gained += self._end(job, known)
+        return gained
+
+    def _collect(self, state: RequestState, block_ids: Sequence[Sequence[int]] | None, runs: list[_StoreRun]) -> None:
+        """The computed blocks of a request that were not looked at yet, as far as HOST lacks them and has room."""
+        request = state.request
+        if not self._requests.is_known(state):
+            if state.origin.adapter is not None and state.origin.adapter.is_sure and state.origin.is_pure:
+                self.look_in(state, 1)
+            return
+        if state.is_untold:
+            state.is_untold = False
+            assert self._watch is not None
+            block_ids = self._block_ids_of(request.request_id) if block_ids is None else block_ids
+            self._watch.tell_late(state, block_ids)
+        confirmed = request.num_computed_tokens - request.num_in_flight_tokens
+        ids, is_short = block_ids, False  # short: HOST has no room for some of them now
+        for index, group in enumerate(self._groups):
+            begin, end = state.stored[index], confirmed // group.block_tokens
+            if end <= begin:
+                continue
+            hashes = state.hashes(index, begin, end, self._derive)
+            begin, end = state.stored[index], begin + len(hashes) // HASH_BYTES
+            if end <= begin:
+                continue
+            if block_ids is None:
+                fits = self._manager.storable(state.namespaces[index].id, begin, end - begin)
+                is_short |= fits < end - begin
+                end = begin + fits
+                if not fits:
+                    continue
+                ids = self._block_ids_of(request.request_id) if ids is None else ids
+            uses = 1 if begin or state.is_looked_at else 2  # what it found computed, it uses again
+            assert ids is not None
+            self._begin_stores(state, index, begin, ids[group.id][begin:end], uses, runs)
+            state.stored[index] = end
+        state.is_looked_at = True
+        if is_short:
+            self.look_in(state, _SHORT_STEPS)
+            return
+        pairs = zip(self._groups, state.stored, strict=True)
+        self.look_in(state, max(1, min((done + 1) * group.block_tokens for group, done in pairs) - confirmed))
+
+    def _begin_stores(
+        self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_StoreRun]
+    ) -> None:
+        """Begin to store what HOST lacks of a chain, in as many runs as it is torn into by what HOST has or is nowhere."""
+        group, namespace = self._groups[index], state.namespaces[index].id
+        held = self._manager.holders(state.hashes(index, begin, begin + len(ids), self._derive))
+        digests: Sequence[bytes] = ()
+        at, total = 0, len(held)
+        while at < total:
+            at = total - len(held[at:].lstrip(_IN_HOST))
+            if at < total and not digests:
+                digests = group.digests(state.request.block_hashes, begin, begin + total)
+            blocks: list[Any] = []
+            while at < total and held[at] != Tier.HOST and (block := self._cached(state, group, digests[at], ids[at])):
+                blocks.append(block)
+                at += 1
+            if blocks:
+                first = begin + at - len(blocks)
+                hashes = state.hashes(index, first, begin + at, self._derive)
+                store = self._manager.begin_store(namespace, state.parent(index, first), first, hashes, uses)
+                taken = [] if store is None else [blocks[i] for i in store.at]
+                if store is not None:
+                    self._pool.touch(taken)
+                    runs.append(_StoreRun(store, taken))
+                if self._rules.stores_all:
+                    self._numbers.add("stores_skipped", len(blocks) - len(taken))
+            elif at < total:
+                at += 1
+
+    def _cached(self, state: RequestState, group: Group, digest: bytes, block_id: int) -> Any:
+        """The block that holds this hash; None where vLLM has none, or another in its place, or one of other weights."""
+        key = digest + group.id.to_bytes(4, "big")
+        block = self._pool.blocks[block_id] if block_id else None
+        if block is None or block.block_hash != key:
+            block = self._pool.cached_block_hash_to_block.get_one_block(key)  # left the window, and lies in HBM still
+        if state.origin.adapter is None or block is None:
+            return block
+        assert self._watch is not None
+        return block if state.origin.equals(self._watch.origin_of(block.block_id)) else None
+
+    def _store(self, runs: list[_StoreRun], storing: Sequence[RequestState]) -> None:
+        """Have workers store runs, of these requests."""
+        if not runs:
+            return
+        blocks = pack_slots(block.block_id for run in runs for block in run.blocks)
+        rows = pack_slots(slot for run in runs for slot in run.store.slots)
+        job = Job(self._next_job(), blocks, rows)
+        self._stores[job.id] = _StoreJob(runs, self._clock(), [])
+        for state in storing:
+            state.last_store = job.id
+        self._jobs.append(job)
+
+    def _refresh(self, state: RequestState) -> None:
+        """Its chains were used, the beginning last; said once all of it lies in HOST. Of a window's chain that is no help."""
+        stores = self._stores.get(state.last_store)
+        for index, group in enumerate(self._groups):
+            if group.window_blocks is None and state.stored[index]:
+                chain = state.hashes(index, 0, state.stored[index], self._derive)
+                if stores is None:
+                    self._manager.refresh(chain)
+                else:
+                    stores.over.append(chain)
+
+    def _end(self, job: int, parts: Mapping[int, Stored]) -> bool:
+        """Blocks of a job are in HOST, or not. Returns whether HOST has gained blocks."""
+        stores = self._stores.pop(job, None)
+        if stores is None:
+            return False
+        why = next((part.why for part in parts.values() if part.why), "")
+        total = sum(len(run.blocks) for run in stores.runs)
+        checksums = np.zeros(total, dtype=np.uint32)
+        if why:
+            log.warning("store.failed", why=why, blocks=total)
+        elif self._ranks.parts == 1:
+            checksums = np.frombuffer(parts[0].checksums, dtype="<u4")
+        else:
+            columns = [np.frombuffer(parts[part].checksums, dtype="<u4") for part in range(self._ranks.parts)]
+            checksums = self._join(np.stack(columns), self._ranks.part_bytes)
+        at = 0
+        for run in stores.runs:
+            count = len(run.blocks)
+            self._manager.end_store(run.store, [not why] * count, checksums[at : at + count])
+            self._pool.free_blocks(reversed(run.blocks))
+            at += count
+        for chain in stores.over:
+            self._manager.refresh(chain)
+        return not why

@@ -1,0 +1,131 @@
+"""The first page of a stripe of the NVME pool: what the stripe was made for, and which one it is.
+
+All integers are little-endian.
+
+    header  0  8 bytes  magic "KVBMPOOL"
+            8  4        version
+           12  4        json_bytes
+           16  …        JSON: what the stripe was made for, then zeros
+         4092  4        CRC-32C of the 4,092 bytes above
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvbm.core.backend import ChecksumRows
+from kvbm.core.errors import PoolError
+from kvbm.core.ids import InstanceId, Namespace
+from kvbm.pools.nvme.block_io import PAGE_BYTES
+
+MAGIC = b"KVBMPOOL"
+VERSION = 2
+
+_PREFIX = struct.Struct("<8sII")
+_CRC = struct.Struct("<I")
+_PROVED_BYTES = PAGE_BYTES - _CRC.size
+
+
+class FileShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool was made for. A file with another shape is not ours to read or to overwrite.
+
+    Attributes:
+        slots: of the whole pool.
+        stripes: files and devices it is made of.
+    """
+
+    slots: int
+    block_bytes: int
+    model: str
+    revision: str
+    kv_dtype: str
+    block_tokens: int
+    layout: str
+    kv_group: int
+    ranks: str
+    instance: str
+    stripes: int = 1
+
+
+class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of a stripe: its shape, the name the pool got when it was made, and which of its stripes this is, from 0."""
+
+    shape: FileShape
+    pool_id: str
+    stripe: int = 0
+
+
+class Damaged(NamedTuple):
+    """A stripe of ours whose header is not whole."""
+
+    why: str
+
+
+def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceId, stripes: int = 1) -> FileShape:
+    """What a pool for blocks of this shape is made for."""
+    return FileShape(
+        slots=slots,
+        block_bytes=block_bytes,
+        model=shape.model,
+        revision=shape.revision,
+        kv_dtype=shape.kv_dtype,
+        block_tokens=shape.block_tokens,
+        layout=shape.layout,
+        kv_group=shape.kv_group,
+        ranks=shape.ranks,
+        instance=instance,
+        stripes=stripes,
+    )
+
+
+def encode_header(path: Path, header: FileHeader, checksums: ChecksumRows) -> bytes:
+    """The first page of a stripe. Raises PoolError: its names do not fit."""
+    text = msgspec.json.encode(header)
+    if _PREFIX.size + len(text) > _PROVED_BYTES:
+        raise PoolError(
+            f"NVME pool {path}: the names of model, layout and instance take {len(text)} bytes as JSON, the"
+            f" file's header has {_PROVED_BYTES - _PREFIX.size}; shorten them"
+        )
+    proved = (_PREFIX.pack(MAGIC, VERSION, len(text)) + text).ljust(_PROVED_BYTES, b"\0")
+    return proved + _CRC.pack(_crc(checksums, proved))
+
+
+def decode_header(path: Path, page: bytes, checksums: ChecksumRows) -> FileHeader | Damaged:
+    """What the first page of a stripe says. Raises PoolError: it is nobody's, or of a version this kvbm does not read."""
+    if page[: len(MAGIC)] != MAGIC:
+        mended = MAGIC + page[len(MAGIC) :]
+        if len(page) == PAGE_BYTES and _CRC.pack(_crc(checksums, mended[:_PROVED_BYTES])) == page[_PROVED_BYTES:]:
+            return Damaged("the first bytes of the file's header do not match its checksum")
+        raise PoolError(
+            f"NVME pool {path}: what is there is no kvbm pool (it begins with {page[:8].hex()}); it is left as it"
+            " is: move it away or set another pools.nvme.path"
+        )
+    if len(page) < PAGE_BYTES:
+        return Damaged(f"the file ends after {len(page)} bytes, inside its header of {PAGE_BYTES}")
+    if _CRC.pack(_crc(checksums, page[:_PROVED_BYTES])) != page[_PROVED_BYTES:]:
+        return Damaged("the checksum of the file's header does not match")
+    _, version, json_bytes = _PREFIX.unpack_from(page)
+    if version != VERSION:
+        raise PoolError(
+            f"NVME pool {path}: file version {version} is newer than {VERSION}, the newest this kvbm reads;"
+            " upgrade kvbm or set another pools.nvme.path"
+            if version > VERSION
+            else f"NVME pool {path}: file version {version} is none that kvbm writes; it is left as it is: remove it (its blocks"
+            " will be computed again) or set another pools.nvme.path"
+        )
+    try:
+        return msgspec.json.decode(page[_PREFIX.size : _PREFIX.size + json_bytes], type=FileHeader)
+    except msgspec.DecodeError as error:
+        raise PoolError(
+            f"NVME pool {path}: the file's header is whole and makes no sense ({error}); it is left as it"
+            " is: move it away or set another pools.nvme.path"
+        ) from error
+
+
+def _crc(checksums: ChecksumRows, data: bytes) -> int:
+    return int(checksums(np.frombuffer(data, dtype=np.uint8).reshape(1, -1))[0])
