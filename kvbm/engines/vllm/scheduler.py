@@ -28,7 +28,8 @@ from kvbm.engines.vllm.metadata import Answers, HostShare, Job, Plan, Ranks, Sto
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.prefix_cache import HbmSink, PrefixCacheWatch
 from kvbm.engines.vllm.requests import Ask, Group, GroupNamespace, RequestState, has_own_ids
-from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
 
 log = structlog.get_logger()
 
