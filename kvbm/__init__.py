@@ -66,9 +66,12 @@ from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
-from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
-from kvbm.manager.manager import Manager, ManagerStats, Prefix
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
+from kvbm.manager.loads import Prefix
 from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.owned_hbm import Manager
+from kvbm.manager.stats import ManagerStats
 from kvbm.pools.base import ObjectStats
 from kvbm.pools.hbm.paged import PagedLayout, PagedTensor, paged_layout
 from kvbm.pools.hbm.pool import HbmPool

@@ -51,14 +51,17 @@ from kvbm.core.ledger import Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
+from kvbm.manager.base import BlockManager
 from kvbm.manager.engine_hbm import EngineHbmManager
-from kvbm.manager.event_writer import FrameSink, Keeping
-from kvbm.manager.fair_queue import Turns
-from kvbm.manager.journal_retention import JournalKeeping, MemoryKeeping
+from kvbm.manager.event_writer import FrameSink
+from kvbm.manager.fair_queue import FairQueue
+from kvbm.manager.journal_retention import DiskRetention, JournalRetention, MemoryRetention
 from kvbm.manager.lasting import LastingNamespaces
-from kvbm.manager.manager import Manager, Publishing
 from kvbm.manager.offload_queue import Offloader, PromptLimits
+from kvbm.manager.options import ManagerOptions
+from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
+from kvbm.manager.publisher_port import Publishing
 from kvbm.manager.recovery import recover
 from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
@@ -152,7 +155,7 @@ def open_unverified(
     return _native.BlockIo(fds, slots, block_bytes, io, direct, depth, offload_share, verified=False)
 
 
-M = TypeVar("M", bound=Manager)
+M = TypeVar("M", bound=BlockManager)
 _LEAST_QUEUE_BLOCKS = 8192
 _CATALOG_WAIT_S = 2.0  # at the start, for the epoch it knows
 
@@ -310,26 +313,28 @@ def _open_manager(
         on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
         known = max(on_stream, _epoch_in_catalog(settings, instance))
         pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, lasting, core.new_fold)
-        keeping: Keeping | None = None
+        retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
         if journal is not None:
-            keeping, sink = JournalKeeping(journal, pool_id, settings.journal.sync_interval_s), journal
+            retention, sink = DiskRetention(journal, pool_id, settings.journal.sync_interval_s), journal
             room_bytes = settings.journal.capacity_bytes
         elif memory is not None:
-            keeping = sink = MemoryKeeping(memory)
+            retention = sink = MemoryRetention(memory)
             room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but restated so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = new_manager(
             instance, settings.instance.cluster, ledger, pools, sink, kernels,
-            _offloader(settings, pools, namespaces, lasting), locator, settings.onboard.wait_s, settings.onboard.locate_s,
-            settings.onboard.threads, wall_clock_ns, keeping=keeping,
-            rounds=Rounds(settings.rounds.least_s, room_bytes),
-            samples=samples, has_stream=bool(url), run=run, offload_threads=settings.offload.threads,
-            staging=Staging(
-                settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
-                pools.object_blocks,
-            ), budgets=_budgets(settings), lasting=lasting, unused=unused,
+            _offloader(settings, pools, namespaces, lasting), locator,
+            ManagerOptions(
+                settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
+                wall_clock_ns, retention=retention, rounds=Rounds(settings.rounds.least_s, room_bytes), samples=samples,
+                run=run, has_stream=bool(url), budgets=_budgets(settings), lasting=lasting, unused=unused,
+                staging=Staging(
+                    settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
+                    pools.object_blocks,
+                ),
+            ),
         )  # fmt: skip
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
@@ -516,7 +521,7 @@ def _journal_options(settings: JournalSettings) -> JournalOptions:
 
 
 def _publishing(
-    settings: Settings, manager: Manager, frames: Journal | MemoryLog, url: str, credentials: Credentials
+    settings: Settings, manager: BlockManager, frames: Journal | MemoryLog, url: str, credentials: Credentials
 ) -> Publishing:
     """A publisher that has begun."""
 
@@ -524,7 +529,7 @@ def _publishing(
         return await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
 
     publisher = PublisherThread(
-        frames, url, settings.instance.cluster, manager.instance, manager, settings.nats.heartbeat_s,
+        frames, url, settings.instance.cluster, manager.instance, manager.publisher_port, settings.nats.heartbeat_s,
         connect, window_bytes=settings.nats.window_bytes, linger_s=settings.nats.linger_s,
         runs=frames.runs if isinstance(frames, Journal) else unknown_runs,
     )  # fmt: skip
@@ -850,14 +855,14 @@ def _offloader(
     policies: dict[Tier, OffloadPolicy] = {
         tier: OFFLOAD_POLICIES[name]() for tier, name in names.items() if tier in there and name != "never"
     }
-    turns = Turns(
+    fair = FairQueue(
         {tenant: share.weight for tenant, share in settings.tenants.items()}, {n.id: n.tenant for n in namespaces}
     )
     slots = {tier: pool.slots for tier, pool in pools.slots.items()}
     every_block = max(_LEAST_QUEUE_BLOCKS, slots[Tier.HBM] + 2 * slots.get(Tier.HOST, 0))
     quotas = {share.tenant: share.quota_slots for share in _shares(settings, pools.slots[Tier.HBM].block_bytes)}
     return Offloader(
-        policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, turns=turns,
+        policies, settings.offload.queue_blocks or every_block, object_blocks=pools.object_blocks, fair=fair,
         engine_hbm=settings.pools.hbm.owner == "engine", limits=PromptLimits(slots, quotas),
         waiting_objects=max(_LEAST_QUEUE_BLOCKS, every_block // pools.object_blocks), may_last=lasting.may,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 
 import numpy as np
@@ -25,12 +25,15 @@ from kvbm.core.ids import (
     Tier,
 )
 from kvbm.core.ledger import Ledger
-from kvbm.core.policy import WriteThrough
+from kvbm.core.policy import WriteBudget, WriteThrough
 from kvbm.locate.base import Locator, Nowhere
-from kvbm.manager.event_writer import FrameSink, Keeping
-from kvbm.manager.manager import Manager, Prefix
+from kvbm.manager.event_writer import FrameSink
+from kvbm.manager.journal_retention import JournalRetention
+from kvbm.manager.loads import Prefix
 from kvbm.manager.offload_queue import Offloader, PromptLimits
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.options import ManagerOptions
+from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import SampleSink
 from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
@@ -77,7 +80,7 @@ def make_manager(
     clock: Callable[[], float] = time.monotonic,
     event_bytes: int = 64 << 20,
     by_hand: bool = False,
-    keeping: Keeping | None = None,
+    retention: JournalRetention | None = None,
     rounds: Rounds | None = None,
     samples: SampleSink | None = None,
     executor: Executor | None = None,
@@ -89,6 +92,7 @@ def make_manager(
     instance: str = "test",
     epoch: int = 1,
     queue_blocks: int = 8192,
+    budgets: Mapping[Tier, WriteBudget] | None = None,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
@@ -104,8 +108,10 @@ def make_manager(
             {tier: WriteThrough() for tier in there}, queue_blocks, object_blocks=pools.object_blocks, limits=PromptLimits(slots),
         ),
         locator or Nowhere(),
-        wait_s=wait_s, clock=clock, staging=staging,
-        keeping=keeping, rounds=rounds, samples=samples, executor=executor, offsets=offsets, run="a-run", has_stream=has_stream,
+        ManagerOptions(
+            wait_s, clock=clock, staging=staging, retention=retention, rounds=rounds, samples=samples, executor=executor,
+            offsets=offsets, run="a-run", has_stream=has_stream, budgets=budgets or {},
+        ),
     )  # fmt: skip
     if not by_hand:
         manager.start()

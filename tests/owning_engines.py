@@ -11,7 +11,8 @@ import numpy as np
 from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import load_settings
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Tier
-from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pool import HostPool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvbm.assembly import open_manager
 from kvbm.config import Settings, load_settings
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.base import Position
 from tests.cores import CORES
 from tests.managers import BLOCK_BYTES, NAMESPACE

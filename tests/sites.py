@@ -13,7 +13,7 @@ from kvbm.config import Settings, load_settings
 from kvbm.core.ids import NamespaceId, split_hashes
 from kvbm.janitor import ClaimsReader, Report
 from kvbm.locate.http import CatalogClient
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.base import Store
 from kvbm.streams.server import EmbeddedServer
 from tests.managers import BLOCK_BYTES, NAMESPACE, hashes_of

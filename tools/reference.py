@@ -231,7 +231,7 @@ def metrics_page() -> str:
         ]
         return _table(("metric", "kind", "labels", "meaning"), rows)
 
-    from kvbm.manager.manager import ManagerStats
+    from kvbm.manager.stats import ManagerStats
 
     stats = described(ManagerStats)
     rows = [(f"`{name}`", _sentence(stats.meanings.get(name, name.replace("_", " ")))) for name in ManagerStats._fields]

@@ -19,7 +19,7 @@ from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.base import Position
 
 NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)

@@ -14,7 +14,7 @@ from kvbm.assembly import open_manager
 from kvbm.bench.measure import Row, Sample, row_of, timed
 from kvbm.config import load_settings
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, SequenceHash
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 
 _NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _RUN_BLOCKS = 32

@@ -40,7 +40,7 @@ from kvbm.janitor.janitor import Janitor
 from kvbm.janitor.lease import Found, StoreStatus
 from kvbm.janitor.report import Report
 from kvbm.janitor.used import USED_PREFIX, UsedList
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.reader import Described
 from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble

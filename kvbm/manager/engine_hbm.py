@@ -14,7 +14,6 @@ still write them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -26,15 +25,12 @@ from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
-from kvbm.core.ledger import Copy, Match
+from kvbm.core.ledger import Copy
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.base import BlockManager
 from kvbm.manager.chain_runs import ChainRun
-from kvbm.manager.manager import Arrivals, Manager, Onboard, Planned, Prefix
 from kvbm.manager.offload_queue import Skipped
 from kvbm.pools.base import Proof
-from kvbm.pools.hbm.pool import HbmPool
-
-if TYPE_CHECKING:
-    import torch
 
 log = structlog.get_logger()
 
@@ -58,64 +54,24 @@ class Store(NamedTuple):
     start: int
 
 
-class Acquiring:
-    """Blocks on their way to HOST for one request. One thread at a time.
-
-    Attributes:
-        depth: blocks of the run, from its first on, that lie in HOST now, pinned until `release`; final once done, as all here.
-        hits: how many of them were found in each tier.
-    """
-
-    def __init__(
-        self, manager: EngineHbmManager, namespace: NamespaceId, hashes: bytes, first: int, deadline_s: float
-    ) -> None:
-        self.depth = 0
-        self._slots = b""  # packed
-        self.hits: dict[Tier, int] = {}
-        self.namespace, self.hashes, self.first, self.deadline_s = namespace, hashes, first, deadline_s
-        self._manager = manager
-        self._is_over = False
-        self._is_released = False
-        self._clears = manager._clears  # nothing that was cleared meanwhile may be had
-        self._found = Match(0, b"", b"")
-        self._arrivals = Arrivals()
-        self._begun: list[Onboard] = []
-        self._ended = 0  # of those begun, so many have ended, from the first on
-        self._look: Future[None] | None = None  # beyond the own tiers; it adds to `_begun` before it ends
-
-    @property
-    def slots(self) -> list[int]:
-        """The HOST slot of each block."""
-        return split_slots(self._slots)
-
-    @property
-    def done(self) -> bool:
-        """Whether it is over: nothing is under way any more, or the time is up. Never waits; ask again."""
-        return self._is_over or self._manager._poll(self)
-
-    def release(self) -> None:
-        """Unpin the blocks. Before it is done this gives it up: copies under way end by themselves. Idempotent."""
-        self._manager._release(self)
-
-    @property
-    def next_block(self) -> bytes:
-        """The block behind those that have come; empty where they are all."""
-        at = (self.first + self.depth) * HASH_BYTES
-        return self.hashes[at : at + HASH_BYTES]
-
-    def _is_under_way(self, open_copies: set[int]) -> bool:
-        if self._look is not None and not self._look.done():
-            return True
-        while self._ended < len(self._begun) and self._begun[self._ended].ended.done():
-            self._ended += 1
-        return self._ended < len(self._begun) or not self._arrivals.others.isdisjoint(open_copies)
+class _NoSuchCallError(LedgerError, AttributeError):
+    """A call that only a manager which owns HBM has."""
 
 
-class EngineHbmManager(Manager):
-    """A `Manager` whose HBM is the engine's. `kvbm.assembly.open_engine_manager` makes one from settings."""
+_INSTEAD = {
+    "hbm": "copy between its tensors and HOST",
+    "acquire": "use begin_acquire",
+    "allocate": "let the engine allocate",
+    "create": "use engine_stored",
+    "unpin": "use Acquiring.release",
+    "release": "let the engine free its blocks",
+}
 
-    _front = Tier.HOST
-    _clears = 0  # how often it was cleared
+
+class EngineHbmManager(BlockManager):
+    """See the module. `kvbm.assembly.open_engine_manager` makes one from settings."""
+
+    _target = Tier.HOST
 
     # -- what the engine holds in HBM -----------------------------------------------------------------------------------
 
@@ -144,9 +100,10 @@ class EngineHbmManager(Manager):
                 room -= count
                 before = blocks[begin - 1] if begin else parent
                 self._gain(namespace, before, start + begin, blocks[begin : begin + count])
-            self._engine_duplicates += duplicates
-            self._engine_surplus, is_first = self._engine_surplus + surplus, surplus and not self._engine_surplus
-        self._wake_writer()
+            self._counters.engine_duplicates += duplicates
+            is_first = surplus and not self._counters.engine_surplus
+            self._counters.engine_surplus += surplus
+        self._stream.recorded()
         if is_first:
             log.warning(
                 "engine.beyond_capacity", instance=self.instance, blocks=surplus, slots=self.pools.slots[Tier.HBM].slots,
@@ -162,7 +119,7 @@ class EngineHbmManager(Manager):
         assert room is not None
         self._ledger.create(namespace, Tier.HBM, SequenceHash(parent), start, b"".join(blocks), room.slots)
         self._ledger.unpin(Tier.HBM, room.slots)
-        self._created += len(blocks)
+        self._counters.created_blocks += len(blocks)
 
     def engine_removed(self, hashes: bytes, reason: EvictReason = EvictReason.CAPACITY) -> int:
         """The engine no longer holds these blocks in HBM, in any copy. Returns how many it was known to hold.
@@ -209,22 +166,15 @@ class EngineHbmManager(Manager):
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
         deadline_s = self._clock() + (self._wait_s if wait_s is None else wait_s)
+        acquiring = Acquiring(
+            self._stream, self._copies, self._loads, self._sample, self._clock, namespace, hashes, first, deadline_s
+        )
         with self._lock:
             self._require_open()
             self._expire()
             self._namespaces.setdefault(namespace)
-            acquiring = Acquiring(self, namespace, hashes, first, deadline_s)
-            planned, looks = self._plan(acquiring)
-            is_under_way = bool(planned or looks or acquiring._arrivals.others)
-            if is_under_way:
-                self._begin_waiting()
-            else:
-                self._collect_for(acquiring)
-                self._finish(acquiring)
-        if is_under_way:
-            self._set_out(acquiring, planned, looks)
-        else:
-            self._offer_sample(acquiring)
+            go_on = acquiring.plan()
+        go_on()
         return acquiring
 
     def storable(self, namespace: NamespaceId, start: int, count: int) -> int:
@@ -242,7 +192,7 @@ class EngineHbmManager(Manager):
             self._require_open()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
-                room = self._room_to_pass()
+                room = self._passage.room()
             return max(0, min(count, room))
 
     def begin_store(
@@ -264,14 +214,14 @@ class EngineHbmManager(Manager):
         with self._lock:
             self._require_open()
             self._expire()
-            self._offer(namespace, Tier.HBM, hashes, uses, parent, start)
+            self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
             wanted = self._wanted_in_host(namespace, hashes, uses, start)
-            copy = self._begin_copy(namespace, Tier.HBM, Tier.HOST, wanted) if wanted else None
+            copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted) if wanted else None
             if copy is not None:
-                self._begin_run(copy)
-                self._stores.add(copy.id)
-                self._engine_stores += 1
-        self._wake_writer()
+                self._copies.begin_run(copy)
+                self._copies.stores.add(copy.id)
+                self._counters.engine_stores += 1
+        self._stream.recorded()
         if copy is None:
             return None
         index = {block: at for at, block in enumerate(split_hashes(hashes))}
@@ -296,14 +246,14 @@ class EngineHbmManager(Manager):
         if getattr(getattr(checksums, "dtype", None), "kind", "u") not in "iu":
             raise ArgumentTypeError("checksums", f"is an array of {checksums.dtype}; give u32")
         with self._lock:
-            if copy.id not in self._stores:
+            if copy.id not in self._copies.stores:
                 raise LedgerError(f"store {copy.id} is not under way; it ends once")
-            self._stores.discard(copy.id)
+            self._copies.stores.discard(copy.id)
         try:
             self._end_store(store, list(arrived), checksums)
         finally:
-            self._end_run(copy)
-        self._wake_writer()
+            self._copies.end_run(copy)
+        self._stream.recorded()
 
     def refresh(self, hashes: bytes) -> None:
         """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before all others.
@@ -332,50 +282,21 @@ class EngineHbmManager(Manager):
         """
         with self._lock:
             self._require_open()
-            self._clears += 1
-            self._barred |= self._open
+            self._copies.cancel_all()
             self._offloader.forget()
         return sum(self._clear(tier) for tier in (Tier.HOST, Tier.NVME) if tier in self.pools.slots)
 
-    # -- what such a manager does not do ----------------------------------------------------------------------------------
+    if not TYPE_CHECKING:
 
-    @property
-    def hbm(self) -> HbmPool:
-        """Raises LedgerError: it is the engine's."""
-        self._refuse("copy between its tensors and HOST")
-
-    def acquire(self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None) -> Prefix:
-        """Raises LedgerError: HBM is the engine's."""
-        self._refuse("use begin_acquire")
-
-    def allocate(self, count: int, namespace: NamespaceId | None = None) -> list[int] | None:
-        """Raises LedgerError: HBM is the engine's."""
-        self._refuse("let the engine allocate")
-
-    def create(
-        self,
-        namespace: NamespaceId,
-        parent: bytes,
-        start: int,
-        hashes: bytes,
-        slots: Sequence[int],
-        stream: torch.cuda.Stream | torch.cuda.Event | None = None,
-    ) -> list[int]:
-        """Raises LedgerError: HBM is the engine's."""
-        self._refuse("use engine_stored")
-
-    def unpin(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
-        """Raises LedgerError: HBM is the engine's."""
-        self._refuse("use Acquiring.release")
-
-    def release(self, slots: Sequence[int], stream: torch.cuda.Stream | torch.cuda.Event | None = None) -> None:
-        """Raises LedgerError: HBM is the engine's."""
-        self._refuse("let the engine free its blocks")
+        def __getattr__(self, name: str) -> NoReturn:
+            """Calls of a `Manager` that are looked for here: say what to call instead."""
+            if name in _INSTEAD:
+                raise _NoSuchCallError(
+                    f'pools.hbm.owner is "engine", so kvbm has no HBM slots to give; {_INSTEAD[name]}'
+                )
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _refuse(self, instead: str) -> NoReturn:
-        raise LedgerError(f'pools.hbm.owner is "engine", so kvbm has no HBM slots to give; {instead}')
 
     def _check_chain(self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes) -> int:
         """Refuse what is no run of a chain; gives `start`. Raises ArgumentError."""
@@ -393,7 +314,7 @@ class EngineHbmManager(Manager):
         for at in range(0, len(held), run_bytes):
             with self._lock:
                 count += self._ledger.evict(tier, held[at : at + run_bytes], EvictReason.CLEARED)
-            self._wake_writer()
+            self._stream.recorded()
         return count
 
     def _wanted_in_host(self, namespace: NamespaceId, hashes: bytes, uses: int, start: int) -> bytes:
@@ -420,15 +341,14 @@ class EngineHbmManager(Manager):
                 arrived, why = [False] * len(blocks), str(error)
         with self._lock:
             if not all(arrived):
-                self._failed += 1
-            if not self._source.ended:
-                holders = self._end_copy(copy, self._arrived(copy, arrived), MigrateCause.OFFLOAD)
+                self._counters.failed_copies += 1
+            if not self._stream.ended:
+                holders = self._copies.end(copy, self._copies.arrived(copy, arrived), MigrateCause.OFFLOAD)
                 there = b"".join(block for block, slot in zip(blocks, holders, strict=True) if slot is not None)
-                self._offloaded[Tier.HOST] += len(there) // HASH_BYTES
+                self._counters.offloaded_blocks[Tier.HOST] += len(there) // HASH_BYTES
                 positions = dict(zip(blocks, (store.start + at for at in store.at), strict=True))
-                self._offer_arrived(
-                    copy.namespace, Tier.HOST, there, [positions[block] for block in split_hashes(there)]
-                )
+                at = [positions[block] for block in split_hashes(there)]
+                self._offloader.offer_arrived(copy.namespace, Tier.HOST, there, at, self._ledger.lacking)
         if not all(arrived):
             with suppress(OSError):
                 log.warning(
@@ -438,129 +358,6 @@ class EngineHbmManager(Manager):
                     unread_blocks=arrived.count(False),
                     why=why or "a worker failed",
                 )
-
-    def _plan(self, acquiring: Acquiring) -> tuple[list[Planned], bool]:
-        """Pin what lies in HOST behind what has come so far, and begin copies of what own tiers have. Under the lock.
-
-        Returns: the copies, and whether to look beyond the own tiers.
-        """
-        at = acquiring.first + acquiring.depth
-        rest = acquiring.hashes[at * HASH_BYTES :]
-        found = self._ledger.match(rest, pinned=True, hottest=Tier.HOST)
-        arrivals = Arrivals()
-        acquiring._found, acquiring._arrivals, acquiring._begun, acquiring._ended = found, arrivals, [], 0
-        acquiring._look = None
-        planned, reachable = self._begin_onboards(acquiring.namespace, rest, found, arrivals)
-        looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond(acquiring)
-        return planned, looks
-
-    def _may_lie_beyond(self, acquiring: Acquiring) -> bool:
-        """Whether there is a pool beyond the own tiers that could have the next block. Under the lock."""
-        if self.pools.pod is not None or self.pools.object is None:
-            return self.pools.pod is not None
-        depth, k = acquiring.first + acquiring.depth + acquiring._found.depth, self.pools.object_blocks
-        return len(acquiring.hashes) // HASH_BYTES // k * k > depth
-
-    def _set_out(self, acquiring: Acquiring, planned: list[Planned], looks: bool) -> None:
-        """Have copies carried out, and other pools looked into. Outside the lock."""
-        acquiring._begun = self._submit(planned, acquiring._arrivals)
-        if looks:
-            with suppress(RuntimeError):  # the manager closes
-                acquiring._look = self._onboarders.submit(
-                    self._look_beyond, acquiring.namespace, acquiring.hashes,
-                    acquiring.first + acquiring.depth + acquiring._found.depth, acquiring._arrivals, acquiring._begun,
-                )  # fmt: skip
-        self._wake_writer()
-
-    def _look_beyond(
-        self, namespace: NamespaceId, hashes: bytes, depth: int, arrivals: Arrivals, begun: list[Onboard]
-    ) -> None:
-        """Bring what lies beyond the own tiers, which end at `depth`. On a thread that may wait."""
-        begun += self._submit(self._begin_fetches(namespace, hashes, depth, arrivals), arrivals)
-        self._wake_writer()
-
-    def _poll(self, acquiring: Acquiring) -> bool:
-        """Whether an acquiring is over now."""
-        is_late = self._clock() >= acquiring.deadline_s
-        if acquiring._is_under_way(self._open) and not is_late:
-            return False
-        planned: list[Planned] = []
-        looks = False
-        with self._lock:
-            waited = bool(acquiring._arrivals.others)
-            self._give_up_all(acquiring)
-            self._collect_for(acquiring)
-            is_in_vain = is_late or self._stopped or acquiring._clears != self._clears
-            goes_on = not is_in_vain and (waited or self._lies_in_host(acquiring.next_block))
-            if goes_on:  # with what others have brought, or what lay behind a hole
-                planned, looks = self._plan(acquiring)
-                goes_on = bool(planned or looks or acquiring._arrivals.others)
-                if not goes_on:
-                    self._collect_for(acquiring)
-            if not goes_on:
-                self._end_waiting()
-                self._finish(acquiring)
-        if goes_on:
-            self._set_out(acquiring, planned, looks)
-            return False
-        self._wake_writer()
-        self._offer_sample(acquiring)
-        return True
-
-    def _release(self, acquiring: Acquiring) -> None:
-        with self._lock:
-            if acquiring._is_released:
-                return
-            acquiring._is_released = True
-            if not acquiring._is_over:
-                self._give_up_all(acquiring)
-                self._collect_for(acquiring)
-                self._end_waiting()
-                acquiring._is_over = True
-                acquiring.depth, acquiring.hits = 0, {}
-            self._ledger.unpin(Tier.HOST, acquiring._slots)
-            acquiring._slots = b""
-        self._wake_writer()
-
-    def _give_up_all(self, acquiring: Acquiring) -> None:
-        """Nothing that is still under way for it pins anything any more. Under the lock."""
-        acquiring._arrivals.waiting = False
-        if acquiring._look is not None:
-            acquiring._look.cancel()
-        self._give_up(acquiring._begun)
-        acquiring._begun = []
-
-    def _lies_in_host(self, block: bytes) -> bool:
-        return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block))
-
-    def _collect_for(self, acquiring: Acquiring) -> None:
-        """Add what has come to what there is. Under the lock."""
-        at = (acquiring.first + acquiring.depth) * HASH_BYTES
-        found, arrivals = acquiring._found, acquiring._arrivals
-        if not arrivals.brought and found.tiers.count(Tier.HOST) == found.depth:
-            depth, packed, hits = found.depth, found.slots, {Tier.HOST: found.depth} if found.depth else {}
-        else:
-            depth, slots, hits = self._collect(acquiring.hashes[at:], found, arrivals)
-            packed = pack_slots(slots)
-        acquiring._found, acquiring._arrivals = Match(0, b"", b""), Arrivals()
-        acquiring.depth += depth
-        acquiring._slots += packed
-        for tier, count in hits.items():
-            acquiring.hits[tier] = acquiring.hits.get(tier, 0) + count
-
-    def _finish(self, acquiring: Acquiring) -> None:
-        """It is over: count what it found, that of the engine's own HBM too. Under the lock."""
-        acquiring._is_over = True
-        if acquiring._clears != self._clears:
-            self._ledger.unpin(Tier.HOST, acquiring._slots)
-            acquiring.depth, acquiring._slots, acquiring.hits = 0, b"", {}
-        hits = acquiring.hits | ({Tier.HBM: acquiring.first} if acquiring.first else {})
-        prefix = Prefix(acquiring.first + acquiring.depth, [], hits)
-        self._count(acquiring.namespace, acquiring.hashes, prefix)
-
-    def _offer_sample(self, acquiring: Acquiring) -> None:
-        if acquiring.hashes < self._sampled_below:
-            self._sample(acquiring.namespace, acquiring.hashes, acquiring.first + acquiring.depth)
 
 
 def _check_column(argument: str, column: Sequence[bool] | np.ndarray, count: int) -> None:

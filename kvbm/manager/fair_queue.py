@@ -12,7 +12,7 @@ from kvbm.core.ids import NamespaceId
 from kvbm.core.policy import OTHERS
 
 
-class Turns:
+class FairQueue:
     """See the module.
 
     Args:
@@ -48,7 +48,10 @@ class Turns:
         self._served[tenant] += blocks / self._weights[tenant]
 
     def above(self, waiting: Counter[str], tenant: str, blocks: int) -> str | None:
-        """Who has to make room in a full queue for so many blocks of a tenant: who then has more for its weight than it; None: nobody."""
+        """The tenant to drop from when the queue is full.
+
+        The one with the highest queued/weight, if that exceeds `tenant`'s after adding `blocks`; else None.
+        """
         most = max(waiting, key=lambda other: waiting[other] / self._weights[other])
         then = (waiting[tenant] + blocks) / self._weights[tenant]
         return most if most != tenant and waiting[most] / self._weights[most] > then else None

@@ -1,8 +1,9 @@
-"""What a journal, on disk or in memory, does for the frame writer beside taking frames: `frames.Keeping`."""
+"""How long a journal, on disk or in memory, keeps what it has: what the event writer asks of it beside taking frames."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import Epoch, Offset
@@ -11,7 +12,57 @@ from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 
 
-class JournalKeeping:
+class JournalRetention(Protocol):
+    """What a journal does beside taking frames. The event writer alone calls it."""
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch last begun."""
+
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+        """Persist that an epoch begins, before any of its frames. Raises JournalError or OSError: nothing has changed.
+
+        Args:
+            round_end: frames that begin before it are taken also when the journal is full.
+        """
+
+    def begin_round(self) -> None:
+        """What comes next begins a round."""
+
+    def sync(self, now_s: float) -> float | None:
+        """Bring to the device what is due. Gives when more will be; None for not at all. Raises OSError."""
+
+    def truncate(self, published: Position, whole_round: Position) -> None:
+        """Forget what lies before a whole round and is published."""
+
+    def used_bytes(self) -> int:
+        """How large the journal is."""
+
+
+class NoRetention:
+    """Of a sink that keeps nothing for another process."""
+
+    epoch = Epoch(0)
+
+    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+        """See `JournalRetention.begin_epoch`."""
+
+    def begin_round(self) -> None:
+        """See `JournalRetention.begin_round`."""
+
+    def sync(self, now_s: float) -> float | None:
+        """See `JournalRetention.sync`."""
+        return None
+
+    def truncate(self, published: Position, whole_round: Position) -> None:
+        """See `JournalRetention.truncate`."""
+
+    def used_bytes(self) -> int:
+        """See `JournalRetention.used_bytes`."""
+        return 0
+
+
+class DiskRetention:
     """Of a journal on disk.
 
     Args:
@@ -21,37 +72,34 @@ class JournalKeeping:
 
     def __init__(self, journal: Journal, pool_id: str, sync_interval_s: float) -> None:
         self._journal, self._pool_id, self._sync_interval_s = journal, pool_id, sync_interval_s
+        self.begin_round = journal.roll
 
     @property
     def epoch(self) -> Epoch:
-        """See `Keeping.epoch`."""
+        """See `JournalRetention.epoch`."""
         return self._journal.epoch
 
     def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
-        """See `Keeping.begin_epoch`."""
+        """See `JournalRetention.begin_epoch`."""
         self._journal.begin_epoch(epoch, self._pool_id, round_end)
 
-    def begin_round(self) -> None:
-        """See `Keeping.begin_round`."""
-        self._journal.roll()
-
     def sync(self, now_s: float) -> float | None:
-        """See `Keeping.sync`."""
+        """See `JournalRetention.sync`."""
         if self._journal.sync_due(now_s):
             self._journal.sync()
         next_s = now_s + self._sync_interval_s
         return next_s if self._journal.sync_due(next_s) else None
 
-    def let_go(self, published: Position, whole_round: Position) -> None:
-        """See `Keeping.let_go`."""
+    def truncate(self, published: Position, whole_round: Position) -> None:
+        """See `JournalRetention.truncate`."""
         self._journal.let_go(published, whole_round)
 
     def used_bytes(self) -> int:
-        """See `Keeping.used_bytes`."""
+        """See `JournalRetention.used_bytes`."""
         return self._journal.used_bytes
 
 
-class MemoryKeeping:
+class MemoryRetention:
     """Of a log in memory, which nobody recovers from; a sink too, so that it knows how much it keeps."""
 
     def __init__(self, log: MemoryLog) -> None:
@@ -67,23 +115,23 @@ class MemoryKeeping:
         self._used_bytes += len(frame.data)
 
     def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
-        """See `Keeping.begin_epoch`."""
+        """See `JournalRetention.begin_epoch`."""
         self.epoch = epoch
 
     def begin_round(self) -> None:
-        """See `Keeping.begin_round`."""
+        """See `JournalRetention.begin_round`."""
 
     def sync(self, now_s: float) -> float | None:
-        """See `Keeping.sync`."""
+        """See `JournalRetention.sync`."""
         return None
 
-    def let_go(self, published: Position, whole_round: Position) -> None:
-        """See `Keeping.let_go`."""
-        needless = min(published, whole_round)
-        self._log.drop_before(needless)
-        while self._kept and self._kept[0][0] <= needless:
+    def truncate(self, published: Position, whole_round: Position) -> None:
+        """See `JournalRetention.truncate`."""
+        truncatable = min(published, whole_round)
+        self._log.drop_before(truncatable)
+        while self._kept and self._kept[0][0] <= truncatable:
             self._used_bytes -= self._kept.popleft()[1]
 
     def used_bytes(self) -> int:
-        """See `Keeping.used_bytes`."""
+        """See `JournalRetention.used_bytes`."""
         return self._used_bytes

@@ -1,4 +1,4 @@
-"""The ledger's stream, under the manager's lock: its frames, its rounds, and another epoch of it."""
+"""The ledger of one instance with the lock around it, and its stream of events: its frames, its rounds, another epoch of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import structlog
+
 from kvbm.core.backend import LedgerTwin
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import MAX_RUN_BLOCKS
@@ -14,63 +16,78 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.snapshot_policy import Began, Dropped, Ended, Input
 from kvbm.streams.base import Position
 
+log = structlog.get_logger()
+
 
 class WholeRound(NamedTuple):
-    """A round that has ended: what lies before `began` is needless once everything before `ended` is safe."""
+    """A round that has ended: what lies before `began` is truncatable once everything before `ended` is safe."""
 
     began: Position
     ended: Position
 
 
-class EventSource:
-    """What the frame writer asks of a ledger; any thread may call it. Nothing is recorded after `end`.
+class LedgerStream:
+    """A ledger that several threads use, and what the event writer takes from it. Nothing is recorded after `end`.
 
     Args:
         ledger: started.
-        lock: held around every call of the ledger, by whoever calls it.
+
+    Attributes:
+        lock: held around every call of the ledger, by whoever calls it. The methods here take it themselves unless they say so.
+        wake: set when the event writer has something to do.
+        closing: no copy begins any more. Written under the lock.
+        ended: the stream has ended for good. Written under the lock.
     """
 
-    def __init__(
-        self, instance: InstanceId, ledger: LedgerTwin, lock: threading.Lock, wall_clock_ns: Callable[[], int]
-    ) -> None:
-        self._instance, self._ledger, self._lock, self._wall_clock_ns = instance, ledger, lock, wall_clock_ns
-        self._ended = False
+    def __init__(self, instance: InstanceId, ledger: LedgerTwin, wall_clock_ns: Callable[[], int]) -> None:
+        self.instance, self.ledger = instance, ledger
+        self.lock = threading.Lock()
+        self.wake = threading.Event()
+        self.closing = self.ended = False
+        self._wall_clock_ns = wall_clock_ns
+        self._overflow_logged = Epoch(0)
         self._began: Position | None = None  # of the round under way
         self._happened: list[Input] = []
         self._whole: deque[WholeRound] = deque()
         self._note_epoch(ledger.applied)
 
-    @property
-    def epoch(self) -> Epoch:
-        """The epoch of the newest events."""
-        return self._ledger.epoch
+    # -- whoever records ----------------------------------------------------------------------------------------------
 
-    @property
-    def overflowed(self) -> bool:
-        """Whether events no longer fitted, so that the stream has ended."""
-        return self._ledger.overflowed
+    def recorded(self) -> None:
+        """Events may have been recorded: wake the writer. Outside the lock. Costs nothing while a frame is already on its way."""
+        if not self.wake.is_set():
+            self.wake.set()
+        if self.ledger.overflowed and self._overflow_logged != self.ledger.epoch:
+            self._log_overflow()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the stream has ended for good."""
-        return self._ended
+    def _log_overflow(self) -> None:
+        with self.lock:
+            last, self._overflow_logged = self._overflow_logged, self.ledger.epoch
+        if last != self._overflow_logged:
+            log.warning(
+                "ledger.overflowed", instance=self.instance, offset=self.ledger.applied,
+                remedy="the journal took nothing for too long: see to its device (journal.write_failed); until it takes events "
+                "again and another epoch begins, the engine is served, but unseen by the catalog and without NVME and OBJECT",
+            )  # fmt: skip
+
+    # -- the event writer ---------------------------------------------------------------------------------------------
 
     def take(self) -> list[FrameBytes]:
         """The events that wait, as frames."""
         now_ns = self._wall_clock_ns()
-        with self._lock:
-            return self._ledger.take_frames(self._instance, now_ns)
+        with self.lock:
+            return self.ledger.take_frames(self.instance, now_ns)
 
     def restart(self, epoch: Epoch) -> Offset | None:
         """Begin another epoch in place; events that still wait are given up, since its first round says what they led to.
 
         Returns: the offset after the round; None when the stream has ended for good.
         """
-        with self._lock:
-            if self._ended:
+        with self.lock:
+            if self.ended:
                 return None
-            self._ledger.take_frames(self._instance, 0)
-            after = self._ledger.restart(epoch)
+            self.ledger.take_frames(self.instance, 0)
+            after = self.ledger.restart(epoch)
             if self._began is not None:
                 self._happened.append(Dropped())
                 self._began = None
@@ -79,15 +96,15 @@ class EventSource:
 
     def expected_round_end(self) -> Offset:
         """About where the first round of an epoch that began now would end."""
-        with self._lock:
-            tiers = [self._ledger.counts(pool.tier) for pool in self._ledger.pools if pool.slots]
+        with self.lock:
+            tiers = [self.ledger.counts(pool.tier) for pool in self.ledger.pools if pool.slots]
         return Offset(1 + sum(2 + counts.held // MAX_RUN_BLOCKS for counts in tiers))
 
     def begin_round(self) -> bool:
         """Begin a round; False when one is under way, or the stream has ended."""
-        with self._lock:
-            began = Position(self._ledger.epoch, self._ledger.applied)
-            if self._ended or not self._ledger.begin_round():
+        with self.lock:
+            began = Position(self.ledger.epoch, self.ledger.applied)
+            if self.ended or not self.ledger.begin_round():
                 return False
             self._began = began
             self._happened.append(Began())
@@ -95,15 +112,15 @@ class EventSource:
 
     def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool:
         """State some more of what is held; whether the round goes on."""
-        with self._lock:
-            if self._ended:
+        with self.lock:
+            if self.ended:
                 return False
-            going_on = self._ledger.step_round(limit)
+            going_on = self.ledger.step_round(limit)
             if self._began is not None and not going_on:
-                if self._ledger.overflowed:
+                if self.ledger.overflowed:
                     self._happened.append(Dropped())
                 else:
-                    self._whole.append(WholeRound(self._began, Position(self._ledger.epoch, self._ledger.applied)))
+                    self._whole.append(WholeRound(self._began, Position(self.ledger.epoch, self.ledger.applied)))
                     self._happened.append(Ended())
                 self._began = None
             return going_on
@@ -115,13 +132,15 @@ class EventSource:
 
     def take_happened(self) -> list[Input]:
         """What became of rounds since the last call, whoever began or stepped them."""
-        with self._lock:
+        with self.lock:
             happened, self._happened = self._happened, []
         return happened
 
     def take_whole(self, safe: Position) -> WholeRound | None:
         """The last round of which everything lies before `safe`, once."""
-        with self._lock:
+        if not self._whole:
+            return None
+        with self.lock:
             found = None
             while self._whole and self._whole[0].ended <= safe:
                 found = self._whole.popleft()
@@ -131,14 +150,23 @@ class EventSource:
         """Whether a round has ended before a position that nobody has taken."""
         return any(whole.ended <= position for whole in tuple(self._whole))
 
+    # -- its end ------------------------------------------------------------------------------------------------------
+
     def end(self) -> None:
-        """End the stream for good. Under the lock."""
-        self._ended = True
-        self._ledger.stop()
+        """End the stream for good."""
+        with self.lock:
+            self.ended = True
+            self.ledger.stop()
+
+    def disown(self) -> None:
+        """This process is a forked child: the lock opens, since whoever had it may not be here to give it back."""
+        self.closing = True
+        if self.lock.locked():
+            self.lock.release()
 
     def _note_epoch(self, after: Offset) -> None:
         """An epoch's first round is whole as it begins."""
-        epoch = self._ledger.epoch
+        epoch = self.ledger.epoch
         self._happened += [Began(), Ended()]
         self._whole.clear()
         self._whole.append(WholeRound(Position(epoch, Offset(0)), Position(epoch, after)))

@@ -1,4 +1,4 @@
-"""Which blocks go to a colder tier next: a bounded queue of wishes. No thread, clock or bytes here; the manager drives it.
+"""Which blocks go to a colder tier next: a bounded queue of requests. No thread, clock or bytes here: `OffloadDriver` drives it.
 
 What waits are runs of hashes (`manager/chain_runs.py`), 16 bytes a block and a little for each run, so a prompt of any length waits as a
 whole, in its order from the beginning. The blocks themselves stay where they are; what has left its tier when its turn comes is counted.
@@ -9,6 +9,7 @@ way to what is colder, so it takes as much as the largest tier behind it does.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.policy import OTHERS, OffloadPolicy
 from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns, pieces, stretches
-from kvbm.manager.fair_queue import Turns
+from kvbm.manager.fair_queue import FairQueue
 from kvbm.manager.object_groups import Group, Groups, groups_of
 
 _PASSING_S = 2.0  # after which nobody waits any more for room to pass through HOST
@@ -38,7 +39,15 @@ class Skipped(StrEnum):
     ROOM = "room"  # everything in the tier is pinned or on its way
 
 
-class Wish(NamedTuple):
+class Route(NamedTuple):
+    """What the requests that one copy can carry out have in common: whose blocks, from where, to where."""
+
+    namespace: NamespaceId
+    source: Tier
+    target: Tier
+
+
+class OffloadRequest(NamedTuple):
     """Blocks that a policy wants in a colder tier.
 
     Attributes:
@@ -52,9 +61,9 @@ class Wish(NamedTuple):
     runs: tuple[ChainRun, ...] = ()
 
     @property
-    def way(self) -> tuple[NamespaceId, Tier, Tier]:
-        """Whose, from where, to where: what the wishes of one copy have in common."""
-        return self.namespace, self.source, self.target
+    def route(self) -> Route:
+        """What it has in common with the requests that the same copy can carry out."""
+        return Route(self.namespace, self.source, self.target)
 
     def positions(self) -> dict[SequenceHash, int]:
         """Of each block in its chain, NOWHERE where that is not known."""
@@ -82,20 +91,12 @@ class PromptLimits(NamedTuple):
         return slots if quota is None else quota if slots is None else min(slots, quota)
 
 
-class _Way(NamedTuple):
-    """What wishes that one copy can carry out have in common."""
-
-    namespace: NamespaceId
-    source: Tier
-    target: Tier
-
-
 class Offloader:
-    """Turns creations, uses and arrivals into offloads, each target by its policy.
+    """FairQueue creations, uses and arrivals into offloads, each target by its policy.
 
-    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips wishes and counts them: the
-    engine is never held up, and a block that was skipped is offered again when it is next used. Wishes for one way are joined, so
-    that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the ways of
+    HBM feeds HOST; HOST (or HBM where there is no HOST) feeds NVME and OBJECT. Where HBM is the engine's, HOST alone feeds. A full queue skips requests and counts them: the
+    engine is never held up, and a block that was skipped is offered again when it is next used. Requests for one route are joined, so
+    that a device sees long runs also where an engine creates blocks one by one. Tenants take turns by their weights, and the routes of
     each; in a full queue, who has most for its weight makes room for who has less.
 
     What goes to OBJECT is whole objects: see `manager/object_groups.py`. Each leaves once the tier it leaves from holds all of it.
@@ -105,11 +106,14 @@ class Offloader:
         capacity_blocks: blocks that may wait.
         run_blocks: blocks one copy carries at most, or one object where that is more.
         object_blocks: k, blocks of an object.
-        turns: of tenants; None: all blocks are alike.
+        fair: the order of tenants; None: all blocks are alike.
         engine_hbm: HBM is the engine's, which brings blocks to HOST itself: nothing is taken from HBM.
         limits: how much of one prompt tiers can hold; None: all of it.
         waiting_objects: objects that may wait for blocks of theirs to arrive.
         may_last: whether a namespace's blocks may go to tiers that outlive the process.
+
+    Attributes:
+        wanted: set when something waits; for the threads that carry it out, who clear it.
     """
 
     def __init__(
@@ -119,7 +123,7 @@ class Offloader:
         run_blocks: int = 64,
         remembered_claims: int = 1 << 20,
         object_blocks: int = 1,
-        turns: Turns | None = None,
+        fair: FairQueue | None = None,
         engine_hbm: bool = False,
         limits: PromptLimits | None = None,
         waiting_objects: int = 8192,
@@ -138,16 +142,17 @@ class Offloader:
             self._groups = Groups(object_blocks, waiting=waiting_objects)
         self._engine_hbm, self._may_last = engine_hbm, may_last
         self._objects_from = Tier.HOST if Tier.HOST in policies or engine_hbm else Tier.HBM
-        self._turns = turns or Turns()
-        # tenant → what waits for each of its ways, the next way first
-        self._ways: dict[str, OrderedDict[_Way, ChainRuns]] = {}
+        self._fair = fair or FairQueue()
+        # tenant → what waits for each of its routes, the next route first
+        self._routes: dict[str, OrderedDict[Route, ChainRuns]] = {}
         self._waiting: Counter[str] = Counter()  # blocks of each tenant
         self._passing_s: dict[NamespaceId, float] = {}  # until when prompts go through HOST that it cannot hold
-        self._routes = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
+        self._feeds = {(tier, again): self._targets(tier, again) for tier in Tier for again in (False, True)}
         self._reaches: dict[Tier, int | None] = {
             tier: self._reach(OTHERS, tier) for tier in Tier
         }  # of a tenant without a quota
         self._claims: OrderedDict[SequenceHash, None] = OrderedDict()  # last blocks of objects this instance has put
+        self.wanted = threading.Event()
         self.waiting_blocks = 0
         self._waiting_from: Counter[Tier] = Counter()
         self.skipped: Counter[Skipped] = Counter()  # blocks
@@ -168,16 +173,20 @@ class Offloader:
             parent, start: of a run that is one chain, as what was created or used again is: the block before it, and its position.
         Returns: whether anything waits to be offloaded.
         """
+        if not hashes:
+            return bool(self._routes)
         run = ChainRun(hashes, NOWHERE if start is None else start)
-        for source, target in self._routes[tier, uses > 1]:
+        for source, target in self._feeds[tier, uses > 1]:
             if self._policies[target].wants(uses):
-                self._push_chain(_Way(namespace, source, target), run, lacking, parent)
+                self._push_chain(Route(namespace, source, target), run, lacking, parent)
         if self._groups is not None and self._may_last(namespace):
             if start is not None:
                 self._offer_chain(self._groups, namespace, hashes, uses, lacking, parent, start)
             elif tier == self._objects_from:
                 self._offer_arrived(self._groups, hashes, lacking)
-        return bool(self._ways)
+        if self._routes:
+            self.wanted.set()
+        return bool(self._routes)
 
     def offer_arrived(
         self, namespace: NamespaceId, tier: Tier, hashes: bytes, positions: Sequence[int], lacking: Lacking
@@ -194,25 +203,27 @@ class Offloader:
             if end < len(blocks) and positions[begin] < 0 and positions[end] < 0:
                 continue
             run = ChainRun(hashes[begin * HASH_BYTES : end * HASH_BYTES], positions[begin])
-            for source, target in self._routes[tier, False]:
+            for source, target in self._feeds[tier, False]:
                 if self._policies[target].wants(1):
-                    self._push_chain(_Way(namespace, source, target), run, lacking, b"")
+                    self._push_chain(Route(namespace, source, target), run, lacking, b"")
             begin = end
         if self._groups is not None and tier == self._objects_from:
             self._offer_arrived(self._groups, hashes, lacking)
-        return bool(self._ways)
+        if self._routes:
+            self.wanted.set()
+        return bool(self._routes)
 
     def within(self, namespace: NamespaceId, target: Tier, run: ChainRun) -> tuple[ChainRun, ChainRun]:
         """As much of a run as the target can hold together with all that is before it in its chain, and the rest."""
         limit = self._reaches[target] if not self._limits.quota_slots else self._reach_of(namespace, target)
         if target == Tier.HOST and limit is not None and self.behind_host() and not self._may_last(namespace):
-            limit = self._limits.of(self._turns.tenant_of(namespace), target)  # it goes nowhere from there
+            limit = self._limits.of(self._fair.tenant_of(namespace), target)  # it goes nowhere from there
         if limit is None or run.start < 0 or run.start + run.blocks <= limit:
             return run, ChainRun(b"")
         return run.cut(max(0, limit - run.start))
 
     def _reach_of(self, namespace: NamespaceId, target: Tier) -> int | None:
-        return self._reach(self._turns.tenant_of(namespace), target)
+        return self._reach(self._fair.tenant_of(namespace), target)
 
     def _reach(self, tenant: str, target: Tier) -> int | None:
         """Up to which position blocks of a prompt are of use in a tier, or in one it is on the way to; None: all are."""
@@ -228,7 +239,7 @@ class Offloader:
 
         For a while its namespace's blocks then leave HOST when they are there (`leaves_host`).
         """
-        limit = self._limits.of(self._turns.tenant_of(namespace), target)
+        limit = self._limits.of(self._fair.tenant_of(namespace), target)
         passes = target == Tier.HOST and limit is not None and run.start >= 0 and run.start + run.blocks > limit
         if passes:
             self._passing_s[namespace] = now_s + _PASSING_S
@@ -256,7 +267,7 @@ class Offloader:
 
     def forget(self) -> None:
         """Offload nothing of what waits, nor of what waits for blocks to arrive."""
-        self._ways.clear()
+        self._routes.clear()
         self._waiting.clear()
         self._waiting_from.clear()
         self.waiting_blocks = 0
@@ -288,7 +299,7 @@ class Offloader:
             return
         missing = lacking(self._objects_from, unclaimed)
         if not missing:
-            self._push_run(_Way(namespace, self._objects_from, Tier.OBJECT), ChainRun(unclaimed), b"")
+            self._push_run(Route(namespace, self._objects_from, Tier.OBJECT), ChainRun(unclaimed), b"")
             return
         for hashes in groups_of(unclaimed, groups.blocks):
             group = Group(namespace, hashes)
@@ -301,7 +312,7 @@ class Offloader:
         if missing := lacking(self._objects_from, group.hashes):
             self._await(groups, group, missing)
         elif self.unclaimed(group.hashes):
-            self._push(_Way(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
+            self._push(Route(group.namespace, self._objects_from, Tier.OBJECT), ChainRun(group.hashes), b"")
 
     def _await(self, groups: Groups, group: Group, missing: bytes) -> None:
         """Offer the group when the last block it misses has arrived; where nothing will bring it, not at all."""
@@ -342,117 +353,119 @@ class Offloader:
             return [(Tier.HBM, target) for target in below]
         return [(Tier.HBM, Tier.HOST), *([(Tier.HOST, target) for target in below] if again else [])]
 
-    def _push_chain(self, way: _Way, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
+    def _push_chain(self, route: Route, run: ChainRun, lacking: Lacking, parent: bytes) -> None:
         """Let those of a run's blocks wait that the target lacks and can hold; none where its namespace may not last there."""
-        if way.target in DURABLE_TIERS and not self._may_last(way.namespace):
+        if route.target in DURABLE_TIERS and not self._may_last(route.namespace):
             return
-        run, beyond = self.within(way.namespace, way.target, run)
+        run, beyond = self.within(route.namespace, route.target, run)
         if beyond.hashes:
-            self.skip(Skipped.BEYOND, lacking(way.target, beyond.hashes))
+            self.skip(Skipped.BEYOND, lacking(route.target, beyond.hashes))
         if not run.hashes:
             return
-        wanted = self.unclaimed(run.hashes) if way.target == Tier.OBJECT else lacking(way.target, run.hashes)
+        wanted = self.unclaimed(run.hashes) if route.target == Tier.OBJECT else lacking(route.target, run.hashes)
         if len(wanted) == len(run.hashes):
-            self._push_run(way, run, parent)
+            self._push_run(route, run, parent)
             return
         done_bytes = 0
         for index, stretch in stretches(run, wanted):
             before = run.hashes[(index - 1) * HASH_BYTES : index * HASH_BYTES] if index else parent
             done_bytes += len(stretch.hashes)
-            if not self._push_run(way, stretch, before):
+            if not self._push_run(route, stretch, before):
                 self.skip(Skipped.QUEUE, wanted[done_bytes:])
                 return
 
-    def _runs_of(self, way: _Way) -> ChainRuns:
-        unit_bytes = self._object_bytes if way.target == Tier.OBJECT else HASH_BYTES
-        return ChainRuns(self._run_bytes[way.target], unit_bytes // HASH_BYTES)
+    def _runs_of(self, route: Route) -> ChainRuns:
+        unit_bytes = self._object_bytes if route.target == Tier.OBJECT else HASH_BYTES
+        return ChainRuns(self._run_bytes[route.target], unit_bytes // HASH_BYTES)
 
-    def _push_run(self, way: _Way, run: ChainRun, parent: bytes) -> bool:
+    def _push_run(self, route: Route, run: ChainRun, parent: bytes) -> bool:
         """As many runs as it takes copies; whether all of it waits now. Where the queue is full its beginning does."""
-        ways = self._ways.get(self._turns.tenant_of(way.namespace))
-        waiting = None if ways is None else ways.get(way)
-        for index, piece in pieces(run, self._run_bytes[way.target] // HASH_BYTES):
+        routes = self._routes.get(self._fair.tenant_of(route.namespace))
+        waiting = None if routes is None else routes.get(route)
+        for index, piece in pieces(run, self._run_bytes[route.target] // HASH_BYTES):
             if waiting is not None and waiting.has(piece.hashes):
                 continue
             before = run.hashes[(index - 1) * HASH_BYTES : index * HASH_BYTES] if index else parent
-            if not self._push(way, piece, before):
+            if not self._push(route, piece, before):
                 self.skip(Skipped.QUEUE, run.hashes[(index + piece.blocks) * HASH_BYTES :])
                 return False
         return True
 
-    def _push(self, way: _Way, run: ChainRun, parent: bytes) -> bool:
+    def _push(self, route: Route, run: ChainRun, parent: bytes) -> bool:
         """Let a run wait, as far as there is room for it; whether all of it does."""
-        tenant, kept = self._turns.tenant_of(way.namespace), run
+        tenant, kept = self._fair.tenant_of(route.namespace), run
         while self.waiting_blocks + run.blocks > self._capacity_blocks:
-            above = self._turns.above(self._waiting, tenant, run.blocks) if self._waiting else None
+            above = self._fair.above(self._waiting, tenant, run.blocks) if self._waiting else None
             if above is None:
                 room = max(0, self._capacity_blocks - self.waiting_blocks)
-                unit = self._object_bytes // HASH_BYTES if way.target == Tier.OBJECT else 1
+                unit = self._object_bytes // HASH_BYTES if route.target == Tier.OBJECT else 1
                 kept, left = run.cut(room // unit * unit)
                 self.skip(Skipped.QUEUE, left.hashes)
                 break
             self._drop_last(above)
         if kept.hashes:
-            if tenant not in self._ways:
-                self._turns.begin(tenant)
-            ways = self._ways.setdefault(tenant, OrderedDict())
-            if way not in ways:
-                ways[way] = self._runs_of(way)
-            self._count(tenant, way.source, ways[way].add(kept, parent))
+            if tenant not in self._routes:
+                self._fair.begin(tenant)
+            routes = self._routes.setdefault(tenant, OrderedDict())
+            if route not in routes:
+                routes[route] = self._runs_of(route)
+            self._count(tenant, route.source, routes[route].add(kept, parent))
         return len(kept.hashes) == len(run.hashes)
 
     def _drop_last(self, tenant: str) -> None:
-        """Skip what a tenant wished last, on the way whose turn is last."""
-        ways = self._ways[tenant]
-        way = next(reversed(ways))
-        run = ways[way].drop_last()
-        if not ways[way]:
-            del ways[way]
+        """Skip what a tenant asked for last, on the route whose turn is last."""
+        routes = self._routes[tenant]
+        route = next(reversed(routes))
+        run = routes[route].drop_last()
+        if not routes[route]:
+            del routes[route]
         self.skip(Skipped.QUEUE, run.hashes)
-        self._count(tenant, way.source, -run.blocks)
+        self._count(tenant, route.source, -run.blocks)
 
     def _count(self, tenant: str, source: Tier, more: int) -> None:
         self.waiting_blocks += more
         self._waiting[tenant] += more
         self._waiting_from[source] += more
         if not self._waiting[tenant]:
-            del self._waiting[tenant], self._ways[tenant]
+            del self._waiting[tenant], self._routes[tenant]
 
-    def put_back(self, wish: Wish) -> None:
+    def put_back(self, request: OffloadRequest) -> None:
         """What one copy could not carry, for the next one."""
-        self._push_run(_Way(wish.namespace, wish.source, wish.target), ChainRun(wish.hashes), b"")
+        self._push_run(request.route, ChainRun(request.hashes), b"")
 
-    def defer(self, wish: Wish) -> None:
-        """A wish whose time has not come waits again, before all others of its way; its tenant's turn was none."""
-        tenant, way = self._turns.tenant_of(wish.namespace), _Way(wish.namespace, wish.source, wish.target)
-        blocks = len(wish.hashes) // HASH_BYTES
-        self._turns.spend(tenant, -blocks)
-        ways = self._ways.setdefault(tenant, OrderedDict())
-        ways.setdefault(way, self._runs_of(way)).add_first(wish.runs)
-        self._count(tenant, wish.source, blocks)
+    def defer(self, request: OffloadRequest) -> None:
+        """A request whose time has not come waits again, before all others of its route; its tenant's turn was none."""
+        tenant, route = self._fair.tenant_of(request.namespace), request.route
+        blocks = len(request.hashes) // HASH_BYTES
+        self._fair.spend(tenant, -blocks)
+        routes = self._routes.setdefault(tenant, OrderedDict())
+        routes.setdefault(route, self._runs_of(route)).add_first(request.runs)
+        self._count(tenant, request.source, blocks)
 
     def skip(self, why: Skipped, hashes: bytes) -> None:
         """These blocks will not be offloaded now."""
         if hashes:
             self.skipped[why] += len(hashes) // HASH_BYTES
 
-    def next(self, passed_over: Collection[tuple[NamespaceId, Tier, Tier]] = ()) -> Wish | None:
-        """What has waited longest on the way whose turn it is, as long a run as a copy may carry; None when nothing waits.
+    def next(self, passed_over: Collection[Route] = ()) -> OffloadRequest | None:
+        """What has waited longest on the route whose turn it is, as long a run as a copy may carry; None when nothing waits.
 
         Args:
-            passed_over: ways (`Wish.way`) whose time has not come.
+            passed_over: routes (`OffloadRequest.route`) whose time has not come.
         """
-        tenants = [tenant for tenant, ways in self._ways.items() if any(way not in passed_over for way in ways)]
+        tenants = [
+            tenant for tenant, routes in self._routes.items() if any(route not in passed_over for route in routes)
+        ]
         if not tenants:
             return None
-        tenant = self._turns.next(tenants)
-        ways = self._ways[tenant]
-        way = next(way for way in ways if way not in passed_over)
-        runs = ways.pop(way)
+        tenant = self._fair.next(tenants)
+        routes = self._routes[tenant]
+        route = next(route for route in routes if route not in passed_over)
+        runs = routes.pop(route)
         taken = tuple(runs.take())
         if runs:
-            ways[way] = runs
+            routes[route] = runs
         hashes = b"".join(run.hashes for run in taken)
-        self._count(tenant, way.source, -(len(hashes) // HASH_BYTES))
-        self._turns.spend(tenant, len(hashes) // HASH_BYTES)
-        return Wish(way.namespace, way.source, way.target, hashes, taken)
+        self._count(tenant, route.source, -(len(hashes) // HASH_BYTES))
+        self._fair.spend(tenant, len(hashes) // HASH_BYTES)
+        return OffloadRequest(route.namespace, route.source, route.target, hashes, taken)

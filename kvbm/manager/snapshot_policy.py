@@ -1,4 +1,4 @@
-"""When an instance restates what it holds: a state machine without thread, clock or I/O. The frame writer drives it."""
+"""When an instance restates what it holds: a state machine without thread, clock or I/O. The event writer drives it."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ class Rounds:
                 assert_never(happened)
         if self._under_way is not None:
             return []
-        if self._is_due(now_s):
-            return [BeginRound()]
         wake_s = self._wake_s()
+        if (wake_s is not None and now_s >= wake_s) or self._is_pushed_out() or self._is_crowded():
+            return [BeginRound()]
         return [] if wake_s is None else [WakeAt(wake_s)]
 
     def _learn(self, state: StreamState) -> None:
@@ -133,10 +133,6 @@ class Rounds:
         self._under_way = _Mark(now_s, sequence)
         if self._asked and now_s >= self._asked_begun_s + self._least_s:
             self._asked, self._asked_begun_s = False, now_s
-
-    def _is_due(self, now_s: float) -> bool:
-        wake_s = self._wake_s()
-        return (wake_s is not None and now_s >= wake_s) or self._is_pushed_out() or self._is_crowded()
 
     def _wake_s(self) -> float | None:
         """When time alone makes a round due; None: never."""

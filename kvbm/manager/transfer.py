@@ -66,7 +66,7 @@ class Moved(NamedTuple):
     unwritten: str = ""
 
 
-class Elsewhere(NamedTuple):
+class RemoteSource(NamedTuple):
     """Where the blocks of a copy lie whose source has no slots of ours.
 
     Attributes:
@@ -93,14 +93,14 @@ class _Run(NamedTuple):
     """A copy with its columns taken apart.
 
     Attributes:
-        positions: of its blocks in a chain of objects, where one of its ends is OBJECT, or in that of `elsewhere`.
+        positions: of its blocks in a chain of objects, where one of its ends is OBJECT, or in that of `remote`.
     """
 
     copy: Copy
     pools: Pools
     source_slots: list[int]
     target_slots: list[int]
-    elsewhere: Elsewhere | None
+    remote: RemoteSource | None
     positions: Sequence[int]
 
     @property
@@ -147,21 +147,21 @@ class _Run(NamedTuple):
             return self._get(begin, end, rows, at)
         if isinstance(copy.source, Tier):
             return self.pools.slots[copy.source].read(self.source_slots[begin:end], copy.namespace, hashes, rows, at)
-        assert self.pools.pod is not None and self.elsewhere is not None
-        slots = [self.elsewhere.slots[position] for position in self.positions[begin:end]]
+        assert self.pools.pod is not None and self.remote is not None
+        slots = [self.remote.slots[position] for position in self.positions[begin:end]]
         return self.pools.pod.read(copy.source, slots, copy.namespace, hashes, rows, at)
 
     def _get(self, begin: int, end: int, rows: np.ndarray, at: Sequence[int] | None) -> ReadResult:
         """The same from the object pool: one call for each stretch without a hole, which is nearly always the whole run."""
-        pool, elsewhere = self.pools.object, self.elsewhere
-        assert pool is not None and elsewhere is not None
+        pool, remote = self.pools.object, self.remote
+        assert pool is not None and remote is not None
         k, outcomes, checksums = pool.blocks, list[ReadOutcome](), list[np.ndarray]()
         wanted = self.positions[begin:end]
         places = range(end - begin) if at is None else at
         cuts = [0, *(i for i, (one, next_) in enumerate(pairwise(wanted), 1) if next_ != one + 1), len(wanted)]
         for first, last in pairwise(cuts):
             from_block, to_block = wanted[first] // k * k, -(-(wanted[last - 1] + 1) // k) * k
-            chain = elsewhere.chain[from_block * HASH_BYTES : to_block * HASH_BYTES]
+            chain = remote.chain[from_block * HASH_BYTES : to_block * HASH_BYTES]
             result = pool.get(self.copy.namespace, chain, rows, places[first:last], wanted[first] - from_block)
             outcomes += result.outcomes
             checksums.append(result.checksums)
@@ -182,7 +182,7 @@ def move(
     offsets: Offsets,
     durable_wait_s: float,
     lane: np.ndarray | None = None,
-    elsewhere: Elsewhere | None = None,
+    remote: RemoteSource | None = None,
 ) -> Moved:
     """Read from the source, verify, write to the target. Returns when the bytes are in place or will never be.
 
@@ -190,10 +190,10 @@ def move(
 
     Args:
         lane: of the staging arena, where `pools.need_staging`.
-        elsewhere: where the source's blocks are, if it has no slots of ours.
+        remote: where the source's blocks are, if it has no slots of ours.
     """
-    positions = range(len(copy.hashes) // HASH_BYTES) if elsewhere is None else elsewhere.positions(copy.hashes)
-    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots), elsewhere, positions)
+    positions = range(len(copy.hashes) // HASH_BYTES) if remote is None else remote.positions(copy.hashes)
+    run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots), remote, positions)
     there, here = pools.memory(copy.target), pools.memory(copy.source)
     if there is not None:
         return _read_in_place(run, there)

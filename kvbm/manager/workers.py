@@ -1,4 +1,4 @@
-"""Threads that carry out onboards, and that nobody ever has to wait for."""
+"""Threads that carry out loads. Nobody ever has to wait for them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Result = TypeVar("Result")
 class Workers(Executor):
     """An executor whose threads a device may keep for ever.
 
-    Unlike those of `ThreadPoolExecutor` they do not hold up the end of the process, and for each that is known to be kept another
-    may come in its place: a device that does not answer does not take the threads of those that do.
+    Unlike those of `ThreadPoolExecutor` they do not hold up the end of the process. A stuck thread can be replaced, so a device that
+    does not answer does not take the threads of those that do.
 
     Args:
-        threads: that work at a time, beside those that are kept.
+        threads: that work at a time, beside those that are stuck.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -38,17 +38,17 @@ class Workers(Executor):
             if self._is_closed:
                 raise RuntimeError("the threads have been shut down")
             self._queue.append((future, lambda: fn(*args, **kwargs)))
-            self._staff()
+            self._spawn()
         return future
 
-    def lend(self) -> None:
-        """A thread is kept by a call that nobody waits for any more: another may work in its place."""
+    def replace_stuck(self) -> None:
+        """A worker is stuck in a call whose request has timed out; allow one replacement thread."""
         with self._changed:
             self._room += 1
-            self._staff()
+            self._spawn()
 
-    def regain(self) -> None:
-        """The call has ended."""
+    def reclaim(self) -> None:
+        """A call that was stuck has ended; its replacement is one too many."""
         with self._changed:
             self._room -= 1
 
@@ -63,8 +63,8 @@ class Workers(Executor):
                 self._queue.clear()
             self._changed.notify_all()
 
-    def _staff(self) -> None:
-        """See that somebody takes what waits. Under the condition's lock."""
+    def _spawn(self) -> None:
+        """Wake or start a thread for what waits. Under the condition's lock."""
         if self._idle >= len(self._queue):
             self._changed.notify()
         elif self._room > 0:

@@ -30,7 +30,8 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.hashing import derived_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, Tier
 from kvbm.locate.http import CatalogClient
-from kvbm.manager.manager import Manager, Prefix
+from kvbm.manager.loads import Prefix
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import kvbm.catalog.sequencer as projector_module
-import kvbm.manager.manager as manager_module
+import kvbm.manager.copies as copies_module
 import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
 from kvbm.catalog.liveness import Liveness, Return
@@ -21,7 +21,8 @@ from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
 from kvbm.core.ledger import Copy, Ledger
-from kvbm.manager.manager import Manager
+from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved
 from kvbm.pools.base import ReadOutcome
@@ -135,32 +136,33 @@ def _slot_reused_early(stack: ExitStack) -> None:
 
 
 def _claim_before_bytes(stack: ExitStack) -> None:
-    move = manager_module.move
+    move = copies_module.move
 
-    def carry_out(self: Any, copy: Copy, finish: Callable[[Moved], None], lane: Any = None) -> None:
+    def carry_out(self: Any, copy: Copy, finish: Callable[[Moved], None], lane: Any = None, remote: Any = None) -> None:
         if copy.target != Tier.NVME:
-            original(self, copy, finish, lane)
+            original(self, copy, finish, lane, remote)
             return
         count = len(copy.hashes) // HASH_BYTES
         if self._offsets.wait_durable(copy.epoch, copy.after, 1.0):
             with self._lock:
                 finish(Moved([True] * count, [ReadOutcome.GOOD] * count))
-            self._wake_writer()
+            self._stream.recorded()
             move(copy, self.pools, self._offsets, 1.0, lane)
         if lane is not None:
-            self._staging.give(lane)
+            self.staging.give(lane)
 
-    original = _swap(stack, Manager, "_carry_out", carry_out)
+    original = _swap(stack, CopiesInFlight, "carry_out", carry_out)
 
 
 def _slot_released_at_deadline(stack: ExitStack) -> None:
-    def give_up(self: Any, begun: Any) -> None:
+    def give_up(self: Any, waiter: Any, begun: Any) -> None:
+        waiter.waiting = False
         for copy, ended in begun:
             if not ended.done():
                 ended.cancel()
                 self._ledger.end_copy(copy, [False] * (len(copy.hashes) // HASH_BYTES), MigrateCause.ONBOARD)
 
-    _swap(stack, Manager, "_give_up", give_up)
+    _swap(stack, Loads, "give_up", give_up)
 
 
 def _epoch_from_wall_clock(stack: ExitStack) -> None:

@@ -16,7 +16,7 @@ from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.base import Position
 from kvbm.streams.nats.setup import PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream

@@ -13,7 +13,7 @@ from kvbm._native import Arena, BlockIo, RowCopier, checksums
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
 from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
-from kvbm.manager.transfer import Elsewhere, Moved, Pools, move
+from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool
@@ -39,7 +39,7 @@ def staged(pools: Pools, run: Run, offsets: Offsets, wait_s: float, lane_blocks:
     assert pools.need_staging(Tier.OBJECT, Tier.NVME)
     copy = Copy(1, run.namespace, Tier.OBJECT, Tier.NVME, run.hashes, b"", pack_slots(SLOTS), AFTER, Epoch(1))
     lane = np.zeros((lane_blocks, BLOCK_BYTES), dtype=np.uint8)
-    return move(copy, pools, offsets, wait_s, lane, Elsewhere(run.hashes))
+    return move(copy, pools, offsets, wait_s, lane, RemoteSource(run.hashes))
 
 
 def held(pools: Pools, run: Run) -> list[ReadOutcome]:
@@ -100,7 +100,7 @@ def test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums()
         copy = Copy(
             1, kept.namespace, Tier.OBJECT, Tier.HOST, with_lost.hashes, b"", pack_slots(slots), AFTER, Epoch(1)
         )
-        moved = move(copy, pools, Offsets(), WAIT_S, None, Elsewhere(with_lost.hashes))
+        moved = move(copy, pools, Offsets(), WAIT_S, None, RemoteSource(with_lost.hashes))
         assert moved.arrived == [True, False, True, True]
         assert list(host.checksums([5, 3, 2])) == list(kept.proof.checksums)
     finally:

@@ -10,6 +10,7 @@ import torch
 
 from kvbm import KvShape, Manager, Namespace, Tier, load_settings, open_manager
 from kvbm.engines.reference import Engine, ModelShape, Request, Weights
+from kvbm.locate.base import Nowhere
 from tests.managers import KnowsAll
 from tests.object_pools import memory_objects
 
@@ -34,7 +35,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     }  # fmt: skip
     objects = memory_objects(KV.block_bytes)
     with open_manager(load_settings(flags=flags), [NAMESPACE], KV.block_bytes, object_pool=objects) as opened:
-        opened._locator = KnowsAll()
+        opened._loads.locator = KnowsAll()
         yield opened
 
 
@@ -73,7 +74,7 @@ def test_a_flipped_bit_on_nvme_costs_a_recompute_and_no_token(
     truth, _ = ask(weights, manager, request, reuse=False)
     ask(weights, manager, request)
     assert manager.settle(10)
-    manager.pools = manager.pools._replace(object=None)
+    manager._loads.locator = Nowhere()  # no object is found
     for emptied in (Tier.HBM, Tier.HOST):
         manager.evict(emptied, b"".join(manager.held(emptied)))
     pool = tmp_path / "instances" / "instance-0" / "nvme.pool"

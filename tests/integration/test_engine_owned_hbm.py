@@ -20,7 +20,8 @@ from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ArgumentValueError, ConfigError, LedgerError, PoolError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, BlocksMigrated, Event, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, NamespaceId, Tier, split_hashes
-from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager, Store
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.pools.base import Proof
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.pod import PodFolder
@@ -269,7 +270,7 @@ class Unanswering(KnowsAll):
 def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path) -> None:
     with engine(tmp_path, objects=memory_objects(BLOCK_BYTES)) as one:
         locator = Unanswering()
-        one.manager._locator = locator
+        one.manager._loads.locator = locator
         acquiring = one.manager.begin_acquire(NAMESPACE.id, hashes_of(1, 4))
         assert locator.asked.wait(WAIT_S)
         assert not acquiring.done
@@ -277,7 +278,7 @@ def test_neither_beginning_nor_polling_waits_for_whoever_is_asked(tmp_path: Path
         late = one.acquired(1, 4, wait_s=0.05)
         assert late.depth == 0
         locator.answers.set()
-        one.manager._onboarders.submit(int).result(WAIT_S)
+        one.manager._executor.submit(int).result(WAIT_S)
         assert one.manager.settle(WAIT_S)
         assert one.manager.stats().copies_in_flight == 0
 
@@ -293,7 +294,7 @@ def test_objects_of_several_blocks_follow_the_chain_through_chunks(tmp_path: Pat
         assert one.manager.stats().offloaded_blocks[Tier.OBJECT] == 8
     objects = memory_objects(BLOCK_BYTES, blocks=4, store=store)
     with engine(tmp_path / "b", objects=objects, core=core) as one:
-        one.manager._locator = KnowsAll()
+        one.manager._loads.locator = KnowsAll()
         assert one.hits(1, 11, first=5) == {Tier.OBJECT: 3}  # 5 to 7, of the second object
         assert one.hits(1, 11) == {Tier.OBJECT: 5, Tier.HOST: 3}
         assert one.hits(1, 9) == {Tier.HOST: 8}
@@ -446,7 +447,7 @@ def test_closing_ends_requests_that_wait(tmp_path: Path) -> None:
     queued.release()
     running.release()
     gate.opened.set()
-    eventually(lambda: not manager._running, "the late copy ends")
+    eventually(lambda: not manager._copies.running, "the late copy ends")
     with pytest.raises(LedgerError, match="closed"):
         manager.begin_acquire(NAMESPACE.id, hashes_of(1, 6))
 
@@ -567,14 +568,15 @@ class Caller:
 def test_any_order_of_calls_keeps_bytes_right_and_the_stream_true(tmp_path: Path, core: str, seed: int) -> None:
     flags = {"core": core, "pools__host__slots": 12, "pools__nvme__slots": 24, "pools__hbm__slots": 40}
     with engine(tmp_path, objects=memory_objects(BLOCK_BYTES, blocks=2), **flags) as one:
-        one.manager._locator = KnowsAll()
+        one.manager._loads.locator = KnowsAll()
         caller = Caller(one, seed)
         for _ in range(300):
             caller.call()
         caller.finish()
         stats, manager = one.manager.stats(), one.manager
         assert (stats.copies_in_flight, stats.waiting_requests, stats.late_slots, pinned(manager)) == (0, 0, 0, 0)
-        assert not (manager._open or manager._coming or manager._barred or manager._stores)
+        copies = manager._copies
+        assert not (copies.open or copies.coming or copies.stores or copies._cancelled)
         for counts in stats.pools.values():
             assert (counts.allocated, counts.free + counts.held) == (0, counts.slots)
         for prompt in range(6):

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.redis import open_redis_store
 from tests.eventually import eventually

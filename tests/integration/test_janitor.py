@@ -18,7 +18,7 @@ from kvbm.assembly import NATIVE, open_manager
 from kvbm.core.errors import JanitorBusyError, KvbmError
 from kvbm.core.ids import Tier, split_hashes
 from kvbm.janitor import Report
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.tombstones import LEASE_NAME, WITHDRAWN_PREFIX, decode_list
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.memory import MemoryStore

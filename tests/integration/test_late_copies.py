@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-import kvbm.manager.manager
+import kvbm.manager.copies
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.manager import Manager
 from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ReadOutcome, ReadResult, SlotPool
 from tests.eventually import eventually
@@ -172,8 +172,8 @@ def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun()
         eventually(
             lambda: (
                 manager.stats().copies_in_flight == 4
-                and len(manager._running) == 2
-                and len(manager._onboarders._queue) == 2  # type: ignore[attr-defined]
+                and len(manager._copies.running) == 2
+                and len(manager._executor._queue) == 2  # type: ignore[attr-defined]
             ),
             "two run, two wait",
             state=manager.stats,
@@ -230,10 +230,9 @@ def test_offloads_that_find_no_staging_are_skipped_and_requests_still_have_their
     def wrap(pool: SlotPool) -> SlotPool:
         return OutOfReach(gate(pool))
 
-    with make_manager({Tier.HBM: 32, Tier.NVME: 32}, wrap=wrap, wait_s=0.2, offload=(Tier.NVME,)) as manager:
-        manager._staging = Staging(
-            2 * BLOCK_BYTES, BLOCK_BYTES
-        )  # one lane for offloads, one for requests, of a block each
+    staging = Staging(2 * BLOCK_BYTES, BLOCK_BYTES)  # one lane for offloads, one for requests, of a block each
+    slots = {Tier.HBM: 32, Tier.NVME: 32}
+    with make_manager(slots, wrap=wrap, wait_s=0.2, offload=(Tier.NVME,), staging=staging) as manager:
         serve(manager, 1, 4)
         assert manager.settle(WAIT_S)
         manager.evict(Tier.HBM, hashes_of(1, 4))
@@ -253,8 +252,8 @@ def test_offloads_that_find_no_staging_are_skipped_and_requests_still_have_their
 def test_a_device_takes_no_more_than_its_budget() -> None:
     now_s = 0.0
     budget = WriteBudget(BLOCK_BYTES, begin_s=5.0)
-    with make_manager({Tier.HBM: 32, Tier.NVME: 32}, offload=(Tier.NVME,), by_hand=True) as manager:
-        manager._budgets, manager._clock = {Tier.NVME: budget}, lambda: now_s
+    slots, budgets = {Tier.HBM: 32, Tier.NVME: 32}, {Tier.NVME: budget}
+    with make_manager(slots, offload=(Tier.NVME,), by_hand=True, budgets=budgets, clock=lambda: now_s) as manager:
         serve(manager, 1, 8)
         while manager.offload_one():
             pass
@@ -286,8 +285,8 @@ def test_a_block_whose_read_is_not_good_never_arrives(reach: str, source: Tier) 
         return OutOfReach(pool) if reach == "staged" else pool
 
     slots = {Tier.HBM: 16, Tier.HOST: 16, Tier.NVME: 16}
-    with make_manager(slots, wrap=wrap) as manager:
-        manager._staging = Staging(4 * 3 * BLOCK_BYTES, BLOCK_BYTES)  # parts of three blocks
+    parts_of_three = Staging(4 * 3 * BLOCK_BYTES, BLOCK_BYTES)
+    with make_manager(slots, wrap=wrap, staging=parts_of_three) as manager:
         serve(manager, 1, 8)
         assert manager.settle(WAIT_S)
         if source == Tier.HBM:
@@ -317,7 +316,7 @@ def wrap_now(refusing: type[Wrapped], pool: SlotPool, reach: str) -> SlotPool:
 def test_memory_that_a_copy_nobody_can_confirm_may_write_outlives_its_manager(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvbm.manager.manager, "_unended", kept := [])
+    monkeypatch.setattr(kvbm.manager.copies, "_unended", kept := [])
 
     class Broken(Wrapped):
         breaks = False

@@ -112,7 +112,7 @@ def test_trouble_is_told_outside_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
 
     objects = memory_objects(BLOCK_BYTES)
     with make_manager({Tier.HBM: 8}, objects=objects, locator=KnowsAll()) as manager:
-        monkeypatch.setattr("kvbm.manager.manager.log", SlowReader())
+        monkeypatch.setattr("kvbm.manager.copies.log", SlowReader())
         serve(manager, 1, 4)
     assert told == [("block.withdrawn", True)]
 

@@ -20,9 +20,10 @@ from kvbm.core.events import InstanceStarted, InstanceStopped, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Offset, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.manager.event_writer import FrameWriter
-from kvbm.manager.ledger_stream import EventSource
+from kvbm.manager.event_writer import EventWriter
+from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.publisher_port import PublisherPort
 from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
@@ -150,7 +151,7 @@ def test_a_request_that_waits_while_the_manager_closes_gets_a_miss() -> None:
     eventually(lambda: manager.stats().copies_in_flight == 4, "two copies run, two wait")
     closer = threading.Thread(target=manager.close)
     closer.start()
-    eventually(lambda: manager._stopped, "nobody closes it")
+    eventually(lambda: manager._stream.closing, "nobody closes it")
     release.set()
     for thread in (*askers, closer):
         thread.join(WAIT_S)
@@ -182,14 +183,15 @@ def test_closing_does_not_wait_for_a_device_that_hangs(tmp_path: Path, monkeypat
     release.set()
 
 
-# -- the frame writer's thread; its turns are in test_manager_turns.py ---------------------------------------------------
+# -- the event writer's thread; its turns are in test_manager_turns.py ---------------------------------------------------
 
 
 def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
     ledger = Ledger([])
     ledger.start(Epoch(1))
-    source = EventSource(InstanceId("i"), ledger, threading.Lock(), time.time_ns)
-    writer = FrameWriter(InstanceId("i"), source, MemoryLog(), Offsets())
+    stream = LedgerStream(InstanceId("i"), ledger, time.time_ns)
+    port = PublisherPort(InstanceId("i"), "c", "a-run", stream, heartbeat=lambda _: pytest.fail("no publisher asks"))
+    writer = EventWriter(stream, MemoryLog(), Offsets(), port)
 
     class StoppedMeanwhile(threading.Event):
         def clear(self) -> None:
@@ -198,9 +200,8 @@ def test_a_stop_that_comes_as_the_writer_wakes_is_not_lost() -> None:
                 self.set()
             super().clear()
 
-    writer._wake = StoppedMeanwhile()
+    stream.wake = StoppedMeanwhile()
     writer.start()
-    writer.notify()
     writer._thread.join(2.0)
     assert not writer._thread.is_alive()
 
@@ -214,7 +215,7 @@ def test_a_sink_that_always_breaks_costs_the_engine_nothing_and_is_told() -> Non
     serve(manager, 1, 4)  # the engine does not notice
     eventually(manager.trouble, "nobody is told")
     assert manager.durable() == 0
-    assert not manager._frames.stop(1.0)
+    assert not manager._writer.stop(1.0)
     manager.close(0.1)
 
 
@@ -259,12 +260,12 @@ def test_a_journal_that_hangs_ends_the_epoch_and_not_the_engine_and_another_foll
         hangs.set()
         serve(manager, 2, 64)
         eventually(lambda: manager.stats().trouble, "the writer has not noticed")
-        refused = len(manager._frames._unwritten)
+        refused = len(manager._writer._unwritten)
         for prompt in range(3, 600):
             serve(manager, prompt, 64)
         ended = manager.applied()
         assert manager.acquire(NAMESPACE.id, hashes_of(599, 64)).hits == {Tier.HBM: 64}
-        assert len(manager._frames._unwritten) == refused  # the rest waits in the ledger
+        assert len(manager._writer._unwritten) == refused  # the rest waits in the ledger
         hangs.clear()
         eventually(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
         eventually(lambda: manager.durable() == manager.applied(), "its round was not written")

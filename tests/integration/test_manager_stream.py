@@ -125,7 +125,7 @@ def test_a_journal_in_memory_forgets_what_is_published(tmp_path: Path, nats_url:
         eventually(lambda: is_published(manager), "the stream does not come")
         fold = folded(asyncio.run(frames_of(nats_url, cluster)))
         assert set(fold.held[Tier.HBM]) == set(manager.held(Tier.HBM))
-        eventually(lambda: manager._frames._keeping.used_bytes() < 1 << 20, "it keeps everything")
+        eventually(lambda: manager._writer._retention.used_bytes() < 1 << 20, "it keeps everything")
 
 
 def test_a_server_that_is_away_until_the_journal_is_full_gets_another_epoch_when_it_is_back(tmp_path: Path) -> None:

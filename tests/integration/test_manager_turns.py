@@ -17,8 +17,8 @@ from kvbm.core.errors import JournalError
 from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesStated, RoundEnded, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
-from kvbm.manager.manager import Manager
 from kvbm.manager.offsets import Offsets
+from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
 from kvbm.manager.snapshot_policy import Rounds
 from kvbm.streams.base import ORIGIN, Position, StreamState
@@ -40,7 +40,7 @@ class Disk(MemoryLog):
         self.epoch_error: Exception | None = None
         self.round_end = Offset(0)
         self.tried = 0
-        self.let_go_of: list[tuple[Position, Position]] = []
+        self.truncated: list[tuple[Position, Position]] = []
         self.frames: list[FrameBytes] = []
 
     def append(self, frame: FrameBytes) -> None:
@@ -66,8 +66,8 @@ class Disk(MemoryLog):
     def sync(self, now_s: float) -> float | None:
         return None
 
-    def let_go(self, published: Position, whole_round: Position) -> None:
-        self.let_go_of.append((published, whole_round))
+    def truncate(self, published: Position, whole_round: Position) -> None:
+        self.truncated.append((published, whole_round))
         self.room = 1 << 40
 
     def used_bytes(self) -> int:
@@ -100,13 +100,13 @@ class Driven:
         self.disk = Disk()
         self.now_s = 1000.0
         self.manager: Manager = make_manager(
-            slots, sink=self.disk, keeping=self.disk, by_hand=True, clock=lambda: self.now_s, event_bytes=EVENT_BYTES, wait_s=0.0,
+            slots, sink=self.disk, retention=self.disk, by_hand=True, clock=lambda: self.now_s, event_bytes=EVENT_BYTES, wait_s=0.0,
             **named,
         )  # fmt: skip
         self.turn()
 
     def turn(self, times: int = 1, runs: int = 8) -> float | None:
-        """Turns of the frame writer, each at the time the last one asked for, or a second later."""
+        """Turns of the event writer, each at the time the last one asked for, or a second later."""
         wake_s = None
         for _ in range(times):
             wake_s = self.manager.step_frames(self.now_s, runs)
@@ -246,7 +246,7 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
     driven.overflow()
     driven.turn(5)
     assert driven.manager.epoch == 1  # what the journal holds may still be published, which makes room
-    driven.manager.on_published(driven.disk.end())
+    driven.manager.publisher_port.on_published(driven.disk.end())
     driven.turn(2)
     assert driven.manager.epoch == 2  # its first round goes beyond the room
     driven.check()
@@ -255,9 +255,9 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
         serve(driven.manager, prompt, 60)
         driven.turn()
     assert driven.manager.trouble()  # full again until the round is published
-    driven.manager.on_published(driven.disk.end())
+    driven.manager.publisher_port.on_published(driven.disk.end())
     driven.turn(3)
-    assert driven.disk.let_go_of[-1][1] == Position(Epoch(2), Offset(0))
+    assert driven.disk.truncated[-1][1] == Position(Epoch(2), Offset(0))
     assert driven.manager.trouble() == ""
     driven.check()
 
@@ -266,7 +266,7 @@ def test_a_device_that_takes_no_frame_of_the_new_epoch_gets_no_third_one() -> No
     driven = Driven(offload=(), has_stream=True)
     driven.disk.error = full()
     driven.overflow()
-    driven.manager.on_published(driven.disk.end())
+    driven.manager.publisher_port.on_published(driven.disk.end())
     driven.turn(2)
     assert driven.manager.epoch == 2
     driven.overflow()
@@ -303,7 +303,7 @@ def test_a_fenced_manager_begins_a_later_epoch_in_the_writers_turn(driven: Drive
     serve(driven.manager, 1, 8)
     driven.turn()
     serve(driven.manager, 2, 8)
-    driven.manager.on_fenced(Epoch(7))
+    driven.manager.publisher_port.on_fenced(Epoch(7))
     assert driven.manager.epoch == 1
     driven.turn(2)
     assert driven.manager.epoch == driven.disk.epoch == 8
@@ -315,7 +315,7 @@ def test_a_fenced_manager_begins_a_later_epoch_in_the_writers_turn(driven: Drive
 
 def test_an_epoch_is_above_whatever_the_journal_has_begun(driven: Driven) -> None:
     driven.disk.epoch = Epoch(20)
-    driven.manager.on_fenced(Epoch(7))
+    driven.manager.publisher_port.on_fenced(Epoch(7))
     driven.turn(2)
     assert driven.manager.epoch == 21
     driven.check()
@@ -364,7 +364,7 @@ def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() ->
     serve(driven.manager, 1, 2500)
     driven.turn()
     before = len(driven.disk.events())
-    driven.manager.on_round_asked()
+    driven.manager.publisher_port.on_round_asked()
     assert driven.turn(runs=1) == driven.now_s  # at once again
     serve(driven.manager, 2, 40)
     driven.turn(10, runs=1)
@@ -375,7 +375,7 @@ def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() ->
     assert stated == [1024, 1024, 452]  # and none of what came meanwhile
     assert [event.tier for event in said if isinstance(event, RoundEnded)] == [Tier.HBM, Tier.HOST, Tier.NVME]
     driven.check()
-    driven.manager.on_round_asked()
+    driven.manager.publisher_port.on_round_asked()
     driven.turn()
     assert len(driven.disk.events()) == before + len(said)  # not so soon
     driven.now_s += 10.0
@@ -385,7 +385,7 @@ def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() ->
 
 def test_a_round_begins_in_a_quarter_of_what_the_stream_keeps(driven: Driven) -> None:
     before = len(driven.disk.events())
-    driven.manager.on_stream_state(StreamState(1, 5, 100, -1, 400.0, "a"))
+    driven.manager.publisher_port.on_stream_state(StreamState(1, 5, 100, -1, 400.0, "a"))
     assert driven.manager.step_frames(driven.now_s) == 1100.0
     driven.manager.step_frames(1099.0)
     assert len(driven.disk.events()) == before
@@ -400,21 +400,21 @@ def test_what_is_published_goes_only_behind_a_round_that_is_whole_and_published(
     manager, disk = driven.manager, driven.disk
     serve(manager, 1, 8)
     driven.turn()
-    assert disk.let_go_of == []
-    manager.on_published(disk.end())
+    assert disk.truncated == []
+    manager.publisher_port.on_published(disk.end())
     driven.turn()
-    assert disk.let_go_of == [(disk.end(), Position(Epoch(1), Offset(0)))]
+    assert disk.truncated == [(disk.end(), Position(Epoch(1), Offset(0)))]
     began = Position(Epoch(1), manager.applied())
     manager.restate()
     driven.turn()
-    assert len(disk.let_go_of) == 1
+    assert len(disk.truncated) == 1
     ended = Position(Epoch(1), manager.applied())
-    manager.on_published(Position(ended.epoch, Offset(ended.offset - 1)))
+    manager.publisher_port.on_published(Position(ended.epoch, Offset(ended.offset - 1)))
     driven.turn()
-    assert len(disk.let_go_of) == 1  # the round's end is not on the stream
-    manager.on_published(ended)
+    assert len(disk.truncated) == 1  # the round's end is not on the stream
+    manager.publisher_port.on_published(ended)
     driven.turn()
-    assert disk.let_go_of[1:] == [(ended, began)]
+    assert disk.truncated[1:] == [(ended, began)]
     assert manager.published() == ended
 
 
@@ -463,7 +463,7 @@ def test_a_manager_that_is_driven_by_hand_closes_in_its_own_turns(driven: Driven
     driven.manager.close()
     assert driven.disk.events()[-1] == InstanceStopped(reason=StopReason.SHUTDOWN)
     assert driven.manager.durable() == driven.manager.applied()
-    driven.manager.on_fenced(Epoch(9))
+    driven.manager.publisher_port.on_fenced(Epoch(9))
     driven.turn(3)
     assert driven.manager.epoch == 1
 
@@ -474,7 +474,7 @@ def test_prompts_are_sampled_by_their_first_block_and_lost_beyond_the_room() -> 
     for prompt in range(60):
         for depth in (2, 3):
             serve(driven.manager, prompt, depth)
-    taken = driven.manager.take_samples()
+    taken = driven.manager.publisher_port.take_samples()
     chosen = [prompt for prompt in range(60) if hashes_of(prompt, 1) < samples.below]
     assert 15 < len(chosen) < 45
     expected = [(hashes_of(prompt, depth), depth - 2) for prompt in chosen for depth in (2, 3)]
@@ -482,7 +482,7 @@ def test_prompts_are_sampled_by_their_first_block_and_lost_beyond_the_room() -> 
     assert found == [(hashes, depth) for hashes, depth in expected][:40]
     assert samples.dropped == max(0, len(expected) - 40)
     assert {(sample.rate, sample.instance, sample.namespace) for sample in taken} == {(0.5, "test", NAMESPACE.id)}
-    assert driven.manager.take_samples() == []
+    assert driven.manager.publisher_port.take_samples() == []
 
 
 def test_all_prompts_or_none_are_sampled_where_the_rate_says_so() -> None:
@@ -490,7 +490,7 @@ def test_all_prompts_or_none_are_sampled_where_the_rate_says_so() -> None:
         driven = Driven({Tier.HBM: 100}, samples=Samples(rate))
         for prompt in range(20):
             serve(driven.manager, prompt, 2)
-        assert len(driven.manager.take_samples()) == count
+        assert len(driven.manager.publisher_port.take_samples()) == count
 
 
 # -- everything at once ---------------------------------------------------------------------------------------------------
@@ -526,17 +526,17 @@ def test_whatever_fails_the_journal_says_in_the_end_what_is_held(seed: int) -> N
                 disk.epoch_error = chance.choice([None, None, JournalError("no room")])
                 disk.room = chance.choice([1 << 40, 10_000])
             case 12:
-                manager.on_round_asked()
+                manager.publisher_port.on_round_asked()
                 if chance.randrange(4) == 0:
-                    manager.on_fenced(Epoch(manager.epoch + chance.randrange(3)))
+                    manager.publisher_port.on_fenced(Epoch(manager.epoch + chance.randrange(3)))
             case _:
                 if disk.frames:
-                    manager.on_published(disk.end())
+                    manager.publisher_port.on_published(disk.end())
         if chance.randrange(80) == 0:
             disk.error = full()
             driven.overflow()
     disk.error, disk.epoch_error, disk.room = None, None, 1 << 40
-    manager.on_published(disk.end())
+    manager.publisher_port.on_published(disk.end())
     driven.turn(30)
     assert manager.trouble() == ""
     assert manager.durable() == manager.applied()

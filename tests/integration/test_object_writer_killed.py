@@ -15,7 +15,7 @@ import pytest
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.ids import Tier
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.stores.base import Body, Get, Got, Listed, Put, Refusal, Trouble
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, hashes_of, serve
 from tests.object_pools import memory_objects
@@ -112,7 +112,7 @@ manager.settle(20)
         assert serve(manager, 1, 14).prefix.hits.get(Tier.OBJECT, 0) == 0  # nobody has claimed it; checks every byte
         assert manager.settle(WAIT_S)
         assert manager.stats().offloaded_blocks[Tier.OBJECT] == 12  # what was there already counts, and is claimed now
-        manager._locator = KnowsAll()
+        manager._loads.locator = KnowsAll()
         for tier in (Tier.HBM, Tier.HOST, Tier.NVME):
             manager.evict(tier, hashes_of(1, 14))
         assert serve(manager, 1, 14).prefix.hits == {Tier.OBJECT: 12}

@@ -15,9 +15,9 @@ from kvbm.core.errors import LayoutError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
-from kvbm.manager.manager import Manager
 from kvbm.manager.object_groups import groups_of
 from kvbm.manager.offload_queue import Skipped
+from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.staging import Staging
 from kvbm.pools.base import ObjectPool, ObjectStats, Proof, ReadOutcome, ReadResult, SlotPool
 from kvbm.pools.object.pool import BlockObjects
@@ -271,9 +271,9 @@ def test_two_branches_that_share_blocks_are_put_as_two_objects() -> None:
 
 def test_objects_go_through_staging_whole() -> None:
     objects = Asked(objects_of(K))
-    with make_manager({Tier.HBM: 32}, objects=objects, locator=KnowsAll(), wrap=OutOfReach) as manager:
-        manager._staging = Staging(14 * BLOCK_BYTES, BLOCK_BYTES, object_blocks=K)
-        assert (manager._staging.lanes, manager._staging.lane_blocks) == (3, 4)
+    staging = Staging(14 * BLOCK_BYTES, BLOCK_BYTES, object_blocks=K)
+    assert (staging.lanes, staging.lane_blocks) == (3, 4)
+    with make_manager({Tier.HBM: 32}, objects=objects, locator=KnowsAll(), wrap=OutOfReach, staging=staging) as manager:
         serve(manager, 1, 14)
         assert settled(manager)
         assert objects.puts == [4, 4, 4]
@@ -293,8 +293,8 @@ def test_a_lane_that_holds_no_object_is_refused_when_the_manager_is_made() -> No
 def test_a_store_takes_no_more_than_its_budget_in_whole_objects() -> None:
     now_s = 0.0
     objects = Asked(objects_of(K))
-    with make_manager({Tier.HBM: 32}, objects=objects, by_hand=True) as manager:
-        manager._budgets, manager._clock = {Tier.OBJECT: WriteBudget(BLOCK_BYTES, begin_s=7.0)}, lambda: now_s
+    budgets = {Tier.OBJECT: WriteBudget(BLOCK_BYTES, begin_s=7.0)}
+    with make_manager({Tier.HBM: 32}, objects=objects, by_hand=True, budgets=budgets, clock=lambda: now_s) as manager:
         serve(manager, 1, 12)
         while manager.offload_one():
             pass

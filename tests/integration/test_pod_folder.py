@@ -24,7 +24,7 @@ from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import BlocksMigrated, InstanceStarted, MigrateCause
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, Reach, Tier, split_hashes
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import PodRun, Proof, ReadOutcome, ReadResult
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.pod import PodFolder
@@ -385,7 +385,7 @@ def test_the_pod_comes_before_the_object_pool_and_both_behind_the_own_tiers(tmp_
     with written(tmp_path, depth=10):
         settings = load_settings(flags=flags_of(tmp_path, "b", 0))
         with open_manager(settings, [NAMESPACE], BLOCK_BYTES, "test", memory_objects(BLOCK_BYTES, 4, store)) as b:
-            b._locator = KnowsAll()
+            b._loads.locator = KnowsAll()
             look(b)
             assert serve(b, 1, 18).prefix.hits == {Tier.NVME: 10, Tier.OBJECT: 6}
 
@@ -393,17 +393,16 @@ def test_the_pod_comes_before_the_object_pool_and_both_behind_the_own_tiers(tmp_
 def test_a_pod_whose_folder_hangs_is_a_miss_and_then_not_asked(tmp_path: Path) -> None:
     opened_gate, entered = threading.Event(), threading.Event()
 
-    class Hangs:
-        def __init__(self, pod: PodFolder) -> None:
-            self.find, self.close, self._pod = pod.find, pod.close, pod
+    with written(tmp_path), opened(tmp_path, "b", slots=0, onboard__wait_s=0.1) as b:
+        pod = look(b)
+        read = pod.read
 
-        def read(self, *run: Any) -> ReadResult:
+        def hangs(*run: Any) -> ReadResult:
             entered.set()
             opened_gate.wait(WAIT_S)
-            return self._pod.read(*run)
+            return read(*run)
 
-    with written(tmp_path), opened(tmp_path, "b", slots=0, onboard__wait_s=0.1) as b:
-        b.pools = b.pools._replace(pod=Hangs(look(b)))
+        pod.read = hangs  # type: ignore[method-assign]
         for _ in range(2):
             assert b.acquire(NAMESPACE.id, hashes_of(1, 4)).depth == 0
             hashes_left = b.stats().late_slots

@@ -23,7 +23,7 @@ from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import FrameError, JournalError, PoolError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, SequenceHash, Tier, split_hashes
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.streams.base import Position

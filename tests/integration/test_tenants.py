@@ -8,7 +8,7 @@ import numpy as np
 
 from kvbm import load_settings, open_manager
 from kvbm.core.ids import NO_PARENT, Namespace, Tier
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 
 BLOCK_BYTES = 4096
 QUIET, LOUD = (Namespace(model="m", revision="r1", block_tokens=4, tenant=tenant) for tenant in ("quiet", "loud"))

@@ -15,11 +15,11 @@ def test_threads_that_a_device_keeps_are_replaced_for_as_long_as_it_does() -> No
     workers = Workers(2, "test")
     kept = [workers.submit(release.wait, WAIT_S) for _ in range(2)]
     waiting = workers.submit(lambda: 42)
-    workers.lend()
+    workers.replace_stuck()
     assert waiting.result(WAIT_S) == 42
     release.set()
     assert all(future.result(WAIT_S) for future in kept)
-    workers.regain()
+    workers.reclaim()
     assert [workers.submit(lambda n=n: n).result(WAIT_S) for n in range(4)] == [0, 1, 2, 3]  # type: ignore[misc]
     workers.shutdown()
     eventually(lambda: all(thread.name != "test" for thread in threading.enumerate()), "a thread stays")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, Tier, split_hashes
 from kvbm.core.policy import OffloadPolicy, SecondUse, WriteBudget, WriteThrough
 from kvbm.manager.chain_runs import NOWHERE, ChainRun, ChainRuns
-from kvbm.manager.fair_queue import Turns
+from kvbm.manager.fair_queue import FairQueue
 from kvbm.manager.offload_queue import Offloader, PromptLimits, Skipped
 from kvbm.manager.staging import Staging
 
@@ -118,7 +118,7 @@ PROMPT = 62_500
 
 def test_a_prompt_of_any_length_waits_whole_in_its_order_and_others_take_their_turns() -> None:
     queue = Offloader(
-        {Tier.HOST: WriteThrough()}, PROMPT + 64, turns=Turns({"long": 1, "short": 1}, {ONE: "long", OTHER: "short"})
+        {Tier.HOST: WriteThrough()}, PROMPT + 64, fair=FairQueue({"long": 1, "short": 1}, {ONE: "long", OTHER: "short"})
     )
     for at in range(0, PROMPT, 512):  # as a prefill creates them
         count = min(512, PROMPT - at)
@@ -175,8 +175,8 @@ def test_a_tier_that_cannot_hold_a_prompt_gets_its_beginning() -> None:
 
 def test_a_tenant_gets_no_more_of_a_prompt_than_its_quota() -> None:
     limits = PromptLimits({Tier.HOST: 100}, {"small": {Tier.HOST: 20}})
-    turns = Turns({"small": 1}, {ONE: "small"})
-    queue = Offloader({Tier.HOST: WriteThrough()}, limits=limits, turns=turns)
+    fair = FairQueue({"small": 1}, {ONE: "small"})
+    queue = Offloader({Tier.HOST: WriteThrough()}, limits=limits, fair=fair)
     queue.offer(ONE, Tier.HBM, hashes(0, 50), 1, everything, NO_PARENT, 0)
     assert drained(queue) == hashes(0, 20)
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.core.policy import OTHERS, WriteThrough
-from kvbm.manager.fair_queue import Turns
+from kvbm.manager.fair_queue import FairQueue
 from kvbm.manager.offload_queue import Offloader, Skipped
 
 A, B, C = (Namespace(model="m", block_tokens=16, tenant=tenant) for tenant in "abc")
@@ -15,7 +15,7 @@ TENANTS = {namespace.id: namespace.tenant for namespace in (A, B, C)}
 
 def queue(capacity_blocks: int = 1000, **weights: int) -> Offloader:
     named = {OTHERS if name == "others" else name: weight for name, weight in weights.items()}
-    return Offloader({Tier.HOST: WriteThrough()}, capacity_blocks, 4, turns=Turns(named, TENANTS))
+    return Offloader({Tier.HOST: WriteThrough()}, capacity_blocks, 4, fair=FairQueue(named, TENANTS))
 
 
 def offer(offloader: Offloader, namespace: Namespace, blocks: int, first: int = 0) -> None:

@@ -21,7 +21,7 @@ from kvbm.assembly import NATIVE, NATIVE_ARENA, NATIVE_LEDGER, OPEN_BLOCK_IO, Ro
 from kvbm.config import load_settings
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier, split_slots
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.pool import NvmePool

@@ -30,7 +30,7 @@ from kvbm.core.layout import KvShape
 from kvbm.engines.reference.engine import Engine
 from kvbm.engines.reference.requests import Finished, Request
 from kvbm.engines.reference.weights import ModelShape, Weights
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.weights import weights_digest
 
 _READ_BYTES = 1 << 16

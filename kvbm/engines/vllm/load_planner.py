@@ -15,7 +15,8 @@ from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.requests import Ask, DerivedHashes, Group, Requests, RequestState
-from kvbm.manager.engine_hbm import Acquiring, EngineHbmManager
+from kvbm.manager.acquiring import Acquiring
+from kvbm.manager.engine_hbm import EngineHbmManager
 
 log = structlog.get_logger()
 

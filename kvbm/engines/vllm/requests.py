@@ -10,7 +10,7 @@ from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
 from kvbm.engines.vllm.adapters import Adapters, Origin
 
 if TYPE_CHECKING:
-    from kvbm.manager.engine_hbm import Acquiring
+    from kvbm.manager.acquiring import Acquiring
 
 _ASKS = 3  # an engine that has loaded an adapter says so with its next step
 

@@ -14,7 +14,7 @@ from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.base import Position
 from kvbm.workload.processes import start_catalog_process
 from tests.eventually import eventually

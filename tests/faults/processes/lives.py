@@ -27,7 +27,8 @@ from kvbm.config import Settings, load_settings
 from kvbm.core.errors import FrameError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.manager.manager import Manager, ManagerStats
+from kvbm.manager.owned_hbm import Manager
+from kvbm.manager.stats import ManagerStats
 from kvbm.pools.base import ReadOutcome
 from kvbm.streams.journal.segments import segment_files
 from tests.faults.processes.disk_speed import Speed, speed_alone, speed_of_mix

@@ -37,7 +37,7 @@ from kvbm.config import load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, SequenceHash, Tier
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.memory import MemoryPool
 from tests.faults.processes.content import (
     BLOCK_BYTES,

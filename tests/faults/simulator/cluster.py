@@ -32,7 +32,7 @@ from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.ledger import Ledger
-from kvbm.manager.manager import Manager
+from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectStats, Proof, ReadResult
 from kvbm.pools.stores.memory import MemoryStore
 from tests.faults.simulator.disk import Disk
@@ -198,7 +198,7 @@ class Node:
                 Waiter(self.world).wait(0.5)
         manager.declare(NAMESPACES[1:])
         self._slow_down(manager, process)
-        manager._locator = SimLocator(self.cluster)
+        manager._loads.locator = SimLocator(self.cluster)
         self.manager = manager
         self.cluster.checker.opened(self, process, manager)
         for number in range(self.cluster.engines):

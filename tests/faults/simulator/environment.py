@@ -24,7 +24,7 @@ import structlog
 import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.ledger
-import kvbm.manager.manager
+import kvbm.manager.owned_hbm
 import kvbm.pools.nvme.pool
 import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal

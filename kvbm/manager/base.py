@@ -1,0 +1,495 @@
+"""What every block manager does, whoever owns HBM: its life, its numbers, what it says of namespaces and of the object pool.
+
+Every public call may come from any thread. Trouble with a colder tier, the catalog or the stream is a miss and one warning; the
+engine never waits longer than `wait_s` for bytes. What escapes is a bug in the caller: an ArgumentError (in `hash_tokens` also a
+LayoutError) for an argument that cannot be used, a LedgerError for a call that contradicts what the ledger holds, or comes after
+`close`. After each of them the manager is as it was before.
+
+`start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same results:
+
+- `step_frames(now_s)` is one turn of the event writer: it writes what waits, begins and steps rounds, begins another epoch where
+  one is due; it says when the next turn is due.
+- `offload_one()` carries out the next offload; False when none waits. It never waits for anything but its own copy.
+- loads run on the `executor` of the options, which may carry them out at once or later. What has not ended when `acquire` has
+  waited `wait_s` is late, so with `wait_s` 0 it never waits.
+- a copy to NVME that waits for its slots' withdrawal waits in `Offsets.wait_durable`: derive from it and take turns there.
+- `clock` and `wall_clock_ns` are the only times read. `publisher_port` takes what a publisher says of the stream. `close` ends it
+  all in turns of its own; a crash is to drop the manager.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import ClassVar, Self
+
+import numpy as np
+import structlog
+
+from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
+from kvbm.core.backend import Kernels, LedgerTwin
+from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError, LedgerError
+from kvbm.core.events import EvictReason
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
+from kvbm.core.ledger import HIGHEST_PRIORITY, Match
+from kvbm.locate.base import Locator
+from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
+from kvbm.manager.copies import CopiesInFlight, name_of, slots_held
+from kvbm.manager.event_writer import RUNS_A_TURN, EventWriter, FrameSink
+from kvbm.manager.host_passage import HostPassage
+from kvbm.manager.lasting import LastingNamespaces
+from kvbm.manager.ledger_stream import LedgerStream
+from kvbm.manager.loads import Loads
+from kvbm.manager.offload_driver import OffloadDriver
+from kvbm.manager.offload_queue import Offloader
+from kvbm.manager.offsets import Offsets
+from kvbm.manager.options import ManagerOptions
+from kvbm.manager.prompt_samples import Sampled
+from kvbm.manager.publisher_port import PublisherPort, Publishing
+from kvbm.manager.staging import Staging
+from kvbm.manager.stats import Counters, ManagerStats
+from kvbm.manager.transfer import Pools
+from kvbm.manager.workers import Workers
+from kvbm.pools.nvme.pool import NvmePool
+from kvbm.streams import at_exit as leaving
+from kvbm.streams.base import Heartbeat, Load, Position
+
+log = structlog.get_logger()
+
+_EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
+_STAGING_BYTES = 64 << 20
+_TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
+_MOST_LOAD = (1 << 63) - 1  # that a heartbeat can say
+_DEFAULTS = ManagerOptions()
+
+
+class BlockManager:
+    """See the module. `Manager` owns HBM; to an `EngineHbmManager` the engine says what it holds there.
+
+    It puts the parts together and has what both kinds offer; the parts know each other only as far as their constructors say.
+
+    Args:
+        ledger: started, its first events not taken yet.
+        pools: the bytes of the ledger's pools.
+        sink: the journal.
+
+    Attributes:
+        run: of this process: random, made at its start.
+        publisher_port: what a publisher asks and reports, in its own thread.
+    """
+
+    _target: ClassVar[Tier]  # where requests get their blocks
+
+    def __init__(
+        self,
+        instance: InstanceId,
+        cluster: str,
+        ledger: LedgerTwin,
+        pools: Pools,
+        sink: FrameSink,
+        kernels: Kernels,
+        offloader: Offloader,
+        locator: Locator,
+        options: ManagerOptions = _DEFAULTS,
+    ) -> None:
+        self.instance, self.cluster, self.pools = instance, cluster, pools
+        self.run = options.run or secrets.token_hex(8)
+        self._kernels, self._offloader, self._ledger = kernels, offloader, ledger
+        self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
+        self._counters = Counters()
+        self._namespaces: dict[NamespaceId, None] = {}
+        self._lasting, self._unused = options.lasting or LastingNamespaces(all_may=True), tuple(options.unused)
+        self._samples = options.samples
+        self._sampled_below = b"" if options.samples is None else options.samples.below
+        self._load = Load()
+        self._expire_at_s = 0.0
+        self._inherited_by = 0  # the forked child this is in
+        self._closers: list[Callable[[], None]] = []
+        self._disowners: list[Callable[[], None]] = []
+
+        self._stream = LedgerStream(instance, ledger, options.wall_clock_ns)
+        self._lock = self._stream.lock
+        self._offsets = options.offsets or Offsets()
+        self._offsets.begin_epoch(ledger.epoch, ledger.applied)
+        self.publisher_port = PublisherPort(
+            instance, cluster, self.run, self._stream, self.heartbeat, options.samples, options.has_stream
+        )
+        self._writer = EventWriter(
+            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.rounds, options.clock
+        )
+        self._executor = options.executor or Workers(options.load_threads, f"kvbm-onboard-{instance}")
+        self._claims = ClaimWatch(self._stream, pools.object, offloader, options.clock)
+        self._copies = CopiesInFlight(
+            self._stream, pools, self._target, self._offsets, _staging(pools, options), self._executor, offloader,
+            self._claims, self._counters, options.wait_s,
+        )  # fmt: skip
+        self._loads = Loads(
+            self._stream, self._copies, offloader, locator, self._lasting, self._counters, self._claims, self._executor,
+            options,
+        )  # fmt: skip
+        self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
+        self._offloads = OffloadDriver(
+            self._stream, self._copies, offloader, self._passage, self._claims, self._writer, self._counters,
+            self._loads.nobody_waits, options,
+        )  # fmt: skip
+
+    def start(
+        self,
+        publishing: Publishing | None = None,
+        closers: Sequence[Callable[[], None]] = (),
+        disowners: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            publishing: how events reach the stream; None keeps them in the journal.
+            closers: called last when the manager closes.
+            disowners: called in a forked child, whose the manager is not.
+        """
+        self.publisher_port.publishing = publishing
+        self._closers, self._disowners = list(closers), list(disowners)
+        leaving.keep(self)
+        self._writer.start()
+        self._offloads.start()
+
+    # -- what an engine calls -----------------------------------------------------------------------------------------
+
+    def hash_tokens(self, tokens: Sequence[int] | np.ndarray, root: bytes, block_tokens: int) -> bytes:
+        """The sequence hashes of a prompt's full blocks, packed: equal hashes mean equal prefixes. Touches no state of the manager.
+
+        Args:
+            tokens: T token ids in prompt order, each from 0 to 2**32 - 1: a list, or a NumPy array of any kind of integers. A list
+                of ints and an array of u32 are read where they lie.
+            root: of the namespace, `Namespace.root(secret)`, 16 bytes; or the last hash of the blocks before.
+            block_tokens: B, tokens per block, as the namespace has it; at least 1.
+        Returns: T // B hashes of 16 bytes, in prompt order. A partial last block has no hash.
+        Raises: ArgumentTypeError: tokens that are no whole numbers, or another argument of a wrong type. ArgumentValueError: a root
+            that has not 16 bytes, block_tokens below 1. LayoutError: a token that does not fit in 32 bits.
+        """
+        if tokens is None:
+            raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
+        if isinstance(root, Namespace):
+            raise ArgumentTypeError("root", "is a Namespace; give namespace.root(secret)")
+        return self._kernels.sequence_hashes(
+            tokens, checked_int(block_tokens, "block_tokens", least=1), checked_hash(root, "root")
+        )
+
+    def declare(self, namespaces: Iterable[Namespace]) -> None:
+        """Say what further namespaces are, before their first use: only of those that name a revision do blocks leave HBM and HOST.
+
+        Args:
+            namespaces: of the block shape the manager was opened for.
+        Raises: ArgumentTypeError: not a list of Namespace.
+        """
+        known = check_namespaces(namespaces)
+        with self._lock:
+            self._lasting.add(known)
+
+    def match(self, hashes: bytes) -> Match:
+        """The longest run this instance holds, and where, packed; pins nothing.
+
+        Args:
+            hashes: n packed hashes of a prompt's blocks.
+        Raises: ArgumentError: `hashes` is no packed run.
+        """
+        check_run(hashes)
+        with self._lock:
+            return self._ledger.match(hashes)
+
+    def keep(self, hashes: bytes, ttl_s: float, priority: int = 0) -> int:
+        """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
+
+        They are given up only where an allocation would be short, the lowest priority first, and 100 never. Keeping again takes
+        the later end and the higher priority.
+
+        Args:
+            ttl_s: for how long from now on.
+            priority: 0 to 100.
+        Returns: how many of the run are there.
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
+        """
+        check_run(hashes)
+        check_seconds(ttl_s, "ttl_s", most=math.inf)
+        priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
+        with self._lock:
+            self._require_open()
+            return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority)
+
+    def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
+        """Withdraw blocks from a tier; returns how many it held.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: no such pool, or the manager is closed.
+        """
+        check_tier(tier)
+        check_run(hashes)
+        _check_reason(reason)
+        with self._lock:
+            self._require_open()
+            count = self._ledger.evict(tier, hashes, reason)
+        self._stream.recorded()
+        return count
+
+    def claim(self, namespace: NamespaceId, hashes: bytes) -> None:
+        """Say that the object pool has these blocks, whoever put them there.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        """
+        self._check_namespace(namespace)
+        check_run(hashes)
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), RUN_BYTES):
+                self._ledger.claim(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], self.instance)
+        self._stream.recorded()
+
+    def withdraw(self, namespace: NamespaceId, hashes: bytes, reason: EvictReason) -> None:
+        """Take back everybody's claim that the object pool has these blocks.
+
+        Raises: ArgumentError: an argument that cannot be used. LedgerError: there is no such pool, or the manager is closed.
+        """
+        self._check_namespace(namespace)
+        check_run(hashes)
+        _check_reason(reason)
+        with self._lock:
+            self._require_open()
+            for at in range(0, len(hashes), RUN_BYTES):
+                self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], reason)
+        self._stream.recorded()
+
+    def restate(self) -> None:
+        """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it.
+
+        Raises: LedgerError: the manager is closed.
+        """
+        with self._lock:
+            self._require_open()
+        publishing = self.publisher_port.publishing
+        if self._stream.begin_round() and publishing is not None:
+            publishing.round_began()
+        going_on = True
+        while going_on:
+            going_on = self._stream.step_round()
+            self._stream.recorded()
+
+    def report_load(self, queued_tokens: int, running_requests: int) -> None:
+        """Tell routers how busy the engine is; goes out with the next heartbeat.
+
+        Args:
+            queued_tokens: prompt tokens that wait for their prefill.
+            running_requests: requests being decoded.
+        Raises: ArgumentError: a number that cannot be used.
+        """
+        self._load = Load(
+            checked_int(queued_tokens, "queued_tokens", most=_MOST_LOAD),
+            checked_int(running_requests, "running_requests", most=_MOST_LOAD),
+        )
+
+    # -- one turn at a time, for whoever has no threads -----------------------------------------------------------------
+
+    def step_frames(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
+        """One turn of the event writer, as `EventWriter.step`; instead of `start`."""
+        return self._writer.step(now_s, runs)
+
+    def offload_one(self) -> bool:
+        """Carry out the next offload that waits; False when there is none that can go now, or the manager closes."""
+        return self._offloads.offload_one()
+
+    # -- numbers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> Epoch:
+        """The epoch its newest events belong to; grows when another begins in place."""
+        return self._ledger.epoch
+
+    def trouble(self) -> str:
+        """What the manager cannot do now, in words; "" when all is well."""
+        publishing = self.publisher_port.publishing
+        unpublished = publishing.trouble() if publishing is not None else ""
+        return "; ".join(filter(None, (self._own_trouble(), unpublished)))
+
+    def _own_trouble(self) -> str:
+        refusal = self._writer.refusal
+        if self._ledger.overflowed:
+            why = refusal or "it took events too slowly"
+            return f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events again"
+        if refusal:
+            return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
+        if silent := self._loads.silent_sources():
+            return f"{', '.join(map(name_of, silent))}: reads do not end; a miss until they do"
+        return self._lasting.why(self._unused)
+
+    def applied(self) -> Offset:
+        """The offset after the last event decided."""
+        with self._lock:
+            return self._ledger.applied
+
+    def durable(self) -> Offset:
+        """The offset after the last event of this epoch in the journal."""
+        durable = self._offsets.durable
+        return durable.offset if durable.epoch == self.epoch else Offset(0)
+
+    def published(self) -> Position:
+        """How far the stream has come; (0, 0) without one."""
+        publishing = self.publisher_port.publishing
+        return publishing.published() if publishing else self.publisher_port.published
+
+    def digest(self) -> tuple[Offset, int]:
+        """The digest of what is held, and the offset it is true at; after an overflow no offset says what is held."""
+        with self._lock:
+            return self._ledger.applied, self._ledger.digest
+
+    def held(self, tier: Tier) -> list[SequenceHash]:
+        """The blocks a tier holds now, one hash each. Raises ArgumentTypeError: `tier` is no Tier."""
+        check_tier(tier)
+        with self._lock:
+            return split_hashes(self._ledger.held(tier))
+
+    def stats(self) -> ManagerStats:
+        """Counters since the start, and what is in use now."""
+        count, copies, skipped, pool = self._counters, self._copies, self._offloader.skipped, self.pools.object
+        with self._lock:
+            return ManagerStats(
+                count.created_blocks, dict(count.hit_blocks), count.missed_blocks, dict(count.offloaded_blocks),
+                count.corrupt_blocks, count.verified_reads, count.failed_copies, count.late_copies, skipped.total(),
+                self._ledger.copies_in_flight(), {tier: self._ledger.counts(tier) for tier in self.pools.slots},
+                self.trouble(), dict(skipped), slots_held(copies.late.values()), slots_held(copies.quarantined.values()),
+                {tier: counts for tier in self.pools.slots if (counts := self._ledger.share_counts(tier))},
+                None if pool is None else pool.stats(), self._loads.requests_waiting,
+                count.engine_duplicates, count.engine_surplus, count.engine_stores,
+            )  # fmt: skip
+
+    def heartbeat(self, published: Position) -> Heartbeat:
+        """The sign of life the publisher sends."""
+        with self._lock:
+            free = {tier: self._ledger.counts(tier).free for tier in self.pools.slots}
+            namespaces = tuple(self._namespaces)
+            epoch, applied = self._ledger.epoch, self._ledger.applied
+        offset = published.offset if published.epoch == epoch else Offset(0)
+        pool = self.pools.object
+        put_bytes = {} if pool is None else dict(islice(pool.stats().namespaces.items(), _TOLD_NAMESPACES))
+        return Heartbeat(
+            instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
+            wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens,
+            running_requests=self._load.running_requests, free_slots=free, namespaces=namespaces,
+            stopping=self._stream.closing, put_bytes=put_bytes, applied=applied,
+        )  # fmt: skip
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no offload waits or runs; False when some still do. Raises ArgumentError: `timeout_s` is no time."""
+        check_seconds(timeout_s, "timeout_s")
+        return self._offloads.settle(timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop cleanly: end copies, say so in the stream, publish, close the pools. Idempotent.
+
+        Each of these waits `timeout_s` at most. Pools that a copy still uses are left open, and closed when it ends; those of a
+        copy nobody can confirm stay until the process goes, because a device may still write their memory. A manager that is
+        open when the interpreter ends is closed then (`streams/at_exit.py`).
+        Raises: ArgumentError: `timeout_s` is no time.
+        """
+        check_seconds(timeout_s, "timeout_s")
+        with self._lock:
+            if self._stream.closing:
+                return
+            self._stream.closing = True
+        leaving.forget(self)
+        self._offloader.wanted.set()
+        self._loads.nobody_waits.set()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._offloads.wait_ended(timeout_s)
+        self._stream.end()
+        if not self._writer.stop(timeout_s):
+            log.warning(
+                "manager.closed_unwritten", instance=self.instance, remedy="the journal's device refuses writes"
+            )
+        publishing = self.publisher_port.publishing
+        if publishing is not None and not publishing.stop(timeout_s):
+            log.warning(
+                "manager.closed_unpublished", instance=self.instance, remedy="the next start publishes the rest"
+            )
+        self._loads.locator.close()
+        if unended := self._copies.close_pools():
+            log.warning(
+                "manager.closed_in_copy", instance=self.instance, copies=unended,
+                remedy="their device does not answer; their memory and files are kept",
+            )  # fmt: skip
+        for close in self._closers:
+            close()
+
+    def disown(self) -> None:
+        """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
+        self._stream.disown()
+        self._inherited_by = os.getpid()
+        for pool in self.pools.slots.values():
+            if isinstance(pool, NvmePool):
+                pool.disown()
+        for disown in self._disowners:
+            disown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- for both kinds -----------------------------------------------------------------------------------------------
+
+    def _check_namespace(self, namespace: NamespaceId) -> None:
+        """Refuse what is no id of a namespace that the manager knows. Raises ArgumentError."""
+        try:
+            if namespace in self._namespaces:
+                return
+        except TypeError:  # what has no hash is refused below
+            pass
+        refuse_namespace(namespace)
+        if not self._lasting.knows(namespace):
+            raise ArgumentValueError(
+                "namespace",
+                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
+                " its first use",
+            )
+
+    def _require_open(self) -> None:
+        """Under the lock. Raises LedgerError."""
+        if self._inherited_by:
+            raise LedgerError(
+                f"the manager of instance {self.instance!r} was opened by the process that forked this one"
+                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by spawn"
+            )
+        if self._stream.closing:
+            raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
+
+    def _expire(self) -> None:
+        """Let go of kept blocks whose time is over, at most once a second. Under the lock."""
+        now_s = self._clock()
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + _EXPIRE_S
+            self._ledger.expire(now_s)
+
+    def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
+        """Offer a prompt, if it is one of those to be sampled."""
+        if self._samples is not None and hashes < self._sampled_below:
+            self._samples.offer(Sampled(self._wall_clock_ns(), namespace, hashes, depth))
+
+
+def _staging(pools: Pools, options: ManagerOptions) -> Staging:
+    """Memory for copies between two ends of which the CPU reaches neither. Raises LayoutError: a lane holds no object."""
+    block_bytes, k = pools.slots[Tier.HBM].block_bytes, pools.object_blocks
+    staging = options.staging or Staging(_STAGING_BYTES, block_bytes, options.load_threads, options.offload_threads, k)
+    if staging.lane_blocks < k:
+        raise LayoutError(
+            f"a lane of staging holds {staging.lane_blocks} blocks of {block_bytes} bytes, an object {k};"
+            " raise offload.staging_bytes or lower pools.object.blocks"
+        )
+    return staging
+
+
+def _check_reason(reason: EvictReason) -> None:
+    if not isinstance(reason, EvictReason):
+        raise ArgumentTypeError("reason", f"is {kind_of(reason)}; give a member of kvbm.EvictReason")

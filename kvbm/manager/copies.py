@@ -1,0 +1,250 @@
+"""Copies between two tiers, from the moment the ledger has begun one until its slots are free again.
+
+The ledger gives both ends of a copy to it. What begins here ends here: with its bytes in place, or with nothing, or never, where a
+device does not say what became of it. Then its slots, its lane and its pools stay as they are, because the device may still write them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+
+import numpy as np
+import structlog
+
+from kvbm.core.events import EvictReason, MigrateCause
+from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, InstanceId, NamespaceId, SequenceHash, Tier, split_hashes
+from kvbm.core.ledger import Copy
+from kvbm.manager.claim_watch import ClaimWatch
+from kvbm.manager.ledger_stream import LedgerStream
+from kvbm.manager.offload_queue import Offloader
+from kvbm.manager.offsets import Offsets
+from kvbm.manager.staging import Staging
+from kvbm.manager.stats import Counters
+from kvbm.manager.transfer import Moved, Pools, RemoteSource, move
+from kvbm.manager.workers import Workers
+from kvbm.pools.base import ReadOutcome
+
+log = structlog.get_logger()
+
+_WITHDRAWN_FOR = {ReadOutcome.CORRUPT: EvictReason.CORRUPT, ReadOutcome.MISSING: EvictReason.MISSING}
+
+_unended: list[
+    Pools
+] = []  # of closed managers: a device may still write their memory, so it is kept until the process is gone
+
+
+class CopiesInFlight:
+    """The copies of one manager that have begun and may still end.
+
+    Args:
+        target: the tier that requests wait for blocks in.
+        executor: carries out loads; threads of `Workers` are replaced while they are stuck.
+        wait_s: the longest a copy waits until what its slots held is durably withdrawn.
+
+    Attributes:
+        running: copies whose bytes move now.
+        late: those of them whose request has gone on.
+        late_from: the same, by source.
+        quarantined: copies that broke: nobody knows whether their bytes still move.
+        coming: blocks on their way to the target tier → the copy.
+        open: ids of copies that have begun and may still end.
+        stores: those of them that an engine's workers carry out.
+        cancellations: how often all of them were cancelled.
+        staging: memory for copies that need a place between their ends.
+    """
+
+    def __init__(
+        self,
+        stream: LedgerStream,
+        pools: Pools,
+        target: Tier,
+        offsets: Offsets,
+        staging: Staging,
+        executor: Executor,
+        offloader: Offloader,
+        claims: ClaimWatch,
+        counters: Counters,
+        wait_s: float,
+    ) -> None:
+        self.target, self.staging, self.pools = target, staging, pools
+        self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
+        self._offsets, self._executor, self._offloader = offsets, executor, offloader
+        self._claims, self._counters, self._wait_s = claims, counters, wait_s
+        self.running: dict[int, Copy] = {}
+        self.late: dict[int, Copy] = {}
+        self.late_from: Counter[Tier | InstanceId] = Counter()
+        self.quarantined: dict[int, Copy] = {}
+        self.coming: dict[SequenceHash, int] = {}
+        self.open: set[int] = set()
+        self.stores: set[int] = set()
+        self.cancellations = 0
+        self._cancelled: set[int] = set()  # open copies whose blocks must not arrive
+        self._left_open = False  # the last copy that ends closes the pools
+
+    # -- in the ledger, under the lock --------------------------------------------------------------------------------
+
+    def begin(self, namespace: NamespaceId, source: Tier | InstanceId, target: Tier, hashes: bytes) -> Copy | None:
+        """As `Ledger.begin_copy`."""
+        copy = self._ledger.begin_copy(namespace, source, target, hashes)
+        if copy is not None:
+            self.open.add(copy.id)
+            if target == self.target and source != Tier.HBM:  # what an engine stores it has itself
+                self.coming.update(dict.fromkeys(split_hashes(copy.hashes), copy.id))
+        return copy
+
+    def end(
+        self, copy: Copy, arrived: Sequence[bool], cause: MigrateCause, pinned: bool = False, kept: bool = True
+    ) -> list[int | None]:
+        """As `Ledger.end_copy`."""
+        self._expect_no_more(copy)
+        self._cancelled.discard(copy.id)
+        return self._ledger.end_copy(copy, arrived, cause, kept=kept, pinned=pinned)
+
+    def drop(self, copy: Copy, cause: MigrateCause = MigrateCause.ONBOARD) -> None:
+        """End a copy that brings nothing."""
+        self.end(copy, [False] * (len(copy.hashes) // HASH_BYTES), cause)
+
+    def cancel_all(self) -> None:
+        """No block of the copies that are open may arrive."""
+        self.cancellations += 1
+        self._cancelled |= self.open
+
+    def arrived(self, copy: Copy, there: list[bool]) -> list[bool]:
+        """Which blocks of a copy may count as arrived: none where it was cancelled."""
+        return [False] * len(there) if copy.id in self._cancelled else there
+
+    def settle_trouble(self, copy: Copy, moved: Moved, remote: RemoteSource | None = None) -> None:
+        """Withdraw what proved corrupt or missing, and count; after the copy has ended."""
+        if copy.source not in (Tier.HBM, Tier.HOST):
+            self._counters.verified_reads += moved.outcomes.count(ReadOutcome.GOOD)
+        blocks = split_hashes(copy.hashes)
+        self._counters.corrupt_blocks += moved.outcomes.count(ReadOutcome.CORRUPT)
+        for outcome, reason in _WITHDRAWN_FOR.items():
+            bad = b"".join(block for block, o in zip(blocks, moved.outcomes, strict=True) if o == outcome)
+            if not bad or not isinstance(copy.source, Tier):  # what a peer has overwritten is its own affair
+                continue
+            if copy.source == Tier.OBJECT:
+                assert remote is not None
+                gone = b"".join(remote.objects_of(bad, self.pools.object_blocks))
+                self._claims.lost(copy.namespace, gone, reason)
+            else:
+                self._ledger.evict(copy.source, bad, reason)
+        if ReadOutcome.FAILED in moved.outcomes or moved.unwritten:
+            self._counters.failed_copies += 1
+
+    def _expect_no_more(self, copy: Copy) -> None:
+        """Nobody need wait for a copy any more."""
+        self.open.discard(copy.id)
+        if copy.target == self.target:
+            for block in split_hashes(copy.hashes):
+                self.coming.pop(block, None)
+
+    # -- its bytes ----------------------------------------------------------------------------------------------------
+
+    def begin_run(self, copy: Copy) -> None:
+        """The bytes of a copy move from now on. Under the lock."""
+        self.running[copy.id] = copy
+
+    def carry_out(
+        self,
+        copy: Copy,
+        finish: Callable[[Moved], None],
+        lane: np.ndarray | None = None,
+        remote: RemoteSource | None = None,
+    ) -> None:
+        """Move the bytes of a copy and finish it under the lock.
+
+        A pool that raises has broken its promise: nobody knows whether its bytes still move. So the copy keeps its slots and its
+        lane, the request sees a miss, and the thread goes on.
+        """
+        try:
+            moved = move(copy, self.pools, self._offsets, self._wait_s, lane, remote)
+            with self._lock:
+                if not self._stream.ended:
+                    finish(moved)
+        except Exception:
+            with self._lock:
+                self._counters.failed_copies += 1
+                self.quarantined[copy.id] = copy
+                self._expect_no_more(copy)
+            with suppress(OSError):  # the log may lie on a disk that is full
+                log.exception(
+                    "copy.broke", target=copy.target.name, blocks=len(copy.hashes) // HASH_BYTES, remedy="report it"
+                )
+        else:
+            if lane is not None:
+                self.staging.give(lane)
+            if moved.unwritten or moved.outcomes.count(ReadOutcome.GOOD) < len(moved.outcomes):
+                with suppress(OSError):
+                    _log_trouble(copy, moved, self._claims.pool_forgets)
+        self._stream.recorded()
+
+    def mark_late(self, copy: Copy) -> None:
+        """The request of a running copy has gone on. Under the lock."""
+        self.late[copy.id] = copy
+        self.late_from[copy.source] += 1
+        if isinstance(self._executor, Workers):
+            self._executor.replace_stuck()
+
+    def end_run(self, copy: Copy) -> None:
+        """The bytes do not move any more, or nobody knows. Who ends last after the manager has closed closes the pools."""
+        with self._lock:
+            self.running.pop(copy.id, None)
+            if self.late.pop(copy.id, None) is not None:
+                self.late_from[copy.source] -= 1
+                if isinstance(self._executor, Workers):
+                    self._executor.reclaim()
+            if self._offloader.waiting_blocks:
+                self._offloader.wanted.set()  # what waited for this room
+            is_last = self._left_open and not self.running
+            if is_last:
+                self._left_open = False
+            is_unsure = bool(self.quarantined)
+        if is_last:
+            if is_unsure:
+                _unended.append(self.pools)
+            else:
+                self.pools.close()
+
+    def close_pools(self) -> int:
+        """Close the pools, or leave that to the last copy. Returns how many copies have not ended."""
+        with self._lock:
+            still, broken = len(self.running), len(self.quarantined)
+            self._left_open = bool(still)
+        if broken:
+            _unended.append(self.pools)
+        if not still and not broken:
+            self.pools.close()
+        return still + broken
+
+
+def slots_held(copies: Iterable[Copy]) -> int:
+    """Slots at both ends of copies."""
+    return sum(len(copy.source_slots) + len(copy.target_slots) for copy in copies) // SLOT_BYTES
+
+
+def name_of(source: Tier | InstanceId) -> str:
+    """A source in words."""
+    return source.name if isinstance(source, Tier) else source
+
+
+def _log_trouble(copy: Copy, moved: Moved, objects_go: bool) -> None:
+    """One warning for each kind of trouble of a copy. Outside the lock: whoever reads the log may be slow.
+
+    Args:
+        objects_go: the object pool forgets, and an object that is gone is no trouble.
+    """
+    source = name_of(copy.source)
+    for outcome, reason in _WITHDRAWN_FOR.items():
+        if copy.source == Tier.OBJECT and outcome == ReadOutcome.MISSING and objects_go:
+            continue
+        if isinstance(copy.source, Tier) and (count := moved.outcomes.count(outcome)):
+            first = split_hashes(copy.hashes)[moved.outcomes.index(outcome)]
+            log.warning("block.withdrawn", tier=source, reason=reason.name.lower(), blocks=count, first=first[:4].hex())
+    failed = moved.outcomes.count(ReadOutcome.FAILED)
+    if failed or moved.unwritten:
+        why = moved.unwritten or "read failed"
+        log.warning("copy.failed", source=source, target=copy.target.name, unread_blocks=failed, why=why)

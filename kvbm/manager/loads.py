@@ -1,0 +1,374 @@
+"""Loads: blocks come from colder tiers, from the pod and from the object pool to the target tier, for requests that wait.
+
+The *target tier* is where requests get their blocks: HBM, or HOST where the engine owns HBM. A load that has not ended in time is late:
+its request goes on without it, and it serves the next one.
+
+    plan         under the lock: copies of what colder tiers of this instance hold
+    submit       threads carry them out; each adds what it brought to its Waiter
+    plan_remote  outside the lock, because it asks other pools: copies of what lies beyond the own tiers
+    collect      under the lock: what is pinned in the target tier now, from the first block on
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Executor, Future, wait
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+from kvbm.core.events import MigrateCause
+from kvbm.core.ids import (
+    DURABLE_TIERS,
+    HASH_BYTES,
+    NO_PARENT,
+    InstanceId,
+    NamespaceId,
+    SequenceHash,
+    Tier,
+    pack_slots,
+    split_hashes,
+    split_slots,
+)
+from kvbm.core.ledger import Copy, Match
+from kvbm.locate.base import Locator
+from kvbm.manager.claim_watch import ClaimWatch
+from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.lasting import LastingNamespaces
+from kvbm.manager.ledger_stream import LedgerStream
+from kvbm.manager.offload_queue import Offloader
+from kvbm.manager.options import ManagerOptions
+from kvbm.manager.stats import Counters
+from kvbm.manager.transfer import Moved, RemoteSource
+from kvbm.pools.base import ReadOutcome
+
+_LOAD_BLOCKS = 64  # a longer segment is brought by several copies: at a time, and each is there when it is there
+
+
+class Prefix(NamedTuple):
+    """What `acquire` brought to HBM.
+
+    Attributes:
+        depth: blocks of the prompt, from the first on, that are in HBM now and pinned.
+        slots: the HBM slot of each, `depth` entries.
+        hits: how many of them were found in each tier.
+    """
+
+    depth: int
+    slots: list[int]
+    hits: dict[Tier, int]
+
+
+class Waiter:
+    """A request that waits for blocks, and what it has got so far; read and written under the lock.
+
+    Attributes:
+        hashes: packed, of the run it wants.
+        found: what the ledger held of it at the start; what lay in the target tier is pinned.
+        waiting: a copy that ends later pins nothing.
+        brought: block → its slot in the target tier, pinned once, and where it was.
+        others: copies of other requests that bring some of its blocks.
+    """
+
+    def __init__(self, namespace: NamespaceId, hashes: bytes, found: Match) -> None:
+        self.namespace, self.hashes, self.found = namespace, hashes, found
+        self.waiting = True
+        self.brought: dict[SequenceHash, tuple[int, Tier]] = {}
+        self.others: set[int] = set()
+
+
+class PlannedLoad(NamedTuple):
+    """A copy to the target tier that is to begin; `remote` where its source has no slots of ours."""
+
+    copy: Copy
+    remote: RemoteSource | None = None
+
+
+class Segment(NamedTuple):
+    """Blocks that one source beyond the own tiers seems to have.
+
+    Attributes:
+        wanted: packed hashes, some of those of `remote`.
+    """
+
+    source: Tier | InstanceId
+    remote: RemoteSource
+    wanted: bytes
+
+
+class InFlightLoad(NamedTuple):
+    """A copy to the target tier that a request waits for."""
+
+    copy: Copy
+    ended: Future[None]
+
+
+class Loads:
+    """See the module.
+
+    Args:
+        locator: who knows what the object pool is claimed to hold.
+        executor: carries out loads.
+
+    Attributes:
+        nobody_waits: set while no request waits for bytes; offloads yield to those that do.
+        requests_waiting: how many do.
+        looks_beyond: whether there are pools beyond the own tiers.
+    """
+
+    def __init__(
+        self,
+        stream: LedgerStream,
+        copies: CopiesInFlight,
+        offloader: Offloader,
+        locator: Locator,
+        lasting: LastingNamespaces,
+        counters: Counters,
+        claims: ClaimWatch,
+        executor: Executor,
+        options: ManagerOptions,
+    ) -> None:
+        self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
+        self._copies, self._pools, self._target = copies, copies.pools, copies.target
+        self._offloader, self.locator, self._lasting = offloader, locator, lasting
+        self._counters, self._claims, self._executor = counters, claims, executor
+        self._wait_s, self._locate_s, self._threads = options.wait_s, options.locate_s, options.load_threads
+        self.looks_beyond = copies.pools.object is not None or copies.pools.pod is not None
+        self._is_in_place = copies.pools.memory(copies.target) is not None  # then no load needs a lane
+        self.nobody_waits = threading.Event()
+        self.nobody_waits.set()
+        self.requests_waiting = 0
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def bring(self, waiter: Waiter, planned: list[PlannedLoad], reachable: int, wait_s: float) -> Prefix:
+        """Carry out what was planned, and what lies beyond, and wait for it no longer than told. Outside the lock."""
+        begun = self.submit(planned, waiter)
+        if reachable == waiter.found.depth:
+            begun += self.submit(self.plan_remote(waiter.hashes, reachable, waiter), waiter)
+        self._stream.recorded()  # a copy may have evicted to make room
+        if begun:
+            with self._lock:
+                self.begin_waiting()
+            try:
+                wait([load.ended for load in begun], timeout=wait_s)
+            finally:
+                with self._lock:
+                    self.end_waiting()
+        with self._lock:
+            self.give_up(waiter, begun)
+            prefix = self.count(waiter.namespace, waiter.hashes, self.collect(waiter))
+        self._stream.recorded()
+        return prefix
+
+    def begin_waiting(self) -> None:
+        """A request waits for bytes; offloads yield to it meanwhile. Under the lock."""
+        self.requests_waiting += 1
+        self.nobody_waits.clear()
+
+    def end_waiting(self) -> None:
+        """It does no more. Under the lock."""
+        self.requests_waiting -= 1
+        if not self.requests_waiting:
+            self.nobody_waits.set()
+
+    def give_up(self, waiter: Waiter, begun: list[InFlightLoad]) -> None:
+        """Cancel copies that have not started. Running copies finish on their own and are counted as late. Under the lock."""
+        waiter.waiting = False
+        for copy, ended in begun:
+            if ended.cancel():
+                self._copies.drop(copy)
+            elif copy.id in self._copies.running:
+                self._copies.mark_late(copy)
+
+    def collect(self, waiter: Waiter) -> Prefix:
+        """What is pinned in the target tier now, from the first block on; what lies behind a hole is unpinned again. Under the lock."""
+        slots: list[int] = []
+        behind: list[int] = []
+        hits: dict[Tier, int] = {}
+        whole, found = True, waiter.found
+        found_slots = split_slots(found.slots)
+        for index, block in enumerate(split_hashes(waiter.hashes)):
+            if index < found.depth and found.tiers[index] == self._target:
+                slot, tier = found_slots[index], self._target
+            elif block in waiter.brought:
+                slot, tier = waiter.brought[block]
+            else:
+                whole = False
+                continue
+            if whole:
+                slots.append(slot)
+                hits[tier] = hits.get(tier, 0) + 1
+            else:
+                behind.append(slot)
+        self._ledger.unpin(self._target, pack_slots(behind))
+        return Prefix(len(slots), slots, hits)
+
+    def count(self, namespace: NamespaceId, hashes: bytes, prefix: Prefix) -> Prefix:
+        """Count hits and misses of a prompt, and offer what was used again. Under the lock."""
+        for tier, count in prefix.hits.items():
+            self._counters.hit_blocks[tier] += count
+        self._counters.missed_blocks += len(hashes) // HASH_BYTES - prefix.depth
+        if prefix.depth:
+            used = hashes[: prefix.depth * HASH_BYTES]
+            self._offloader.offer(namespace, Tier.HBM, used, 2, self._ledger.lacking, NO_PARENT, 0)
+        return prefix
+
+    # -- where blocks lie ---------------------------------------------------------------------------------------------
+
+    def plan(self, waiter: Waiter) -> tuple[list[PlannedLoad], int]:
+        """Begin copies for each stretch of the run that lies in one colder tier. Under the lock.
+
+        Returns: them, and how deep the run can get.
+        """
+        planned: list[PlannedLoad] = []
+        found, hashes, copies = waiter.found, waiter.hashes, self._copies
+        if found.tiers.count(self._target) == found.depth:
+            return planned, found.depth
+        end = 0
+        for number, group in groupby(found.tiers):
+            at, end = end, end + len(list(group))
+            if number == self._target:
+                continue
+            tier = Tier(number)
+            for first in range(at, end, _LOAD_BLOCKS):
+                if self._is_silent(tier) or (tier in DURABLE_TIERS and not self._lasting.may(waiter.namespace)):
+                    return planned, first
+                wanted = hashes[first * HASH_BYTES : min(first + _LOAD_BLOCKS, end) * HASH_BYTES]
+                self._note_others(wanted, waiter)
+                copy = copies.begin(waiter.namespace, tier, self._target, wanted)
+                if copy is not None:
+                    planned.append(PlannedLoad(copy))
+                if copy is None or copy.hashes != wanted:
+                    return planned, first
+        return planned, end
+
+    def plan_remote(self, hashes: bytes, depth: int, waiter: Waiter) -> list[PlannedLoad]:
+        """Begin copies of what lies beyond the own tiers, which end at `depth`. Looks and asks outside the lock.
+
+        Args:
+            hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their size.
+        """
+        with self._lock:
+            if not self.looks_beyond or not self._lasting.may(waiter.namespace):
+                return []
+        segments = self._look_in_pod(waiter.namespace, hashes, depth)
+        depth += sum(len(segment.wanted) for segment in segments) // HASH_BYTES
+        segments += self._look_in_objects(waiter.namespace, hashes, depth)
+        planned: list[PlannedLoad] = []
+        with self._lock:
+            for source, remote, wanted in segments if waiter.waiting and not self._stream.closing else ():
+                self._note_others(wanted, waiter)
+                copy = self._copies.begin(waiter.namespace, source, self._target, wanted)
+                if copy is None:
+                    break
+                planned.append(PlannedLoad(copy, remote))
+        return planned
+
+    def silent_sources(self) -> list[Tier | InstanceId]:
+        """Whose reads do not end."""
+        return [source for source in tuple(self._copies.late_from) if self._is_silent(source)]
+
+    def _is_silent(self, source: Tier | InstanceId) -> bool:
+        """Whether so many reads of a source are late that another would only wait: it is a miss at once until one has ended."""
+        return self._copies.late_from.get(source, 0) >= self._threads
+
+    def _note_others(self, wanted: bytes, waiter: Waiter) -> None:
+        """Remember who brings some of these blocks already. Under the lock."""
+        if coming := self._copies.coming:
+            waiter.others.update(coming[block] for block in split_hashes(wanted) if block in coming)
+
+    def _look_in_pod(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
+        """What other instances of the pod seem to have, from block `depth` on."""
+        segments: list[Segment] = []
+        rest = hashes[depth * HASH_BYTES :]
+        for instance, slots in self._pools.pod.find(namespace, rest) if self._pools.pod is not None and rest else ():
+            if self._is_silent(instance):
+                break
+            for at in range(0, len(slots), _LOAD_BLOCKS):
+                wanted = rest[at * HASH_BYTES : min(at + _LOAD_BLOCKS, len(slots)) * HASH_BYTES]
+                segments.append(Segment(instance, RemoteSource(wanted, slots[at : at + _LOAD_BLOCKS]), wanted))
+            rest = rest[len(slots) * HASH_BYTES :]
+        return segments
+
+    def _look_in_objects(self, namespace: NamespaceId, hashes: bytes, depth: int) -> list[Segment]:
+        """What the object pool is claimed to hold, in whole objects, from the one on that block `depth` belongs to."""
+        pool = self._pools.object
+        if pool is None or self._is_silent(Tier.OBJECT):
+            return []
+        k = pool.blocks
+        begin, end = depth // k * k, len(hashes) // HASH_BYTES // k * k
+        if end <= depth:
+            return []
+        chain = hashes[begin * HASH_BYTES : end * HASH_BYTES]
+        claimed = self.locator.claimed_depth(pool.name, namespace, chain, self._locate_s)
+        end = begin + min(claimed, end - begin) // k * k
+        copy_blocks = max(k, _LOAD_BLOCKS // k * k)
+        segments: list[Segment] = []
+        for first in range(begin, end, copy_blocks):
+            last = min(first + copy_blocks, end)
+            wanted = hashes[max(first, depth) * HASH_BYTES : last * HASH_BYTES]
+            segments.append(Segment(Tier.OBJECT, RemoteSource(hashes[first * HASH_BYTES : last * HASH_BYTES]), wanted))
+        return segments
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def submit(self, planned: list[PlannedLoad], waiter: Waiter) -> list[InFlightLoad]:
+        """Have copies carried out. Outside the lock: an executor may do it at once."""
+        begun: list[InFlightLoad] = []
+        for load in planned:
+            try:
+                begun.append(InFlightLoad(load.copy, self._executor.submit(self._carry_out, load, waiter)))
+            except RuntimeError:  # the manager closes
+                with self._lock:
+                    if not self._stream.ended:
+                        self._copies.drop(load.copy)
+        return begun
+
+    def look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> Future[None]:
+        """Have what lies beyond the own tiers brought, which end at `depth`; loads are added to `begun` before it has ended.
+
+        Raises: RuntimeError: the manager closes.
+        """
+        return self._executor.submit(self._look_beyond, hashes, depth, waiter, begun)
+
+    def _look_beyond(self, hashes: bytes, depth: int, waiter: Waiter, begun: list[InFlightLoad]) -> None:
+        begun += self.submit(self.plan_remote(hashes, depth, waiter), waiter)
+        self._stream.recorded()
+
+    def _carry_out(self, load: PlannedLoad, waiter: Waiter) -> None:
+        copy, copies = load.copy, self._copies
+        with self._lock:
+            if self._stream.ended:
+                return
+            if not waiter.waiting:  # it began just as the request gave up
+                copies.drop(copy)
+                return
+            copies.begin_run(copy)
+        try:
+            lane = None
+            if not self._is_in_place and self._pools.memory(copy.source) is None:
+                lane = copies.staging.take(self._wait_s, is_offload=False)
+            copies.carry_out(copy, partial(self._finish, load, waiter), lane, load.remote)
+        finally:
+            copies.end_run(copy)
+
+    def _finish(self, load: PlannedLoad, waiter: Waiter, moved: Moved) -> None:
+        """The bytes of a load are in place, or will never be. Under the lock."""
+        copy, remote = load
+        blocks = split_hashes(copy.hashes)
+        if copy.source == Tier.OBJECT and remote is not None:
+            outcomes = zip(blocks, moved.outcomes, strict=True)
+            good = b"".join(block for block, outcome in outcomes if outcome == ReadOutcome.GOOD)
+            self._claims.seen(copy.namespace, remote.objects_of(good, self._pools.object_blocks))
+        is_own = isinstance(copy.source, Tier)
+        tier = copy.source if isinstance(copy.source, Tier) else Tier.NVME  # pods share no other
+        cause = MigrateCause.ONBOARD if is_own else MigrateCause.FETCH
+        holders = self._copies.end(copy, self._copies.arrived(copy, moved.arrived), cause, pinned=waiter.waiting)
+        if waiter.waiting:
+            for block, slot in zip(blocks, holders, strict=True):
+                if slot is not None:
+                    waiter.brought[block] = (slot, tier)
+        else:
+            self._counters.late_copies += 1
+        self._copies.settle_trouble(copy, moved, remote)

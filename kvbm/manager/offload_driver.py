@@ -1,0 +1,237 @@
+"""Carries out offloads: takes requests from the queue, in threads of its own or a step at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+
+from kvbm.core.events import MigrateCause
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, SequenceHash, Tier, split_hashes
+from kvbm.core.ledger import Copy
+from kvbm.manager.claim_watch import ClaimWatch
+from kvbm.manager.copies import CopiesInFlight
+from kvbm.manager.event_writer import EventWriter
+from kvbm.manager.host_passage import HostPassage
+from kvbm.manager.ledger_stream import LedgerStream
+from kvbm.manager.object_groups import groups_of
+from kvbm.manager.offload_queue import Offloader, OffloadRequest, Skipped
+from kvbm.manager.options import ManagerOptions
+from kvbm.manager.stats import Counters
+from kvbm.manager.transfer import Moved
+
+_YIELD_S = 0.05  # an offload begins this much later at most, because requests wait for bytes
+
+
+class OffloadDriver:
+    """See the module.
+
+    Args:
+        foreground_idle: set while no request waits for bytes; offloads yield to those that do.
+    """
+
+    def __init__(
+        self,
+        stream: LedgerStream,
+        copies: CopiesInFlight,
+        offloader: Offloader,
+        passage: HostPassage,
+        claims: ClaimWatch,
+        writer: EventWriter,
+        counters: Counters,
+        foreground_idle: threading.Event,
+        options: ManagerOptions,
+    ) -> None:
+        self._stream, self._ledger, self._lock = stream, stream.ledger, stream.lock
+        self._copies, self._pools, self._offloader, self._passage = copies, copies.pools, offloader, passage
+        self._claims, self._writer, self._counters, self._foreground_idle = claims, writer, counters, foreground_idle
+        self._budgets, self._clock, self._wait_s = options.budgets, options.clock, options.wait_s
+        self._begun = 0  # requests taken from the queue and not over
+        self._has_threads = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"kvbm-offload-{stream.instance}-{number}", daemon=True)
+            for number in range(options.offload_threads)
+        ]
+
+    # -- its life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._has_threads = True
+        for thread in self._threads:
+            thread.start()
+
+    def offload_one(self) -> bool:
+        """Carry out the next offload that waits; False when there is none that can go now, or the manager closes."""
+        if self._stream.closing:
+            return False
+        with self._lock:
+            request = self._passage.next()
+            if request is None:
+                return False
+            self._begun += 1
+        try:
+            self._offload(request)
+        finally:
+            with self._lock:
+                self._begun -= 1
+        return True
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no offload waits or runs; False when some still do."""
+        deadline = self._clock() + timeout_s
+        while self._clock() < deadline:
+            if not self._has_threads:  # driven by hand
+                if not self.offload_one():
+                    return not self._ledger.copies_in_flight()
+                continue
+            with self._lock:
+                waiting = self._offloader.waiting_blocks + self._begun
+                if not waiting and not self._ledger.copies_in_flight():
+                    return True
+            self._offloader.wanted.set()
+            time.sleep(0.01)
+        return False
+
+    def wait_ended(self, timeout_s: float) -> None:
+        """Wait for the threads, and for copies that run. Those that never began hold no slots that matter."""
+        if not self._has_threads:
+            return
+        deadline = self._clock() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+        while self._copies.running and self._clock() < deadline:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        wanted = self._offloader.wanted
+        while not self._stream.closing:
+            wanted.wait(0.5)
+            wanted.clear()
+            self._foreground_idle.wait(_YIELD_S)
+            while self.offload_one():
+                self._foreground_idle.wait(_YIELD_S)
+            self._claims.look_idle()
+
+    # -- one offload --------------------------------------------------------------------------------------------------
+
+    def _offload(self, request: OffloadRequest) -> None:
+        """Carry out a request, as far as journal, memory and budget allow."""
+        lane = None
+        if self._pools.need_staging(request.source, request.target):
+            lane = self._copies.staging.take(self._wait_s if self._has_threads else 0.0, is_offload=True)
+            if lane is None:
+                with self._lock:
+                    self._offloader.skip(Skipped.STAGING, request.hashes)
+                return
+        copy = self._begin(request)
+        if copy is None:
+            if lane is not None:
+                self._copies.staging.give(lane)
+            return
+        self._stream.recorded()  # the copy may wait for the withdrawal of what its slots held
+        try:
+            self._copies.carry_out(copy, partial(self._finish, request, copy), lane)
+        finally:
+            self._copies.end_run(copy)
+        self._claims.look()
+
+    def _begin(self, request: OffloadRequest) -> Copy | None:
+        """The copy for a request; None when there is nothing to do, or it may not be done now, which is counted."""
+        with self._lock:
+            if self._stream.closing:
+                return None
+            if request.target in DURABLE_TIERS and (self._writer.refusal or self._ledger.overflowed):
+                self._offloader.skip(Skipped.JOURNAL, request.hashes)  # nobody would know of it
+                return None
+            hashes, budget = request.hashes, self._budgets.get(request.target)
+            block_bytes = self._pools.slots[request.source].block_bytes
+            if request.target == Tier.OBJECT:
+                hashes = self._whole_objects(request)
+            if budget is not None:
+                unit = self._pools.object_blocks if request.target == Tier.OBJECT else 1
+                may_blocks = budget.left_bytes(self._clock()) // (unit * block_bytes) * unit
+                self._offloader.skip(Skipped.BUDGET, hashes[may_blocks * HASH_BYTES :])
+                hashes = hashes[: may_blocks * HASH_BYTES]
+            copy = None
+            if hashes:
+                copy = self._copies.begin(request.namespace, request.source, request.target, hashes)
+            if request.target == Tier.OBJECT:
+                if copy is not None and self._pools.object_blocks > 1 and copy.hashes != hashes:
+                    self._copies.drop(copy, MigrateCause.OFFLOAD)
+                    self._offloader.skip(Skipped.PARTIAL, hashes)  # blocks of another namespace
+                    copy = None
+            elif copy is None or len(copy.hashes) != len(hashes):
+                self._count_left_out(request, hashes, copy)
+            if copy is not None:
+                self._copies.begin_run(copy)
+                if budget is not None:
+                    budget.spend(len(copy.hashes) // HASH_BYTES * block_bytes)
+            return copy
+
+    def _count_left_out(self, request: OffloadRequest, hashes: bytes, copy: Copy | None) -> None:
+        """Count what a copy to a tier of ours leaves out and the tier lacks. Under the lock."""
+        taken: set[SequenceHash] = set()
+        for one in self._copies.running.values():
+            taken.update(split_hashes(one.hashes))
+        if copy is not None:
+            taken.update(split_hashes(copy.hashes))
+        lacking = split_hashes(self._ledger.lacking(request.target, hashes))
+        left = b"".join(block for block in lacking if block not in taken)
+        gone = self._ledger.lacking(request.source, left)
+        self._offloader.skip(Skipped.GONE, gone)
+        self._offloader.skip(Skipped.ROOM, left[len(gone) :])  # so many
+
+    def _whole_objects(self, request: OffloadRequest) -> bytes:
+        """Those objects of a request that one copy can carry now: all of each is at the source, and no two share a block.
+
+        The others are skipped, or wait for the next copy where they only share blocks. Under the lock.
+        """
+        k, unclaimed = self._pools.object_blocks, self._offloader.unclaimed(request.hashes)
+        if k == 1:
+            return unclaimed
+        taken: list[bytes] = []
+        later: list[bytes] = []
+        seen: set[SequenceHash] = set()
+        for group in groups_of(unclaimed, k):
+            blocks = split_hashes(group)
+            if self._ledger.lacking(request.source, group) or len(set(blocks)) < k:
+                self._offloader.skip(Skipped.PARTIAL, group)
+            elif seen.isdisjoint(blocks):
+                seen.update(blocks)
+                taken.append(group)
+            elif group not in taken:
+                later.append(group)
+        if later:
+            self._offloader.put_back(request._replace(hashes=b"".join(later)))
+        return b"".join(taken)
+
+    def _finish(self, request: OffloadRequest, copy: Copy, moved: Moved) -> None:
+        """The bytes of an offload are in place, or will never be. Under the lock."""
+        there = self._copies.arrived(copy, moved.arrived)
+        if copy.target == Tier.OBJECT:
+            there = self._claimable(copy, there)
+        self._copies.end(copy, there, MigrateCause.OFFLOAD, kept=self._passage.is_kept(copy, there))
+        self._copies.settle_trouble(copy, moved)
+        arrived = [block for block, ok in zip(split_hashes(copy.hashes), there, strict=True) if ok]
+        packed = b"".join(arrived)
+        self._counters.offloaded_blocks[copy.target] += len(arrived)
+        if copy.target == Tier.OBJECT:
+            self._offloader.claimed(packed)
+            self._claims.seen(copy.namespace, groups_of(packed, self._pools.object_blocks))
+        elif arrived:
+            at = request.positions()
+            positions = [at[block] for block in arrived]
+            self._offloader.offer_arrived(copy.namespace, copy.target, packed, positions, self._ledger.lacking)
+
+    def _claimable(self, copy: Copy, stored: list[bool]) -> list[bool]:
+        """Which blocks of a copy to OBJECT may be claimed: none of an object of which a block was cleared meanwhile. Under the lock."""
+        k = self._pools.object_blocks
+        if k == 1:
+            return stored
+        assert isinstance(copy.source, Tier)
+        claimable: list[bool] = []
+        for number, group in enumerate(groups_of(copy.hashes, k)):
+            is_whole = all(stored[number * k : (number + 1) * k]) and not self._ledger.lacking(copy.source, group)
+            claimable += [is_whole] * k
+        return claimable
