@@ -199,21 +199,21 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _SQL_WRITER,
         "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return False\n",
         "            self._batch = None\n            return False\n",
-        test="tests/integration/test_storing.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
+        test="tests/integration/test_sql_writer.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
     ),
     "place_checked_once": SourceMutant(
         "a check that failed is made again",
         _SQL_WRITER,
         "        except BaseException:\n            self._is_unchecked = True\n            raise\n",
         "        except BaseException:\n            raise\n",
-        test="tests/integration/test_storing.py::test_a_place_that_could_not_be_checked_is_checked_again",
+        test="tests/integration/test_sql_writer.py::test_a_place_that_could_not_be_checked_is_checked_again",
     ),
     "instances_not_told_again": SourceMutant(
         "after rows were read again the row of every instance is given out",
         _SQL_WRITER,
         "                self._add_all_instances()\n                self._rows.add_namespaces(",
         "                self._rows.add_namespaces(",
-        test="tests/integration/test_storing.py::test_instances_that_an_older_copy_does_not_know_are_told_again",
+        test="tests/integration/test_sql_writer.py::test_instances_that_an_older_copy_does_not_know_are_told_again",
     ),
     "claim_grows_older": SourceMutant(
         "when a claim was last made never goes back",
@@ -234,7 +234,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _SQL_WRITER,
         "            self._unstored += [*batch.claims, *self._rows.waiting_claims()]\n",
         "            self._unstored += self._rows.waiting_claims()\n",
-        test="tests/integration/test_storing.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
+        test="tests/integration/test_sql_writer.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
     # -- copies and offloads --------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(
