@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core import codec
 from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import Frame
@@ -42,8 +42,8 @@ class Twin(NamedTuple):
     def index(self, capacity: int = ROOM) -> ClusterIndex:
         return self.new_index(capacity)
 
-    def projector(self, index: ClusterIndex | None = None, **known: object) -> Projector:
-        return Projector(index or self.index(), self.scan_frames, "KVBM", **known)  # type: ignore[arg-type]
+    def sequencer(self, index: ClusterIndex | None = None, **known: object) -> Sequencer:
+        return Sequencer(index or self.index(), self.scan_frames, **known)  # type: ignore[arg-type]
 
 
 REFERENCE = Twin(ReferenceIndex, codec.scan_frames)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbm.catalog.sql_store import NamespaceRow
+from kvbm.catalog.sql_rows import NamespaceRow
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, split_hashes

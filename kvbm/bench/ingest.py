@@ -15,7 +15,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
 from kvbm.bench.measure import Row, Sample, row_of
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Tier
@@ -77,10 +77,10 @@ async def _ingest(
         taken: list[Sample] = []
         fetching: list[float] = []
         for _ in range(max(3, samples // 2) + 1):
-            projector = Projector(NATIVE_INDEX(1 << 24), NATIVE.scan_frames, "bench")
-            sample, fetch_s = await take_in(stream, _CLUSTER, projector, sent)
-            assert not projector.counters.digest_mismatches and not projector.counters.poison
-            rates.append(projector.counters.blocks / sample.wall_s / 1e6)
+            sequencer = Sequencer(NATIVE_INDEX(1 << 24), NATIVE.scan_frames)
+            sample, fetch_s = await take_in(stream, _CLUSTER, sequencer, sent)
+            assert not sequencer.counters.digest_mismatches and not sequencer.counters.poison
+            rates.append(sequencer.counters.blocks / sample.wall_s / 1e6)
             fetching.append(fetch_s / sample.wall_s)
             taken.append(sample)
         return [
@@ -91,18 +91,18 @@ async def _ingest(
         await stream.close()
 
 
-async def take_in(stream: NatsStream, cluster: str, projector: Projector, last: int) -> tuple[Sample, float]:
-    """Read on from where the projector stands until it has applied the message of sequence `last`, as the catalog reads.
+async def take_in(stream: NatsStream, cluster: str, sequencer: Sequencer, last: int) -> tuple[Sample, float]:
+    """Read on from where the sequencer stands until it has applied the message of sequence `last`, as the catalog reads.
 
     Returns: the sample, without the making of the reader, and the seconds of it that were spent fetching.
     """
-    reader = await stream.pull(projector.sequence, cluster, 5.0)
+    reader = await stream.pull(sequencer.sequence, cluster, 5.0)
     wall, cpu, fetch_s = time.perf_counter(), time.thread_time(), 0.0
-    while projector.sequence < last:
+    while sequencer.sequence < last:
         began = time.perf_counter()
         messages = await reader.fetch(5.0)
         fetch_s += time.perf_counter() - began
-        projector.step(time.monotonic(), messages, reader.at_end)
+        sequencer.step(time.monotonic(), messages, reader.at_end)
     sample = Sample(time.perf_counter() - wall, time.thread_time() - cpu)
     await reader.close()
     return sample, fetch_s

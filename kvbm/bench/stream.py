@@ -158,7 +158,7 @@ async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict
     holder, other = InstanceId("holder"), InstanceId("other")
 
     def is_doubtful(instance: InstanceId) -> bool:
-        return any(found.doubtful for found in service.instances() if found.instance == instance)
+        return any(found.doubtful for found in service.queries.instances() if found.instance == instance)
 
     repaired: list[float] = []
     healed: list[float] = []
@@ -176,7 +176,7 @@ async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict
                     known_s = time.perf_counter()
                 asked_s = time.perf_counter()
                 assert not is_doubtful(other)
-                service.lookup(NAMESPACE.id, bytes(HASH_BYTES))
+                service.queries.lookup(NAMESPACE.id, bytes(HASH_BYTES))
                 asked_us.append((time.perf_counter() - asked_s) * 1e6)
                 await asyncio.sleep(0.002)
                 assert time.perf_counter() - began_s < _WAIT_S, "the gap was not repaired"

@@ -21,7 +21,7 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
-from kvbm.catalog.routing import Ask
+from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
     MAX_HASHES,
@@ -87,7 +87,7 @@ class _Api:
     async def lookup(self, request: Request) -> Response:
         _, namespace, hashes = await self._prompt(request, LookupRequest)
         begin_s = time.perf_counter()
-        answer = self._service.lookup(namespace, hashes)
+        answer = self._service.queries.lookup(namespace, hashes)
         response = _json(answer)
         self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
         return response
@@ -96,7 +96,9 @@ class _Api:
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
         begin_s = time.perf_counter()
         blocks = len(hashes) // HASH_BYTES
-        fields = asked.namespace if isinstance(asked.namespace, Namespace) else self._service.namespace(namespace)
+        fields = (
+            asked.namespace if isinstance(asked.namespace, Namespace) else self._service.queries.namespace(namespace)
+        )
         input_tokens = asked.input_tokens if asked.tokens is None else len(asked.tokens)
         if input_tokens is None:
             raise ApiError(
@@ -108,7 +110,7 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        ranked = self._service.route(Ask(namespace, hashes, input_tokens, max(1, block_tokens)), fields)
+        ranked = self._service.queries.route(RoutingTask(namespace, hashes, input_tokens, max(1, block_tokens)), fields)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",
@@ -120,7 +122,7 @@ class _Api:
                 namespace=namespace.hex(),
                 blocks=blocks,
                 ranked=ranked,
-                view_age_s=self._service.view_age_s(),
+                view_age_s=self._service.queries.view_age_s(),
             )
         )
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
@@ -130,15 +132,15 @@ class _Api:
         namespace = _one_hash("namespace", request.path_params["namespace"])
         block = _one_hash("hash", request.path_params["hash"])
         self._check_ready()
-        return _json(self._service.block(NamespaceId(namespace), SequenceHash(block)))
+        return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block)))
 
     async def instances(self, request: Request) -> Response:
-        return _json(InstancesAnswer(instances=self._service.instances()))
+        return _json(InstancesAnswer(instances=self._service.queries.instances()))
 
     async def ask_round(self, request: Request) -> Response:
         instance = InstanceId(request.path_params["instance"])
         try:
-            heard = await self._service.ask_round(instance)
+            heard = await self._service.requests.ask(instance)
         except StreamError as error:
             raise ApiError(503, "not_asked", str(error), "ask again when the stream is back; /readyz says so") from None
         if heard is None:
@@ -148,14 +150,14 @@ class _Api:
         return _json(RoundAnswer(instance=instance, heard=heard))
 
     async def namespaces(self, request: Request) -> Response:
-        return _json(NamespacesAnswer(namespaces=self._service.namespaces()))
+        return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces()))
 
     async def status(self, request: Request) -> Response:
         ready = self._service.readiness()
         return _json(
             {
                 "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
-                "degraded": ready.degraded, "instances": len(self._service.instances()), "api": "/openapi.json",
+                "degraded": ready.degraded, "instances": len(self._service.queries.instances()), "api": "/openapi.json",
             }
         )  # fmt: skip
 
@@ -230,7 +232,9 @@ class _Api:
             raise ApiError(
                 422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
             )
-        fields = asked.namespace if isinstance(asked.namespace, Namespace) else self._service.namespace(namespace)
+        fields = (
+            asked.namespace if isinstance(asked.namespace, Namespace) else self._service.queries.namespace(namespace)
+        )
         if fields is None:
             raise ApiError(
                 422, "namespace_unknown", f"no instance has told the fields of namespace {namespace.hex()}",
@@ -270,7 +274,7 @@ class _Api:
         for wanted in asked.at_least:
             position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
             instance = InstanceId(wanted.instance)
-            reached = await self._service.wait_for(instance, position, max(0.0, deadline_s - time.monotonic()))
+            reached = await self._service.follower.wait_for(instance, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
                 raise ApiError(
                     504,

@@ -1,6 +1,6 @@
 """Checkpoints of the index in a folder: written while frames are applied, the newest good one loaded at the start.
 
-    00000000000000004711-1f2e3d4c.index    what the index wrote, the projector's state as its note
+    00000000000000004711-1f2e3d4c.index    what the index wrote, the sequencer's state as its note
     00000000000000004711-1f2e3d4c.json     its manifest, written last: without it the other file is nothing
 
 The number is the stream sequence the state stands at. Blocks in the file may be newer, up to the manifest's `settled`: whoever loads it
@@ -23,7 +23,7 @@ import structlog
 
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
-from kvbm.catalog.sequencer import Projector, ProjectorState
+from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.streams.base import Mark
 
@@ -75,10 +75,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(NamedTuple):
-    """An index as a checkpoint had it, and the state its projector goes on from."""
+    """An index as a checkpoint had it, and the state its sequencer goes on from."""
 
     held: ClusterIndex
-    state: ProjectorState
+    state: SequencerState
     settled: int
 
 
@@ -86,10 +86,10 @@ class Writing:
     """One checkpoint being made: `write` in a thread, then `finish`. After an error nothing of it is left.
 
     Args:
-        state: of the projector; nothing may be applied to the index between its taking and the moment `has_begun`.
+        state: of the sequencer; nothing may be applied to the index between its taking and the moment `has_begun`.
     """
 
-    def __init__(self, folder: Path, index: Checkpointing, state: ProjectorState, stream: str) -> None:
+    def __init__(self, folder: Path, index: Checkpointing, state: SequencerState, stream: str) -> None:
         self.sequence = state.sequence
         self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
@@ -179,7 +179,7 @@ def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> Loaded | None:
     try:
         if file.stat().st_size != manifest.bytes:
             raise CatalogError(f"{file.stat().st_size} bytes instead of {manifest.bytes}")
-        state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=ProjectorState)
+        state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=SequencerState)
     except (CheckpointError, CatalogError, msgspec.MsgspecError, OSError) as error:
         log.warning("checkpoint.damaged", path=str(file), why=str(error))
         return None
@@ -190,7 +190,7 @@ class Checkpointer:
     """Writes checkpoints of a running catalog. One asyncio loop; bytes are written by a thread.
 
     Args:
-        applying: held by whoever applies messages to the projector.
+        applying: held by whoever applies messages to the sequencer.
         stream: the stream's name, as it is then.
 
     Attributes:
@@ -198,12 +198,12 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, index: Checkpointing, projector: Projector, applying: asyncio.Lock, stream: Callable[[], str],
+        self, folder: Path, index: Checkpointing, sequencer: Sequencer, applying: asyncio.Lock, stream: Callable[[], str],
         degraded: Degraded, every_s: float,
     ) -> None:  # fmt: skip
         self.written = 0
         self.last: Manifest | None = None
-        self._folder, self._index, self._projector = folder, index, projector
+        self._folder, self._index, self._sequencer = folder, index, sequencer
         self._applying, self._stream, self._degraded, self._every_s = applying, stream, degraded, every_s
 
     async def run(self) -> None:
@@ -214,16 +214,16 @@ class Checkpointer:
 
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
-        if self.last is not None and self.last.sequence == self._projector.sequence:
+        if self.last is not None and self.last.sequence == self._sequencer.sequence:
             return
         async with self._applying:
-            writing = Writing(self._folder, self._index, self._projector.state(), self._stream())
+            writing = Writing(self._folder, self._index, self._sequencer.state(), self._stream())
             work = asyncio.ensure_future(asyncio.to_thread(writing.write))
             while not work.done() and not writing.has_begun():
                 await asyncio.wait([work], timeout=_POLL_S)
         try:
             await work
-            self.last = await asyncio.to_thread(writing.finish, self._projector.mark)
+            self.last = await asyncio.to_thread(writing.finish, self._sequencer.mark)
         except CatalogError as error:
             self._degraded.note("checkpoints", str(error))
             return

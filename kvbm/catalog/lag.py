@@ -1,14 +1,24 @@
-"""How old what is known is: against the stream's own end, and against what each instance says it has decided."""
+"""How old what is known is: against the stream's own end, and against what each instance reports as decided."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 
-from kvbm.core.ids import InstanceId
-from kvbm.streams.base import Position
+import structlog
 
-_KEPT = 64  # words of one instance that are not read yet; beyond them the newest gives way to the next
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.core.errors import StreamError
+from kvbm.core.ids import InstanceId
+from kvbm.streams.base import EventReader, EventStream, Position
+
+log = structlog.get_logger()
+
+ASK_END_S = 0.5
+ASK_END_WAIT_S = 1.0
+_KEPT = 64  # reports of one instance that are not read yet; beyond them the newest gives way to the next
 
 
 class Confirmation:
@@ -46,7 +56,40 @@ class Confirmation:
         return max(0.0, now_s - self._confirmed_s)
 
 
-class _Told:
+class StreamLag:
+    """How much of the stream is not read yet. One asyncio loop.
+
+    Args:
+        end: of the stream, as of the start.
+
+    Attributes:
+        start_end: the same.
+        confirmation: since when it is not known that the whole stream was read.
+    """
+
+    def __init__(self, stream: EventStream, reader: EventReader, sequencer: Sequencer, end: int) -> None:
+        self.start_end = end
+        self.confirmation = Confirmation(time.monotonic())
+        self._stream, self._reader, self._sequencer = stream, reader, sequencer
+        self._end = end
+
+    async def watch(self) -> None:
+        """Ask for the stream's end, for ever."""
+        while True:
+            await asyncio.sleep(ASK_END_S)
+            asked_s, sequence = time.monotonic(), self._sequencer.sequence
+            try:
+                self._end = await self._stream.last_sequence(ASK_END_WAIT_S)
+                self.confirmation.answered(asked_s, self._end, sequence)
+            except StreamError as error:
+                log.debug("stream.end_unknown", why=str(error))
+
+    def messages(self) -> int:
+        """How many messages are not read yet; 0 once the reader has fetched everything."""
+        return 0 if self._reader.at_end else max(0, self._end - self._sequencer.sequence)
+
+
+class _Reports:
     """What is known of one instance."""
 
     __slots__ = ("as_of_s", "is_left_out", "unread")
@@ -54,7 +97,7 @@ class _Told:
     def __init__(self, now_s: float) -> None:
         self.as_of_s = now_s  # all that it had decided by then is read
         self.is_left_out = False  # of answers: it does not count as behind
-        self.unread: deque[tuple[Position, float]] = deque()  # what it said later, and when
+        self.unread: deque[tuple[Position, float]] = deque()  # what it reported as decided later, and when
 
 
 class Backlog:
@@ -69,7 +112,7 @@ class Backlog:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._told: dict[InstanceId, _Told] = {}
+        self._reports: dict[InstanceId, _Reports] = {}
         self._judged_s = float("-inf")
         self._behind: frozenset[InstanceId] = frozenset()
 
@@ -78,61 +121,63 @@ class Backlog:
         """Those that were behind when last judged."""
         return self._behind
 
-    def hear(self, now_s: float, sent_s: float, instance: InstanceId, decided: Position, read: Position) -> None:
-        """An instance says how far it has decided; an offset of 0 does not say.
+    def on_heartbeat(
+        self, now_s: float, sent_s: float, instance: InstanceId, decided: Position, read: Position
+    ) -> None:
+        """An instance reports how far it has decided; an offset of 0 does not.
 
         Args:
             sent_s: it was sent after this, for certain. A stream keeps heartbeats, and may give out an old one as news.
         """
-        told = self._told.setdefault(instance, _Told(sent_s))
-        unread, told.is_left_out = told.unread, False
+        reports = self._reports.setdefault(instance, _Reports(sent_s))
+        unread, reports.is_left_out = reports.unread, False
         if not decided.offset or decided <= read:
-            told.as_of_s = max(told.as_of_s, sent_s)
+            reports.as_of_s = max(reports.as_of_s, sent_s)
             unread.clear()
             self._count(now_s, instance)
             return
         while unread and unread[-1][0].epoch < decided.epoch:
             unread.pop()  # the rest of an epoch that is over may never come
         while unread and unread[-1][0] >= decided:
-            unread.pop()  # said again, or of another life
+            unread.pop()  # reported again, or of another life
         if len(unread) == _KEPT:
             unread.pop()
         unread.append((decided, sent_s))
         self._count(now_s, instance)
 
     def _count(self, now_s: float, instance: InstanceId) -> None:
-        """At once: who is back after a silence has something to tell of it."""
+        """At once: who is back after a silence has been behind meanwhile."""
         if (instance in self._behind) != self._is_behind(now_s, instance):
             self._behind ^= {instance}
 
     def _is_behind(self, now_s: float, instance: InstanceId) -> bool:
-        return not self._told[instance].is_left_out and self.age_s(now_s, instance) >= self._patience_s
+        return not self._reports[instance].is_left_out and self.age_s(now_s, instance) >= self._patience_s
 
     def judge(self, now_s: float, position: Callable[[InstanceId], Position]) -> frozenset[InstanceId]:
         """Take note of what is read by now; who is behind."""
         if now_s - self._judged_s < self._patience_s / 8:
             return self._behind
         self._judged_s = now_s
-        for instance, told in self._told.items():
-            if told.unread:
+        for instance, reports in self._reports.items():
+            if reports.unread:
                 read = position(instance)
-                while told.unread and told.unread[0][0] <= read:
-                    told.as_of_s = max(told.as_of_s, told.unread.popleft()[1])
-        self._behind = frozenset(name for name in self._told if self._is_behind(now_s, name))
+                while reports.unread and reports.unread[0][0] <= read:
+                    reports.as_of_s = max(reports.as_of_s, reports.unread.popleft()[1])
+        self._behind = frozenset(name for name in self._reports if self._is_behind(now_s, name))
         return self._behind
 
     def leave_out(self, instance: InstanceId) -> None:
-        """It has stopped, or is silent, and so is left out of answers until it is heard again."""
-        if instance in self._told:
-            self._told[instance].is_left_out = True
+        """It has stopped, or is silent, and so is left out of answers until its next heartbeat."""
+        if instance in self._reports:
+            self._reports[instance].is_left_out = True
             self._behind -= {instance}
 
     def age_s(self, now_s: float, instance: InstanceId) -> float:
-        """How long ago it was that an instance is known as of; 0 of one that was never heard."""
-        told = self._told.get(instance)
-        return now_s - told.as_of_s if told is not None else 0.0
+        """How long ago it was that an instance is known as of; 0 of one without a heartbeat."""
+        reports = self._reports.get(instance)
+        return now_s - reports.as_of_s if reports is not None else 0.0
 
     def decided(self, instance: InstanceId) -> Position | None:
         """The newest that an instance is known to have decided and that is not read; None: all is."""
-        told = self._told.get(instance)
-        return told.unread[-1][0] if told is not None and told.unread else None
+        reports = self._reports.get(instance)
+        return reports.unread[-1][0] if reports is not None and reports.unread else None

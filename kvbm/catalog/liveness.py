@@ -16,7 +16,7 @@ An instance is withheld while one of these holds, and returned when none does:
 - *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
 
 An instance is told apart from an older self by its run, not by its epoch alone: the fences in the stream say which run has its place
-(`Followed.run`), and `Followed.life` grows when they say that what was read before is of another life; all that was heard of that one is
+(`StreamProgress.run`), and `StreamProgress.life` grows when they say that what was read before is of another life; all that was heard of that one is
 forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
 `liveness_s` is named by `ignored`: nobody is left out of the view without a word.
 
@@ -85,7 +85,7 @@ class Ticked(NamedTuple):
     """Time has passed. Several times in each `liveness_s`: this is how late a withholding may be."""
 
 
-class Followed(NamedTuple):
+class StreamProgress(NamedTuple):
     """How far the stream has told of an instance: its epoch, and whether its clean stop was read.
 
     For each instance the stream moved on, and for each one that a checkpoint has brought. Saying it again changes nothing.
@@ -104,7 +104,7 @@ class Followed(NamedTuple):
     unreadable: bool = False
 
 
-Input = Heard | OwnPulse | Ticked | Followed
+Input = Heard | OwnPulse | Ticked | StreamProgress
 
 
 class Withhold(NamedTuple):
@@ -233,7 +233,7 @@ class Liveness:
                 return self._tick(now_s)
             case Heard(heartbeat):
                 return self._hear(now_s, heartbeat)
-            case Followed():
+            case StreamProgress():
                 return self._follow(now_s, what)
             case OwnPulse():
                 self._hear_itself(now_s)
@@ -354,7 +354,7 @@ class Liveness:
         since_s = known.since_s if known is not None and known.heartbeat.run == heartbeat.run else now_s
         self._ignored[heartbeat.instance] = Ignored(heartbeat, since_s, now_s)
 
-    def _follow(self, now_s: float, what: Followed) -> list[Effect]:
+    def _follow(self, now_s: float, what: StreamProgress) -> list[Effect]:
         instance, epoch, stopped, run, life, unreadable = what
         member = self._member(now_s, instance)
         if life != member.life:
@@ -377,7 +377,7 @@ class Liveness:
             self._waited.pop(instance, None)
         return self._settle(instance, member)
 
-    def _begin_life(self, now_s: float, member: _Member, what: Followed) -> None:
+    def _begin_life(self, now_s: float, member: _Member, what: StreamProgress) -> None:
         """Nothing that was heard of an instance counts any more, but what its new holder said."""
         member.life = what.life
         member.told, member.is_stopped = None, False

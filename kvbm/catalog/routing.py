@@ -51,7 +51,7 @@ class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
     tier_weights: dict[str, float] = {}
 
 
-class Ask(NamedTuple):
+class RoutingTask(NamedTuple):
     """One prompt to route.
 
     Attributes:
@@ -86,7 +86,7 @@ class Router:
     def route(
         self,
         now_s: float,
-        ask: Ask,
+        task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
         pulses: Mapping[InstanceId, Pulse | None],
@@ -97,13 +97,13 @@ class Router:
             now_s: on the clock of the pulses.
             candidates: at least one.
         """
-        ranked = self.rank(now_s, ask, index, candidates, pulses)
+        ranked = self.rank(now_s, task, index, candidates, pulses)
         best = ranked[0]
         routed = self._routed[InstanceId(best.instance)]
-        routed.recent += ask.input_tokens
+        routed.recent += task.input_tokens
         routed.in_flight.append((now_s, best.missing_tokens))
-        for at in range(0, len(ask.hashes), HASH_BYTES):
-            key = ask.namespace + ask.hashes[at : at + HASH_BYTES]
+        for at in range(0, len(task.hashes), HASH_BYTES):
+            key = task.namespace + task.hashes[at : at + HASH_BYTES]
             routed.soon.pop(key, None)
             routed.soon[key] = now_s
         return ranked
@@ -111,7 +111,7 @@ class Router:
     def rank(
         self,
         now_s: float,
-        ask: Ask,
+        task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
         pulses: Mapping[InstanceId, Pulse | None],
@@ -120,15 +120,15 @@ class Router:
         self._decay(now_s)
         for instance in candidates:
             self._routed.setdefault(instance, _Routed())
-        depths = {depth.instance: depth for depth in index.prefixes(ask.namespace, ask.hashes).instances}
+        depths = {depth.instance: depth for depth in index.prefixes(task.namespace, task.hashes).instances}
         mean = sum(self._routed[instance].recent for instance in candidates) / len(candidates)
         ranked = [
-            self._price(now_s, ask, index, instance, depths.get(instance), pulses.get(instance), mean)
+            self._price(now_s, task, index, instance, depths.get(instance), pulses.get(instance), mean)
             for instance in candidates
         ]
         ties: dict[str, bytes] = {}
         if len({(entry.cost_s, self._routed[InstanceId(entry.instance)].recent) for entry in ranked}) < len(ranked):
-            ties = {entry.instance: _tie(ask, entry) for entry in ranked}
+            ties = {entry.instance: _tie(task, entry) for entry in ranked}
         ranked.sort(
             key=lambda entry: (
                 entry.cost_s, self._routed[InstanceId(entry.instance)].recent, ties.get(entry.instance, b""),
@@ -139,7 +139,7 @@ class Router:
     def _price(
         self,
         now_s: float,
-        ask: Ask,
+        task: RoutingTask,
         index: ClusterIndex,
         instance: InstanceId,
         held: InstanceDepth | None,
@@ -149,7 +149,7 @@ class Router:
         settings, routed = self.settings, self._routed[instance]
         rate = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
         own = held.depth if held is not None else 0
-        depth = self._soon_depth(routed, ask, own)
+        depth = self._soon_depth(routed, task, own)
         fetch_s, fetch_blocks = 0.0, 0
         if held is not None:
             for tier in (Tier.HOST, Tier.NVME, Tier.OBJECT):
@@ -158,15 +158,15 @@ class Router:
             beyond = held.reach - depth
             if beyond > 0:
                 pool_s = self._fetch_s(index, instance, Tier.OBJECT, beyond)
-                if pool_s < settings.work_weight * beyond * ask.block_tokens / rate:
+                if pool_s < settings.work_weight * beyond * task.block_tokens / rate:
                     fetch_s += pool_s
                     fetch_blocks += beyond
                     depth = held.reach
-        missing = max(0, ask.input_tokens - depth * ask.block_tokens)
+        missing = max(0, task.input_tokens - depth * task.block_tokens)
         queueing_s = self._queued(now_s, routed, pulse, rate) / rate
         recompute_s = settings.work_weight * missing / rate
         share = (routed.recent - mean) / (mean + settings.prior_s * rate)
-        balance_s = settings.work_weight * (ask.input_tokens / rate) * share
+        balance_s = settings.work_weight * (task.input_tokens / rate) * share
         return RankedInstance(
             instance=instance,
             cost_s=queueing_s + recompute_s + balance_s + fetch_s,
@@ -180,13 +180,13 @@ class Router:
             doubtful=held.doubtful if held is not None else is_doubtful(index, instance),
         )
 
-    def _soon_depth(self, routed: _Routed, ask: Ask, depth: int) -> int:
+    def _soon_depth(self, routed: _Routed, task: RoutingTask, depth: int) -> int:
         """The depth with what was routed there lately and will be held soon."""
         if routed.soon:
-            blocks = len(ask.hashes) // HASH_BYTES
+            blocks = len(task.hashes) // HASH_BYTES
             while depth < blocks:
                 at = depth * HASH_BYTES
-                if ask.namespace + ask.hashes[at : at + HASH_BYTES] not in routed.soon:
+                if task.namespace + task.hashes[at : at + HASH_BYTES] not in routed.soon:
                     break
                 depth += 1
         return depth
@@ -218,8 +218,8 @@ class Router:
         self._last_s = now_s if self._last_s is None else max(now_s, self._last_s)
 
 
-def _tie(ask: Ask, entry: RankedInstance) -> bytes:
+def _tie(task: RoutingTask, entry: RankedInstance) -> bytes:
     """Equal costs are told apart by content: the same prompt goes to the same instance, different ones spread."""
-    first = entry.depth * HASH_BYTES if entry.depth * HASH_BYTES < len(ask.hashes) else 0
-    block = SequenceHash(ask.hashes[first : first + HASH_BYTES])
+    first = entry.depth * HASH_BYTES if entry.depth * HASH_BYTES < len(task.hashes) else 0
+    block = SequenceHash(task.hashes[first : first + HASH_BYTES])
     return hashlib.blake2b(block + entry.instance.encode(), digest_size=8).digest()

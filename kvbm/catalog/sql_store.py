@@ -22,11 +22,9 @@ from kvbm.core.errors import LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import (
     HASH_BYTES,
-    Epoch,
     InstanceId,
     Namespace,
     NamespaceId,
-    Offset,
     Reach,
     Tier,
     hash_count,
@@ -42,123 +40,21 @@ except ImportError:
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, open_database, shown
+from kvbm.catalog.sql_rows import (
+    ClaimRun,
+    EpochRow,
+    InstancePosition,
+    InstanceRow,
+    InstanceState,
+    NamespaceRow,
+    StoreBatch,
+)
 from kvbm.streams.base import START, Mark
 
 CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
-
-
-class InstanceState(Enum):
-    """Whether an instance's newest epoch has ended cleanly."""
-
-    LIVE = "live"
-    STOPPED = "stopped"
-
-
-class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance as its newest epoch declares it. A row of an older epoch of one run's than the stored one changes nothing.
-
-    Attributes:
-        run: of the process that began the epoch, as in `Fence`; "" when it is not known.
-    """
-
-    id: InstanceId
-    cluster: str
-    epoch: Epoch
-    first_seen_ns: int
-    last_frame_ns: int
-    engine: str = ""
-    version: str = ""
-    topology: tuple[str, ...] = ()
-    pools: tuple[PoolStated, ...] = ()
-    state: InstanceState = InstanceState.LIVE
-    run: str = ""
-
-
-class EpochRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One epoch of an instance, and how far it has been read.
-
-    Attributes:
-        ended_ns, end_reason: None and "" while it runs.
-        next_offset, digest: after the last frame that was applied.
-        run: of the process that began it; two lives may have had an epoch of one number, and the newer one's row stays.
-    """
-
-    instance: InstanceId
-    epoch: Epoch
-    started_ns: int
-    ended_ns: int | None = None
-    end_reason: str = ""
-    next_offset: Offset = Offset(0)
-    digest: int = 0
-    run: str = ""
-
-
-class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A namespace whose fields an instance has told. `id` is the fields' digest and is not checked here."""
-
-    id: NamespaceId
-    fields: Namespace
-    first_seen_ns: int
-
-
-class InstancePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an instance's stream has been applied. It never moves back within a life.
-
-    Attributes:
-        run: of the process that began the epoch; "" when it is not known.
-    """
-
-    instance: InstanceId
-    epoch: Epoch
-    next_offset: Offset
-    run: str = ""
-
-
-class ClaimRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Word of one instance on blocks of a pool of cluster reach.
-
-    Attributes:
-        hashes: packed, 16 bytes a block.
-        at_ns: wall time of the frame that said so.
-        withdrawn: the blocks are gone; else they are claimed.
-    """
-
-    pool: str
-    namespace: NamespaceId
-    hashes: bytes
-    instance: InstanceId
-    at_ns: int
-    withdrawn: bool = False
-
-
-class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the projection changed between two positions of a stream.
-
-    Attributes:
-        stream: the stream's name: <whose>@<which>. Of those of one <whose> the last to begin counts, and the others are over.
-        previous: the position the projection stood at, 0 before the first message.
-        stream_sequence: the position after the batch, above `previous`.
-        fingerprint: of the message there, as in `Mark`; None: not known.
-        instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
-        claims: in stream order, for a block may be claimed and withdrawn in one batch.
-        tells: there are rows that no message after `previous` says. told_claims: so many of the claims, the first. Another
-            catalog that has stored the same messages has not stored these.
-    """
-
-    stream: str
-    previous: int
-    stream_sequence: int
-    fingerprint: int | None = None
-    instances: tuple[InstanceRow, ...] = ()
-    epochs: tuple[EpochRow, ...] = ()
-    namespaces: tuple[NamespaceRow, ...] = ()
-    claims: tuple[ClaimRun, ...] = ()
-    positions: tuple[InstancePosition, ...] = ()
-    tells: bool = False
-    told_claims: int = 0
 
 
 class Outcome(Enum):
@@ -171,7 +67,7 @@ class Outcome(Enum):
     MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there
 
 
-class Applied(NamedTuple):
+class BatchResult(NamedTuple):
     """A batch's outcome and the stream's stored position, with the message there. True when this call wrote it."""
 
     outcome: Outcome
@@ -198,14 +94,14 @@ class ClaimTimes(NamedTuple):
     last_ns: list[int]
 
 
-class Store:
+class SqlStore:
     """The catalog's database. Use it from one event loop; methods may run concurrently.
 
     Every method raises CatalogError when the database does not answer or refuses; a retry helps once it is back.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
-        """Prefer `Store.open`: the engine must stand on a migrated database."""
+        """Prefer `SqlStore.open`: the engine must stand on a migrated database."""
         self._engine = engine
         self._where = shown(engine.url)
         self._is_sqlite = engine.dialect.name == "sqlite"
@@ -230,7 +126,7 @@ class Store:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    async def apply(self, batch: StoreBatch) -> Applied:
+    async def apply(self, batch: StoreBatch) -> BatchResult:
         """Store a batch and its position in one transaction, unless the position says otherwise.
 
         Raises: LayoutError: `stream_sequence` is not above `previous`, or a run of hashes is no multiple of 16 bytes.
@@ -241,7 +137,7 @@ class Store:
             )
         return await _to_its_end(self._write(batch))
 
-    async def _write(self, batch: StoreBatch) -> Applied:
+    async def _write(self, batch: StoreBatch) -> BatchResult:
         withdrawn, claimed = _net_claims(batch.claims)
         with database_errors(f"{self._where} does not take the batch up to {batch.stream_sequence} of {batch.stream}"):
             async with self._engine.begin() as connection:
@@ -256,7 +152,7 @@ class Store:
                 await self._upsert(connection, "instance_positions", positions)
                 await _in_chunks(connection, _WITHDRAW, withdrawn)
                 await self._upsert(connection, "object_claims", claimed)
-        return Applied(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
+        return BatchResult(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -383,7 +279,7 @@ class Store:
 # -- the position -----------------------------------------------------------------------------------------------------
 
 
-async def _to_its_end(transaction: Coroutine[Any, Any, Applied]) -> Applied:
+async def _to_its_end(transaction: Coroutine[Any, Any, BatchResult]) -> BatchResult:
     """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little then.
 
     A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody collects it.
@@ -428,15 +324,15 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     return True
 
 
-async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> Applied:
+async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> BatchResult:
     table = tables.positions
     asked = select(table.c.is_over).where(table.c.stream == batch.stream)
     stored = await _position(connection, batch.stream)
     if (await connection.execute(asked)).scalar():
-        return Applied(Outcome.OVER, *stored)
+        return BatchResult(Outcome.OVER, *stored)
     if stored.sequence >= batch.stream_sequence:
-        return Applied(Outcome.REPEATED, *stored)
-    return Applied(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
+        return BatchResult(Outcome.REPEATED, *stored)
+    return BatchResult(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
 
 
 # -- statements -------------------------------------------------------------------------------------------------------

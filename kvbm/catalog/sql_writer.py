@@ -1,6 +1,6 @@
-"""The projector's rows → SQL, at SQL's own speed: the index never waits for the database.
+"""Gathered rows → SQL, at SQL's own speed: the index never waits for the database.
 
-While the database is away rows wait, up to a limit. Beyond it they are let go, and once the database is back a second projector reads
+While the database is away rows wait, up to a limit. Beyond it they are dropped, and once the database is back a second sequencer reads
 them again from where SQL stands, over an index that holds nothing. The same helps when a database was restored from an older copy.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,12 +16,12 @@ import numpy as np
 import structlog
 
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.index import NewIndex
-from kvbm.catalog.sequencer import Projector
-from kvbm.catalog.sql_store import ClaimRun, Outcome, Store, StoreBatch
-from kvbm.core.backend import ScanFrames
+from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.sql_rows import ClaimRun, InstanceRow, StoreBatch
+from kvbm.catalog.sql_store import Outcome, SqlStore
 from kvbm.core.errors import CatalogError, StreamError
-from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
 from kvbm.streams.nats.setup import STREAM
 
@@ -34,7 +34,7 @@ RETRY_MOST_S = 5.0
 _FETCH_WAIT_S = 0.25
 CLAIMS_EVERY_S = 3600.0  # how often claims are counted
 CLAIMS_LEAST_S = 10.0  # between two readings of all claims: many instances may have gaps one after the other
-_HANDOVER_S = 5.0  # how long the index stands still at most while both projectors come to one place
+_HANDOVER_S = 5.0  # how long the index stands still at most while both sequencers come to one place
 _MOST_TIMES = 4  # the limit, while a transaction is under way
 _PART = "SQL"
 
@@ -47,7 +47,7 @@ class Numbering(NamedTuple):
 
 
 async def numbering(
-    store: Store, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
+    store: SqlStore, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
 ) -> Numbering:
     """Name of the stream in SQL, and its place. Another store is another stream, so the name tells when it was made.
 
@@ -82,49 +82,67 @@ def _generation(name: str, first: str) -> int:
     return int(number) if whose == first and number.isdigit() else 0
 
 
-class Storing:
-    """Brings a projector's rows to SQL. One asyncio loop.
+class WriterOptions(NamedTuple):
+    """How rows are written.
+
+    Attributes:
+        cluster: the one that is followed; None for all.
+        every_s: pause between two transactions.
+        waiting_bytes: of rows that may wait for the database.
+        claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost since.
+    """
+
+    cluster: str | None = None
+    every_s: float = 0.1
+    waiting_bytes: int = WAITING_BYTES
+    claims_every_s: float = CLAIMS_EVERY_S
+
+
+NewSequencer = Callable[[Iterable[InstanceRow], Iterable[Namespace]], Sequencer]  # of what SQL has
+
+
+class SqlWriter:
+    """Brings gathered rows to SQL. One asyncio loop.
 
     Args:
-        applying: held by whoever applies messages to the projector.
-        new_index, scan_frames: for the second projector.
-        claims_every_s: how often claims are counted: another catalog may have stored some that the stream has lost since.
+        sequencer, rows: the one that reads the stream, and the rows of what it has read.
+        begun: the stream's name in SQL, and its place there.
+        applying: held by whoever applies messages to the sequencer.
+        new_sequencer: makes the second one, over an index that holds nothing.
 
     Attributes:
         stored: sequence up to which SQL has everything.
-        read_again: how often rows were let go and read again.
+        read_again: how often rows were dropped and read again.
+        waiting_bytes: of rows that may wait for the database.
+        is_behind: rows were dropped, and are not read again yet.
     """
 
     def __init__(
         self,
-        store: Store,
+        store: SqlStore,
         stream: EventStream,
-        cluster: str | None,
-        projector: Projector,
+        sequencer: Sequencer,
+        rows: RowCollector,
         begun: Numbering,
         applying: asyncio.Lock,
         degraded: Degraded,
-        new_index: NewIndex,
-        scan_frames: ScanFrames,
-        every_s: float = 0.1,
-        waiting_bytes: int = WAITING_BYTES,
-        claims_every_s: float = CLAIMS_EVERY_S,
+        new_sequencer: NewSequencer,
+        options: WriterOptions = WriterOptions(),  # noqa: B008
     ) -> None:
         self.name, self.stored = begun.name, begun.place.sequence
         self.read_again = 0
-        self._store, self._stream, self._cluster, self._projector = store, stream, cluster, projector
-        self._applying, self._degraded = applying, degraded
-        self._new_index, self._scan_frames = new_index, scan_frames
-        self._every_s, self._waiting_bytes, self._claims_every_s = every_s, waiting_bytes, claims_every_s
-        self._count_claims_s = time.monotonic() + claims_every_s
+        self.waiting_bytes = options.waiting_bytes
+        self.is_behind = False
+        self._store, self._stream, self._sequencer, self._rows = store, stream, sequencer, rows
+        self._applying, self._degraded, self._new_sequencer = applying, degraded, new_sequencer
+        self._cluster, self._every_s, self._claims_every_s = options.cluster, options.every_s, options.claims_every_s
+        self._count_claims_s = time.monotonic() + options.claims_every_s
         self._take_claims_s = 0.0  # not before
         self._batch: StoreBatch | None = None
-        self._is_behind = False  # rows were let go
         self._is_unchecked = False  # the stream may have lost what SQL has
         self._lost = ""  # the name until the stream's store was replaced
-        self._unstored: list[
-            ClaimRun
-        ] = []  # given out before what is read again: the stream may not have their messages
+        # given out before what is read again: the stream may not have their messages
+        self._unstored: list[ClaimRun] = []
 
     async def run(self) -> None:
         """Store for ever."""
@@ -135,8 +153,8 @@ class Storing:
                 await self._store_what_waits()
             except (CatalogError, StreamError) as error:
                 self._degraded.note(_PART, str(error))
-                if self._projector.waiting_bytes > self._waiting_bytes:
-                    self._let_go(str(error))
+                if self._rows.waiting_bytes > self.waiting_bytes:
+                    self._drop_rows(str(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_MOST_S)
             else:
@@ -144,23 +162,23 @@ class Storing:
                 retry_s = RETRY_FIRST_S
 
     def bound(self) -> None:
-        """Let rows go when far more wait than may, because the database neither takes nor refuses them."""
-        if self._projector.waiting_bytes > _MOST_TIMES * self._waiting_bytes:
-            self._let_go("the database takes too long")
+        """Drop rows when far more wait than may, because the database neither takes nor refuses them."""
+        if self._rows.waiting_bytes > _MOST_TIMES * self.waiting_bytes:
+            self._drop_rows("the database takes too long")
 
     async def flush(self) -> None:
-        """Store what is left, once; what was let go is left to the next start. Raises CatalogError, StreamError."""
+        """Store what is left, once; what was dropped is left to the next start. Raises CatalogError, StreamError."""
         await self._check_if_wanted()
-        if await self._store_batch() and not self._is_behind:
+        if await self._store_batch() and not self.is_behind:
             await self._store_batch()  # what was cut before, then what came after it
 
     def begin_anew(self) -> None:
         """The stream's store was replaced: count it under another name, and read its rows once the name is known."""
         self._lost = self.name or self._lost
-        self._unstored += self._projector.waiting_claims()  # the batch that waits is stored under the old name
+        self._unstored += self._rows.waiting_claims()  # the batch that waits is stored under the old name
         self.name, self.stored = "", 0
-        self._projector.renumber("", 0)
-        self._let_go("the stream's store was replaced")
+        self._rows.renumber("", 0)
+        self._drop_rows("the stream's store was replaced")
 
     def check_place(self) -> None:
         """The connection was lost meanwhile: before anything is stored, look whether the stream still has what SQL stands at.
@@ -179,15 +197,15 @@ class Storing:
             state = await self._stream.state()
             self.name, place = await numbering(self._store, self._cluster, state, self._stream, self._lost)
             self.stored = place.sequence
-            self._projector.renumber(self.name, self.stored)
-        if self._is_behind:
+            self._rows.renumber(self.name, self.stored)
+        if self.is_behind:
             await self._read_again()
-        elif self._batch is None and not self._projector.waiting():
+        elif self._batch is None and not self._sequencer.waiting():
             if time.monotonic() >= self._count_claims_s:
                 self._count_claims_s = time.monotonic() + self._claims_every_s
-                counted = sum(self._projector.index.claim_counts().values())
-                self._projector.may_lack_claims |= counted != await self._store.claim_count()
-            if self._projector.may_lack_claims and time.monotonic() >= self._take_claims_s:
+                counted = sum(self._sequencer.index.claim_counts().values())
+                self._rows.may_lack_claims |= counted != await self._store.claim_count()
+            if self._rows.may_lack_claims and time.monotonic() >= self._take_claims_s:
                 await self._take_claims()
                 self._take_claims_s = time.monotonic() + CLAIMS_LEAST_S
 
@@ -220,14 +238,14 @@ class Storing:
     async def _take_claims(self) -> None:
         """Bring the index's claims to what SQL has: their events were missed here, or the stream has lost them since.
 
-        What is claimed and withdrawn meanwhile is said again at the end. Raises CatalogError.
+        What is claimed and withdrawn meanwhile is repeated at the end. Raises CatalogError.
         """
-        index = self._projector.index
-        self._projector.watch_claims()
+        index = self._sequencer.index
+        self._rows.watch_claims()
         is_whole = False
         try:
             await self._store_batch()  # SQL has then all that the index had
-            if self._batch is not None or self._is_behind:
+            if self._batch is not None or self.is_behind:
                 return
             stored: dict[tuple[str, NamespaceId], list[bytes]] = {}
             async for chunk in self._store.claims():
@@ -245,12 +263,13 @@ class Storing:
                     await asyncio.sleep(0)
             is_whole = True
         finally:
-            self._projector.claim_again()
-            self._projector.may_lack_claims |= not is_whole
+            for run in self._rows.take_watched():  # claims of another time were brought in meanwhile
+                (index.unclaim if run.withdrawn else index.claim)(run.pool, run.namespace, run.hashes)
+            self._rows.may_lack_claims |= not is_whole
 
     async def _store_batch(self) -> bool:
         """Store the batch that waits, or a new one. Returns whether one was stored. Raises CatalogError: try again."""
-        batch = self._batch or self._projector.take_batch()
+        batch = self._batch or self._take_batch()
         if batch is None:
             return False
         self._batch = batch
@@ -264,7 +283,7 @@ class Storing:
             self._batch = None  # the other catalog has read messages that the stream has lost since
             self._unstored[before:before] = batch.claims
             return False
-        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be said again
+        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be stored again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
         self._batch = None
@@ -273,22 +292,30 @@ class Storing:
                 "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
             )  # fmt: skip
-            self._unstored += [*batch.claims, *self._projector.waiting_claims()]
-            self._let_go("the database was restored or replaced")
+            self._unstored += [*batch.claims, *self._rows.waiting_claims()]
+            self._drop_rows("the database was restored or replaced")
             return False
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
             if applied.outcome is Outcome.REPEATED:
-                self._tell_again(batch, self._projector)
+                self._repeat_extra(batch, self._rows)
         return True
 
-    def _tell_again(self, batch: StoreBatch, projector: Projector) -> None:
-        """Another catalog has stored these messages, and not what this batch told besides: it goes with the next one."""
-        if batch.tells and projector is self._projector:
-            projector.tell_all()
-        elif batch.tells:
-            projector.tell_namespaces(self._projector.namespaces(), self._projector.newest_wall_ns)
-        projector.add_claims(self._still_so(batch.claims[: batch.told_claims]))
+    def _take_batch(self) -> StoreBatch | None:
+        return self._rows.take_batch(self._sequencer.safe_mark(), self._sequencer.rows)
+
+    def _repeat_extra(self, batch: StoreBatch, rows: RowCollector) -> None:
+        """Another catalog has stored these messages, and not the batch's extra rows: they go with the next one."""
+        if batch.has_extra_rows:
+            if rows is self._rows:
+                self._add_all_instances()
+            rows.add_namespaces(self._sequencer.namespaces(), self._sequencer.newest_wall_ns)
+        rows.add_claims(self._still_held(batch.claims[: batch.extra_claims]))
+
+    def _add_all_instances(self) -> None:
+        """Give out the rows of all instances: the stream may not have what they come from."""
+        position = self._sequencer.position
+        self._rows.add_instances(name for name in self._sequencer.followed if position(name).epoch)
 
     def _give_over(self, batch: StoreBatch) -> None:
         """SQL counts the stream under another name since: another catalog has seen it replaced, or its end lost.
@@ -307,80 +334,83 @@ class Storing:
             "catalogs of this database read different NATS servers"
         )
 
-    def _let_go(self, why: str) -> None:
-        if not self._is_behind:
-            log.warning("rows.let_go", stored=self.stored, read=self._projector.sequence, why=why)
-        self._is_behind = True
-        self._projector.let_rows_go()
+    def _drop_rows(self, why: str) -> None:
+        if not self.is_behind:
+            log.warning("rows.let_go", stored=self.stored, read=self._sequencer.sequence, why=why)
+        self.is_behind = True
+        self._rows.drop_rows()
 
     async def _read_again(self) -> None:
-        """Bring SQL to where the projector is, by another. Raises CatalogError, StreamError: to be begun anew."""
+        """Bring SQL to where the sequencer is, by another. Raises CatalogError, StreamError: to be begun anew."""
         name, place = self.name, await self._check_place()
         if self.name != name:
             return
         self.stored = stored = place.sequence
         positions = await self._store.instance_positions()
-        second = Projector(
-            self._new_index(1), self._scan_frames, name, stored, known=await self._store.instances(),
-            namespaces=[row.fields for row in await self._store.namespaces() if row.fields.id == row.id],
-        )  # fmt: skip
+        known = await self._store.instances()
+        namespaces = [row.fields for row in await self._store.namespaces() if row.fields.id == row.id]
+        second, rows = self._new_sequencer(known, namespaces), RowCollector(name, stored)
         if stored:
-            second.restore_blind(place, positions.values())
-        second.add_claims(self._still_so(self._unstored))
-        second.tell_namespaces(self._projector.namespaces(), self._projector.newest_wall_ns)
+            rows.take(second.restore_positions(place, positions.values()))
+        rows.add_claims(self._still_held(self._unstored))
+        rows.add_namespaces(self._sequencer.namespaces(), self._sequencer.newest_wall_ns)
         log.info("rows.read_again", after=stored)
         reader = await self._stream.pull(stored, self._cluster, fingerprint=place.fingerprint)
         try:
-            while not reader.at_end or max(second.sequence, reader.reached) < self._projector.sequence:
-                await self._step(second, await reader.fetch(_FETCH_WAIT_S))
-                await self._store_all(second)
-                if not second.waiting_claims():
-                    self._unstored = []  # said again after what follows, they would stand against it
+            while not reader.at_end or max(second.sequence, reader.reached) < self._sequencer.sequence:
+                await self._step(second, rows, await reader.fetch(_FETCH_WAIT_S))
+                await self._store_all(second, rows)
+                if not rows.waiting_claims():
+                    self._unstored = []  # given out again after what follows, they would stand against it
                 if self.name != name:
                     return  # the stream was replaced meanwhile; begin anew
             async with self._applying:
                 deadline_s = time.monotonic() + _HANDOVER_S
-                while max(second.sequence, reader.reached) < self._projector.sequence:  # damage may hide the last ones
+                while max(second.sequence, reader.reached) < self._sequencer.sequence:  # damage may hide the last ones
                     if time.monotonic() > deadline_s:
                         return
-                    await self._step(second, await reader.fetch(_FETCH_WAIT_S))
-                second.pass_holes()  # before the batch, which else ends before them, and the next one would not begin there
-                self._batch = second.take_batch()
-                self._projector.gather_after(max(second.sequence, stored))
-                self._projector.take_rows(second)
-                self._projector.tell_all()
-                self._is_behind = False
+                    await self._step(second, rows, await reader.fetch(_FETCH_WAIT_S))
+                # before the batch, which else ends before them, and the next one would not begin there
+                rows.take(second.pass_holes())
+                self._batch = rows.take_batch(second.safe_mark(), second.rows)
+                self._rows.gather_after(max(second.sequence, stored))
+                self._rows.take_rows(rows, self._sequencer.followed)
+                self._add_all_instances()
+                self._rows.add_namespaces(self._sequencer.namespaces(), self._sequencer.newest_wall_ns)
+                self.is_behind = False
                 self._unstored = []
                 self.read_again += 1
             log.info("rows.caught_up", stored=self.stored, read=second.sequence)
         finally:
             await reader.close()
 
-    def _still_so(self, claims: Sequence[ClaimRun]) -> list[ClaimRun]:
-        """Of what waited for SQL, what the index still says.
+    def _still_held(self, claims: Sequence[ClaimRun]) -> list[ClaimRun]:
+        """Of what waited for SQL, what the index still has so.
 
         A batch whose answer was lost may be stored, as may one of another catalog; SQL then stands behind what these claims come from,
         and what has withdrawn them since is not read again.
         """
-        index = self._projector.index
-        so = []
+        index = self._sequencer.index
+        kept = []
         for run in claims:
             blocks = [
                 block for block in split_hashes(run.hashes)
                 if any(holder.is_pool and holder.name == run.pool for holder in index.holders(run.namespace, block)) != run.withdrawn
             ]  # fmt: skip
             if blocks:
-                so.append(msgspec.structs.replace(run, hashes=b"".join(blocks)))
-        return so
+                kept.append(msgspec.structs.replace(run, hashes=b"".join(blocks)))
+        return kept
 
-    async def _step(self, second: Projector, messages: Sequence[StreamMessage]) -> None:
+    async def _step(self, second: Sequencer, rows: RowCollector, messages: Sequence[StreamMessage]) -> None:
         for part in slices(messages):
-            if second.step(time.monotonic(), part).renumbered:
+            step = second.step(time.monotonic(), part)
+            rows.take(step)
+            if step.renumbered:
                 raise StreamError("the stream was replaced while rows were read again")
             await asyncio.sleep(0)
 
-    async def _store_all(self, second: Projector) -> None:
-        batch = second.take_batch()
+    async def _store_all(self, second: Sequencer, rows: RowCollector) -> None:
+        batch = rows.take_batch(second.safe_mark(), second.rows)
         while batch is not None:
             applied = await self._store.apply(batch)
             if not applied and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
@@ -398,7 +428,7 @@ class Storing:
                 case outcome:
                     self.stored = max(self.stored, applied.position)
                     if outcome is Outcome.REPEATED:
-                        self._tell_again(batch, second)
+                        self._repeat_extra(batch, rows)
                     batch = None
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbm.catalog.sql_store import NamespaceRow, Store
+from kvbm.catalog.sql_rows import NamespaceRow
+from kvbm.catalog.sql_store import SqlStore
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Reach
 from kvbm.janitor.effects import ClaimColumns, Claimed, Run
 from kvbm.streams.base import ORIGIN, Position
@@ -17,11 +18,11 @@ class ClaimsReader:
     """The claims of one pool, which `use` names. Every method raises CatalogError: the database does not answer, or refuses."""
 
     def __init__(self, url: str, pool: str = "") -> None:
-        """Open the catalog's database. Raises CatalogError, MissingExtraError: as `Store.open`."""
+        """Open the catalog's database. Raises CatalogError, MissingExtraError: as `SqlStore.open`."""
         self._pool = pool
         self._runner = asyncio.Runner()
         try:
-            self._store = self._runner.run(Store.open(url))
+            self._store = self._runner.run(SqlStore.open(url))
         except BaseException:
             self._runner.close()
             raise

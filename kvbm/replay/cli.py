@@ -375,7 +375,7 @@ def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
-    from kvbm.replay.rebuild import rebuild  # it needs the extra "catalog"
+    from kvbm.replay.rebuild import RebuildOptions, rebuild  # it needs the extra "catalog"
 
     connect = None if arguments.stream is None else _connect(arguments.stream, arguments.timeout)
     source = _source(arguments)
@@ -384,10 +384,11 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
     is_own_stream = connect is None and "://" in arguments.source
     if is_own_stream:
         connect = _connect(arguments.source, arguments.timeout)
-    report = rebuild(
-        source, arguments.database, arguments.checkpoint, arguments.cluster, parts.kernels, parts.new_index, _CAPACITY,
-        connect, arguments.instance, folder if is_archive else None, is_own_stream,
+    options = RebuildOptions(
+        database=arguments.database, checkpoint=arguments.checkpoint, cluster=arguments.cluster, capacity=_CAPACITY,
+        instance=arguments.instance, archive=folder if is_archive else None, is_own_stream=is_own_stream,
     )  # fmt: skip
+    report = rebuild(source, options, parts.kernels, parts.new_index, connect)
     _write(arguments.json, report, report.lines())
     return _end(report.findings, report.notes) or (1 if report.doubtful else 0)
 

@@ -1,4 +1,4 @@
-"""From the log, the state of a catalog: its SQL rows and a checkpoint of its index, by the projector that a catalog runs itself.
+"""From the log, the state of a catalog: its SQL rows and a checkpoint of its index, by the sequencer that a catalog runs itself.
 
 A catalog takes a checkpoint only for the stream it was made of, so the state has to name one and a place in it:
 
@@ -22,8 +22,10 @@ import msgspec
 from kvbm.catalog.archive import ArchivePosition
 from kvbm.catalog.checkpoints import Checkpointing, Writing
 from kvbm.catalog.index import ClusterIndex, NewIndex, is_doubtful
-from kvbm.catalog.sequencer import Projector
-from kvbm.catalog.sql_store import Store, StoreBatch
+from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.sql_rows import StoreBatch
+from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import numbering
 from kvbm.core.backend import Kernels
 from kvbm.core.codec import ScannedFrame
@@ -101,74 +103,67 @@ class _Identity(NamedTuple):
     sequence: int
 
 
+class RebuildOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be made, and for which stream.
+
+    Attributes:
+        database: URL of one without rows.
+        checkpoint: folder of the checkpoint; None makes none.
+        cluster: the one the catalog follows, and that of the instances for sources that do not name it.
+        capacity: of the index.
+        instance: only this one's frames; None takes all.
+        archive: the folder of the source, if it is an archive.
+        is_own_stream: `connect` gives the very stream that the source is.
+    """
+
+    database: str
+    checkpoint: Path | None
+    cluster: str
+    capacity: int
+    instance: str | None = None
+    archive: Path | None = None
+    is_own_stream: bool = False
+
+
 def rebuild(
-    source: Source,
-    database: str,
-    checkpoint: Path | None,
-    cluster: str,
-    kernels: Kernels,
-    new_index: NewIndex,
-    capacity: int,
-    connect: Connect | None = None,
-    instance: str | None = None,
-    archive: Path | None = None,
-    is_own_stream: bool = False,
+    source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: Connect | None = None
 ) -> Rebuilt:
     """Make a catalog's state from a source.
 
     Args:
-        database: URL of one without rows.
-        cluster: the one the catalog follows, and that of the instances for sources that do not say.
         new_index: one that writes checkpoints, unless there is to be none.
         connect: gives the stream a catalog is to go on with.
-        archive: the folder of the source, if it is an archive.
-        is_own_stream: `connect` gives the very stream that the source is.
     Raises: SourceError: the database is in use, or the stream has more than the log. CatalogError, StreamError.
     """
-    return asyncio.run(
-        _Rebuild(
-            source,
-            database,
-            checkpoint,
-            cluster,
-            kernels,
-            new_index,
-            capacity,
-            connect,
-            instance,
-            archive,
-            is_own_stream,
-        ).run()
-    )
+    return asyncio.run(_Rebuild(source, options, kernels, new_index, connect).run())
 
 
 class _Rebuild:
     def __init__(
-        self, source: Source, database: str, checkpoint: Path | None, cluster: str, kernels: Kernels, new_index: NewIndex,
-        capacity: int, connect: Connect | None, instance: str | None, archive: Path | None, is_own_stream: bool,
-    ) -> None:  # fmt: skip
-        self._is_own_stream = is_own_stream
-        self._source, self._database, self._checkpoint = source, database, checkpoint
-        self._cluster, self._kernels, self._connect = cluster, kernels, connect
-        self._instance, self._archive = instance, archive
-        self._index: ClusterIndex = new_index(capacity)
-        if checkpoint is not None and not isinstance(self._index, Checkpointing):
+        self, source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: Connect | None
+    ) -> None:
+        self._source, self._options, self._kernels, self._connect = source, options, kernels, connect
+        self._index: ClusterIndex = new_index(options.capacity)
+        if options.checkpoint is not None and not isinstance(self._index, Checkpointing):
             raise SourceError(
                 "the Python specification of the index writes no checkpoint; leave --checkpoint or --reference out"
             )
-        self._projector = Projector(self._index, kernels.scan_frames, REBUILT)
+        self._sequencer = Sequencer(self._index, kernels.scan_frames)
+        self._rows = RowCollector(REBUILT)
         self.report = Rebuilt(
-            source=source.name, database=_shown(database), checkpoint="" if checkpoint is None else str(checkpoint)
+            source=source.name,
+            database=_shown(options.database),
+            checkpoint="" if options.checkpoint is None else str(options.checkpoint),
         )
-        self._sequence = 0  # of the messages that are projected here
+        self._sequence = 0  # of the messages that are applied here
         self._read_sequence = 0  # of the last message read, where the source is a stream
 
     async def run(self) -> Rebuilt:
-        store = await Store.open(self._database)
+        store = await SqlStore.open(self._options.database)
         try:
             if await store.instances() or await store.namespaces():
                 raise SourceError(f"{self.report.database} has rows already; give a new database")
-            await self._project(store)
+            await self._apply(store)
             identity = await self._identity(store)
             await self._write(store, identity)
         finally:
@@ -177,12 +172,12 @@ class _Rebuild:
 
     # -- the log → index and rows -------------------------------------------------------------------------------------
 
-    async def _project(self, store: Store) -> None:
+    async def _apply(self, store: SqlStore) -> None:
         source, report, read = self._source, self.report, self._source.read(self._kernels)
         waiting: list[Located] = []
         size = 0
         with Watch(source.name) as watch:
-            async for batch in read_ahead(only(read, self._instance)):
+            async for batch in read_ahead(only(read, self._options.instance)):
                 for located in batch:
                     found = located.found
                     watch.total, watch.done = source.total, source.done
@@ -203,40 +198,41 @@ class _Rebuild:
                     size += len(located.data)
             if waiting:
                 await self._step(store, waiting)
-        if not self._projector.instances():
+        if not self._sequencer.instances():
             raise SourceError(
-                f"{source.name} has no frame of {self._instance or 'any instance'}; kvbm-replay stat lists the instances"
+                f"{source.name} has no frame of {self._options.instance or 'any instance'}; kvbm-replay stat lists the instances"
             )
-        if self._projector.waiting():
-            self._projector.pass_holes()
+        if self._sequencer.waiting():
+            self._rows.take(self._sequencer.pass_holes())
         await self._store(store)
-        counters, index = self._projector.counters, self._index
+        counters, index = self._sequencer.counters, self._index
         report.frames, report.events, report.blocks = counters.frames, counters.events, counters.blocks
         report.digest_mismatches = counters.digest_mismatches
-        report.instances = len(self._projector.instances())
+        report.instances = len(self._sequencer.instances())
         report.residencies, report.claims = index.residency_count(), sum(index.claim_counts().values())
         report.anomalies = index.anomalies()
-        report.doubtful = [name for name in self._projector.instances() if is_doubtful(index, name)]
+        report.doubtful = [name for name in self._sequencer.instances() if is_doubtful(index, name)]
 
     def _step_fence(self, record: FenceRecord) -> None:
         self._sequence += 1
         data = fence_data(record.fence.epoch, record.fence.run, record.fence.log)
         subject = fence_subject(record.cluster, record.instance)
-        self._projector.step(0.0, [StreamMessage(self._sequence, subject, data)])
+        self._rows.take(self._sequencer.step(0.0, [StreamMessage(self._sequence, subject, data)]))
 
-    async def _step(self, store: Store, frames: list[Located]) -> None:
-        """Project frames of one instance as one message."""
+    async def _step(self, store: SqlStore, frames: list[Located]) -> None:
+        """Apply frames of one instance as one message."""
         first = frames[0].found
         assert not isinstance(first, Damage)
-        cluster = frames[0].group.rpartition(".")[2] if frames[0].place.sequence is not None else self._cluster
+        cluster = frames[0].group.rpartition(".")[2] if frames[0].place.sequence is not None else self._options.cluster
         self._sequence += 1
         data = b"".join(located.data for located in frames)
-        self._projector.step(0.0, [StreamMessage(self._sequence, events_subject(cluster, first.instance), data)])
-        if self._projector.waiting_bytes >= _ROWS_BYTES:
+        message = StreamMessage(self._sequence, events_subject(cluster, first.instance), data)
+        self._rows.take(self._sequencer.step(0.0, [message]))
+        if self._rows.waiting_bytes >= _ROWS_BYTES:
             await self._store(store)
 
-    async def _store(self, store: Store) -> None:
-        batch = self._projector.take_batch()
+    async def _store(self, store: SqlStore) -> None:
+        batch = self._rows.take_batch(self._sequencer.safe_mark(), self._sequencer.rows)
         if batch is not None and not await store.apply(batch):
             raise SourceError(f"{self.report.database} is written by somebody else; give a new database")
 
@@ -248,46 +244,46 @@ class _Rebuild:
 
     # -- whose state it is --------------------------------------------------------------------------------------------
 
-    async def _identity(self, store: Store) -> _Identity:
+    async def _identity(self, store: SqlStore) -> _Identity:
         if self._connect is not None:
             stream = await self._connect()
             try:
                 return await self._identity_of(store, stream)
             finally:
                 await stream.close()
-        position = None if self._archive is None else _archive_position(self._archive)
+        position = None if self._options.archive is None else _archive_position(self._options.archive)
         if position is None or not position.created:
             return _Identity(REBUILT, self._sequence)
         state = StreamState(1, position.sequence, 0, -1, 0.0, position.created)
-        return _Identity((await numbering(store, self._cluster, state)).name, position.sequence)
+        return _Identity((await numbering(store, self._options.cluster, state)).name, position.sequence)
 
-    async def _identity_of(self, store: Store, stream: EventStream) -> _Identity:
+    async def _identity_of(self, store: SqlStore, stream: EventStream) -> _Identity:
         """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked at."""
         state = await stream.state(TIMEOUT_S)
-        if self._is_own_stream:
-            return _Identity((await numbering(store, self._cluster, state)).name, self._read_sequence)
-        for name in self._projector.instances():
-            row = self._projector.instance_row(name)
-            tail = await stream.tail(row.cluster if row else self._cluster, name, TIMEOUT_S)
-            here = self._projector.position(name)
+        if self._options.is_own_stream:
+            return _Identity((await numbering(store, self._options.cluster, state)).name, self._read_sequence)
+        for name in self._sequencer.instances():
+            row = self._sequencer.instance_row(name)
+            tail = await stream.tail(row.cluster if row else self._options.cluster, name, TIMEOUT_S)
+            here = self._sequencer.position(name)
             if tail is not None and tail.end > here:
                 raise SourceError(
                     f"the stream has instance {name} up to {place_text(*tail.end)}, the log ends at {place_text(*here)}; "
                     "rebuild from its archive, or from the stream itself"
                 )
-        return _Identity((await numbering(store, self._cluster, state)).name, state.last_sequence)
+        return _Identity((await numbering(store, self._options.cluster, state)).name, state.last_sequence)
 
-    async def _write(self, store: Store, identity: _Identity) -> None:
+    async def _write(self, store: SqlStore, identity: _Identity) -> None:
         report = self.report
         report.stream, report.sequence = identity
         if identity.stream != REBUILT and identity.sequence:
             batch = StoreBatch(stream=identity.stream, previous=0, stream_sequence=identity.sequence)
             await store.apply(batch)
-        if self._checkpoint is None:
+        if self._options.checkpoint is None:
             return
         assert isinstance(self._index, Checkpointing)
-        state = msgspec.structs.replace(self._projector.state(), sequence=identity.sequence, fingerprint=None)
-        writing = Writing(self._checkpoint, self._index, state, identity.stream)
+        state = msgspec.structs.replace(self._sequencer.state(), sequence=identity.sequence, fingerprint=None)
+        writing = Writing(self._options.checkpoint, self._index, state, identity.stream)
         writing.write()
         writing.finish(Mark(identity.sequence))
 

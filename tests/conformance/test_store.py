@@ -24,18 +24,16 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from kvbm.catalog import database
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import migrations_folder, parse_url
-from kvbm.catalog.sql_store import (
-    Applied,
+from kvbm.catalog.sql_rows import (
     ClaimRun,
     EpochRow,
     InstancePosition,
     InstanceRow,
     InstanceState,
     NamespaceRow,
-    Outcome,
-    Store,
     StoreBatch,
 )
+from kvbm.catalog.sql_store import BatchResult, Outcome, SqlStore
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
@@ -99,7 +97,7 @@ class Contents:
     claims: list[tuple[Any, ...]]  # whole rows
 
 
-async def contents(store: Store) -> Contents:
+async def contents(store: SqlStore) -> Contents:
     claims = await store._read(select(tables.object_claims).order_by(*tables.object_claims.primary_key))
     return Contents(
         await store.position(STREAM), await store.instances(), await store.epochs(FIRST), await store.namespaces(),
@@ -107,7 +105,7 @@ async def contents(store: Store) -> Contents:
     )  # fmt: skip
 
 
-async def claimed(store: Store, pool: str | None = None, chunk_rows: int = 1 << 16) -> set[tuple[str, bytes, bytes]]:
+async def claimed(store: SqlStore, pool: str | None = None, chunk_rows: int = 1 << 16) -> set[tuple[str, bytes, bytes]]:
     found = set()
     async for chunk in store.claims(pool, chunk_rows):
         for block in split_hashes(chunk.hashes):
@@ -116,9 +114,9 @@ async def claimed(store: Store, pool: str | None = None, chunk_rows: int = 1 << 
     return found
 
 
-def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
+def with_store(url: str, work: Callable[[SqlStore], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = await Store.open(url)
+        store = await SqlStore.open(url)
         try:
             return await work(store)
         finally:
@@ -129,7 +127,7 @@ def with_store(url: str, work: Callable[[Store], Awaitable[T]]) -> T:
 
 def refusal(url: str, connect_timeout_s: float = 5.0) -> str:
     with pytest.raises(CatalogError) as caught:
-        asyncio.run(Store.open(url, connect_timeout_s))
+        asyncio.run(SqlStore.open(url, connect_timeout_s))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -154,7 +152,7 @@ def test_a_replica_that_has_not_seen_a_stream_replaced_writes_nothing_under_its_
         row = InstancePosition(instance=FIRST, epoch=Epoch(epoch), next_offset=Offset(end), run=run)
         return StoreBatch(stream=stream, previous=previous, stream_sequence=end, positions=(row,))
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(of("KVBM/c@1", 0, 20, 5, "old"))
         assert await store.apply(of("KVBM/other@1", 0, 7, 5, "other's"))
         assert await store.apply(of("KVBM/c@2", 0, 3, 1, "new"))
@@ -175,7 +173,7 @@ def test_a_replica_that_has_not_seen_a_stream_replaced_writes_nothing_under_its_
 # -- the schema -------------------------------------------------------------------------------------------------------
 
 
-async def nothing(store: Store) -> None:
+async def nothing(store: SqlStore) -> None:
     return None
 
 
@@ -207,7 +205,7 @@ def difference_is_seen_when_a_column_is_missing(url: str, options: dict[str, Any
 
 
 def test_a_position_is_kept_with_its_fingerprint_or_with_none(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(batch(0, 7))
         assert await store.positions() == {STREAM: Mark(7, None)}
         assert await store.apply(batch(7, 9, fingerprint=(1 << 64) - 1))
@@ -228,7 +226,7 @@ def test_opening_again_keeps_what_is_there(database_url: str) -> None:
 
 def test_catalogs_that_start_at_once_do_not_collide(database_url: str) -> None:
     async def run() -> None:
-        stores = await asyncio.gather(*(Store.open(database_url, 20.0) for _ in range(6)))
+        stores = await asyncio.gather(*(SqlStore.open(database_url, 20.0) for _ in range(6)))
         for store in stores:
             assert await store.position(STREAM) == 0
             await store.close()
@@ -240,7 +238,7 @@ def test_databases_that_open_at_once_in_one_process_keep_apart(postgres_server: 
     async def run() -> None:
         urls = [await fresh_database(postgres_server) for _ in range(4)]
         urls += [f"sqlite:///{tmp_path / str(number)}.db" for number in range(4)]
-        stores = await asyncio.gather(*(Store.open(url, 20.0) for url in urls))
+        stores = await asyncio.gather(*(SqlStore.open(url, 20.0) for url in urls))
         for store in stores:
             assert await store.apply(batch(0, 1))
             await store.close()
@@ -299,8 +297,8 @@ def test_migrations_are_numbered_and_only_go_forward(database_url: str) -> None:
 
 
 def test_what_is_applied_is_read_back(database_url: str) -> None:
-    async def work(store: Store) -> Contents:
-        assert await store.apply(full_batch()) == Applied(Outcome.APPLIED, 7)
+    async def work(store: SqlStore) -> Contents:
+        assert await store.apply(full_batch()) == BatchResult(Outcome.APPLIED, 7)
         assert await claimed(store) == {(POOL, CHAT.id, block) for block in split_hashes(hashes(3))}
         return await contents(store)
 
@@ -314,19 +312,19 @@ def test_what_is_applied_is_read_back(database_url: str) -> None:
 
 
 def test_applying_twice_is_applying_once(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(full_batch())
         once = await contents(store)
         again = await store.apply(full_batch())
         assert not again
-        assert again == Applied(Outcome.REPEATED, 7)
+        assert again == BatchResult(Outcome.REPEATED, 7)
         assert await contents(store) == once
 
     with_store(database_url, work)
 
 
 def test_a_batch_whose_storing_is_cancelled_ends_whole_and_leaves_no_lock(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         for attempt in range(60):
             at = await store.position(STREAM)
             run = hashes(50, seed=attempt)
@@ -343,7 +341,7 @@ def test_a_batch_whose_storing_is_cancelled_ends_whole_and_leaves_no_lock(databa
 
 
 def test_a_position_never_moves_back(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(batch(0, 10))
         assert await store.apply(batch(10, 20))
         before = await contents(store)
@@ -355,23 +353,23 @@ def test_a_position_never_moves_back(database_url: str) -> None:
             (19, 30, Outcome.OVERTAKEN),
             (21, 30, Outcome.MISSING),
         ):
-            assert await store.apply(batch(previous, end, claims=(claim(hashes(1)),))) == Applied(outcome, 20)
+            assert await store.apply(batch(previous, end, claims=(claim(hashes(1)),))) == BatchResult(outcome, 20)
         assert await contents(store) == before
-        assert await store.apply(batch(20, 21)) == Applied(Outcome.APPLIED, 21)
+        assert await store.apply(batch(20, 21)) == BatchResult(Outcome.APPLIED, 21)
 
     with_store(database_url, work)
 
 
 def test_a_replaced_database_is_told_from_a_new_one(database_url: str) -> None:
-    async def work(store: Store) -> None:
-        assert await store.apply(batch(500, 501)) == Applied(Outcome.MISSING, 0)
+    async def work(store: SqlStore) -> None:
+        assert await store.apply(batch(500, 501)) == BatchResult(Outcome.MISSING, 0)
         assert await store.position(STREAM) == 0
 
     with_store(database_url, work)
 
 
 def test_streams_have_positions_of_their_own(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(batch(0, 10))
         assert await store.apply(StoreBatch(stream="other", previous=0, stream_sequence=3))
         assert (await store.position(STREAM), await store.position("other"), await store.position("none")) == (10, 3, 0)
@@ -380,7 +378,7 @@ def test_streams_have_positions_of_their_own(database_url: str) -> None:
 
 
 def test_a_batch_that_stands_still_is_a_bug_of_the_caller(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         with pytest.raises(LayoutError, match="forward"):
             await store.apply(batch(5, 5))
         with pytest.raises(LayoutError, match="multiple of 16"):
@@ -390,7 +388,7 @@ def test_a_batch_that_stands_still_is_a_bug_of_the_caller(database_url: str) -> 
 
 
 def test_a_batch_that_fails_midway_leaves_nothing(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         before = await contents(store)
         good = full_batch()
         bad = claim(hashes(1), namespace=NamespaceId(b"five!"))  # its CHECK fails, after all other rows are written
@@ -407,7 +405,7 @@ def test_wild_words_and_numbers_of_one_instance_stop_no_batch(database_url: str)
     wild = InstanceId("a\0b")
     largest = (1 << 64) - 1
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         row = InstanceRow(
             id=wild, cluster="\0", epoch=Epoch(largest), first_seen_ns=largest, last_frame_ns=largest, topology=("\0",),
             pools=(PoolStated(Tier.HBM, largest, largest, Reach.POD, "\0"),),
@@ -425,7 +423,7 @@ def test_wild_words_and_numbers_of_one_instance_stop_no_batch(database_url: str)
 
 
 def test_an_older_epoch_changes_no_newer_row(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(full_batch())
         stale = InstanceRow(id=FIRST, cluster="east", epoch=Epoch(2), first_seen_ns=1, last_frame_ns=99)
         moved = InstancePosition(instance=FIRST, epoch=Epoch(2), next_offset=Offset(1000))
@@ -440,7 +438,7 @@ def test_an_older_epoch_changes_no_newer_row(database_url: str) -> None:
 
 
 def test_a_newer_epoch_begins_at_offset_zero(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(full_batch())
         row = InstanceRow(id=FIRST, cluster="west", epoch=Epoch(4), first_seen_ns=50, last_frame_ns=50)
         moved = InstancePosition(instance=FIRST, epoch=Epoch(4), next_offset=Offset(1))
@@ -459,7 +457,7 @@ def test_a_newer_epoch_begins_at_offset_zero(database_url: str) -> None:
 def test_a_claim_is_a_set_add_by_any_instance(database_url: str) -> None:
     first, later = hashes(4), hashes(4) + hashes(2, seed=1)
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(batch(0, 1, claims=(claim(first, FIRST, 10), claim(first, SECOND, 8))))
         await store.apply(batch(1, 2, claims=(claim(later, SECOND, 30),)))
         await store.apply(batch(2, 3, claims=(claim(first, FIRST, 20),)))  # an older word moves no time back
@@ -474,7 +472,7 @@ def test_a_claim_is_a_set_add_by_any_instance(database_url: str) -> None:
 
 
 def test_no_end_of_an_epoch_withdraws_a_claim(database_url: str) -> None:
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(full_batch())
         before = await claimed(store)
         ended = EpochRow(
@@ -492,7 +490,7 @@ def test_no_end_of_an_epoch_withdraws_a_claim(database_url: str) -> None:
 def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url: str) -> None:
     kept, gone, back = (hashes(1, seed=seed) for seed in (1, 2, 3))
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(batch(0, 1, claims=(claim(kept + gone + back, FIRST, 10),)))
         await store.apply(
             batch(
@@ -514,7 +512,7 @@ def test_claims_and_withdrawals_of_one_batch_count_in_stream_order(database_url:
 def test_a_pools_claims_come_with_their_times_page_by_page_and_single_ones_when_asked(database_url: str) -> None:
     run, other = hashes(2500, seed=5), hashes(3, seed=6)
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         await store.apply(batch(0, 1, claims=(claim(run, FIRST, 10), claim(other, SECOND, 20))))
         await store.apply(batch(1, 2, claims=(claim(run[:32], SECOND, 30),)))
         pool = claim(run, FIRST, 10).pool
@@ -545,7 +543,7 @@ def test_random_claims_leave_what_a_set_would_hold(database_url: str) -> None:
     blocks = split_hashes(hashes(12))
     namespaces = (CHAT.id, Namespace(model="other", block_tokens=16).id)
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         model: set[tuple[str, bytes, bytes]] = set()
         for sequence in range(25):
             runs = []
@@ -569,7 +567,7 @@ def test_random_claims_leave_what_a_set_would_hold(database_url: str) -> None:
 def test_one_batch_takes_twenty_thousand_claims(database_url: str) -> None:
     run = hashes(20_000)
 
-    async def work(store: Store) -> None:
+    async def work(store: SqlStore) -> None:
         assert await store.apply(batch(0, 1, claims=(claim(run),)))
         assert await store.claim_count() == 20_000
         assert await claimed(store, chunk_rows=7000) == {(POOL, CHAT.id, block) for block in split_hashes(run)}
@@ -584,7 +582,7 @@ def test_one_batch_takes_twenty_thousand_claims(database_url: str) -> None:
 
 def test_of_two_stores_with_the_same_batch_one_wins(database_url: str) -> None:
     async def run() -> None:
-        stores = [await Store.open(database_url) for _ in range(2)]
+        stores = [await SqlStore.open(database_url) for _ in range(2)]
         for sequence in range(20):  # the first round inserts the position's row, the others update it
             once = batch(sequence, sequence + 1, claims=(claim(hashes(50, seed=sequence), at_ns=sequence),))
             results = await asyncio.gather(*(store.apply(once) for store in stores))
@@ -600,7 +598,7 @@ def test_of_two_stores_with_the_same_batch_one_wins(database_url: str) -> None:
 def test_a_writer_that_was_overtaken_catches_up_from_the_stored_position(database_url: str) -> None:
     end = 40
 
-    async def project(store: Store, seed: int) -> int:
+    async def project(store: SqlStore, seed: int) -> int:
         chance, at, written = random.Random(seed), 0, 0
         while at < end:
             until = min(end, at + chance.randrange(1, 5))
@@ -611,7 +609,7 @@ def test_a_writer_that_was_overtaken_catches_up_from_the_stored_position(databas
         return written
 
     async def run() -> None:
-        stores = [await Store.open(database_url) for _ in range(3)]
+        stores = [await SqlStore.open(database_url) for _ in range(3)]
         written = await asyncio.gather(*(project(store, seed) for seed, store in enumerate(stores)))
         assert sum(written) == end
         assert await stores[0].claim_count() == end
@@ -624,7 +622,7 @@ def test_a_writer_that_was_overtaken_catches_up_from_the_stored_position(databas
 def test_streams_that_write_the_same_rows_do_not_deadlock(database_url: str) -> None:
     run_of_blocks = split_hashes(hashes(300))
 
-    async def project(store: Store, stream: str) -> None:
+    async def project(store: SqlStore, stream: str) -> None:
         chance = random.Random(stream)
         for sequence in range(10):
             shuffled = b"".join(chance.sample(run_of_blocks, len(run_of_blocks)))
@@ -632,7 +630,7 @@ def test_streams_that_write_the_same_rows_do_not_deadlock(database_url: str) -> 
             assert await store.apply(once)
 
     async def run() -> None:
-        stores = [await Store.open(database_url) for _ in range(3)]
+        stores = [await SqlStore.open(database_url) for _ in range(3)]
         await asyncio.gather(*(project(store, f"stream-{at}") for at, store in enumerate(stores)))
         assert await stores[0].claim_count() == 300
         for store in stores:
@@ -680,7 +678,7 @@ def test_a_server_that_is_no_postgres_is_one_sentence() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(CatalogError):
-            await Store.open(f"postgresql://127.0.0.1:{port}/catalog", 3.0)
+            await SqlStore.open(f"postgresql://127.0.0.1:{port}/catalog", 3.0)
         server.close()
 
     asyncio.run(run())
@@ -692,7 +690,7 @@ def test_a_database_that_does_not_exist_is_named(postgres_url: str) -> None:
 
 def test_a_server_that_goes_away_is_a_catalog_error_and_its_return_is_enough(postgres_url: str) -> None:
     async def run() -> None:
-        store, other = await Store.open(postgres_url), await Store.open(postgres_url)
+        store, other = await SqlStore.open(postgres_url), await SqlStore.open(postgres_url)
         assert await store.apply(batch(0, 1))
         async with other._engine.begin() as connection:
             end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()"
@@ -754,7 +752,7 @@ def test_a_missing_driver_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, driver, None)
     with pytest.raises(MissingExtraError, match=driver) as caught:
-        asyncio.run(Store.open(url.format(tmp_path / "catalog.db")))
+        asyncio.run(SqlStore.open(url.format(tmp_path / "catalog.db")))
     assert caught.value.extra == "catalog"
 
 
@@ -762,7 +760,7 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
     monkeypatch.setattr(database, "LOCK_TIMEOUT_S", 0.2)
 
     async def run() -> None:
-        store, other = await Store.open(sqlite_url), await Store.open(sqlite_url)
+        store, other = await SqlStore.open(sqlite_url), await SqlStore.open(sqlite_url)
         async with other._engine.connect() as connection:
             await connection.exec_driver_sql("BEGIN IMMEDIATE")
             with pytest.raises(KvbmError, match="database is locked"):
@@ -778,7 +776,7 @@ def test_a_locked_sqlite_file_is_a_catalog_error(sqlite_url: str, monkeypatch: p
 
 def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
     async def run() -> None:
-        store, other = await Store.open(postgres_url), await Store.open(postgres_url)
+        store, other = await SqlStore.open(postgres_url), await SqlStore.open(postgres_url)
         assert await store.apply(batch(0, 1))
         async with other._engine.connect() as connection:
             held = select(func.count()).select_from(

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import kvbm.catalog.sequencer as projector_module
+import kvbm.catalog.instance_sequence as sequence_module
 import kvbm.manager.copies as copies_module
 import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
+from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
 from kvbm.catalog.liveness import Liveness, Return
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import decode_header
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
@@ -232,67 +233,59 @@ def _position_before_apply(stack: ExitStack) -> None:
         kept[:] = messages[-1:] if messages else []
         result = original(self, now_s, due, at_end)
         if kept:
-            self.sequence = kept[-1].sequence  # stored with the next batch, though the message waits to be applied
+            self._cursor.sequence = kept[
+                -1
+            ].sequence  # stored with the next batch, though the message waits to be applied
         return result
 
-    original = _swap(stack, Projector, "step", step)
+    original = _swap(stack, Sequencer, "step", step)
 
 
 def _gap_ignored(stack: ExitStack) -> None:
-    def put_aside(self: Any, followed: Any, arrived: Any) -> None:
-        self._jump(followed, arrived.frame.first_offset)
-        self._apply_events(followed, arrived, self.this_step)
+    def put_in_buffer(self: Any, frame: Any, data: Any, step: Any) -> None:
+        self._jump(frame.first_offset, step)
+        self._apply_events(frame, data, step)
 
-    def receive(self: Any, message: Any, step: Any) -> None:
-        self.this_step = step
-        original(self, message, step)
-
-    original = _swap(stack, Projector, "_receive", receive)
-    _swap(stack, Projector, "_put_aside", put_aside)
+    _swap(stack, InstanceSequence, "_put_in_buffer", put_in_buffer)
 
 
 def _digest_not_compared(stack: ExitStack) -> None:
     def init(self: Any, index: Any, *args: Any, **kwargs: Any) -> None:
         original(self, _IndexWithout(index, agrees=lambda instance, digest: True), *args, **kwargs)
 
-    original = _swap(stack, Projector, "__init__", init)
+    original = _swap(stack, Sequencer, "__init__", init)
 
 
 def _repeat_counted_twice(stack: ExitStack) -> None:
-    def place(self: Any, followed: Any, arrived: Any, step: Any) -> None:
-        frame = arrived.frame
-        if (
-            frame.epoch == followed.position.epoch
-            and frame.next_offset <= followed.position.offset
-            and not followed.aside
-        ):
-            after = followed.position
-            followed.position = Position(frame.epoch, frame.first_offset)
-            self._apply_events(followed, arrived, step)
-            followed.position = after
+    def receive(self: Any, frame: Any, data: Any, step: Any) -> None:
+        if frame.epoch == self.position.epoch and frame.next_offset <= self.position.offset and not self.buffer:
+            after = self.position
+            self.position = Position(frame.epoch, frame.first_offset)
+            self._apply_events(frame, data, step)
+            self.position = after
         else:
-            original(self, followed, arrived, step)
+            original(self, frame, data, step)
 
-    original = _swap(stack, Projector, "_place", place)
+    original = _swap(stack, InstanceSequence, "receive", receive)
 
 
 def _stale_epoch_applied(stack: ExitStack) -> None:
-    def place(self: Any, followed: Any, arrived: Any, step: Any) -> None:
-        if arrived.frame.epoch < followed.position.epoch:
-            self._enter(followed, arrived.frame)
-            self._apply(followed, arrived, step)
+    def receive(self: Any, frame: Any, data: Any, step: Any) -> None:
+        if frame.epoch < self.position.epoch:
+            self._enter(frame, step)
+            self._apply(frame, data, step)
         else:
-            original(self, followed, arrived, step)
+            original(self, frame, data, step)
 
-    original = _swap(stack, Projector, "_place", place)
+    original = _swap(stack, InstanceSequence, "receive", receive)
 
 
 def _lives_taken_for_one(stack: ExitStack) -> None:
-    _swap(stack, projector_module, "is_other_life", lambda epoch, run, fence: False)
+    _swap(stack, sequence_module, "is_other_life", lambda epoch, run, fence: False)
 
 
 def _places_without_fingerprints(stack: ExitStack) -> None:
-    _swap(stack, Projector, "mark", property(lambda self: Mark(self.sequence)))
+    _swap(stack, StreamCursor, "mark", property(lambda self: Mark(self.sequence)))
 
 
 def _withheld_never_returned(stack: ExitStack) -> None:

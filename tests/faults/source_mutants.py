@@ -44,8 +44,9 @@ class SourceMutant(NamedTuple):
 _PUBLISHER, _PUBLISHER_WINDOW = "kvbm/streams/publisher.py", "kvbm/streams/publisher_window.py"
 _JOURNAL, _JOURNAL_WRITER = "kvbm/streams/journal/journal.py", "kvbm/streams/journal/writer.py"
 _JOURNAL_REPAIR, _JOURNAL_DISK = "kvbm/streams/journal/repair.py", "kvbm/streams/journal/disk.py"
-_PROJECTOR, _LIVENESS = "kvbm/catalog/sequencer.py", "kvbm/catalog/liveness.py"
-_STORING, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
+_SEQUENCER, _SEQUENCE = "kvbm/catalog/sequencer.py", "kvbm/catalog/instance_sequence.py"
+_LIVENESS = "kvbm/catalog/liveness.py"
+_SQL_WRITER, _STORE = "kvbm/catalog/sql_writer.py", "kvbm/catalog/sql_store.py"
 _COPIES, _INDEX = "kvbm/manager/transfer.py", "native/src/cluster_index.cpp"
 _RECONCILE, _WITHDRAWAL = "kvbm/janitor/reconcile.py", "kvbm/janitor/withdrawal.py"
 _HOLDINGS, _LANE = "kvbm/janitor/holdings.py", "native/src/block_lane.cpp"
@@ -130,41 +131,41 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        pieces.clear()\n",
         test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
-    # -- projector ------------------------------------------------------------------------------------------------------
+    # -- sequencer ------------------------------------------------------------------------------------------------------
     "overlap_applied_twice": SourceMutant(
         "of a frame that was read in part only the rest is applied",
-        _PROJECTOR,
-        "applied = self.index.apply(arrived.data, frame.at, followed.position.offset - frame.first_offset)",
-        "applied = self.index.apply(arrived.data, frame.at, 0)",
-        test="tests/unit/test_projector.py::test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied",
+        _SEQUENCE,
+        "applied = self._index.apply(data, frame.at, self.position.offset - frame.first_offset)",
+        "applied = self._index.apply(data, frame.at, 0)",
+        test="tests/unit/test_sequencer.py::test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied",
     ),
     "gap_found_again_and_again": SourceMutant(
         "a gap is found once",
-        _PROJECTOR,
-        "        if followed.is_lost or now_s - since_s < wait_s:",
+        _SEQUENCE,
+        "        if self._is_lost or now_s - since_s < wait_s:",
         "        if now_s - since_s < wait_s:",
-        test="tests/unit/test_projector.py::test_a_lost_end_is_found_once_however_often_it_is_looked_for",
+        test="tests/unit/test_sequencer.py::test_a_lost_end_is_found_once_however_often_it_is_looked_for",
     ),
-    "stored_beyond_what_is_aside": SourceMutant(
-        "SQL's place is before whatever is still kept aside",
-        _PROJECTOR,
-        "        end = min([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
-        "        end = max([self.mark, *(place for place in kept if place is not None)], key=lambda place: place.sequence)",
-        test="tests/unit/test_projector.py::test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_again",
+    "stored_beyond_the_reorder_buffer": SourceMutant(
+        "SQL's place is before whatever is still in a reorder buffer",
+        _SEQUENCER,
+        "        return min([self.mark, *buffered], key=lambda mark: mark.sequence)",
+        "        return max([self.mark, *buffered], key=lambda mark: mark.sequence)",
+        test="tests/unit/test_sequencer.py::test_a_batch_ends_before_what_is_in_the_reorder_buffer_so_that_a_new_start_reads_it_again",
     ),
-    "aside_outlives_its_epoch": SourceMutant(
-        "what lies aside is applied before a later epoch begins",
-        _PROJECTOR,
-        "  # not even the start of its epoch came\n            self._pass_holes(followed, step)\n",
+    "buffer_outlives_its_epoch": SourceMutant(
+        "what is in the reorder buffer is applied before a later epoch begins",
+        _SEQUENCE,
+        "  # not even the start of its epoch came\n            self.pass_holes(step)\n",
         "  # not even the start of its epoch came\n",
-        test="tests/unit/test_projector.py::test_what_lies_aside_is_applied_before_an_epoch_that_only_a_heartbeat_tells_of",
+        test="tests/unit/test_sequencer.py::test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names",
     ),
-    "aside_without_bound": SourceMutant(
-        "what is kept behind a hole has a bound",
-        _PROJECTOR,
-        "        if first not in followed.aside and followed.aside_bytes + size <= ASIDE_BYTES:",
-        "        if first not in followed.aside:",
-        test="tests/unit/test_projector.py::test_what_is_kept_behind_a_hole_has_a_bound_and_the_rest_is_read_when_it_comes_again",
+    "buffer_without_bound": SourceMutant(
+        "the reorder buffer has a bound",
+        _SEQUENCE,
+        "        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:",
+        "        if frame.first_offset not in self._frames:",
+        test="tests/unit/test_sequencer.py::test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again",
     ),
     # -- liveness -------------------------------------------------------------------------------------------------------
     "deaf_for_too_long": SourceMutant(
@@ -195,27 +196,27 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "        return last - first >= LEAST_MASS and 2 * (last - first) >= len(heard) - first",
         test="tests/unit/test_liveness.py::test_half_that_fall_silent_together_are_withheld",
     ),
-    # -- storing --------------------------------------------------------------------------------------------------------
+    # -- SQL -------------------------------------------------------------------------------------------------------------
     "overtaken_rows_dropped": SourceMutant(
         "rows of a batch that another catalog has overtaken are stored all the same",
-        _STORING,
+        _SQL_WRITER,
         "            self._batch = msgspec.structs.replace(batch, previous=applied.position)\n            return False\n",
         "            self._batch = None\n            return False\n",
-        test="tests/integration/test_storing.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
+        test="tests/integration/test_sql_writer.py::test_rows_that_another_catalog_has_overtaken_in_part_are_stored",
     ),
     "place_checked_once": SourceMutant(
         "a check that failed is made again",
-        _STORING,
+        _SQL_WRITER,
         "        except BaseException:\n            self._is_unchecked = True\n            raise\n",
         "        except BaseException:\n            raise\n",
-        test="tests/integration/test_storing.py::test_a_place_that_could_not_be_checked_is_checked_again",
+        test="tests/integration/test_sql_writer.py::test_a_place_that_could_not_be_checked_is_checked_again",
     ),
     "instances_not_told_again": SourceMutant(
         "after rows were read again the row of every instance is given out",
-        _STORING,
-        "                self._projector.tell_all()\n",
-        "",
-        test="tests/integration/test_storing.py::test_instances_that_an_older_copy_does_not_know_are_told_again",
+        _SQL_WRITER,
+        "                self._add_all_instances()\n                self._rows.add_namespaces(",
+        "                self._rows.add_namespaces(",
+        test="tests/integration/test_sql_writer.py::test_instances_that_an_older_copy_does_not_know_are_told_again",
     ),
     "claim_grows_older": SourceMutant(
         "when a claim was last made never goes back",
@@ -233,10 +234,10 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     ),
     "unstored_claims_lost": SourceMutant(
         "claims that SQL refused because it was restored from an older copy reach it",
-        _STORING,
-        "            self._unstored += [*batch.claims, *self._projector.waiting_claims()]\n",
-        "            self._unstored += self._projector.waiting_claims()\n",
-        test="tests/integration/test_storing.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
+        _SQL_WRITER,
+        "            self._unstored += [*batch.claims, *self._rows.waiting_claims()]\n",
+        "            self._unstored += self._rows.waiting_claims()\n",
+        test="tests/integration/test_sql_writer.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
     # -- copies and offloads --------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(

@@ -180,11 +180,13 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
             service = await CatalogService.start(settings)
             try:
                 await eventually_async(
-                    lambda: service._projector.position(manager.instance).offset == manager.applied() > 0
+                    lambda: service.sequencer.position(manager.instance).offset == manager.applied() > 0
                 )
                 await eventually_async(service.view_age_s)
                 nats.start(home)
-                await eventually_async(lambda: not service.view_age_s() and service._liveness.last(manager.instance))
+                await eventually_async(
+                    lambda: not service.queries.view_age_s() and service.heartbeats.liveness.last(manager.instance)
+                )
             finally:
                 await service.close()
 

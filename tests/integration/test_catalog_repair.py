@@ -21,13 +21,14 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog import service
+from kvbm.catalog import upkeep
 from kvbm.catalog.archive import ArchiveFiles
 from kvbm.catalog.index import Audit, NewIndex
 from kvbm.catalog.liveness import Why
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
-from kvbm.catalog.sql_store import Applied, ClaimChunk, ClaimRun, Outcome, Store, StoreBatch
+from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
+from kvbm.catalog.sql_store import BatchResult, ClaimChunk, Outcome, SqlStore
 from kvbm.catalog.sql_writer import numbering
 from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
@@ -127,8 +128,8 @@ class Instance:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def is_whole_in(self, catalog: CatalogService) -> bool:
-        view = catalog._index.view(self.name)
-        is_there = catalog._projector.position(self.name) == (self.epoch, self.ledger.applied)
+        view = catalog.index.view(self.name)
+        is_there = catalog.sequencer.position(self.name) == (self.epoch, self.ledger.applied)
         return is_there and view is not None and not view.doubtful and view.digest == self.ledger.digest
 
 
@@ -147,11 +148,11 @@ async def catalog_on(
 
 async def kill(catalog: CatalogService) -> None:
     """As if its process had been killed: nothing is stored or written any more."""
-    for task in catalog._tasks:
+    for task in catalog.tasks:
         task.cancel()
-    await asyncio.gather(*catalog._tasks, return_exceptions=True)
-    await catalog._stream.close()
-    await catalog._store.close()
+    await asyncio.gather(*catalog.tasks, return_exceptions=True)
+    await catalog.stream.close()
+    await catalog.store.close()
 
 
 @pytest.fixture
@@ -212,9 +213,9 @@ def test_a_gap_is_repaired_by_a_round_the_catalog_asks_for(settings: ServiceSett
             await one.publish(lose=True)
             one.create(20, 30)
             await one.publish()
-            await eventually_async(lambda: catalog._projector.counters.gaps == 1)
+            await eventually_async(lambda: catalog.sequencer.counters.gaps == 1)
             await eventually_async(lambda: one.is_whole_in(catalog))
-            assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
+            assert catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
             assert two.is_whole_in(catalog) and two.rounds == 0
             numbers = catalog.numbers()
             assert (numbers.gaps, numbers.gaps_repaired, numbers.doubtful) == (1, 1, 0)
@@ -232,14 +233,14 @@ def test_a_lost_end_is_found_by_the_heartbeat_and_repaired(settings: ServiceSett
             one.create(10, 20)
             await one.publish(lose=True)
             await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
-            assert catalog.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
+            assert catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
 
     run(work, settings.nats_url)
 
 
 async def claim_in_sql(settings: ServiceSettings, first: int, end: int) -> None:
     """As another catalog does that has read a message the stream lost since."""
-    store = await Store.open(settings.database_url)
+    store = await SqlStore.open(settings.database_url)
     try:
         run = ClaimRun(
             pool="pool", namespace=SPACE.id, hashes=block_hashes(first, end), instance=InstanceId("gone"), at_ns=1
@@ -262,8 +263,8 @@ def test_claims_of_events_that_were_missed_are_taken_from_sql(settings: ServiceS
             one.offload(2, 4)
             await one.publish()
             await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
-            assert catalog._index.claim_counts() == {"pool": 7}  # no round states claims again
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
+            assert catalog.index.claim_counts() == {"pool": 7}  # no round states claims again
 
     run(work, settings.nats_url)
 
@@ -277,7 +278,7 @@ def test_claims_that_only_sql_has_are_found_by_counting(settings: ServiceSetting
             one.offload(0, 2)
             await one.publish()
             await claim_in_sql(settings, 100, 105)
-            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 7})
+            await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 7})
             assert catalog.numbers().gaps == 0
 
     run(work, settings.nats_url)
@@ -287,16 +288,16 @@ def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
     settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     withdraw: list[Callable[[], Awaitable[None]]] = []
-    read = Store.claims
+    read = SqlStore.claims
 
-    async def slow(self: Store, *args: Any) -> AsyncIterator[ClaimChunk]:
+    async def slow(self: SqlStore, *args: Any) -> AsyncIterator[ClaimChunk]:
         chunks = [chunk async for chunk in read(self, *args)]
         while withdraw:
             await withdraw.pop()()
         for chunk in chunks:
             yield chunk
 
-    monkeypatch.setattr(Store, "claims", slow)
+    monkeypatch.setattr(SqlStore, "claims", slow)
 
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
@@ -305,17 +306,17 @@ def test_a_claim_withdrawn_while_claims_are_taken_from_sql_stays_withdrawn(
             one.create(0, 10)
             one.offload(0, 4)
             await one.publish()
-            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 4})
+            await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 4})
 
             async def withdrawn() -> None:
                 one.ledger.forget(Tier.OBJECT, SPACE.id, block_hashes(0, 1), EvictReason.MISSING)
                 place = await one.publish()
-                assert await catalog.wait_for(one.name, place, 5) >= place
+                assert await catalog.follower.wait_for(one.name, place, 5) >= place
 
             withdraw.append(withdrawn)
             await claim_in_sql(settings, 100, 105)
-            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 8})
-            assert catalog._index.holders(SPACE.id, SequenceHash(block_hashes(0, 1))) == [("one", Tier.HBM, False)]
+            await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 8})
+            assert catalog.index.holders(SPACE.id, SequenceHash(block_hashes(0, 1))) == [("one", Tier.HBM, False)]
 
     run(work, settings.nats_url)
 
@@ -330,19 +331,19 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             await one.publish()  # joined midway, and nobody serves rounds
             await one.beat()
             await eventually_async(lambda: catalog.numbers().rounds_asked >= 2)
-            (summary,) = catalog.instances()
+            (summary,) = catalog.queries.instances()
             assert (summary.doubts, summary.trouble, summary.run) == (
                 ["joined midway"],
                 "journal full: 3 of 4 bytes",
                 "r1",
             )
             assert summary.round_asked_s is not None
-            assert await catalog.ask_round(one.name) is False
-            assert await catalog.ask_round(InstanceId("nobody")) is None
+            assert await catalog.requests.ask(one.name) is False
+            assert await catalog.requests.ask(InstanceId("nobody")) is None
             async with one.alive():
                 await eventually_async(lambda: one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.instances()[0].round_asked_s is None)
-            assert catalog.instances()[0].doubts == []
+            await eventually_async(lambda: catalog.queries.instances()[0].round_asked_s is None)
+            assert catalog.queries.instances()[0].doubts == []
 
     run(work, settings.nats_url)
 
@@ -385,7 +386,7 @@ def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.M
             assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
             assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
 
-    monkeypatch.setattr(service, "AUDIT_PAUSE_S", 0.01)
+    monkeypatch.setattr(upkeep, "AUDIT_PAUSE_S", 0.01)
     asked = ServiceSettings(nats_url="", database_url="", cluster="c", ask_again_s=0.5)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(contextlib.closing(_Folder()))
@@ -417,12 +418,12 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
         first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
         await one.publish()
         wanted = await two.publish()
-        await first.wait_for(two.name, wanted, 10)
+        await first.follower.wait_for(two.name, wanted, 10)
         await eventually_async(lambda: one.is_whole_in(first) and two.is_whole_in(first))
         await eventually_async(lambda: first.numbers().stored_sequence == first.numbers().stream_sequence)
         if killed:
-            assert first._checkpointer is not None
-            await first._checkpointer.write()
+            assert first.checkpointer is not None
+            await first.checkpointer.write()
             two.create(100, 200)  # after the checkpoint
             await two.publish()
             await eventually_async(lambda: two.is_whole_in(first))
@@ -435,7 +436,7 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
             async with catalog_on(settings) as second:
                 assert one.is_whole_in(second) and two.is_whole_in(second)
                 assert second.numbers().digest_mismatches == second.numbers().blind_starts == 0
-                assert second._index.claim_counts() == {"pool": 50}
+                assert second.index.claim_counts() == {"pool": 50}
                 assert one.rounds == two.rounds == 0
         (started,) = [entry for entry in logs if entry["event"] == "catalog.started"]
         assert started["reading_after"] > 0 and started["residencies"] == 5100
@@ -447,10 +448,10 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
-        assert first._checkpointer is not None
+        assert first.checkpointer is not None
         one.create(0, 50_000)
         await one.publish()
-        writing = asyncio.create_task(first._checkpointer.write())
+        writing = asyncio.create_task(first.checkpointer.write())
         for number in range(100):
             one.ledger.evict(Tier.HBM, block_hashes(number * 100, number * 100 + 50), EvictReason.CAPACITY)
             one.create(50_000 + number * 100, 50_100 + number * 100)
@@ -480,14 +481,14 @@ def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: Serv
             gone.ledger.stop()
             await one.publish()
             await gone.publish()
-            await eventually_async(lambda: one.is_whole_in(first) and first._index.claim_counts() == {"pool": 10})
+            await eventually_async(lambda: one.is_whole_in(first) and first.index.claim_counts() == {"pool": 10})
         forget_checkpoints(settings)
         async with one.alive(), catalog_on(settings, ready=False) as second:
             await eventually_async(lambda: second.is_ready)
-            assert second._after.sequence > 0
+            assert second.begun_after.sequence > 0
             assert one.is_whole_in(second) and one.rounds > 0
-            assert second._index.claim_counts() == {"pool": 10}
-            assert second.lookup(SPACE.id, block_hashes(0, 100)).deepest == 100
+            assert second.index.claim_counts() == {"pool": 10}
+            assert second.queries.lookup(SPACE.id, block_hashes(0, 100)).deepest == 100
 
     run(work, settings.nats_url)
 
@@ -502,7 +503,7 @@ def test_a_catalog_whose_instances_stay_silent_is_ready_all_the_same(settings: S
         forget_checkpoints(settings)
         await one.beat()
         async with catalog_on(msgspec.structs.replace(settings, whole_wait_s=0.3)) as second:
-            assert second.instances()[0].doubtful
+            assert second.queries.instances()[0].doubtful
 
     run(work, settings.nats_url)
 
@@ -538,7 +539,7 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
             async def work(stream: NatsStream, here: ServiceSettings = here, epoch: int = epoch) -> None:
                 one = Instance(stream, cluster, "one", epoch)
                 async with catalog_on(here) as catalog:
-                    assert catalog._after == START
+                    assert catalog.begun_after == START
                     for number in range(5):
                         one.create(number * 10, number * 10 + 10)
                         await one.publish()
@@ -549,7 +550,7 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
             run(work, server.url)
 
     async def claims() -> int:
-        store = await Store.open(sqlite_url)
+        store = await SqlStore.open(sqlite_url)
         try:
             return await store.claim_count()
         finally:
@@ -577,7 +578,7 @@ def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluste
             await two.publish()
             await eventually_async(lambda: two.is_whole_in(catalog))
             await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence == 1)
-            assert await catalog._store.claim_count() == 10
+            assert await catalog.store.claim_count() == 10
             await stream.close()
 
     with nats_server() as server:
@@ -680,14 +681,14 @@ class Lost:
                 await eventually_async(lambda: self.is_stored(catalog))
         finally:
             await stream.close()
-        await eventually_async(lambda: "#" in catalog._storing.name)
+        await eventually_async(lambda: "#" in catalog.writer.name)
 
     async def is_stored(self, catalog: CatalogService) -> bool:
-        rows = await catalog._store.instance_positions()
+        rows = await catalog.store.instance_positions()
         stands = {name: Position(row.epoch, row.next_offset) for name, row in rows.items()}
         wanted = {one.name: Position(one.epoch, one.ledger.applied) for one in (self.one, self.two, self.three)}
-        claims = sum(catalog._index.claim_counts().values())
-        return stands == wanted and claims == await catalog._store.claim_count() > 0
+        claims = sum(catalog.index.claim_counts().values())
+        return stands == wanted and claims == await catalog.store.claim_count() > 0
 
 
 def settings_of(server: Losing, sqlite_url: str, folder: Path) -> ServiceSettings:
@@ -714,13 +715,13 @@ def test_a_catalog_that_was_dead_while_the_server_lost_its_end_reads_the_new_his
             if beginning.endswith(
                 "of before"
             ):  # the checkpoint stands where the stream is still the same, SQL does not
-                assert catalog._checkpointer is not None
-                await catalog._checkpointer.write()
-                catalog._checkpointer = None
+                assert catalog.checkpointer is not None
+                await catalog.checkpointer.write()
+                catalog.checkpointer = None
         losing.keep_copy()
         async with catalog_on(settings) as catalog:
             if beginning.endswith("of before"):
-                catalog._checkpointer = None
+                catalog.checkpointer = None
             end = await lost.publish(lost.one, losing.url, 12)
             await eventually_async(lambda: lost.one.is_whole_in(catalog))
             await eventually_async(lambda: catalog.numbers().stored_sequence == end)
@@ -757,7 +758,7 @@ def test_a_running_catalog_whose_server_lost_its_end_reads_the_new_history(
                 await lost.check(catalog)
         if idle:
             async with catalog_on(settings) as catalog:
-                assert catalog._after.sequence == end
+                assert catalog.begun_after.sequence == end
                 await lose(lost, end)
                 await lost.check(catalog)
 
@@ -784,19 +785,19 @@ def test_a_catalog_that_was_behind_another_stores_the_new_history(
         losing.keep_copy()
         slow = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
         await eventually_async(lambda: lost.one.is_whole_in(slow))
-        reading = next(task for task in slow._tasks if task.get_name() == "catalog-read")
+        reading = next(task for task in slow.tasks if task.get_name() == "catalog-read")
         reading.cancel()  # it is slow: nothing of what follows reaches it
         await asyncio.gather(reading, return_exceptions=True)
-        assert isinstance(slow._reader, NatsReader) and slow._reader._pull is not None
-        await slow._reader._pull.end()
-        slow._reader._pull.why_broken = "the server went away"
+        assert isinstance(slow.reader, NatsReader) and slow.reader._pull is not None
+        await slow.reader._pull.end()
+        slow.reader._pull.why_broken = "the server went away"
         async with catalog_on(msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))) as other:
             end = await lost.publish(lost.one, losing.url, 12)
             await eventually_async(lambda: other.numbers().stored_sequence == end)
         losing.go_back()
         losing.start()
         await lost.publish_others(losing.url, end)
-        slow._tasks.append(asyncio.create_task(slow._read(slow._reader)))
+        slow.tasks.append(asyncio.create_task(slow.follower.run()))
         try:
             await lost.check(slow)
         finally:
@@ -840,7 +841,7 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
 
 def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlite_url: str) -> None:
     async def work() -> None:
-        store, stream = await Store.open(sqlite_url), MemoryStream()
+        store, stream = await SqlStore.open(sqlite_url), MemoryStream()
         one = Instance(stream, "c", "one")
         first = f"KVBM/c@{(await stream.state()).created}"
 
@@ -906,16 +907,19 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_logged(settin
             await two.publish()
             async with one.alive():
                 await eventually_async(lambda: one.is_whole_in(catalog))
-                assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
-            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
-            assert catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
-            assert {entry.instance: entry.withheld for entry in catalog.instances()} == {"one": "silent", "two": ""}
+                assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
+            assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
+            assert {entry.instance: entry.withheld for entry in catalog.queries.instances()} == {
+                "one": "silent",
+                "two": "",
+            }
             assert catalog.numbers().withheld == 1
             async with one.alive():
-                await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
+                await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
             one.ledger.stop()
             await one.publish()
-            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0)
 
     run(work, settings.nats_url)
 
@@ -938,11 +942,11 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
                 await stream.publish(within, one.name, data)
             one.create(20, 30)
             await one.publish()  # in a version that is known
-            await eventually_async(lambda: catalog.lookup(SPACE.id, block_hashes(0, 30)).withheld == ["one"])
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).withheld == ["one"])
             await eventually_async(lambda: catalog.numbers().newer == 2)
-            answer = catalog.lookup(SPACE.id, block_hashes(0, 30))
+            answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 30))
             assert [(found.instance, found.depth) for found in answer.instances] == [("two", 10)]
-            (shown,) = [entry for entry in catalog.instances() if entry.instance == "one"]
+            (shown,) = [entry for entry in catalog.queries.instances() if entry.instance == "one"]
             assert (shown.state, shown.withheld) == ("live", "newer")
             words = (
                 f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
@@ -955,7 +959,9 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
             one.create(0, 5)
             await one.publish()
             await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().withheld)
-            depths = {found.instance: found.depth for found in catalog.lookup(SPACE.id, block_hashes(0, 30)).instances}
+            depths = {
+                found.instance: found.depth for found in catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).instances
+            }
             assert depths == {"one": 5, "two": 10}
 
     run(work, settings.nats_url)
@@ -975,12 +981,12 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
             await eventually_async(lambda: one.is_whole_in(catalog))
             one.ledger.stop()
             await one.publish()
-            await eventually_async(lambda: catalog._liveness.withheld() == {"one": Why.STOPPED})
+            await eventually_async(lambda: catalog.heartbeats.liveness.withheld() == {"one": Why.STOPPED})
             await one.beat()
             await asyncio.sleep(3 * quick.liveness_s)
-            answer = catalog.lookup(SPACE.id, block_hashes(0, 10))
+            answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 10))
             assert (answer.deepest, answer.withheld) == (0, ["one"])
-            assert [entry.doubtful for entry in catalog.instances() if entry.instance == "one"] == [False]
+            assert [entry.doubtful for entry in catalog.queries.instances() if entry.instance == "one"] == [False]
 
     run(work, settings.nats_url)
 
@@ -991,7 +997,7 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
 def test_rows_let_go_while_the_database_was_away_are_read_again(
     settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(self: Store, batch: StoreBatch) -> Applied:
+    async def refuse(self: SqlStore, batch: StoreBatch) -> BatchResult:
         raise CatalogError("the database does not answer")
 
     async def work(stream: NatsStream) -> None:
@@ -1001,26 +1007,26 @@ def test_rows_let_go_while_the_database_was_away_are_read_again(
             one.offload(0, 10)
             await one.publish()
             await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
-            catalog._storing._waiting_bytes = 1000
+            catalog.writer.waiting_bytes = 1000
             with monkeypatch.context() as away:
-                away.setattr(Store, "apply", refuse)
+                away.setattr(SqlStore, "apply", refuse)
                 for number in range(20):
                     one.offload(10 + number * 10, 20 + number * 10)
                     await one.publish()
                     await asyncio.sleep(0.02)
-                await eventually_async(lambda: catalog._storing._is_behind)
-                assert catalog._projector.waiting_bytes == 0
+                await eventually_async(lambda: catalog.writer.is_behind)
+                assert catalog.rows.waiting_bytes == 0
                 one.offload(500, 600)
                 await one.publish()
                 await eventually_async(lambda: one.is_whole_in(catalog))
             await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
             one.offload(600, 610)
             await one.publish()
-            await eventually_async(lambda: catalog._index.claim_counts() == {"pool": 320})
+            await eventually_async(lambda: catalog.index.claim_counts() == {"pool": 320})
             await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
-            assert await catalog._store.claim_count() == 320
-            (position,) = (await catalog._store.instance_positions()).values()
-            assert Position(position.epoch, position.next_offset) == catalog._projector.position(one.name)
+            assert await catalog.store.claim_count() == 320
+            (position,) = (await catalog.store.instance_positions()).values()
+            assert Position(position.epoch, position.next_offset) == catalog.sequencer.position(one.name)
             assert not catalog.readiness().degraded
 
     run(work, settings.nats_url)
@@ -1052,7 +1058,7 @@ def test_a_database_restored_from_an_older_copy_is_brought_up_to_date(
             one.offload(100, 101)
             await one.publish()
             await eventually_async(lambda: catalog.numbers().stored_sequence == last + 2)
-            assert await catalog._store.claim_count() == 61  # what lay in messages 5 to 12
+            assert await catalog.store.claim_count() == 61  # what lay in messages 5 to 12
             assert catalog.failure is None
 
     run(work, settings.nats_url)
@@ -1078,7 +1084,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
         for _ in range(3):
             child = serve_catalog(nats_url, postgres_url, cluster, tmp_path)
             try:
-                store = await Store.open(postgres_url)
+                store = await SqlStore.open(postgres_url)
                 async with catalog_on(settings) as replica:
                     while child.poll() is None and b"follows" not in await asyncio.to_thread(child.stderr.readline):  # type: ignore[union-attr]
                         pass
@@ -1087,7 +1093,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
                         one.offload(claimed, claimed + 10)
                         claimed += 10
                         await one.publish()
-                        seen.append(await store.position(replica._storing.name))
+                        seen.append(await store.position(replica.writer.name))
                         if number == 50:
                             os.kill(child.pid, signal.SIGKILL)
                             child.wait()
@@ -1095,7 +1101,7 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
                     last = await stream.last_sequence()
                     while seen[-1] < last:
                         await asyncio.sleep(0.02)
-                        seen.append(await store.position(replica._storing.name))
+                        seen.append(await store.position(replica.writer.name))
                     assert await store.claim_count() == claimed
                     (position,) = (await store.instance_positions()).values()
                     assert Position(position.epoch, position.next_offset) == (1, one.ledger.applied)
@@ -1186,7 +1192,7 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
         async with catalog_on(settings) as catalog:
             for instance in instances:
                 await instance.publish()
-            await eventually_async(lambda: len(catalog.instances()) == len(instances))
+            await eventually_async(lambda: len(catalog.queries.instances()) == len(instances))
         events = 0
         while events < blocks:
             for instance in instances:
@@ -1211,8 +1217,10 @@ def test_a_burst_into_a_stopped_catalog_ends_with_equal_digests(settings: Servic
 def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         async with catalog_on(settings) as first, catalog_on(settings) as second:
-            await eventually_async(lambda: first._liveness._own_s is not None and second._liveness._own_s is not None)
-            assert first.instances() == second.instances() == []
+            await eventually_async(
+                lambda: first.heartbeats.liveness._own_s is not None and second.heartbeats.liveness._own_s is not None
+            )
+            assert first.queries.instances() == second.queries.instances() == []
 
     run(work, settings.nats_url)
 
@@ -1220,28 +1228,28 @@ def test_nothing_of_a_catalog_is_an_instance(settings: ServiceSettings) -> None:
 def test_a_database_that_hangs_does_not_make_rows_pile_up(
     settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Store.apply
+    real = SqlStore.apply
     answers = asyncio.Event()
 
-    async def hang(self: Store, batch: StoreBatch) -> Applied:
+    async def hang(self: SqlStore, batch: StoreBatch) -> BatchResult:
         await answers.wait()
         return await real(self, batch)
 
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
-        monkeypatch.setattr(Store, "apply", hang)
+        monkeypatch.setattr(SqlStore, "apply", hang)
         async with catalog_on(settings) as catalog:
-            catalog._storing._waiting_bytes = 1000
+            catalog.writer.waiting_bytes = 1000
             one.create(0, 1000)
             for number in range(60):
                 one.offload(number * 10, number * 10 + 10)
                 await one.publish()
             await eventually_async(lambda: one.is_whole_in(catalog))
-            assert catalog._projector.waiting_bytes <= 4000
+            assert catalog.rows.waiting_bytes <= 4000
             answers.set()
             await eventually_async(lambda: catalog.numbers().rows_read_again == 1)
             await eventually_async(lambda: catalog.numbers().stored_sequence == catalog.numbers().stream_sequence)
-            assert await catalog._store.claim_count() == 600
+            assert await catalog.store.claim_count() == 600
 
     run(work, settings.nats_url)
 
@@ -1255,7 +1263,11 @@ def test_an_instance_whose_first_round_never_ended_is_asked_for_one(settings: Se
         async with catalog_on(settings) as catalog:
             await stream.publish(one.cluster, one.name, encode_frame(start))  # and the rest of its start was never cut
             await eventually_async(
-                lambda: catalog.instances()[0].doubts == ["no whole round"] if catalog.instances() else False
+                lambda: (
+                    catalog.queries.instances()[0].doubts == ["no whole round"]
+                    if catalog.queries.instances()
+                    else False
+                )
             )
             await eventually_async(lambda: catalog.numbers().rounds_asked >= 1)
 

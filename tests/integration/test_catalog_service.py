@@ -21,7 +21,8 @@ from kvbm.assembly import open_manager
 from kvbm.catalog.api import MAX_BODY_BYTES
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_store import Applied, InstanceState, Store, StoreBatch
+from kvbm.catalog.sql_rows import InstanceState, StoreBatch
+from kvbm.catalog.sql_store import BatchResult, SqlStore
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_HASHES, PositionWanted
 from kvbm.core.errors import CatalogError, ConfigError, HashSchemeError, StreamError
@@ -216,7 +217,7 @@ def test_a_restarted_catalog_gives_the_same_answers(nats_url: str, cluster: str,
 
 
 async def stored(database: str) -> tuple[Any, int]:
-    store = await Store.open(database)
+    store = await SqlStore.open(database)
     try:
         return await store.instances(), await store.claim_count()
     finally:
@@ -577,11 +578,11 @@ def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluste
 def test_the_index_goes_on_while_the_database_is_away_and_nothing_is_lost(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(self: Store, batch: StoreBatch) -> Applied:
+    async def refuse(self: SqlStore, batch: StoreBatch) -> BatchResult:
         raise CatalogError("the database does not answer")
 
     with monkeypatch.context() as away:
-        away.setattr(Store, "apply", refuse)
+        away.setattr(SqlStore, "apply", refuse)
         positions = prepared(running)
         assert running.client.lookup(SPACE, HASHES, at_least=positions, wait_s=5).deepest == 8
         eventually(lambda: running.client.ready().degraded == "the database does not answer")

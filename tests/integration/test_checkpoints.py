@@ -14,7 +14,7 @@ from kvbm import _native
 from kvbm.catalog import checkpoints
 from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest
 from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.catalog.sequencer import ProjectorState
+from kvbm.catalog.sequencer import SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
 from kvbm.core.events import BlocksCreated, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Tier
@@ -33,7 +33,7 @@ def filled(blocks: int) -> _native.ClusterIndex:
 
 
 def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = None) -> None:
-    state = ProjectorState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
+    state = SequencerState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
     writing = Writing(folder, filled(blocks), state, "KVBM")
     assert not writing.has_begun()
     writing.write()
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_costs_one_warning_and_the_one_before_is_loaded(tmp
 
 
 def test_a_checkpoint_that_was_not_finished_is_nothing(tmp_path: Path) -> None:
-    state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
+    state = SequencerState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
     Writing(tmp_path, filled(3), state, "KVBM").write()
     assert load(tmp_path) is None
 
@@ -115,7 +115,7 @@ def test_a_folder_that_takes_nothing_is_one_sentence_and_nothing_is_left(
         def load_checkpoint(self, path: str) -> bytes:
             return b""
 
-    state = ProjectorState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
+    state = SequencerState(sequence=10, newest_wall_ns=1, namespaces=(), followed=())
     with pytest.raises(CatalogError, match="No space left"):
         Writing(tmp_path, Full(9), state, "KVBM").write()
     assert not list(tmp_path.iterdir())

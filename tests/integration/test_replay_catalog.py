@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_store import Store
+from kvbm.catalog.sql_store import SqlStore
 from kvbm.core.codec import Frame
 from kvbm.core.ids import InstanceId, split_hashes
 from kvbm.locate.http import CatalogClient
@@ -143,7 +143,7 @@ def rows(url: str) -> Rows:
     """What the database says of instances and claims."""
 
     async def read() -> Rows:
-        store = await Store.open(url)
+        store = await SqlStore.open(url)
         try:
             claims = [chunk async for chunk in store.claims()]
             instances = await store.instances()

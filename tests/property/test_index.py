@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm.catalog.index import ClusterIndex, Holder, is_doubtful
+from kvbm.catalog.row_collector import RowCollector
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -34,11 +35,11 @@ scripts = st.lists(st.tuples(st.integers(0, len(INSTANCES) - 1), commands), max_
 
 
 class Cluster:
-    """Several ledgers, one stream, one projector that reads it, and the answer it should come to."""
+    """Several ledgers, one stream, one sequencer that reads it, and the answer it should come to."""
 
     def __init__(self, twin: Twin) -> None:
         self.drivers = [Driver() for _ in INSTANCES]
-        self.projector = twin.projector()
+        self.sequencer = twin.sequencer()
         self.claims: set[Key] = set()
         self.sequence = 0
         self.sent = [0] * len(INSTANCES)
@@ -47,7 +48,7 @@ class Cluster:
 
     @property
     def index(self) -> ClusterIndex:
-        return self.projector.index
+        return self.sequencer.index
 
     def run(self, which: int, command: tuple[Any, ...], lose: bool = False) -> None:
         self.drivers[which].run(command)
@@ -63,7 +64,7 @@ class Cluster:
         self.sent[which] = len(frames)
 
     def step(self, messages: list[StreamMessage]) -> None:
-        self.projector.step(0.0, messages)
+        self.sequencer.step(0.0, messages)
 
     def note_claims(self, frame: Frame) -> None:
         fold = Residencies(strict=False)
@@ -145,7 +146,7 @@ def test_the_index_is_the_union_of_residencies_and_claims(
     cluster.finish()
     assert indexed(cluster.index) == cluster.held()
     assert cluster.index.claim_counts().get(POOL, 0) == len(cluster.claims)
-    assert cluster.projector.counters.digest_mismatches == cluster.projector.counters.holes == 0
+    assert cluster.sequencer.counters.digest_mismatches == cluster.sequencer.counters.holes == 0
     assert not cluster.index.anomalies()
     for name, driver in zip(INSTANCES, cluster.drivers, strict=True):
         view = cluster.index.view(name)
@@ -286,11 +287,11 @@ def test_after_lost_frames_a_round_makes_every_instance_whole(
         published = Heartbeat(
             instance=INSTANCES[which], cluster="c", epoch=driver.epoch, published=driver.ledger.applied, wall_time_ns=0
         )
-        cluster.projector.hear(now_s, published)
-        while cluster.projector.position(INSTANCES[which]) < (driver.epoch, driver.ledger.applied):
+        cluster.sequencer.on_heartbeat(now_s, published)
+        while cluster.sequencer.position(INSTANCES[which]) < (driver.epoch, driver.ledger.applied):
             now_s += 2.0
-            cluster.projector.hear(now_s, published)
-            cluster.projector.step(now_s + 1.0, [], at_end=True)
+            cluster.sequencer.on_heartbeat(now_s, published)
+            cluster.sequencer.step(now_s + 1.0, [], at_end=True)
             assert now_s < 1000
     assert indexed(cluster.index, with_claims=False) == cluster.held(with_claims=False)
     assert not any(is_doubtful(cluster.index, name) for name in INSTANCES)
@@ -391,17 +392,17 @@ def test_no_sequence_of_events_parts_the_index_from_its_folds(
 @each_twin
 @thorough
 @given(st.lists(any_frames(), max_size=12))
-def test_no_sequence_of_frames_breaks_the_projector(twin: Twin, frames: list[Frame]) -> None:
-    projector = twin.projector()
+def test_no_sequence_of_frames_breaks_the_sequencer(twin: Twin, frames: list[Frame]) -> None:
+    sequencer, rows = twin.sequencer(), RowCollector("KVBM")
     keys: set[Key] = set()
     for sequence, frame in enumerate(frames, 1):
         nearer = msgspec.structs.replace(
             frame, instance=INSTANCES[frame.digest % 2], first_offset=Offset(frame.epoch % 3)
         )
-        projector.step(0.0, [message(nearer, sequence)], at_end=True)
+        rows.take(sequencer.step(0.0, [message(nearer, sequence)], at_end=True))
         for event in frame.events:
             if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
                 keys |= {(event.namespace, block) for block in split_hashes(event.hashes)}
-    held = held_of(projector.index, keys, with_claims=False)
-    assert projector.index.residency_count() == sum(map(len, held.values()))
-    assert (projector.take_batch() is None) == (not frames)
+    held = held_of(sequencer.index, keys, with_claims=False)
+    assert sequencer.index.residency_count() == sum(map(len, held.values()))
+    assert (rows.take_batch(sequencer.safe_mark(), sequencer.rows) is None) == (not frames)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from kvbm.catalog.lag import Backlog
-from kvbm.catalog.liveness import Heard, LifeState, Liveness, OwnPulse, Ticked
-from kvbm.catalog.service import CatalogService
+from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.heartbeats import HeartbeatFollower
+from kvbm.catalog.lag import StreamLag
+from kvbm.catalog.liveness import LIVENESS_S, Heard, LifeState, OwnPulse, Ticked
 from kvbm.core.ids import Epoch, InstanceId, Offset
-from kvbm.streams.base import Heartbeat, StreamMessage
+from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
 from kvbm.streams.nats.heartbeats import heartbeat_in
 from tests.indexes import NATIVE
 
@@ -43,21 +44,16 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
             yield said  # a reader that begins anew gets the last pulse of everyone again
 
     said = heartbeat(time.time_ns())
-    service = object.__new__(CatalogService)
-    service.settings = type("S", (), {"cluster": None})()
-    service._stream = Repeating()  # type: ignore[assignment]
-    service._index = NATIVE.index()
-    service._projector = NATIVE.projector(service._index)
-    service._own_name = InstanceId("own")
-    service._liveness = Liveness()
-    service._backlog = Backlog(3.5)
-    service._heard_after_s, service._sent_pulses = 0.0, {}
-    service._live(OwnPulse())
-    asyncio.run(service._hear())
-    last = service._liveness.last(ONE)
-    assert last is not None and service._liveness.state(ONE) is LifeState.LIVE
+    stream, sequencer = cast(EventStream, Repeating()), NATIVE.sequencer()
+    lag = StreamLag(stream, cast(EventReader, None), sequencer, 0)
+    heartbeats = HeartbeatFollower(stream, sequencer, Degraded(), None, LIVENESS_S, lag)
+    heartbeats.step(OwnPulse())
+    asyncio.run(heartbeats.watch())
+    liveness = heartbeats.liveness
+    last = liveness.last(ONE)
+    assert last is not None and liveness.state(ONE) is LifeState.LIVE
     for second in range(1, 6):
-        service._liveness.step(last.at_s + second, OwnPulse())
-        service._liveness.step(last.at_s + second, Heard(said))
-    service._liveness.step(last.at_s + 5, Ticked())
-    assert service._liveness.state(ONE) is LifeState.SILENT
+        liveness.step(last.at_s + second, OwnPulse())
+        liveness.step(last.at_s + second, Heard(said))
+    liveness.step(last.at_s + 5, Ticked())
+    assert liveness.state(ONE) is LifeState.SILENT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbm.catalog.sql_store import InstanceRow
+from kvbm.catalog.sql_rows import InstanceRow
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import BlocksEvicted, EvictReason, InstanceStarted, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
@@ -26,16 +26,16 @@ def test_a_claim_loaded_from_sql_is_withdrawn_whatever_tier_the_pool_is_in(twin:
 
 
 @each_twin
-def test_claims_of_an_older_blind_epoch_go_to_the_pool_that_sql_knows(twin: Twin) -> None:
+def test_claims_of_an_older_epoch_joined_mid_stream_go_to_the_pool_that_sql_knows(twin: Twin) -> None:
     pools = (PoolStated(Tier.OBJECT, 0, 64, Reach.CLUSTER, "shared"),)
     known = InstanceRow(id=ONE, cluster="c", epoch=Epoch(2), first_seen_ns=1, last_frame_ns=1, pools=pools)
     index = twin.index()
     index.claim("shared", SPACE, BLOCK)
-    projector = twin.projector(index, stored=9, known=[known])
+    sequencer = twin.sequencer(index, known=[known])
     event = BlocksEvicted(namespace=SPACE, tier=Tier.OBJECT, reason=EvictReason.CORRUPT, hashes=BLOCK)
     frame = Frame(
         instance=ONE, epoch=Epoch(1), first_offset=Offset(5), wall_time_ns=1, events=(event,), digest=0
     )  # fmt: skip
-    projector.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
+    sequencer.step(0.0, [StreamMessage(1, "kvbm.v1.events.c.one", encode_frame(frame))])
     assert not index.anomalies()
     assert not index.holders(SPACE, BLOCK)

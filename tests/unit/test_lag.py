@@ -64,10 +64,10 @@ class Read:
         self.backlog = Backlog(3.0)
         self.places: dict[InstanceId, Position] = {}
 
-    def hear(
+    def on_heartbeat(
         self, now_s: float, epoch: int, decided: int, instance: InstanceId = ONE, sent_s: float | None = None
     ) -> None:
-        self.backlog.hear(
+        self.backlog.on_heartbeat(
             now_s,
             now_s if sent_s is None else sent_s,
             instance,
@@ -83,8 +83,8 @@ def test_who_says_it_has_decided_what_is_never_read_is_behind_after_a_while_thou
     read = Read()
     read.places = {ONE: at(1, 13), TWO: at(1, 13)}
     for second in range(10):
-        read.hear(float(second), 1, 13 + 100 * second)
-        read.hear(float(second), 1, 13, TWO)
+        read.on_heartbeat(float(second), 1, 13 + 100 * second)
+        read.on_heartbeat(float(second), 1, 13, TWO)
     assert read.behind(9.0) == {ONE}
     assert read.backlog.age_s(9.0, ONE) == 9.0
     assert read.backlog.decided(ONE) == at(1, 913)
@@ -99,9 +99,9 @@ def test_who_is_not_heard_is_behind_at_once_when_it_is_heard_again_until_its_eve
     """A stream without a leader takes neither events nor heartbeats; the first heartbeat after it says nothing of the time between."""
     read = Read()
     read.places = {ONE: at(1, 13)}
-    read.hear(0.0, 1, 13)
+    read.on_heartbeat(0.0, 1, 13)
     assert read.behind(6.0) == {ONE}
-    read.hear(6.5, 1, 999)
+    read.on_heartbeat(6.5, 1, 999)
     assert read.behind(7.0) == {ONE}
     read.places[ONE] = at(1, 999)
     assert not read.behind(8.0)
@@ -110,13 +110,13 @@ def test_who_is_not_heard_is_behind_at_once_when_it_is_heard_again_until_its_eve
 def test_who_comes_back_after_it_was_left_out_is_behind_from_its_first_word_on() -> None:
     read = Read()
     read.places = {ONE: at(1, 13)}
-    read.hear(0.0, 1, 13)
+    read.on_heartbeat(0.0, 1, 13)
     read.backlog.leave_out(ONE)
     assert not read.behind(6.0)
-    read.hear(6.1, 1, 999)
+    read.on_heartbeat(6.1, 1, 999)
     assert read.backlog.behind == {ONE}
     read.places[ONE] = at(1, 999)
-    read.hear(6.2, 1, 999)
+    read.on_heartbeat(6.2, 1, 999)
     assert not read.backlog.behind
 
 
@@ -124,31 +124,31 @@ def test_an_old_heartbeat_that_is_heard_late_does_not_count_as_of_now() -> None:
     """The stream of pulses keeps the last of everyone, and gives it to a reader that begins anew, perhaps for the first time."""
     read = Read()
     read.places = {ONE: at(1, 100)}
-    read.hear(0.0, 1, 50)
-    read.hear(4.0, 1, 60, sent_s=0.5)  # the newest own pulse heard before it was sent then
+    read.on_heartbeat(0.0, 1, 50)
+    read.on_heartbeat(4.0, 1, 60, sent_s=0.5)  # the newest own pulse heard before it was sent then
     assert read.behind(4.0) == {ONE}
 
 
 def test_an_epoch_that_is_over_and_never_came_is_not_waited_for() -> None:
     read = Read()
     read.places = {ONE: at(1, 5)}
-    read.hear(0.0, 1, 50)
-    read.hear(1.0, 2, 3)
+    read.on_heartbeat(0.0, 1, 50)
+    read.on_heartbeat(1.0, 2, 3)
     read.places[ONE] = at(2, 3)
     assert not read.behind(3.5)
 
 
 def test_who_does_not_say_what_it_has_decided_is_behind_only_when_it_is_not_heard() -> None:
     read = Read()
-    read.hear(0.0, 1, 0)
-    read.hear(5.0, 1, 0)
+    read.on_heartbeat(0.0, 1, 0)
+    read.on_heartbeat(5.0, 1, 0)
     assert not read.behind(5.0)
 
 
 def test_what_is_remembered_of_one_instance_is_bounded_and_the_oldest_counts() -> None:
     read = Read()
     for second in range(1, 10_000):
-        read.hear(float(second), 1, second)
+        read.on_heartbeat(float(second), 1, second)
     assert read.behind(10_000.0) == {ONE}
     assert read.backlog.age_s(10_000.0, ONE) == 9_999.0
     read.places[ONE] = at(1, 9_999)
@@ -159,8 +159,8 @@ def test_what_another_life_had_decided_is_not_waited_for() -> None:
     """Its epoch was larger: nobody will ever read so far. The new life is always a little ahead of what is read."""
     backlog = Backlog(4.0)
     for offset in (700, 800, 900):
-        backlog.hear(0.0, 0.0, ONE, at(8, offset), at(8, 600))
+        backlog.on_heartbeat(0.0, 0.0, ONE, at(8, offset), at(8, 600))
     for second in range(1, 60):
-        backlog.hear(float(second), float(second), ONE, at(1, 10 * second), at(1, 10 * second - 5))
+        backlog.on_heartbeat(float(second), float(second), ONE, at(1, 10 * second), at(1, 10 * second - 5))
         backlog.judge(float(second), lambda _, read=10 * second - 5: at(1, read))
     assert backlog.age_s(60.0, ONE) < 4.0 and not backlog.behind

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.catalog.liveness import (
-    Followed,
     Heard,
     Input,
     LifeState,
     Liveness,
     OwnPulse,
     Return,
+    StreamProgress,
     Ticked,
     Why,
     Withhold,
@@ -54,7 +54,7 @@ class Watch:
 
     def follow(self, now_s: float, *instances: InstanceId, epoch: int = 1, stopped: bool = False) -> None:
         for instance in instances:
-            self.step(now_s, Followed(instance, Epoch(epoch), stopped))
+            self.step(now_s, StreamProgress(instance, Epoch(epoch), stopped))
 
     def run(self, begin_s: float, end_s: float, alive: Sequence[InstanceId] = (), own: bool = True) -> None:
         """Tick along; these and the catalog itself are heard every second."""
@@ -135,7 +135,7 @@ def test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_
 
 def test_one_whose_epoch_is_unreadable_is_withheld_however_alive_and_still_a_candidate() -> None:
     watch = five()
-    watch.step(10.0, Followed(E, Epoch(1), False, unreadable=True))
+    watch.step(10.0, StreamProgress(E, Epoch(1), False, unreadable=True))
     assert watch.withheld == {E: Why.NEWER} and watch.liveness.state(E) is LifeState.LIVE
     assert E in watch.liveness.candidates()  # it serves; only what it holds is not known
     watch.hear(10.1, E, epoch=2)
@@ -143,7 +143,7 @@ def test_one_whose_epoch_is_unreadable_is_withheld_however_alive_and_still_a_can
     watch.follow(10.2, E, epoch=2)
     assert not watch.withheld
     watch.step(
-        10.3, Followed(InstanceId("f"), Epoch(0), False, unreadable=True)
+        10.3, StreamProgress(InstanceId("f"), Epoch(0), False, unreadable=True)
     )  # of which nothing at all could be read
     assert watch.withheld == {InstanceId("f"): Why.NEWER}
 
@@ -301,9 +301,9 @@ def test_an_instance_the_stream_has_not_told_of_has_nothing_to_withhold() -> Non
 
 def test_effects_name_the_epoch_the_stream_has_told() -> None:
     liveness = Liveness()
-    liveness.step(0.0, Followed(A, Epoch(7), False))
-    assert liveness.step(0.1, Followed(A, Epoch(7), True)) == [Withhold(A, Epoch(7), Why.STOPPED)]
-    assert liveness.step(0.2, Followed(A, Epoch(8), False)) == []
+    liveness.step(0.0, StreamProgress(A, Epoch(7), False))
+    assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Withhold(A, Epoch(7), Why.STOPPED)]
+    assert liveness.step(0.2, StreamProgress(A, Epoch(8), False)) == []
     assert liveness.step(0.3, OwnPulse()) == []
     assert liveness.step(0.4, Heard(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
 
@@ -330,7 +330,7 @@ def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
         case ("hear", str(name), int(epoch), str(run)):
             return Heard(beat(InstanceId(name), number * 1000 + clock, epoch, run))
         case ("follow", str(name), int(epoch), bool(stopped)):
-            return Followed(InstanceId(name), Epoch(epoch), stopped)
+            return StreamProgress(InstanceId(name), Epoch(epoch), stopped)
         case ("own",):
             return OwnPulse()
         case _:
@@ -430,7 +430,7 @@ def test_while_the_catalog_does_not_hear_itself_nobody_is_withheld_for_silence(
 def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() -> None:
     """The journal and the stream were lost: what begins again with epoch 1 is no zombie of epoch 5, but the other way round."""
     watch = Watch()
-    watch.step(0.0, Followed(A, Epoch(5), False, "old", 0))
+    watch.step(0.0, StreamProgress(A, Epoch(5), False, "old", 0))
     watch.follow(0.0, B, C, D)
     for second in range(10):
         watch.step(second, OwnPulse())
@@ -440,8 +440,8 @@ def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() ->
     watch.hear(10.0, A, epoch=1, run="new")  # its fence was not read yet
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "old"
-    watch.step(10.1, Followed(A, Epoch(0), False, "new", 1))
-    watch.step(10.2, Followed(A, Epoch(1), False, "new", 1))
+    watch.step(10.1, StreamProgress(A, Epoch(0), False, "new", 1))
+    watch.step(10.2, StreamProgress(A, Epoch(1), False, "new", 1))
     watch.hear(10.3, A, epoch=1, run="new")
     watch.hear(10.4, A, epoch=5, run="old")  # thaws, and has not seen yet that its place is another's
     assert watch.withheld == {A: Why.RESTARTED}  # for all that is known it may have begun since
@@ -453,7 +453,7 @@ def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() ->
 
 def test_whoever_is_ignored_for_long_is_named_until_nothing_more_comes() -> None:
     watch = Watch()
-    watch.step(0.0, Followed(A, Epoch(5), False, "holder", 0))
+    watch.step(0.0, StreamProgress(A, Epoch(5), False, "holder", 0))
     for second in range(8):
         watch.step(second, OwnPulse())
         watch.hear(second, A, epoch=5, run="holder")
@@ -465,7 +465,7 @@ def test_whoever_is_ignored_for_long_is_named_until_nothing_more_comes() -> None
 
 def test_one_pulse_of_a_zombie_names_nobody() -> None:
     watch = five()
-    watch.step(10.0, Followed(E, Epoch(2), False, "new", 0))
+    watch.step(10.0, StreamProgress(E, Epoch(2), False, "new", 0))
     watch.hear(10.1, E, epoch=2, run="new")
     watch.hear(10.2, E, epoch=1, run="old")
     watch.run(10.2, 20.0, [A, B, C, D])
@@ -477,7 +477,7 @@ def test_of_two_runs_of_one_epoch_the_holder_counts_though_the_other_was_heard_f
     watch.follow(0.0, A)
     watch.step(0.0, OwnPulse())
     watch.hear(0.1, A, run="x")
-    watch.step(0.2, Followed(A, ONE, False, "y", 0))
+    watch.step(0.2, StreamProgress(A, ONE, False, "y", 0))
     watch.hear(0.3, A, run="y")
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "y" and not watch.liveness.double_ids

@@ -12,11 +12,8 @@ def asker(chance: float = 0.0) -> RoundAsker:
     return RoundAsker(again_s=10.0, chance=lambda: chance)
 
 
-def asked(rounds: RoundAsker, now_s: float, *, deaf: bool = False, **doubts: Doubt) -> list[str]:
-    return [
-        ask.instance
-        for ask in rounds.step(now_s, {InstanceId(k): v for k, v in doubts.items()}, lambda instance: not deaf)
-    ]
+def asked(rounds: RoundAsker, now_s: float, *, deaf: bool = False, **doubts: Doubt) -> list[InstanceId]:
+    return rounds.step(now_s, {InstanceId(k): v for k, v in doubts.items()}, lambda instance: not deaf)
 
 
 def test_an_instance_is_asked_at_once_and_again_while_it_stays_doubtful() -> None:

@@ -8,18 +8,18 @@ import pytest
 
 from kvbm.catalog.liveness import (
     LIVENESS_S,
-    Followed,
     Heard,
     Input,
     LifeState,
     Liveness,
     OwnPulse,
     Pulse,
+    StreamProgress,
     Ticked,
     Withhold,
 )
 from kvbm.catalog.lookup import lookup
-from kvbm.catalog.routing import Ask, Router, RoutingSettings
+from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
 from kvbm.core.answers import RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
@@ -41,8 +41,8 @@ def hashes(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(16, "big") for number in numbers)
 
 
-def ask(*numbers: int, extra_tokens: int = 0) -> Ask:
-    return Ask(SPACE, hashes(*numbers), 100 * len(numbers) + extra_tokens, 100)
+def ask(*numbers: int, extra_tokens: int = 0) -> RoutingTask:
+    return RoutingTask(SPACE, hashes(*numbers), 100 * len(numbers) + extra_tokens, 100)
 
 
 def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: object) -> Pulse:
@@ -66,11 +66,11 @@ class Cluster:
         created = BlocksCreated(namespace=SPACE, tier=tier, hashes=hashes(*numbers))
         self.index.apply(frame_bytes(instance, created))
 
-    def rank(self, now_s: float, asked: Ask) -> dict[str, RankedInstance]:
+    def rank(self, now_s: float, asked: RoutingTask) -> dict[str, RankedInstance]:
         ranked = self.router.rank(now_s, asked, self.index, list(self.pulses), self.pulses)
         return {entry.instance: entry for entry in ranked}
 
-    def route(self, now_s: float, asked: Ask) -> str:
+    def route(self, now_s: float, asked: RoutingTask) -> str:
         ranked = self.router.route(now_s, asked, self.index, list(self.pulses), self.pulses)
         assert [entry.cost_s for entry in ranked] == sorted(entry.cost_s for entry in ranked)
         for entry in ranked:
@@ -137,7 +137,7 @@ def test_soon_held_blocks_extend_held_ones(twin: Twin) -> None:
     cluster.hold(A, Tier.HBM, 1, 2)
     cluster.route(0.0, ask(1, 2, 3, 4))
     assert cluster.rank(1.0, ask(1, 2, 3, 4, 5))[A].depth == 4
-    other = Ask(NamespaceId(bytes(16)), hashes(1, 2, 3, 4), 400, 100)
+    other = RoutingTask(NamespaceId(bytes(16)), hashes(1, 2, 3, 4), 400, 100)
     assert cluster.rank(1.0, other)[A].depth == 0
 
 
@@ -203,7 +203,7 @@ def test_equal_costs_are_told_apart_by_content_and_always_the_same_way(twin: Twi
 
 @each_twin
 def test_a_prompt_shorter_than_a_block_is_routed_too(twin: Twin) -> None:
-    assert Cluster(twin).route(0.0, Ask(SPACE, b"", 7, 100)) in ("a", "b")
+    assert Cluster(twin).route(0.0, RoutingTask(SPACE, b"", 7, 100)) in ("a", "b")
 
 
 # -- who is considered ------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Heads:
         self.index.apply(frame_bytes(instance, *events))
         view = self.index.view(instance)
         assert view is not None
-        self.step(now_s, Followed(instance, view.epoch, view.stopped))
+        self.step(now_s, StreamProgress(instance, view.epoch, view.stopped))
 
     def hear(self, pulse: Pulse) -> None:
         self.step(pulse.at_s, Heard(pulse.heartbeat))

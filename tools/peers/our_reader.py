@@ -1,7 +1,7 @@
 """Our side over the wire: from JetStream into the index, as the catalog does it, by what `kvbm bench ingest` measures.
 
 A message is one frame of 256 block events; all of them lie on a nats-server of its own before the clock runs. Reading, scanning,
-projecting, applying and comparing digests is in it, in this one process; the server's own work and SQL are not.
+sequencing, applying and comparing digests is in it, in this one process; the server's own work and SQL are not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers.workload import Part, Step, hashes
 
 from kvbm.assembly import NATIVE
 from kvbm.bench.ingest import take_in
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import shared_server
@@ -26,7 +26,7 @@ _CLUSTER = "bench"
 
 
 class OurReader(Service):
-    """A Service over a stream, a projector and the index."""
+    """A Service over a stream, a sequencer and the index."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvbm-bench-")
@@ -34,7 +34,7 @@ class OurReader(Service):
         self._runner = asyncio.Runner()
         self._stream = self._runner.run(NatsStream.connect(self._server.url, 5.0))
         self._index = Index()
-        self._projector = Projector(self._index.native, NATIVE.scan_frames, "bench")
+        self._sequencer = Sequencer(self._index.native, NATIVE.scan_frames)
         self._streams = OurStreams()
         self._last = 0
         self.lay_ready([(instance, frame) for instance, frame in enumerate(self._streams.beginnings())])
@@ -50,8 +50,8 @@ class OurReader(Service):
 
     def take_in(self) -> bool:
         """Read them. Raises ValueError: the index and the streams disagree."""
-        self._runner.run(take_in(self._stream, _CLUSTER, self._projector, self._last))
-        counters = self._projector.counters
+        self._runner.run(take_in(self._stream, _CLUSTER, self._sequencer, self._last))
+        counters = self._sequencer.counters
         if counters.digest_mismatches or counters.poison or counters.gaps:
             raise ValueError(f"the index disagrees with the streams: {counters}")
         return True

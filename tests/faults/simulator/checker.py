@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvbm import assembly
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.service import CatalogService
-from kvbm.catalog.sql_store import InstanceState
+from kvbm.catalog.sql_rows import InstanceState
 from kvbm.core.backend import Fold
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
@@ -220,37 +220,37 @@ class Checker:
     # -- what the catalog says ----------------------------------------------------------------------------------------
 
     def catalog_began(self, node: CatalogNode, service: CatalogService) -> None:
-        service._projector.__dict__["machine"] = node.machine.name
+        service.sequencer.__dict__["machine"] = node.machine.name
 
-    def spoil(self, projector: Any, instance: InstanceId, position: Position) -> None:
+    def spoil(self, sequencer: Any, instance: InstanceId, position: Position) -> None:
         """An entry of an index was flipped; a checkpoint may bring it back."""
-        self.spoilt[projector.__dict__["machine"], instance] = position
+        self.spoilt[sequencer.__dict__["machine"], instance] = position
 
-    def stepped(self, projector: Any, instances: Any, machine: str) -> None:
+    def stepped(self, sequencer: Any, instances: Any, machine: str) -> None:
         """The catalog has applied messages: where it is sure of an instance, it must be right."""
-        projector.__dict__["machine"] = machine
+        sequencer.__dict__["machine"] = machine
         for instance in instances:
-            self.check_instance(projector, instance)
-        if projector.counters.digest_mismatches and all(spoilt != machine for spoilt, _ in self.spoilt):
+            self.check_instance(sequencer, instance)
+        if sequencer.counters.digest_mismatches and all(spoilt != machine for spoilt, _ in self.spoilt):
             raise Violation(
                 "a digest differs though no entry was spoilt: events were missed, or counted twice, unnoticed"
             )
 
-    def check_instance(self, projector: Any, instance: InstanceId) -> None:
+    def check_instance(self, sequencer: Any, instance: InstanceId) -> None:
         self.checks += 1
-        index = projector.index
+        index = sequencer.index
         view = index.view(instance)
-        position = projector.position(instance)
+        position = sequencer.position(instance)
         if view is None or not position.epoch:
             return
-        epochs: dict[InstanceId, tuple[int, int]] = projector.__dict__.setdefault("epochs_seen", {})
-        life = projector.holder(instance).life
+        epochs: dict[InstanceId, tuple[int, int]] = sequencer.__dict__.setdefault("epochs_seen", {})
+        life = sequencer.holder(instance).life
         if (life, view.epoch) < epochs.get(instance, (0, 0)):
             raise Violation(f"the catalog went back to epoch {view.epoch} of {instance}")
         epochs[instance] = (life, view.epoch)
-        if view.doubtful or view.partial or projector.sequence <= getattr(projector, "_settled", 0):
+        if view.doubtful or view.partial or sequencer.sequence <= getattr(sequencer, "_settled", 0):
             return
-        if position <= self.spoilt.get((projector.__dict__.get("machine", ""), instance), ORIGIN):
+        if position <= self.spoilt.get((sequencer.__dict__.get("machine", ""), instance), ORIGIN):
             return
         known = self._written.get((instance, position.epoch), [])
         if not any(written.digests.get(position.offset) == view.digest for written in known):
@@ -282,23 +282,23 @@ class Checker:
             return "the catalog does not run"
         if not service.is_ready:
             return f"the catalog is not ready: {service.readiness().reason}"
-        index, projector = service._index, service._projector
+        index, sequencer = service.index, service.sequencer
         for instance, node in sorted(live.items()):
-            if why := self._unsettled_instance(instance, node, index, projector):
+            if why := self._unsettled_instance(instance, node, index, sequencer):
                 return f"{instance}: {why}"
-        for instance in projector.instances():
-            self.check_instance(projector, instance)
+        for instance in sequencer.instances():
+            self.check_instance(sequencer, instance)
         return (
             self._unsettled_rows(service)
-            or self._unsettled_histories(live, projector)
+            or self._unsettled_histories(live, sequencer)
             or self._unsettled_blocks(live, index)
-            or self._unlike_cold(projector, index)
+            or self._unlike_cold(sequencer, index)
         )
 
-    def _unsettled_instance(self, instance: InstanceId, node: Node, index: Any, projector: Any) -> str:
+    def _unsettled_instance(self, instance: InstanceId, node: Node, index: Any, sequencer: Any) -> str:
         manager: Any = node.manager
         offset, digest = manager.digest()
-        position, view = projector.position(instance), index.view(instance)
+        position, view = sequencer.position(instance), index.view(instance)
         if view is None:
             return "the catalog does not know it"
         if view.epoch != manager.epoch or position != (manager.epoch, offset):
@@ -394,10 +394,10 @@ class Checker:
         return ""
 
     def _unsettled_rows(self, service: CatalogService) -> str:
-        store, index, projector = self.cluster.store, service._index, service._projector
-        for instance in projector.instances():
+        store, index, sequencer = self.cluster.store, service.index, service.sequencer
+        for instance in sequencer.instances():
             row = store.position_rows.get(instance)
-            position = projector.position(instance)
+            position = sequencer.position(instance)
             if row is None or (row.epoch, row.next_offset) != position:
                 return f"SQL has {instance} at {row}, the index at {tuple(position)}"
         claims: dict[str, int] = {}
@@ -408,7 +408,7 @@ class Checker:
             return f"SQL has claims {claims}, the index {counted}"
         return ""
 
-    def _unsettled_histories(self, live: dict[InstanceId, Node], projector: Any) -> str:
+    def _unsettled_histories(self, live: dict[InstanceId, Node], sequencer: Any) -> str:
         """SQL's rows of instances, epochs and namespaces are those of the ledgers."""
         store = self.cluster.store
         for instance, node in sorted(live.items()):
@@ -422,22 +422,22 @@ class Checker:
             pools = {pool.tier: pool.slots for pool in row.pools if pool.slots}
             if pools and any(len(manager.held(tier)) > pools.get(tier, 0) for tier in manager.pools.slots):
                 return f"SQL has {instance} with pools {pools}, it holds more"
-            for namespace in projector.declared(instance):
+            for namespace in sequencer.declared(instance):
                 if namespace not in store.namespace_rows:
                     return f"{instance} declared the namespace {namespace.hex()}, SQL lacks it"
         return ""
 
-    def _unlike_cold(self, projector: Any, index: Any) -> str:
+    def _unlike_cold(self, sequencer: Any, index: Any) -> str:
         """A catalog that reads the whole stream now stands where this one stands, and has its claims."""
         server = self.cluster.server
         if not server.is_whole:
             return ""
         cold_index = assembly.NATIVE_INDEX(1 << 20)
-        cold = Projector(cold_index, assembly.NATIVE.scan_frames, "cold")
+        cold = Sequencer(cold_index, assembly.NATIVE.scan_frames)
         cold.step(0.0, [stored.message for stored in server.messages], at_end=True)
-        for instance in projector.instances():
-            if cold.position(instance) != projector.position(instance):
-                return f"read anew, {instance} is at {tuple(cold.position(instance))}, not {tuple(projector.position(instance))}"
+        for instance in sequencer.instances():
+            if cold.position(instance) != sequencer.position(instance):
+                return f"read anew, {instance} is at {tuple(cold.position(instance))}, not {tuple(sequencer.position(instance))}"
         claims, again = (
             {pool: count for pool, count in one.claim_counts().items() if count} for one in (index, cold_index)
         )

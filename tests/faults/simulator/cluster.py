@@ -383,7 +383,7 @@ class SimLocator:
         nap(self._cluster.world, 0.002)
         if service is None or self._cluster.catalog.process is None or self._cluster.catalog.process.frozen:
             return 0
-        found = service._index.prefixes(namespace, hashes)
+        found = service.index.prefixes(namespace, hashes)
         return max((entry.depth for entry in found.pools if entry.pool == pool), default=0)
 
     def close(self) -> None:
@@ -467,8 +467,8 @@ class Cluster:
         )  # fmt: skip
 
     def begin(self) -> None:
-        self._real_store = service_module.Store
-        service_module.Store = StoreClass(self.store)  # type: ignore[misc, assignment]
+        self._real_store = service_module.SqlStore
+        service_module.SqlStore = StoreClass(self.store)  # type: ignore[misc, assignment]
         for catalog in self.catalogs:
             catalog.start()
         for node in self.nodes:
@@ -493,7 +493,7 @@ class Cluster:
         for machine in self.machines.values():
             machine.disk.remove()
         if self._real_store is not None:
-            service_module.Store = self._real_store  # type: ignore[misc]
+            service_module.SqlStore = self._real_store  # type: ignore[misc]
 
 
 def settings_at(settings: Settings, machine: Machine) -> Settings:

@@ -540,7 +540,7 @@ class Faults:
         service = rng.choice(self._cluster.catalogs).service
         if service is None:
             return _NOTHING
-        index, projector = service._index, service._projector
+        index, sequencer = service.index, service.sequencer
         known = []
         for namespace, block in self._cluster.chains.universe:
             for name, tier, is_pool in index.holders(namespace, block):
@@ -549,7 +549,7 @@ class Faults:
         if not known:
             return _NOTHING
         namespace, block, instance, tier = rng.choice(known)
-        position = projector.position(instance)
+        position = sequencer.position(instance)
         view = index.view(instance)
         if view is None or view.epoch != position.epoch:
             return _NOTHING
@@ -560,7 +560,7 @@ class Faults:
             )
         )  # fmt: skip
         index.apply(data)
-        self._cluster.checker.spoil(projector, instance, Position(*position))
+        self._cluster.checker.spoil(sequencer, instance, Position(*position))
         return None
 
 

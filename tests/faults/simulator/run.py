@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.catalog.sequencer import Projector
+from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import FrameBytes
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.journal.journal import Journal
@@ -82,8 +82,8 @@ class Outcome(NamedTuple):
 
 @contextmanager
 def watched(*, logs: bool = False) -> Iterator[None]:
-    """Stand-ins in place, and the checker sees journals and projectors. Any number of seeds may run inside."""
-    append_all, memory_append, step = Journal.append_all, MemoryLog.append, Projector.step
+    """Stand-ins in place, and the checker sees journals and sequencers. Any number of seeds may run inside."""
+    append_all, memory_append, step = Journal.append_all, MemoryLog.append, Sequencer.step
 
     def watched_append_all(self: Any, frames: Sequence[FrameBytes]) -> int:
         checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
@@ -109,14 +109,14 @@ def watched(*, logs: bool = False) -> Iterator[None]:
 
     Journal.append_all = watched_append_all  # type: ignore[method-assign]
     MemoryLog.append = watched_append  # type: ignore[method-assign]
-    Projector.step = stepped  # type: ignore[method-assign]
+    Sequencer.step = stepped  # type: ignore[method-assign]
     try:
         with installed(logs=logs):
             yield
     finally:
         Journal.append_all = append_all  # type: ignore[method-assign]
         MemoryLog.append = memory_append  # type: ignore[method-assign]
-        Projector.step = step  # type: ignore[method-assign]
+        Sequencer.step = step  # type: ignore[method-assign]
 
 
 def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = None) -> Outcome:  # noqa: B008

@@ -1,20 +1,12 @@
-"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.sql_store.Store` keeps them."""
+"""The catalog's database in memory: batches by compare-and-swap, as `kvbm.catalog.sql_store.SqlStore` keeps them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvbm.catalog.sql_store import (
-    Applied,
-    ClaimChunk,
-    EpochRow,
-    InstancePosition,
-    InstanceRow,
-    NamespaceRow,
-    Outcome,
-    StoreBatch,
-)
+from kvbm.catalog.sql_rows import EpochRow, InstancePosition, InstanceRow, NamespaceRow, StoreBatch
+from kvbm.catalog.sql_store import BatchResult, ClaimChunk, Outcome
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark
@@ -60,16 +52,16 @@ class SimStore:
         if self.is_down:
             raise CatalogError("the database does not answer (simulated)")
 
-    async def apply(self, batch: StoreBatch) -> Applied:
+    async def apply(self, batch: StoreBatch) -> BatchResult:
         self._check()
         assert 0 <= batch.previous < batch.stream_sequence
         place = self.places.get(batch.stream, START)
         if batch.stream in self.over:
-            return Applied(Outcome.OVER, *place)
+            return BatchResult(Outcome.OVER, *place)
         if place.sequence != batch.previous:
             if place.sequence >= batch.stream_sequence:
-                return Applied(Outcome.REPEATED, *place)
-            return Applied(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
+                return BatchResult(Outcome.REPEATED, *place)
+            return BatchResult(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
         if batch.stream not in self.places:
             whose = batch.stream.partition("@")[0]
             self.over |= dict.fromkeys(name for name in self.places if name.partition("@")[0] == whose)
@@ -98,7 +90,7 @@ class SimStore:
                     self.claim_rows.setdefault(key, run.instance)
         if self.loses_replies and self._world.rng.random() < self.loses_replies:
             raise CatalogError("the connection to the database was lost (simulated)")
-        return Applied(Outcome.APPLIED, batch.stream_sequence)
+        return BatchResult(Outcome.APPLIED, batch.stream_sequence)
 
     async def position(self, stream: str) -> int:
         self._check()
@@ -143,7 +135,7 @@ class SimStore:
 
 
 class StoreClass:
-    """Stands for the class `Store`."""
+    """Stands for the class `SqlStore`."""
 
     def __init__(self, store: SimStore) -> None:
         self._store = store

@@ -12,9 +12,11 @@ import pytest
 from kvbm import _native
 from kvbm.assembly import NATIVE_INDEX
 from kvbm.catalog.degraded import Degraded
-from kvbm.catalog.sequencer import Projector
-from kvbm.catalog.sql_store import Applied, ClaimRun, Store, StoreBatch
-from kvbm.catalog.sql_writer import Numbering, Storing, numbering
+from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
+from kvbm.catalog.sql_store import BatchResult, SqlStore
+from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
@@ -35,21 +37,16 @@ def block(number: int) -> bytes:
 class World:
     """A stream in memory, an SQL file, and what brings one to the other; each step is the test's."""
 
-    def __init__(self, store: Store, file: Path, stream: MemoryStream | None = None) -> None:
+    def __init__(self, store: SqlStore, file: Path, stream: MemoryStream | None = None) -> None:
         self.store, self.file = store, file
         self.stream = stream or MemoryStream()
         self.offsets = {ONE: 0, TWO: 0}
 
     async def begin(self) -> None:
         begun = await numbering(self.store, "c", await self.stream.state(), self.stream)
-        self.projector = Projector(
-            NATIVE_INDEX(1 << 16),
-            _native.scan_frames,
-            begun.name,
-            begun.place.sequence,
-            known=await self.store.instances(),
-        )
-        self.storing = self._storing(begun)
+        self.sequencer = Sequencer(NATIVE_INDEX(1 << 16), _native.scan_frames, await self.store.instances())
+        self.rows = RowCollector(begun.name, begun.place.sequence)
+        self.writer = self._writer(begun)
         self.reader = await self.stream.pull(begun.place.sequence, "c", fingerprint=begun.place.fingerprint)
         if begun.place.sequence:
             return
@@ -62,10 +59,11 @@ class World:
         )
         await self.say(started, name)
 
-    def _storing(self, begun: Numbering) -> Storing:
-        return Storing(
-            self.store, self.stream, "c", self.projector, begun, asyncio.Lock(), Degraded(), NATIVE_INDEX,
-            _native.scan_frames, every_s=0.005,
+    def _writer(self, begun: Numbering) -> SqlWriter:
+        return SqlWriter(
+            self.store, self.stream, self.sequencer, self.rows, begun, asyncio.Lock(), Degraded(),
+            lambda known, namespaces: Sequencer(NATIVE_INDEX(1), _native.scan_frames, known, namespaces),
+            WriterOptions("c", every_s=0.005),
         )  # fmt: skip
 
     async def say(self, event: InstanceStarted | BlocksCreated | BlocksEvicted, name: InstanceId = ONE) -> None:
@@ -82,7 +80,7 @@ class World:
     async def read(self) -> None:
         """Read what there is."""
         for message in await self.reader.fetch(WAIT_S):
-            self.projector.step(0.0, [message])
+            self.rows.take(self.sequencer.step(0.0, [message]))
 
     async def claim(self, number: int) -> None:
         await self.say(BlocksCreated(namespace=SPACE.id, tier=Tier.OBJECT, hashes=block(number)))
@@ -109,7 +107,7 @@ class World:
             there.backup(here)
 
     async def store_until(self, check: Callable[[], Awaitable[bool]]) -> None:
-        running = asyncio.create_task(self.storing.run())
+        running = asyncio.create_task(self.writer.run())
         try:
             await eventually_async(check, "it is not stored", WAIT_S)
         finally:
@@ -119,7 +117,7 @@ class World:
 
 def run(work: Callable[[World], Awaitable[None]], url: str, file: Path) -> None:
     async def opened() -> None:
-        store = await Store.open(url)
+        store = await SqlStore.open(url)
         try:
             world = World(store, file)
             await world.begin()
@@ -138,7 +136,7 @@ async def another(world: World) -> World:
     return other
 
 
-async def refuse(self: Store, batch: StoreBatch) -> Applied:
+async def refuse(self: SqlStore, batch: StoreBatch) -> BatchResult:
     raise CatalogError("the database is away")
 
 
@@ -147,17 +145,17 @@ def test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_
 ) -> None:
     async def work(world: World) -> None:
         await world.claim(1)
-        await world.storing.flush()
+        await world.writer.flush()
         world.copy("older.db")
         await world.claim(2)
-        await world.storing.flush()
+        await world.writer.flush()
         assert await world.claimed() == {1, 2}
         with monkeypatch.context() as away:
-            away.setattr(Store, "apply", refuse)
+            away.setattr(SqlStore, "apply", refuse)
             await world.claim(3)
             await world.withdraw(1)
             with pytest.raises(CatalogError):
-                await world.storing.flush()  # these two are a batch that waits
+                await world.writer.flush()  # these two are a batch that waits
             await world.claim(4)
             await world.claim(5)
             await world.withdraw(4)  # these are gathered behind it
@@ -167,13 +165,13 @@ def test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_
         await world.claim(6)
 
         async def is_read_again() -> bool:
-            return world.storing.read_again == 1 and world.storing.stored == await world.stream.last_sequence()
+            return world.writer.read_again == 1 and world.writer.stored == await world.stream.last_sequence()
 
         await world.store_until(is_read_again)
         await world.claim(7)
 
         async def is_stored() -> bool:
-            return world.storing.stored == await world.stream.last_sequence()
+            return world.writer.stored == await world.stream.last_sequence()
 
         await world.store_until(is_stored)
         assert await world.claimed() == {3, 5, 6, 7}  # of 2 the copy knows nothing: a janitor finds its object
@@ -186,21 +184,21 @@ def test_claims_that_waited_are_stored_in_the_order_of_the_stream_where_it_still
 ) -> None:
     async def work(world: World) -> None:
         await world.claim(1)
-        await world.storing.flush()
+        await world.writer.flush()
         world.copy("older.db")
         await world.withdraw(1)
-        await world.storing.flush()
+        await world.writer.flush()
         with monkeypatch.context() as away:
-            away.setattr(Store, "apply", refuse)
+            away.setattr(SqlStore, "apply", refuse)
             await world.claim(1)
             with pytest.raises(CatalogError):
-                await world.storing.flush()
+                await world.writer.flush()
             await world.claim(2)
             await world.withdraw(1)
         world.restore("older.db")
 
         async def is_stored() -> bool:
-            return world.storing.read_again == 1 and world.storing.stored == await world.stream.last_sequence()
+            return world.writer.read_again == 1 and world.writer.stored == await world.stream.last_sequence()
 
         await world.store_until(is_stored)
         assert await world.claimed() == {2}
@@ -213,18 +211,18 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
 ) -> None:
     async def work(world: World) -> None:
         await world.claim(1)
-        await world.storing.flush()
+        await world.writer.flush()
         other = await another(world)
         await other.claim(2)
         await other.claim(3)
-        await other.storing.flush()
+        await other.writer.flush()
         world.stream.lose_end(2)  # before this one has read them: it sees no change of the stream
         await world.claim(4)
         world.stream.forget([3])
         await world.claim(5)
 
         async def is_stored() -> bool:
-            return world.storing.read_again == 1 and 5 in await world.claimed()
+            return world.writer.read_again == 1 and 5 in await world.claimed()
 
         await world.store_until(is_stored)
         assert await world.claimed() >= {1, 4, 5}
@@ -235,20 +233,20 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
 def test_rows_that_another_catalog_has_overtaken_in_part_are_stored(sqlite_url: str, tmp_path: Path) -> None:
     async def work(world: World) -> None:
         await world.claim(1)
-        await world.storing.flush()
+        await world.writer.flush()
         other = await another(world)
         await other.claim(2)
-        await other.storing.flush()
+        await other.writer.flush()
         await world.read()
         world.offsets = other.offsets
         await world.claim(3)  # the batch has both
-        await world.storing.flush()
+        await world.writer.flush()
 
         async def is_stored() -> bool:
-            return world.storing.stored == await world.stream.last_sequence()
+            return world.writer.stored == await world.stream.last_sequence()
 
         await world.store_until(is_stored)
-        assert await world.claimed() == {1, 2, 3} and world.storing.read_again == 0
+        assert await world.claimed() == {1, 2, 3} and world.writer.read_again == 0
 
     run(work, sqlite_url, tmp_path / "catalog.db")
 
@@ -262,18 +260,18 @@ def test_a_place_that_could_not_be_checked_is_checked_again(
     async def work(world: World) -> None:
         await world.claim(1)
         await world.claim(2)
-        await world.storing.flush()
-        name = world.storing.name
+        await world.writer.flush()
+        name = world.writer.name
         world.stream.lose_end(2)
-        world.storing.check_place()  # as after a lost connection
+        world.writer.check_place()  # as after a lost connection
         with monkeypatch.context() as away:
             away.setattr(MemoryStream, "message", silent)
             with pytest.raises(StreamError):
-                await world.storing.flush()
+                await world.writer.flush()
         await (await another(world)).claim(3)  # has the sequence now that SQL stands at
 
         async def is_renamed() -> bool:
-            return world.storing.name == f"{name}#2" and 3 in await world.claimed()
+            return world.writer.name == f"{name}#2" and 3 in await world.claimed()
 
         await world.store_until(is_renamed)
 
@@ -284,19 +282,19 @@ def test_instances_that_an_older_copy_does_not_know_are_told_again(sqlite_url: s
     async def work(world: World) -> None:
         world.copy("older.db")
         await world.start(TWO)
-        await world.storing.flush()
+        await world.writer.flush()
         world.restore("older.db")
         world.stream.forget(range(1, await world.stream.last_sequence() + 1))
         await world.claim(1)
 
         async def is_told() -> bool:
-            return world.storing.read_again == 1
+            return world.writer.read_again == 1
 
         await world.store_until(is_told)
         await world.claim(2)
 
         async def is_stored() -> bool:
-            return world.storing.stored == await world.stream.last_sequence()
+            return world.writer.stored == await world.stream.last_sequence()
 
         await world.store_until(is_stored)
         rows = {row.id: row for row in await world.store.instances()}
@@ -313,21 +311,22 @@ def test_what_is_told_again_goes_with_the_next_batch_where_another_catalog_has_s
     async def work(world: World) -> None:
         await world.start(TWO)
         await world.claim(1)
-        await world.storing.flush()
+        await world.writer.flush()
         with sqlite3.connect(world.file) as here:
             here.execute("DELETE FROM instances WHERE id = 'two'")
-        world.projector.index.claim("pool", SPACE.id, block(2))
-        world.projector.tell_all()
-        world.projector.add_claims([ClaimRun(pool="pool", namespace=SPACE.id, hashes=block(2), instance=TWO, at_ns=1)])
+        world.sequencer.index.claim("pool", SPACE.id, block(2))
+        world.rows.add_instances(world.sequencer.followed)
+        world.rows.add_namespaces(world.sequencer.namespaces(), seen_ns=1)
+        world.rows.add_claims([ClaimRun(pool="pool", namespace=SPACE.id, hashes=block(2), instance=TWO, at_ns=1)])
         other = await another(world)
         await world.claim(3)
         await other.read()
-        await other.storing.flush()
-        await world.storing.flush()  # the other was first
+        await other.writer.flush()
+        await world.writer.flush()  # the other was first
         assert [row.id for row in await world.store.instances()] == [ONE]
         assert await world.claimed() == {1, 3}
         await world.claim(4)
-        await world.storing.flush()
+        await world.writer.flush()
         assert [row.id for row in await world.store.instances()] == [ONE, TWO]
         assert await world.claimed() == {1, 2, 3, 4}
 

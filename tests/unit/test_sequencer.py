@@ -1,17 +1,20 @@
-"""The projector: what it applies, ignores, waits for and gives up on."""
+"""The sequencer and the row collector: what is applied, ignored, waited for and given up on, and which rows follow from it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from kvbm import _native
-from kvbm.catalog import sequencer as projector_module
+from kvbm.catalog import instance_sequence
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.sequencer import ASIDE_BYTES, HOLE_MOST_S, Projector, ProjectorState, Step
-from kvbm.catalog.sql_store import InstanceState
+from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Step
+from kvbm.catalog.row_collector import RowCollector
+from kvbm.catalog.sequencer import Sequencer, SequencerState
+from kvbm.catalog.sql_rows import InstanceState, StoreBatch
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
@@ -71,11 +74,20 @@ class Instance:
 
 
 class Reader:
-    """A projector and the stream it reads."""
+    """A sequencer with its row collector, and the stream it reads."""
 
-    def __init__(self, projector: Projector) -> None:
-        self.projector = projector
-        self.sequence = self.projector.sequence
+    def __init__(self, sequencer: Sequencer, stored: int = 0) -> None:
+        self.sequencer = sequencer
+        self.rows = RowCollector("KVBM", stored)
+        self.sequence = self.sequencer.sequence
+
+    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Step:
+        step = self.sequencer.step(now_s, messages, at_end)
+        self.rows.take(step)
+        return step
+
+    def take_batch(self) -> StoreBatch | None:
+        return self.rows.take_batch(self.sequencer.safe_mark(), self.sequencer.rows)
 
     def read(self, *frames: Frame, now_s: float = 0.0, at_end: bool = False) -> Step:
         return self.read_bytes(*(encode_frame(frame) for frame in frames), now_s=now_s, at_end=at_end)
@@ -85,11 +97,11 @@ class Reader:
         for one in data:
             self.sequence += 1
             messages.append(StreamMessage(self.sequence, f"kvbm.v1.events.c.{name}", one))
-        return self.projector.step(now_s, messages, at_end)
+        return self.step(now_s, messages, at_end)
 
     @property
     def index(self) -> ClusterIndex:
-        return self.projector.index
+        return self.sequencer.index
 
     def depth(self, *numbers: int) -> int:
         return self.index.prefixes(NAMESPACE.id, hashes(*numbers)).deepest
@@ -112,20 +124,20 @@ def five_frames() -> tuple[Instance, list[Frame]]:
 @each_twin
 def test_frames_in_order_are_applied_and_positions_follow(twin: Twin) -> None:
     instance, frames = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     step = reader.read(*frames)
     assert step.advanced == {ONE: Position(Epoch(1), instance.ledger.applied)}
-    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4, 5) == 4
     assert not reader.is_doubtful()
-    assert reader.projector.counters.frames == 5
-    assert reader.projector.counters.blocks == 4
+    assert reader.sequencer.counters.frames == 5
+    assert reader.sequencer.counters.blocks == 4
 
 
 @each_twin
 def test_a_message_may_hold_several_frames(twin: Twin) -> None:
     _, frames = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read_bytes(b"".join(map(encode_frame, frames)))
     assert reader.depth(1, 2, 3, 4) == 4
 
@@ -133,18 +145,18 @@ def test_a_message_may_hold_several_frames(twin: Twin) -> None:
 @each_twin
 def test_repeats_and_older_frames_change_nothing(twin: Twin) -> None:
     instance, frames = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*frames, *frames[2:], frames[0])
     assert reader.in_step(instance)
-    assert reader.projector.counters.repeats == 4
-    assert reader.projector.counters.digest_mismatches == 0
+    assert reader.sequencer.counters.repeats == 4
+    assert reader.sequencer.counters.digest_mismatches == 0
 
 
 @each_twin
 def test_a_publisher_that_goes_back_leaves_no_trace(twin: Twin) -> None:
     """Its stream is 0 1 3 4 2 3 4."""
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     step = reader.read(f[0], f[1], f[3], f[4], at_end=True)
     assert step.advanced[ONE] == (1, f[1].next_offset)
     assert reader.is_doubtful()
@@ -153,37 +165,36 @@ def test_a_publisher_that_goes_back_leaves_no_trace(twin: Twin) -> None:
     assert reader.in_step(instance)
     assert not reader.is_doubtful()
     reader.read(f[3], f[4], now_s=100.0, at_end=True)
-    counters = reader.projector.counters
+    counters = reader.sequencer.counters
     assert (counters.holes, counters.gaps, counters.repeats) == (1, 0, 2)
 
 
 @each_twin
 def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at_the_end(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4], at_end=True)
     assert not reader.read(now_s=20.0, at_end=True).gaps  # no heartbeat has said so
-    reader.projector.hear(50.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(50.0, instance.heartbeat())
     assert not reader.read(now_s=50.5, at_end=True).gaps  # what it calls published may still be on its way
     assert not reader.read(now_s=51.5, at_end=False).gaps
     step = reader.read(now_s=51.5, at_end=True)
     assert [(gap.expected, gap.resumed) for gap in step.gaps] == [((1, f[2].first_offset), (1, f[3].first_offset))]
-    assert reader.projector.counters.gaps == 1
+    assert reader.sequencer.counters.gaps == 1
     assert reader.is_doubtful()
-    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4) == 1
-    reader.projector.hear(60.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(60.0, instance.heartbeat())
     assert not reader.read(now_s=70.0, at_end=True).gaps
 
 
 @each_twin
 def test_a_frame_kept_behind_a_hole_does_not_keep_the_rest_of_its_message(twin: Twin) -> None:
     _, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1])
     reader.read_bytes(encode_frame(f[1]) * 1000 + encode_frame(f[3]))
-    kept = reader.projector._followed[ONE].aside.values()
-    assert [arrived.data for arrived in kept] == [encode_frame(f[3])]
+    assert reader.sequencer._sequences[ONE].buffer.frames() == [encode_frame(f[3])]
     reader.read(f[2])
     assert reader.depth(1, 2, 3) == 3
 
@@ -196,36 +207,36 @@ def big_frames(first: Frame, count: int, blocks: int) -> list[Frame]:
     return [msgspec.structs.replace(first, first_offset=offset, events=(claimed,)) for offset in offsets]
 
 
-def test_what_is_kept_behind_a_hole_has_a_bound_and_the_rest_is_read_when_it_comes_again() -> None:
+def test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again() -> None:
     blocks = 32_768
-    reader = Reader(NATIVE.projector())
+    reader = Reader(NATIVE.sequencer())
     (start,) = Instance().frames
-    missing, *behind = big_frames(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    missing, *behind = big_frames(start, 1 + REORDER_BYTES // (16 * blocks) + 8, blocks)
     reader.read(start)
     reader.read_bytes(*map(_native.encode_frame, behind), at_end=True)
-    assert 0 < ASIDE_BYTES - reader.projector._followed[ONE].aside_bytes < 2 * 16 * blocks
+    assert 0 < REORDER_BYTES - reader.sequencer._sequences[ONE].buffer.bytes < 2 * 16 * blocks
     reader.read_bytes(_native.encode_frame(missing))
-    reached = reader.projector.position(ONE).offset
+    reached = reader.sequencer.position(ONE).offset
     assert behind[-9].first_offset <= reached < behind[-1].next_offset  # no frame that was let go counts as read
-    assert reader.projector.counters.blocks == (reached - missing.first_offset) * blocks
-    assert reader.projector._followed[ONE].aside_bytes == 0 and not reader.projector.is_waiting(ONE)
+    assert reader.sequencer.counters.blocks == (reached - missing.first_offset) * blocks
+    assert reader.sequencer._sequences[ONE].buffer.bytes == 0 and not reader.sequencer.is_waiting(ONE)
     reader.read_bytes(*map(_native.encode_frame, behind))  # the publisher has gone back
-    assert reader.projector.position(ONE).offset == behind[-1].next_offset
-    assert reader.projector.counters.blocks == (1 + len(behind)) * blocks
-    assert reader.projector.counters.gaps == 0 and not reader.is_doubtful()
+    assert reader.sequencer.position(ONE).offset == behind[-1].next_offset
+    assert reader.sequencer.counters.blocks == (1 + len(behind)) * blocks
+    assert reader.sequencer.counters.gaps == 0 and not reader.is_doubtful()
 
 
 def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -> None:
     blocks = 32_768
-    reader = Reader(NATIVE.projector())
+    reader = Reader(NATIVE.sequencer())
     instance = Instance()
     (start,) = instance.frames
-    missing, *behind = big_frames(start, 1 + ASIDE_BYTES // (16 * blocks) + 8, blocks)
+    missing, *behind = big_frames(start, 1 + REORDER_BYTES // (16 * blocks) + 8, blocks)
     reader.read_bytes(*map(_native.encode_frame, (start, *behind, missing)))
-    reached = reader.projector.position(ONE)
+    reached = reader.sequencer.position(ONE)
     published = instance.heartbeat()
     published = msgspec.structs.replace(published, published=behind[-1].next_offset)
-    reader.projector.hear(0.0, published)
+    reader.sequencer.on_heartbeat(0.0, published)
     (gap,) = reader.read(now_s=2.0, at_end=True).gaps
     assert (gap.expected, gap.resumed) == (reached, None)
     assert reader.is_doubtful()
@@ -234,9 +245,9 @@ def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -
 @each_twin
 def test_a_round_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
-    reader.projector.hear(0.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
     assert reader.is_doubtful()
     reader.read(instance.round())
@@ -248,60 +259,62 @@ def test_a_round_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
 @each_twin
 def test_a_lost_end_is_a_gap_and_whatever_comes_next_is_read(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:4])
-    reader.projector.hear(0.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     (gap,) = reader.read(now_s=2.0, at_end=True).gaps
     assert gap.resumed is None
     for number in (6, 7):
         reader.read(instance.create(number))
-    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(7) == 1
-    assert reader.projector.counters.gaps == 1
+    assert reader.sequencer.counters.gaps == 1
 
 
 @each_twin
 def test_a_lost_end_is_found_once_however_often_it_is_looked_for(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:-1])
-    reader.projector.hear(0.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     assert len(reader.read(now_s=2.0, at_end=True).gaps) == 1
-    found = reader.projector.found
+    found = reader.sequencer.troubles.found
     for now_s in (3.0, 50.0):
-        reader.projector.hear(now_s, instance.heartbeat())
+        reader.sequencer.on_heartbeat(now_s, instance.heartbeat())
         assert not reader.read(now_s=now_s + 1.5, at_end=True).gaps
-    assert (reader.projector.counters.gaps, reader.projector.found) == (1, found)
+    assert (reader.sequencer.counters.gaps, reader.sequencer.troubles.found) == (1, found)
 
 
 @each_twin
 def test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
-    reader.projector.hear(0.0, instance.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
     assert reader.is_doubtful()
     whole = instance.round()
     assert len(whole.events) > 2
-    before = reader.projector.counters.events
+    before = reader.sequencer.counters.events
     reader.read(msgspec.structs.replace(whole, events=whole.events[:2]))
     reader.read(whole)  # cut otherwise by a publisher that began anew
-    assert reader.projector.counters.events == before + len(whole.events)
+    assert reader.sequencer.counters.events == before + len(whole.events)
     assert not reader.is_doubtful() and reader.in_step(instance)  # what was stated twice would not add up
 
 
 @each_twin
-def test_what_lies_aside_is_applied_before_an_epoch_that_only_a_heartbeat_tells_of(twin: Twin) -> None:
+def test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names(twin: Twin) -> None:
     instance, f = five_frames()
     behind = instance.offload(1, 2)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[2], behind)
-    reader.projector.hear(0.0, msgspec.structs.replace(instance.heartbeat(), epoch=Epoch(2), published=Offset(9)))
+    reader.sequencer.on_heartbeat(
+        0.0, msgspec.structs.replace(instance.heartbeat(), epoch=Epoch(2), published=Offset(9))
+    )
     (gap,) = reader.read(now_s=2.0, at_end=True).gaps
-    assert gap.resumed is None and reader.projector.position(ONE) == (2, 0)
+    assert gap.resumed is None and reader.sequencer.position(ONE) == (2, 0)
     assert reader.index.claim_counts() == {"pool": 2}  # claims outlive their epoch
-    assert reader.depth(1, 2) == 2 and not reader.projector.is_waiting(ONE)
+    assert reader.depth(1, 2) == 2 and not reader.sequencer.is_waiting(ONE)
     view = reader.index.view(ONE)
     assert view is not None and view.epoch == 2 and view.digest == 0
 
@@ -309,10 +322,10 @@ def test_what_lies_aside_is_applied_before_an_epoch_that_only_a_heartbeat_tells_
 @each_twin
 def test_slow_reading_is_no_gap(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
-    reader.projector.hear(0.0, instance.heartbeat())
+    reader = Reader(twin.sequencer())
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     for second, frame in enumerate(f, 1):
-        reader.projector.hear(second, instance.heartbeat())
+        reader.sequencer.on_heartbeat(second, instance.heartbeat())
         assert not reader.read(frame, now_s=10.0 * second).gaps
     assert not reader.read(now_s=1000.0, at_end=True).gaps
 
@@ -320,26 +333,26 @@ def test_slow_reading_is_no_gap(twin: Twin) -> None:
 @each_twin
 def test_a_new_epoch_begins_empty_and_the_old_one_is_stale(twin: Twin) -> None:
     old, frames = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*frames)
     new = Instance(epoch=2)
     reader.read(*new.frames, old.create(9), new.create(8))
     assert reader.depth(1) == reader.depth(9) == 0
     assert reader.depth(8) == 1
-    assert reader.projector.counters.stale == 1
-    assert reader.projector.position(ONE) == (2, new.ledger.applied)
+    assert reader.sequencer.counters.stale == 1
+    assert reader.sequencer.position(ONE) == (2, new.ledger.applied)
     assert not reader.is_doubtful()
 
 
 @each_twin
-def test_an_epoch_first_seen_midway_is_blind_until_a_round(twin: Twin) -> None:
+def test_an_epoch_joined_mid_stream_is_doubtful_until_a_round(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[2:])
     assert reader.depth(2, 3, 4) == 3
     assert reader.depth(1) == 0
     assert reader.is_doubtful()
-    assert reader.projector.counters.blind_starts == 1
+    assert reader.sequencer.counters.blind_starts == 1
     reader.read(instance.round())
     assert reader.depth(1, 2, 3, 4) == 4
     assert not reader.is_doubtful()
@@ -348,7 +361,7 @@ def test_an_epoch_first_seen_midway_is_blind_until_a_round(twin: Twin) -> None:
 @each_twin
 def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[1:3], *f)
     assert reader.in_step(instance)
     assert not reader.is_doubtful()
@@ -358,16 +371,16 @@ def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start(twi
 @each_twin
 def test_what_sql_knows_of_an_epoch_names_the_pools_its_lost_start_declared(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
-    later = Reader(twin.projector(known=batch.instances))
+    later = Reader(twin.sequencer(known=batch.instances))
     later.read(instance.offload(1, 2))
     assert later.index.claim_counts() == {"pool": 2}
     later.read(instance.round())
     assert not later.is_doubtful()
-    forgetful = Reader(twin.projector())
+    forgetful = Reader(twin.sequencer())
     forgetful.read(instance.offload(3))
     assert forgetful.index.anomalies() == {"unnamed-claim": 1}
 
@@ -377,7 +390,7 @@ def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone(twin: Twin) -> 
     one, two = Instance(), Instance(name=InstanceId("two"))
     one.create(1, 2)
     one.offload(1, 2)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*one.frames)
     reader.read(*Instance(epoch=2).frames)
     assert reader.index.prefixes(NAMESPACE.id, hashes(1, 2)).pools == [("pool", 2)]
@@ -385,7 +398,7 @@ def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone(twin: Twin) -> 
     two.cut()
     reader.read_bytes(*map(encode_frame, two.frames), name="two")
     assert reader.index.claim_counts() == {"pool": 1}
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [(run.hashes, run.instance, run.withdrawn) for run in batch.claims] == [
         (hashes(1, 2), "one", False),
@@ -407,11 +420,11 @@ def test_claims_outlive_the_epoch_and_can_be_withdrawn_by_anyone(twin: Twin) -> 
 )
 def test_damaged_messages_are_counted_and_skipped(twin: Twin, damage) -> None:  # type: ignore[no-untyped-def]
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f)
     last = encode_frame(instance.create(7))
     reader.read_bytes(damage(last))
-    assert reader.projector.counters.poison == (1 if damage(last) else 0)
+    assert reader.sequencer.counters.poison == (1 if damage(last) else 0)
     reader.read_bytes(last)
     assert reader.in_step(instance)
 
@@ -424,21 +437,21 @@ def test_damaged_messages_are_counted_and_skipped(twin: Twin, damage) -> None:  
 def test_a_frame_that_cannot_be_this_instances_is_refused(
     twin: Twin, change: dict[str, object], counted: tuple[int, int]
 ) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(msgspec.structs.replace(Instance().frames[0], **change))
-    assert (reader.projector.counters.poison, reader.projector.counters.foreign) == counted
-    assert reader.projector.instances() == []
+    assert (reader.sequencer.counters.poison, reader.sequencer.counters.foreign) == counted
+    assert reader.sequencer.instances() == []
 
 
 @each_twin
 def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
-    assert reader.projector.counters.digest_mismatches == 1
+    assert reader.sequencer.counters.digest_mismatches == 1
     assert reader.is_doubtful()
     reader.read(instance.create(6))
-    assert reader.projector.counters.digest_mismatches == 1
+    assert reader.sequencer.counters.digest_mismatches == 1
     reader.read(instance.round())
     assert not reader.is_doubtful()
 
@@ -446,10 +459,10 @@ def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round(twin: T
 @each_twin
 def test_the_batch_says_how_things_are_at_its_end(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
-    assert reader.projector.take_batch() is None
+    reader = Reader(twin.sequencer())
+    assert reader.take_batch() is None
     reader.read(*f)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.stream, batch.previous, batch.stream_sequence) == ("KVBM", 0, 5)
     (row,) = batch.instances
@@ -458,10 +471,10 @@ def test_the_batch_says_how_things_are_at_its_end(twin: Twin) -> None:
     assert (epoch.next_offset, epoch.digest) == (instance.ledger.applied, instance.ledger.residencies.digest)
     assert [row.fields for row in batch.namespaces] == [NAMESPACE]
     assert [(p.instance, p.epoch, p.next_offset) for p in batch.positions] == [(ONE, 1, instance.ledger.applied)]
-    assert reader.projector.take_batch() is None
+    assert reader.take_batch() is None
     instance.ledger.stop()
     reader.read(instance.cut())
-    ended = reader.projector.take_batch()
+    ended = reader.take_batch()
     assert ended is not None
     assert (ended.previous, ended.stream_sequence) == (5, 6)
     assert ended.instances[0].state is InstanceState.STOPPED
@@ -472,11 +485,11 @@ def test_the_batch_says_how_things_are_at_its_end(twin: Twin) -> None:
 def test_what_sql_has_is_not_gathered_again(twin: Twin) -> None:
     instance, f = five_frames()
     instance.offload(1)
-    reader = Reader(twin.projector(stored=6))
+    reader = Reader(twin.sequencer(), stored=6)
     reader.read(*f)
-    assert reader.projector.take_batch() is None
+    assert reader.take_batch() is None
     reader.read(instance.offload(2))
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.previous, batch.stream_sequence) == (6, 7)
     assert [run.hashes for run in batch.claims] == [hashes(2)]
@@ -484,17 +497,17 @@ def test_what_sql_has_is_not_gathered_again(twin: Twin) -> None:
 
 
 @each_twin
-def test_a_batch_ends_before_what_is_kept_aside_so_that_a_new_start_reads_it_again(twin: Twin) -> None:
+def test_a_batch_ends_before_what_is_in_the_reorder_buffer_so_that_a_new_start_reads_it_again(twin: Twin) -> None:
     instance, f = five_frames()
     claim = instance.offload(1)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:3], *f[4:], claim)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.stream_sequence, batch.claims) == (3, ())
-    assert reader.projector.take_batch() is None
+    assert reader.take_batch() is None
     reader.read(f[3])
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.previous, batch.stream_sequence, len(batch.claims)) == (3, 6 + 1, 1)
 
@@ -505,51 +518,54 @@ def test_a_place_is_kept_with_the_message_there_and_goes_through_a_checkpoint(tw
     messages = [
         StreamMessage(at, "kvbm.v1.events.c.one", encode_frame(frame), 1000 + at) for at, frame in enumerate(f, 1)
     ]
-    projector = twin.projector()
-    assert projector.mark == START
-    projector.step(0.0, [*messages[:3], messages[4]._replace(sequence=4)])  # the second but last is missing
-    batch = projector.take_batch()
+    reader = Reader(twin.sequencer())
+    sequencer = reader.sequencer
+    assert sequencer.mark == START
+    reader.step(0.0, [*messages[:3], messages[4]._replace(sequence=4)])  # the second but last is missing
+    batch = reader.take_batch()
     assert batch is not None
-    assert Mark(batch.stream_sequence, batch.fingerprint) == mark_of(messages[2])  # behind what is kept aside
-    assert projector.mark == mark_of(messages[4]._replace(sequence=4))
-    projector.step(0.0, [messages[3]._replace(sequence=5)])
-    batch = projector.take_batch()
+    assert Mark(batch.stream_sequence, batch.fingerprint) == mark_of(
+        messages[2]
+    )  # before what is in the reorder buffer
+    assert sequencer.mark == mark_of(messages[4]._replace(sequence=4))
+    reader.step(0.0, [messages[3]._replace(sequence=5)])
+    batch = reader.take_batch()
     assert batch is not None
-    assert Mark(batch.stream_sequence, batch.fingerprint) == projector.mark
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(projector.state()), type=ProjectorState)
-    later = twin.projector()
+    assert Mark(batch.stream_sequence, batch.fingerprint) == sequencer.mark
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(sequencer.state()), type=SequencerState)
+    later = twin.sequencer()
     later.restore(state, settled=5)
-    assert later.mark == projector.mark
-    blind = twin.projector()
-    blind.restore_blind(projector.mark, ())
-    assert (blind.mark, blind.sequence) == (projector.mark, 5)
+    assert later.mark == sequencer.mark
+    joined = twin.sequencer()
+    joined.restore_positions(sequencer.mark, ())
+    assert (joined.mark, joined.sequence) == (sequencer.mark, 5)
 
 
 @each_twin
 def test_no_batch_names_a_place_of_a_history_that_is_gone(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:3], f[4])
-    assert reader.projector.take_batch() is not None
+    assert reader.take_batch() is not None
     reader.sequence = 0  # the server has lost all and is told it again
     assert reader.read(*f[:2]).renumbered
-    reader.projector.renumber("KVBM#2", 0)
-    assert reader.projector.take_batch() is None
+    reader.rows.renumber("KVBM#2", 0)
+    assert reader.take_batch() is None
     reader.read(*f[2:4])
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
-    assert Mark(batch.stream_sequence, batch.fingerprint) == reader.projector.mark
+    assert Mark(batch.stream_sequence, batch.fingerprint) == reader.sequencer.mark
     assert batch.positions[0].next_offset == instance.ledger.applied
 
 
 @each_twin
-def test_claims_kept_aside_outlive_the_epoch_that_went_on_behind_a_hole(twin: Twin) -> None:
+def test_claims_in_the_reorder_buffer_outlive_the_epoch_that_went_on_behind_a_hole(twin: Twin) -> None:
     instance, f = five_frames()
     claim = instance.offload(1)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:3], claim, *Instance(epoch=2).frames)
     assert reader.index.claim_counts() == {"pool": 1}
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [run.hashes for run in batch.claims] == [hashes(1)]
     assert not reader.is_doubtful()
@@ -559,10 +575,10 @@ def test_claims_kept_aside_outlive_the_epoch_that_went_on_behind_a_hole(twin: Tw
 def test_holes_are_passed_one_behind_the_other(twin: Twin) -> None:
     instance, f = five_frames()
     claim = instance.offload(1)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[2], f[4], claim)
-    reader.projector.pass_holes()
-    batch = reader.projector.take_batch()
+    reader.rows.take(reader.sequencer.pass_holes())
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.stream_sequence, len(batch.claims)) == (4, 1)
     assert batch.positions[0].next_offset == instance.ledger.applied
@@ -571,22 +587,22 @@ def test_holes_are_passed_one_behind_the_other(twin: Twin) -> None:
 @each_twin
 def test_a_hole_nobody_speaks_of_is_given_up_in_the_end(twin: Twin) -> None:
     _, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:3], f[4], now_s=0.0, at_end=True)
     assert not reader.read(now_s=HOLE_MOST_S - 1, at_end=True).gaps
     (gap,) = reader.read(now_s=HOLE_MOST_S, at_end=True).gaps
     assert gap.resumed == Position(Epoch(1), f[4].first_offset)
     assert is_doubtful(reader.index, ONE)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert batch.stream_sequence == 4
 
 
 @each_twin
 def test_an_epoch_that_ends_without_a_word_is_ended_by_the_next(twin: Twin) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*Instance().frames, *Instance(epoch=3).frames)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "replaced"), (3, "")]
 
@@ -596,9 +612,9 @@ def test_an_epoch_that_ended_keeps_its_end_when_the_next_begins_in_the_same_batc
     first = Instance()
     first.ledger.stop()
     first.cut()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*first.frames, *Instance(epoch=2).frames)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [(row.epoch, row.end_reason) for row in batch.epochs] == [(1, "shutdown"), (2, "")]
 
@@ -606,12 +622,12 @@ def test_an_epoch_that_ended_keeps_its_end_when_the_next_begins_in_the_same_batc
 @each_twin
 def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
     _, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f)
     reader.sequence = 0
     assert reader.read(f[0]).renumbered
-    reader.projector.renumber("KVBM#2", 0)
-    batch = reader.projector.take_batch()
+    reader.rows.renumber("KVBM#2", 0)
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.stream, batch.previous, batch.stream_sequence) == ("KVBM#2", 0, 1)
 
@@ -619,58 +635,58 @@ def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
 @each_twin
 def test_a_gap_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
-    assert not reader.projector.troubles()  # the hole may still be filled
-    assert reader.projector.is_waiting(ONE)
-    reader.projector.hear(0.0, instance.heartbeat())
+    assert not reader.sequencer.troubles.by_instance  # the hole may still be filled
+    assert reader.sequencer.is_waiting(ONE)
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
-    assert {name: trouble.reasons() for name, trouble in reader.projector.troubles().items()} == {
+    assert {name: trouble.reasons() for name, trouble in reader.sequencer.troubles.by_instance.items()} == {
         ONE: ["events missed"]
     }
     reader.read(instance.create(6))
-    assert reader.projector.troubles()
+    assert reader.sequencer.troubles.by_instance
     reader.read(instance.round())
-    assert not reader.projector.troubles()
-    assert reader.projector.counters.gaps_repaired == reader.projector.counters.gaps == 1
+    assert not reader.sequencer.troubles.by_instance
+    assert reader.sequencer.counters.gaps_repaired == reader.sequencer.counters.gaps == 1
 
 
 @each_twin
 def test_a_divergence_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
-    assert reader.projector.troubles()[ONE].reasons() == ["digest differs"]
-    reader.projector.doubt(ONE)
-    assert reader.projector.troubles()[ONE].found == 2
+    assert reader.sequencer.troubles.by_instance[ONE].reasons() == ["digest differs"]
+    reader.sequencer.doubt(ONE)
+    assert reader.sequencer.troubles.by_instance[ONE].found == 2
     reader.read(instance.round())
-    assert not reader.projector.troubles()
-    assert reader.projector.counters.digest_repaired == 2
+    assert not reader.sequencer.troubles.by_instance
+    assert reader.sequencer.counters.digest_repaired == 2
 
 
 @each_twin
 def test_a_start_ends_the_troubles_of_the_epoch_before(twin: Twin) -> None:
     _, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f[2:])
-    assert reader.projector.troubles()[ONE].reasons() == ["joined midway"]
+    assert reader.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
     reader.read(*Instance(epoch=2).frames)
-    assert not reader.projector.troubles()
+    assert not reader.sequencer.troubles.by_instance
 
 
 @each_twin
 def test_an_old_epochs_lost_end_is_forgotten_when_the_newer_one_is_said_to_be_published(twin: Twin) -> None:
     """A restarted instance whose old tail was never published: the old hole must not stand for what the new epoch sends."""
     old, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], at_end=True)
-    reader.projector.hear(0.0, old.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, old.heartbeat())
     new = Instance(epoch=2)
-    reader.projector.hear(0.5, new.heartbeat())
+    reader.sequencer.on_heartbeat(0.5, new.heartbeat())
     assert not reader.read(now_s=1.2, at_end=True).gaps  # the newer word is young
     reader.read(*new.frames, new.create(7), at_end=True, now_s=1.3)
     assert not reader.read(now_s=50.0, at_end=True).gaps
-    assert reader.projector.counters.gaps == 0
+    assert reader.sequencer.counters.gaps == 0
     assert not reader.is_doubtful()
 
 
@@ -678,29 +694,29 @@ def test_an_old_epochs_lost_end_is_forgotten_when_the_newer_one_is_said_to_be_pu
 def test_a_heartbeat_of_an_older_epoch_says_nothing_of_the_newer(twin: Twin) -> None:
     old, _ = five_frames()
     new = Instance(epoch=2)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*new.frames)
-    reader.projector.hear(0.0, old.heartbeat())
+    reader.sequencer.on_heartbeat(0.0, old.heartbeat())
     assert not reader.read(now_s=50.0, at_end=True).gaps
 
 
 @each_twin
-def test_an_epoch_that_was_never_restated_after_sql_alone_is_blind_until_its_round(twin: Twin) -> None:
+def test_an_epoch_that_was_never_restated_after_sql_alone_is_doubtful_until_its_round(twin: Twin) -> None:
     instance, f = five_frames()
-    first = Reader(twin.projector())
+    first = Reader(twin.sequencer())
     first.read(*f)
-    batch = first.projector.take_batch()
+    batch = first.take_batch()
     assert batch is not None
-    later = Reader(twin.projector(stored=5, known=batch.instances))
-    later.projector.restore_blind(Mark(5), batch.positions)
+    later = Reader(twin.sequencer(known=batch.instances), stored=5)
+    later.sequencer.restore_positions(Mark(5), batch.positions)
     later.sequence = 5
-    assert later.projector.position(ONE) == (1, instance.ledger.applied)
-    assert later.is_doubtful() and later.projector.troubles()[ONE].reasons() == ["joined midway"]
+    assert later.sequencer.position(ONE) == (1, instance.ledger.applied)
+    assert later.is_doubtful() and later.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
     later.read(instance.create(6))
-    assert later.projector.counters.gaps == later.projector.counters.holes == 0
+    assert later.sequencer.counters.gaps == later.sequencer.counters.holes == 0
     later.read(instance.round())
     assert later.depth(1, 2, 3, 4) == 4
-    assert not later.is_doubtful() and not later.projector.troubles()
+    assert not later.is_doubtful() and not later.sequencer.troubles.by_instance
 
 
 @each_twin
@@ -708,28 +724,28 @@ def test_an_instance_that_sql_says_has_stopped_is_not_asked_to_restate(twin: Twi
     instance, _ = five_frames()
     instance.ledger.stop()
     instance.cut()
-    first = Reader(twin.projector())
+    first = Reader(twin.sequencer())
     first.read(*instance.frames)
-    batch = first.projector.take_batch()
+    batch = first.take_batch()
     assert batch is not None
-    later = Reader(twin.projector(stored=6, known=batch.instances))
-    later.projector.restore_blind(Mark(6), batch.positions)
-    assert not later.projector.troubles()
+    later = Reader(twin.sequencer(known=batch.instances), stored=6)
+    later.sequencer.restore_positions(Mark(6), batch.positions)
+    assert not later.sequencer.troubles.by_instance
 
 
 @each_twin
-def test_rows_that_were_let_go_are_gathered_again_from_where_another_has_read_them(twin: Twin) -> None:
+def test_rows_that_were_dropped_are_gathered_again_from_where_another_has_read_them(twin: Twin) -> None:
     instance, f = five_frames()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*f, instance.offload(1))
-    assert reader.projector.waiting_bytes > 0
-    reader.projector.let_rows_go()
-    assert reader.projector.waiting_bytes == 0
+    assert reader.rows.waiting_bytes > 0
+    reader.rows.drop_rows()
+    assert reader.rows.waiting_bytes == 0
     reader.read(instance.offload(2))
-    assert reader.projector.take_batch() is None
-    reader.projector.gather_after(8)
+    assert reader.take_batch() is None
+    reader.rows.gather_after(8)
     reader.read(instance.offload(3), instance.offload(4))
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert (batch.previous, batch.stream_sequence) == (8, 9)
     assert [run.hashes for run in batch.claims] == [hashes(4)]
@@ -739,20 +755,20 @@ def test_rows_that_were_let_go_are_gathered_again_from_where_another_has_read_th
 def test_what_waits_behind_a_hole_is_read_when_nobody_waits_for_the_hole(twin: Twin) -> None:
     instance, f = five_frames()
     offload = instance.offload(1)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4], offload)
-    reader.projector.pass_holes()
-    batch = reader.projector.take_batch()
+    reader.rows.take(reader.sequencer.pass_holes())
+    batch = reader.take_batch()
     assert batch is not None
     assert [run.hashes for run in batch.claims] == [hashes(1)]
-    assert reader.projector.position(ONE) == (1, instance.ledger.applied)
+    assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
 
 
-def test_a_projector_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: Path) -> None:
+def test_a_sequencer_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: Path) -> None:
     instance, f = five_frames()
-    one = Reader(NATIVE.projector())
+    one = Reader(NATIVE.sequencer())
     one.read(*f[:3])
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(one.projector.state()), type=ProjectorState)
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(one.sequencer.state()), type=SequencerState)
     one.read(f[3], f[4])  # the blocks in the checkpoint are newer than the state
     path = tmp_path / "checkpoint"
     index = one.index
@@ -760,52 +776,52 @@ def test_a_projector_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: 
     index.write_checkpoint(str(path))
     again = _native.ClusterIndex(1000)
     again.load_checkpoint(str(path))
-    two = Reader(NATIVE.projector(again))
-    two.projector.restore(state, settled=5)
+    two = Reader(NATIVE.sequencer(again))
+    two.sequencer.restore(state, settled=5)
     two.sequence = 3
-    assert two.projector.position(ONE) == (1, f[2].next_offset)
-    assert two.projector.declared(ONE) == one.projector.declared(ONE)
+    assert two.sequencer.position(ONE) == (1, f[2].next_offset)
+    assert two.sequencer.declared(ONE) == one.sequencer.declared(ONE)
     two.read(f[3], f[4])
     assert two.in_step(instance)
     assert not two.is_doubtful()
-    assert two.projector.counters.digest_mismatches == 0
+    assert two.sequencer.counters.digest_mismatches == 0
     two.read(msgspec.structs.replace(instance.create(9), digest=1))
-    assert two.projector.counters.digest_mismatches == 1
+    assert two.sequencer.counters.digest_mismatches == 1
 
 
 @each_twin
 def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_gap(twin: Twin) -> None:
     instance, f = five_frames()
-    one = Reader(twin.projector())
+    one = Reader(twin.sequencer())
     one.read(f[0], f[1], f[3])
-    state = one.projector.state()
-    assert one.projector.is_waiting(ONE)
+    state = one.sequencer.state()
+    assert one.sequencer.is_waiting(ONE)
     for goes_back in (True, False):
         index = twin.index()
         for frame in f[:2]:
             index.apply(encode_frame(frame))
-        two = Reader(twin.projector(index))
-        two.projector.restore(state, settled=3)
+        two = Reader(twin.sequencer(index))
+        two.sequencer.restore(state, settled=3)
         two.sequence = 3
-        assert not two.projector.is_waiting(ONE)
-        two.projector.hear(0.0, instance.heartbeat())
+        assert not two.sequencer.is_waiting(ONE)
+        two.sequencer.on_heartbeat(0.0, instance.heartbeat())
         two.read(*(f[2:] if goes_back else (f[2], f[4])), at_end=True, now_s=0.5)
         gaps = two.read(at_end=True, now_s=2.0).gaps
         assert bool(gaps) is not goes_back
         assert two.in_step(instance) is goes_back
-        assert bool(two.projector.troubles()) is not goes_back
+        assert bool(two.sequencer.troubles.by_instance) is not goes_back
 
 
 @each_twin
 def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twin: Twin) -> None:
     _, f = five_frames()
-    one = Reader(twin.projector())
+    one = Reader(twin.sequencer())
     one.read(*f)
-    state = one.projector.state()
+    state = one.sequencer.state()
     one.index.miss(ONE)  # an audit found it between the state and the checkpoint's front
-    two = Reader(twin.projector(one.index))
-    two.projector.restore(state, settled=5)
-    assert two.projector.troubles()[ONE].reasons() == ["no whole round"]
+    two = Reader(twin.sequencer(one.index))
+    two.sequencer.restore(state, settled=5)
+    assert two.sequencer.troubles.by_instance[ONE].reasons() == ["no whole round"]
 
 
 # -- lives ----------------------------------------------------------------------------------------------------------------
@@ -815,32 +831,32 @@ def life(reader: Reader, epoch: int, run: str, log: tuple[tuple[int, str], ...] 
     """Read a fence."""
     reader.sequence += 1
     data = fence_data(Epoch(epoch), run, tuple((Epoch(number), who) for number, who in log))
-    return reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
+    return reader.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
 
 
 @each_twin
 def test_an_epoch_of_a_smaller_number_counts_when_a_fence_says_whose_it_is(twin: Twin) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     old, new = Instance(epoch=5), Instance(epoch=1)
     old.create(1, 2)
     new.create(3)
     life(reader, 5, "old")
     reader.read(*old.frames)
     reader.read(*new.frames)
-    assert reader.projector.counters.stale == 2 and reader.depth(1, 2) == 2  # nothing says that these are another's
+    assert reader.sequencer.counters.stale == 2 and reader.depth(1, 2) == 2  # nothing says that these are another's
     life(reader, 1, "new")
     assert reader.depth(1, 2) == 0 and reader.is_doubtful()
     reader.read(*new.frames)
-    assert reader.projector.position(ONE) == (1, new.ledger.applied)
+    assert reader.sequencer.position(ONE) == (1, new.ledger.applied)
     assert reader.in_step(new) and not reader.is_doubtful()
     assert (reader.depth(1, 2), reader.depth(3)) == (0, 1)
-    assert reader.projector.holder(ONE) == ("new", 1) and reader.projector.counters.lives == 1
+    assert reader.sequencer.holder(ONE) == ("new", 1) and reader.sequencer.counters.lives == 1
 
 
 @each_twin
 def test_an_epoch_of_one_number_that_two_runs_began_is_read_of_the_one_that_has_the_place(twin: Twin) -> None:
     """The server has lost its end: the first one's fence, and events that were read."""
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     first, second = Instance(epoch=2), Instance(epoch=2)
     first.create(1, 2, 3)
     second.create(4)
@@ -856,28 +872,29 @@ def test_an_epoch_of_one_number_that_two_runs_began_is_read_of_the_one_that_has_
 @pytest.mark.parametrize("is_gap_found", [False, True])
 def test_what_the_life_before_called_published_is_not_waited_for(twin: Twin, is_gap_found: bool) -> None:
     """The stream is another: the old end was heard before the new fence was read."""
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     old, new = Instance(), Instance()
     old.create(1, 2)
     said = msgspec.structs.replace(old.heartbeat(), published=Offset(200), run="old")
-    reader.projector.hear(0.0, said)
+    reader.sequencer.on_heartbeat(0.0, said)
     if is_gap_found:
         assert reader.read(now_s=20.0, at_end=True).gaps
     life(reader, 1, "new")
-    reader.projector.hear(21.0, said)  # a zombie's, or one that was kept
+    reader.sequencer.on_heartbeat(21.0, said)  # a zombie's, or one that was kept
     reader.read(*new.frames, new.create(3), at_end=True, now_s=21.0)
     assert not reader.read(now_s=50.0, at_end=True).gaps
     assert reader.in_step(new) and not reader.is_doubtful()
 
 
 @each_twin
-def test_all_namespaces_are_told_again_with_all_rows(twin: Twin) -> None:
-    reader, instance = Reader(twin.projector()), Instance()
+def test_all_namespaces_are_given_out_again_with_all_rows(twin: Twin) -> None:
+    reader, instance = Reader(twin.sequencer()), Instance()
     reader.read(*instance.frames)
-    reader.projector.take_batch()
-    reader.projector.tell_all()
+    reader.take_batch()
+    reader.rows.add_instances(reader.sequencer.followed)
+    reader.rows.add_namespaces(reader.sequencer.namespaces(), seen_ns=1)
     reader.read(instance.create(1))
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [row.id for row in batch.namespaces] == [NAMESPACE.id]
 
@@ -885,7 +902,7 @@ def test_all_namespaces_are_told_again_with_all_rows(twin: Twin) -> None:
 @each_twin
 def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
     """What is not on the stream yet of the epoch before comes first."""
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     instance, after = Instance(epoch=2), Instance(epoch=3)
     instance.create(1)
     life(reader, 2, "before")
@@ -896,18 +913,18 @@ def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
     reader.read(instance.frames[-1])
     assert reader.in_step(instance)
     reader.read(*after.frames)
-    assert reader.in_step(after) and not reader.projector.counters.lives
+    assert reader.in_step(after) and not reader.sequencer.counters.lives
 
 
 @each_twin
 def test_rows_of_frames_that_were_read_before_their_fence_tell_whose_they_are(twin: Twin) -> None:
     """Trimming has taken the first fence: a row that names nobody would change none of another life's."""
-    reader, instance = Reader(twin.projector()), Instance()
+    reader, instance = Reader(twin.sequencer()), Instance()
     reader.read(*instance.frames)
-    before = reader.projector.take_batch()
+    before = reader.take_batch()
     assert before is not None and before.instances[0].run == before.epochs[0].run == ""
     life(reader, 1, "one's")  # its publisher sets it again
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None
     assert [row.run for row in (*batch.instances, *batch.epochs, *batch.positions)] == ["one's"] * 3
 
@@ -918,20 +935,20 @@ def send(reader: Reader, fence: Fence, *frames: Frame) -> Step:
     for frame in frames:
         reader.sequence += 1
         messages.append(StreamMessage(reader.sequence, "kvbm.v1.events.c.one", encode_frame(frame), fence=fence))
-    return reader.projector.step(0.0, messages)
+    return reader.step(0.0, messages)
 
 
 @each_twin
 def test_a_message_whose_fence_had_its_number_in_another_history_is_a_stray(twin: Twin) -> None:
     """The stream was made anew while it was on its way: by number alone the server takes it for the holder's."""
-    reader, old, new = Reader(twin.projector()), Instance(), Instance()
+    reader, old, new = Reader(twin.sequencer()), Instance(), Instance()
     old.create(1, 2)
     new.create(3)
     late = old.create(4)
     life(reader, 1, "new")
     send(reader, Fence(Epoch(1), "new", 1), *new.frames)
     send(reader, Fence(Epoch(1), "old", 1), *old.frames[:2], late)
-    assert reader.projector.counters.strays == 3
+    assert reader.sequencer.counters.strays == 3
     assert reader.in_step(new) and not reader.is_doubtful()
     assert (reader.depth(3), reader.depth(1, 2)) == (1, 0)
     send(reader, Fence(Epoch(1), "new", 1), new.create(5))
@@ -941,7 +958,7 @@ def test_a_message_whose_fence_had_its_number_in_another_history_is_a_stray(twin
 @each_twin
 def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before(twin: Twin) -> None:
     """What its messages name is proof; until it restates what it holds, what is known of it is a part."""
-    reader, older, newer = Reader(twin.projector()), Instance(epoch=2), Instance(epoch=3)
+    reader, older, newer = Reader(twin.sequencer()), Instance(epoch=2), Instance(epoch=3)
     older.create(1, 2)
     newer.create(3)
     life(reader, 2, "older")
@@ -951,8 +968,8 @@ def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before
     send(reader, Fence(Epoch(3), "newer", lost), *newer.frames)
     assert reader.depth(3) == 1
     send(reader, Fence(Epoch(2), "older", 1), older.create(4))
-    assert reader.projector.counters.lives == 1
-    assert reader.projector.holder(ONE).run == "older"
+    assert reader.sequencer.counters.lives == 1
+    assert reader.sequencer.holder(ONE).run == "older"
     assert reader.depth(3) == 0 and reader.is_doubtful()
     send(reader, Fence(Epoch(2), "older", 1), older.round())
     assert reader.in_step(older) and not reader.is_doubtful()
@@ -960,27 +977,27 @@ def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before
 
 
 @each_twin
-def test_a_reader_that_joins_midway_learns_whose_events_it_reads_from_the_first_of_them(twin: Twin) -> None:
-    reader, instance = Reader(twin.projector()), Instance()
+def test_a_reader_that_joins_mid_stream_learns_whose_events_it_reads_from_the_first_of_them(twin: Twin) -> None:
+    reader, instance = Reader(twin.sequencer()), Instance()
     send(reader, Fence(Epoch(1), "one's", 77), *instance.frames)
-    batch = reader.projector.take_batch()
+    batch = reader.take_batch()
     assert batch is not None and batch.instances[0].run == batch.positions[0].run == "one's"
 
 
 @each_twin
 def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     first, second = Instance(epoch=2), Instance(epoch=2)
     first.create(1, 2)
     second.create(3)
     life(reader, 2, "first")
     reader.read(*first.frames)
-    state, batch = reader.projector.state(), reader.projector.take_batch()
+    state, batch = reader.sequencer.state(), reader.take_batch()
     assert batch is not None and batch.positions[0].run == batch.instances[0].run == batch.epochs[0].run == "first"
-    loaded = Reader(twin.projector(reader.index))
-    loaded.projector.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ProjectorState), settled=0)
-    stored = Reader(twin.projector(stored=3, known=batch.instances))
-    stored.projector.restore_blind(Mark(3), batch.positions)
+    loaded = Reader(twin.sequencer(reader.index))
+    loaded.sequencer.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SequencerState), settled=0)
+    stored = Reader(twin.sequencer(known=batch.instances), stored=3)
+    stored.sequencer.restore_positions(Mark(3), batch.positions)
     for later in (stored, loaded):
         later.sequence = 3
         life(later, 2, "second")
@@ -1002,12 +1019,12 @@ def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin)
     ],
 )
 def test_a_fence_that_is_none_is_poison_and_changes_nothing(twin: Twin, data: bytes) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     instance, frames = five_frames()
     reader.read(*frames)
     reader.sequence += 1
-    reader.projector.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
-    assert reader.in_step(instance) and reader.projector.counters.poison == 1
+    reader.step(0.0, [StreamMessage(reader.sequence, "kvbm.v1.fence.c.one", data)])
+    assert reader.in_step(instance) and reader.sequencer.counters.poison == 1
 
 
 # -- frames of a newer kvbm -----------------------------------------------------------------------------------------------
@@ -1023,92 +1040,92 @@ def newer(frame: Frame, version: int = VERSION + 1) -> bytes:
 @each_twin
 def test_an_epoch_with_a_newer_frame_is_unreadable_and_the_next_one_is_read(twin: Twin) -> None:
     one, later = Instance(), Instance(epoch=2)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*one.frames, one.create(1))
     step = reader.read_bytes(newer(one.create(2)))
     read = Position(Epoch(1), one.frames[1].next_offset)
     assert step.advanced == {ONE: read}  # it is told that something of it is new
-    found = reader.projector.unreadable(ONE)
-    assert found is not None and found.words() == (
+    found = reader.sequencer.unreadable(ONE)
+    assert found is not None and found.reason() == (
         f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
     )
     reader.read(one.create(3), one.round(), at_end=True)
-    reader.projector.hear(5.0, one.heartbeat())
+    reader.sequencer.on_heartbeat(5.0, one.heartbeat())
     assert reader.read(now_s=60.0, at_end=True).gaps == []  # no endless gaps
-    counters = reader.projector.counters
+    counters = reader.sequencer.counters
     assert (counters.newer, counters.poison, counters.gaps, counters.holes) == (3, 0, 0, 0)
-    assert reader.projector.troubles() == {}  # nobody asks for a round that cannot be read
-    assert reader.projector.position(ONE) == read
+    assert reader.sequencer.troubles.by_instance == {}  # nobody asks for a round that cannot be read
+    assert reader.sequencer.position(ONE) == read
     reader.read(*later.frames, later.create(4))
-    assert reader.projector.unreadable(ONE) is None
-    assert reader.projector.position(ONE) == Position(Epoch(2), later.frames[-1].next_offset)
-    view = reader.projector.index.view(ONE)
+    assert reader.sequencer.unreadable(ONE) is None
+    assert reader.sequencer.position(ONE) == Position(Epoch(2), later.frames[-1].next_offset)
+    view = reader.sequencer.index.view(ONE)
     assert view is not None and not view.missed and view.digest == later.frames[-1].digest
 
 
 @each_twin
 def test_a_start_of_a_newer_kvbm_makes_its_epoch_unreadable_and_not_the_one_before_again(twin: Twin) -> None:
     one, later, last = Instance(), Instance(epoch=2), Instance(epoch=3)
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*one.frames)
     reader.read_bytes(newer(later.frames[0]))
     reader.read(later.create(1))  # in a version that is known: its epoch is not
     reader.read_bytes(newer(one.create(1)))
-    found = reader.projector.unreadable(ONE)
+    found = reader.sequencer.unreadable(ONE)
     assert found is not None and found.epoch == 2
-    assert reader.projector.position(ONE) == Position(Epoch(1), one.frames[0].next_offset)
+    assert reader.sequencer.position(ONE) == Position(Epoch(1), one.frames[0].next_offset)
     reader.read(*last.frames)
-    assert reader.projector.unreadable(ONE) is None
+    assert reader.sequencer.unreadable(ONE) is None
     reader.read_bytes(newer(later.create(2)))  # of an epoch that is over
-    assert reader.projector.unreadable(ONE) is None
+    assert reader.sequencer.unreadable(ONE) is None
 
 
 @each_twin
 def test_an_instance_of_which_only_newer_frames_were_read_is_named(twin: Twin) -> None:
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read_bytes(newer(Instance(epoch=4).frames[0]))
-    assert reader.projector.instances() == [ONE]
-    assert reader.projector.position(ONE) == Position(Epoch(0), Offset(0))
-    view = reader.projector.index.view(ONE)
+    assert reader.sequencer.instances() == [ONE]
+    assert reader.sequencer.position(ONE) == Position(Epoch(0), Offset(0))
+    view = reader.sequencer.index.view(ONE)
     assert view is not None and view.missed and not view.counts
 
 
 @each_twin
 def test_a_version_that_damage_has_changed_is_poison(twin: Twin) -> None:
     one = Instance()
-    reader = Reader(twin.projector())
+    reader = Reader(twin.sequencer())
     reader.read(*one.frames)
     data = encode_frame(one.create(1))
     reader.read_bytes(data[:4] + b"\x09" + data[5:])
-    assert reader.projector.unreadable(ONE) is None
-    assert (reader.projector.counters.poison, reader.projector.counters.newer) == (1, 0)
+    assert reader.sequencer.unreadable(ONE) is None
+    assert (reader.sequencer.counters.poison, reader.sequencer.counters.newer) == (1, 0)
 
 
 def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Instance()
-    reader = Reader(NATIVE.projector())
+    reader = Reader(NATIVE.sequencer())
     reader.read(*one.frames, one.create(1))
     reader.read_bytes(newer(one.create(2)))
-    state = reader.projector.state()
-    assert isinstance(reader.projector.index, _native.ClusterIndex)
-    reader.projector.index.write_checkpoint(str(tmp_path / "index"), b"")
+    state = reader.sequencer.state()
+    assert isinstance(reader.sequencer.index, _native.ClusterIndex)
+    reader.sequencer.index.write_checkpoint(str(tmp_path / "index"), b"")
 
-    def restored() -> Projector:
-        projector = NATIVE.projector()
-        assert isinstance(projector.index, _native.ClusterIndex)
-        projector.index.load_checkpoint(str(tmp_path / "index"))
-        projector.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=ProjectorState), 0)
-        return projector
+    def restored() -> Sequencer:
+        sequencer = NATIVE.sequencer()
+        assert isinstance(sequencer.index, _native.ClusterIndex)
+        sequencer.index.load_checkpoint(str(tmp_path / "index"))
+        sequencer.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=SequencerState), 0)
+        return sequencer
 
     same = restored()
-    assert same.unreadable(ONE) == reader.projector.unreadable(ONE)
-    assert same.troubles() == {}
-    monkeypatch.setattr(projector_module, "VERSION", VERSION + 1)
+    assert same.unreadable(ONE) == reader.sequencer.unreadable(ONE)
+    assert same.troubles.by_instance == {}
+    monkeypatch.setattr(instance_sequence, "VERSION", VERSION + 1)
     upgraded = Reader(restored())
-    assert upgraded.projector.unreadable(ONE) is None
-    assert upgraded.projector.troubles()[ONE].reasons() == ["no whole round"]
+    assert upgraded.sequencer.unreadable(ONE) is None
+    assert upgraded.sequencer.troubles.by_instance[ONE].reasons() == ["no whole round"]
     upgraded.read(one.create(3), one.round())
-    assert upgraded.projector.troubles() == {}
-    assert upgraded.projector.index.agrees(ONE, one.frames[-1].digest)
+    assert upgraded.sequencer.troubles.by_instance == {}
+    assert upgraded.sequencer.index.agrees(ONE, one.frames[-1].digest)

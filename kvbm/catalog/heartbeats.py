@@ -1,0 +1,222 @@
+"""Follows heartbeats: what they and the stream show of each instance's life goes to `liveness`, and what that decides into the index.
+
+It also sends pulses of the catalog's own, finds the instances that have decided what is not read (`lag`), and names those whose
+heartbeats count for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+import structlog
+
+from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.lag import Backlog, StreamLag
+from kvbm.catalog.liveness import (
+    Heard,
+    Input,
+    LifeState,
+    Liveness,
+    OwnPulse,
+    StreamProgress,
+    Ticked,
+    Why,
+    Withhold,
+    catalog_name,
+    is_catalog,
+)
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.sql_rows import InstanceState
+from kvbm.core.errors import StreamError
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
+
+log = structlog.get_logger()
+
+OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
+_SENT_PULSES = 256
+
+
+class HeartbeatFollower:
+    """Follows the heartbeats of a cluster. One asyncio loop.
+
+    Args:
+        cluster: the one to follow; None for all.
+        lag: what is not read yet may explain why a heartbeat counts for nothing.
+
+    Attributes:
+        liveness: who is alive. backlog: who has decided what is not read.
+        ignored: whose heartbeats count for nothing, and the last of them.
+        sending: tasks under way that send notices.
+    """
+
+    def __init__(
+        self,
+        stream: EventStream,
+        sequencer: Sequencer,
+        degraded: Degraded,
+        cluster: str | None,
+        liveness_s: float,
+        lag: StreamLag,
+    ) -> None:
+        now_s = time.monotonic()
+        self.liveness = Liveness(liveness_s)
+        self.backlog = Backlog(1.25 * liveness_s)  # who is silent is left out before it counts as behind
+        self.ignored: dict[InstanceId, Heartbeat] = {}
+        self.sending: set[asyncio.Task[None]] = set()
+        self._stream, self._sequencer, self._degraded = stream, sequencer, degraded
+        self._cluster, self._lag = cluster, lag
+        self._own_run = secrets.token_hex(4)
+        self._own_name = catalog_name(self._own_run)
+        # own ones that may still be heard: the time they bear, and when they were sent
+        self._sent_pulses: dict[int, float] = {}
+        self._heard_after_s = now_s  # the newest own pulse heard was sent then: what comes now was sent later
+        self._progress: dict[InstanceId, StreamProgress] = {}  # what liveness knows of the stream
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Take every heartbeat that comes, for ever."""
+        async for heartbeat in self._stream.watch_pulses(self._cluster):
+            self.on_heartbeat(heartbeat)
+
+    async def tick(self) -> None:
+        """Withhold the silent in time, for ever."""
+        while True:
+            self.step(Ticked())
+            self._name_ignored()
+            self._find_behind()
+            await asyncio.sleep(self.liveness.tick_s)
+
+    async def send_pulses(self) -> None:
+        """Send pulses of the catalog's own, for ever: while they come back, silence is the silence of others."""
+        cluster = self._cluster or OWN_CLUSTER
+        while True:
+            pulse = Heartbeat(
+                instance=self._own_name, cluster=cluster, epoch=Epoch(1), published=Offset(0),
+                wall_time_ns=time.time_ns(), run=self._own_run,
+            )  # fmt: skip
+            self._sent_pulses[pulse.wall_time_ns] = time.monotonic()
+            if len(self._sent_pulses) > _SENT_PULSES:
+                del self._sent_pulses[next(iter(self._sent_pulses))]
+            try:
+                await self._stream.send_pulse(pulse)
+            except StreamError as error:
+                log.debug("catalog.pulse_not_sent", why=str(error))
+            await asyncio.sleep(self.liveness.own_pulse_s)
+
+    # -- input --------------------------------------------------------------------------------------------------------
+
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Take a heartbeat: an instance's, this catalog's own, or another catalog's."""
+        name = heartbeat.instance
+        if name == self._own_name:
+            self.step(OwnPulse())
+            self._heard_after_s = max(self._heard_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
+        elif not is_catalog(name):
+            self.step(Heard(heartbeat))
+            believed = self.liveness.last(name)
+            if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
+                now_s = time.monotonic()
+                self._sequencer.on_heartbeat(now_s, heartbeat)
+                decided = Position(heartbeat.epoch, heartbeat.applied)
+                self.backlog.on_heartbeat(now_s, self._heard_after_s, name, decided, self._sequencer.position(name))
+
+    def on_progress(self, instance: InstanceId) -> None:
+        """The stream was read further: liveness takes note of what is news of an instance."""
+        row = self._sequencer.instance_row(instance)
+        if row is None:
+            return
+        epoch, holder = self._sequencer.position(instance).epoch, self._sequencer.holder(instance)
+        is_unreadable = self._sequencer.unreadable(instance) is not None
+        is_stopped = row.state is InstanceState.STOPPED
+        progress = StreamProgress(instance, epoch, is_stopped, holder.run, holder.life, is_unreadable)
+        if self._progress.get(instance) != progress:
+            self._progress[instance] = progress
+            self.step(progress)
+
+    def step(self, what: Input) -> None:
+        """One step of liveness; what it decides is in answers from here on."""
+        for effect in self.liveness.step(time.monotonic(), what):
+            withheld = isinstance(effect, Withhold)
+            if isinstance(effect, Withhold) and effect.why is not Why.RESTARTED:
+                self.backlog.leave_out(effect.instance)  # no heartbeat of it comes, and it is left out of answers
+            why = effect.why.value if isinstance(effect, Withhold) else "heard"
+            self._sequencer.index.withhold(effect.instance, withheld)
+            log.info(
+                "instance.withheld" if withheld else "instance.returned",
+                instance=effect.instance, epoch=effect.epoch, why=why,
+            )  # fmt: skip
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def cluster_of(self, instance: InstanceId) -> str | None:
+        """The cluster an instance is of; None when nothing was read or heard of it."""
+        row, pulse = self._sequencer.instance_row(instance), self.liveness.last(instance)
+        return row.cluster if row is not None else pulse.heartbeat.cluster if pulse is not None else None
+
+    def can_serve_requests(self, instance: InstanceId) -> bool:
+        """Whether an instance is there to be asked."""
+        return self.liveness.why(instance) is None and self.liveness.state(instance) is not LifeState.STOPPED
+
+    def delays(self, instance: InstanceId) -> list[str]:
+        """That what an instance has decided is not read, in words."""
+        if instance not in self.backlog.behind:
+            return []
+        decided, age_s = self.backlog.decided(instance), self.backlog.age_s(time.monotonic(), instance)
+        if decided is None:
+            return [f"nothing was heard of it for {age_s:.1f} s"]
+        read = self._sequencer.position(instance)
+        reported = f"it has decided events up to offset {decided.offset} of epoch {decided.epoch}"
+        return [
+            f"{reported}, and {age_s:.1f} s later only those up to offset {read.offset} of epoch {read.epoch} are read"
+        ]
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _name_ignored(self) -> None:
+        """Name whose heartbeats count for nothing: to who looks at the catalog, and to the instance itself."""
+        if self._lag.messages():
+            return  # what is not read yet may explain it
+        ignored = self.liveness.ignored(time.monotonic())
+        for instance in self.ignored.keys() - ignored.keys():
+            self._degraded.clear(f"instance {instance}")
+        for instance, heartbeat in ignored.items():
+            holder = self._sequencer.holder(instance)
+            why = (
+                f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its place "
+                f"is that of run {holder.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
+                "the two, or give one another instance.id"
+            )
+            self._degraded.note(f"instance {instance}", why)
+            if self.ignored.get(instance) != heartbeat:
+                notice = Notice(instance=instance, cluster=heartbeat.cluster, run=heartbeat.run, why=why)
+                task = asyncio.ensure_future(self._send(notice))
+                self.sending.add(task)
+                task.add_done_callback(self.sending.discard)
+        self.ignored = ignored
+
+    async def _send(self, notice: Notice) -> None:
+        """Send a notice; one that is lost costs nothing."""
+        try:
+            await self._stream.send_notice(notice)
+        except StreamError as error:
+            log.debug("notice.not_sent", instance=notice.instance, why=str(error))
+
+    def _find_behind(self) -> None:
+        now_s, before = time.monotonic(), self.backlog.behind
+        for instance in self.backlog.judge(now_s, self._sequencer.position):
+            why = self.liveness.why(instance)
+            is_left_out = why is not None or not self._sequencer.position(instance).epoch
+            # it has died in its restart, or before anything of it was read
+            is_dead = is_left_out and self.liveness.state(instance) is LifeState.SILENT
+            has_stopped = why is Why.STOPPED  # its last heartbeat may come after its stop
+            if is_dead or has_stopped or self._sequencer.unreadable(instance) is not None:
+                self.backlog.leave_out(instance)
+        behind = self.backlog.behind
+        for instance in sorted(behind - before):
+            log.warning("instance.behind", instance=instance, why=self.delays(instance)[0])
+        for instance in sorted(before - behind):
+            log.info("instance.caught_up", instance=instance)

@@ -1,0 +1,667 @@
+"""One instance's stream: which of its frames applies next. A state machine: no thread, clock or socket.
+
+A reader's place in an instance's stream is (epoch, next offset). A frame that arrives is one of these:
+
+    epoch below the known one        stale    ignored
+    before the next offset           repeat   ignored: a publisher that lost an acknowledgement sends again
+    the next offset                  applied
+    beyond the next offset           out of order: kept in the reorder buffer; a publisher that goes back sends what is missing,
+                                     0 1 3 4 2 3 4
+    epoch above, from offset 0       applied  the epoch before is over
+    epoch above, from later          applied  a mid-stream join: its start is no longer, or not yet, on the stream
+    a frame of a newer version       unreadable: neither it nor what follows it in its epoch is applied; the next epoch is
+
+Numbers of epochs are only as good as somebody's memory: a journal, a stream or both may be lost, and two processes may each begin an epoch
+of one number. So an epoch is identified by its number and the run of the process that began it. Which life is the newer one is known from
+the fences, which lie in the stream among the events: a fence names the run whose events follow, and the runs that began the epochs they
+are of. Where these contradict what was read (`is_other_life`), what was read is of another life: nothing of it is held any more, and
+whatever epoch comes next is entered.
+
+A hole in front of the reorder buffer is a *gap* once the instance's heartbeat has reported what is missing as published, and the reader
+has been at the stream's end since. Then reading goes on behind the hole, and the instance is doubtful until a round has ended. The same
+happens when a frame's digest differs from the index's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.catalog.index import Applied, ClusterIndex
+from kvbm.catalog.sql_rows import (
+    ClaimRun,
+    EpochRow,
+    InstancePosition,
+    InstanceRow,
+    InstanceRows,
+    InstanceState,
+    NamespaceRow,
+)
+from kvbm.catalog.troubles import Trouble, Troubles
+from kvbm.core.codec import VERSION, ScannedFrame
+from kvbm.core.events import InstanceStarted
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
+from kvbm.streams.base import (
+    ORIGIN,
+    START,
+    Fence,
+    Heartbeat,
+    Mark,
+    Position,
+    StreamMessage,
+    is_other_life,
+    mark_of,
+    run_of,
+)
+from kvbm.streams.holders import holder_after
+
+log = structlog.get_logger()
+
+HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
+REORDER_BYTES = (
+    16 << 20
+)  # frames in one instance's reorder buffer; more are left to be sent again, or to the next round
+AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
+
+
+class Gap(NamedTuple):
+    """Events of an instance that will not come any more.
+
+    Attributes:
+        expected: the first of them.
+        resumed: where reading goes on; None when nothing behind the hole is known yet.
+    """
+
+    instance: InstanceId
+    expected: Position
+    resumed: Position | None
+
+
+class Holder(NamedTuple):
+    """Whose an instance's place on the stream is.
+
+    Attributes:
+        run: of the process whose events follow the fence read last; "" when none was read.
+        life: grows when what was read before turned out to be of another life.
+    """
+
+    run: str
+    life: int
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A newer kvbm writes an instance's epoch: the version of a frame of it that was seen."""
+
+    epoch: Epoch
+    version: int
+
+    def reason(self) -> str:
+        """Why nothing is known of the instance, and what to do."""
+        return f"epoch {self.epoch} has frames of version {self.version}; this catalog reads up to {VERSION}: upgrade the catalog"
+
+
+class Counters(msgspec.Struct, kw_only=True):
+    """What was seen since the start. `blocks` counts a block once for each event that names it.
+
+    Attributes:
+        digest_divergence: instances whose residencies an audit found to be others than what was applied.
+        gaps_repaired, digest_repaired: after which the instance was whole again.
+        foreign: frames that name another instance than their subject; they are refused with the rest of their message.
+        newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not applied.
+        strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
+        lives: fences that showed that what was read of an instance is of another life.
+    """
+
+    messages: int = 0
+    frames: int = 0
+    events: int = 0
+    blocks: int = 0
+    repeats: int = 0
+    stale: int = 0
+    holes: int = 0
+    gaps: int = 0
+    blind_starts: int = 0
+    poison: int = 0
+    foreign: int = 0
+    newer: int = 0
+    digest_mismatches: int = 0
+    digest_divergence: int = 0
+    gaps_repaired: int = 0
+    digest_repaired: int = 0
+    lives: int = 0
+    strays: int = 0
+
+
+class StreamCursor:
+    """How far the stream was read.
+
+    Attributes:
+        sequence: of the message that is being read, or was read last.
+        last: the message read last. The mark is made of it when somebody asks.
+    """
+
+    def __init__(self, mark: Mark = START) -> None:
+        self.sequence = mark.sequence
+        self.last: StreamMessage | Mark = mark
+
+    @property
+    def mark(self) -> Mark:
+        """The place behind the message read last."""
+        if isinstance(self.last, StreamMessage):
+            self.last = mark_of(self.last)
+        return self.last
+
+
+class Step:
+    """What a step changed. It is filled while the step goes on.
+
+    Attributes:
+        advanced: instances whose position moved, and where to.
+        gaps: found in this step.
+        renumbered: sequences began anew: the stream's store was replaced.
+        changed: instances whose rows changed, and the sequence of the last message that changed them.
+        epochs, namespaces, claims: rows that are given out once, each with the sequence of the message they come from.
+        lacks_claims: events were passed over, and no round lists claims again.
+        newest_wall_ns: wall time of the newest frame; 0 when none was applied.
+        at: sequence of the message being read; AFTER_MESSAGES behind the last.
+        settled: up to this sequence the index may be ahead of what was read, and digests prove nothing.
+    """
+
+    def __init__(self, cursor: StreamCursor, settled: int, renumbered: bool = False) -> None:
+        self.advanced: dict[InstanceId, Position] = {}
+        self.gaps: list[Gap] = []
+        self.renumbered = renumbered
+        self.changed: dict[InstanceId, int] = {}
+        self.epochs: list[tuple[int, EpochRow]] = []
+        self.namespaces: list[tuple[int, NamespaceRow]] = []
+        self.claims: list[tuple[int, ClaimRun]] = []
+        self.lacks_claims = False
+        self.newest_wall_ns = 0
+        self.at = AFTER_MESSAGES
+        self.cursor, self.settled = cursor, settled
+
+
+class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
+    """An `InstanceSequence` as a checkpoint keeps it. Frames in the reorder buffer are left out."""
+
+    row: InstanceRow
+    epoch: Epoch
+    offset: Offset
+    epoch_row: EpochRow
+    declared: tuple[NamespaceId, ...]
+    joined_midstream: bool = msgspec.field(name="is_blind")
+    is_lost: bool
+    trouble: Trouble | None
+    run: str = ""
+    holder: Fence | None = None
+    life: int = 0
+    unreadable: Unreadable | None = None
+
+
+class _Buffered(NamedTuple):
+    """A frame, its bytes, and the mark before the message it came with."""
+
+    frame: ScannedFrame
+    data: bytes
+    before: Mark
+
+
+class ReorderBuffer:
+    """Frames of an instance that arrived before those they follow.
+
+    Attributes:
+        bytes: their size.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._frames: dict[Offset, _Buffered] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._frames)
+
+    def frames(self) -> list[bytes]:
+        """The frames it holds, in the order they came in."""
+        return [buffered.data for buffered in self._frames.values()]
+
+    def first_offset(self) -> Offset | None:
+        """Where the first frame begins; None when there is none."""
+        return min(self._frames, default=None)
+
+    def marks(self) -> list[Mark]:
+        """The marks before the messages of its frames: who begins at the first of them reads all of these again."""
+        return [buffered.before for buffered in self._frames.values()]
+
+    def put(self, frame: ScannedFrame, data: bytes, before: Mark) -> None:
+        """Keep a frame, while there is room: its own bytes alone, not the rest of its message."""
+        size = frame.end - frame.at
+        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:
+            alone = data[frame.at : frame.end]
+            self._frames[frame.first_offset] = _Buffered(frame._replace(at=0, end=size), alone, before)
+            self.bytes += size
+
+    def offsets(self) -> list[Offset]:
+        """Where its frames begin, in order."""
+        return sorted(self._frames)
+
+    def pop(self, offset: Offset) -> _Buffered:
+        """Take the frame out that begins at an offset."""
+        buffered = self._frames.pop(offset)
+        self.bytes -= len(buffered.data)
+        return buffered
+
+    def begin_anew(self) -> None:
+        """The stream's sequences began anew: the marks are of another history."""
+        self._frames = {first: buffered._replace(before=START) for first, buffered in self._frames.items()}
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._frames, self.bytes = {}, 0
+
+
+class _Evidence(NamedTuple):
+    """What a heartbeat reported as published and is not read yet.
+
+    Attributes:
+        run: of the process that reported it; "" when the heartbeat has none.
+    """
+
+    published: Position
+    since_s: float
+    run: str
+
+
+class InstanceSequence:
+    """One instance, as far as it was read.
+
+    Args:
+        index: what frames are applied to. counters, troubles: of all instances together.
+        known: the instance as SQL has it; where a start is no longer on the stream, this replaces it.
+
+    Attributes:
+        position: the next event to apply.
+        run: of the process that began the position's epoch; "" when it is not known.
+        fence: the fence read last; it names the run whose events come now.
+        declared: the namespaces its newest start named.
+        unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
+    """
+
+    def __init__(
+        self, row: InstanceRow, index: ClusterIndex, counters: Counters, troubles: Troubles, known: InstanceRow | None
+    ) -> None:
+        self.row = row
+        self.position = ORIGIN
+        self.run = ""
+        self.fence: Fence | None = None
+        self.declared: frozenset[NamespaceId] = frozenset()
+        self.unreadable: Unreadable | None = None
+        self.buffer = ReorderBuffer()
+        self._id = row.id
+        self._index, self._counters, self._troubles, self._known = index, counters, troubles, known
+        self._life = 0  # grows when a fence shows that what was read is of another one
+        self._epoch_row = EpochRow(instance=row.id, epoch=Epoch(0), started_ns=0)
+        self._joined_midstream = False
+        self._is_lost = False  # the hole at `position` is a gap already: whatever comes next counts
+        self._hole_since_s: float | None = None  # since when the reader is at the stream's end and the buffer not empty
+        self._evidence: _Evidence | None = None
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    @property
+    def holder(self) -> Holder:
+        """Whose the instance's place on the stream is."""
+        return Holder(self.fence.run if self.fence is not None else self.run, self._life)
+
+    def rows(self) -> InstanceRows:
+        """Its rows as they are now."""
+        epoch, offset = self.position
+        return InstanceRows(
+            self.row,
+            self._epoch_row,
+            InstancePosition(instance=self._id, epoch=epoch, next_offset=offset, run=self.run),
+        )
+
+    def state(self) -> SequenceState:
+        """What a checkpoint keeps."""
+        trouble = self._troubles.by_instance.get(self._id)
+        return SequenceState(
+            row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
+            declared=tuple(self.declared), joined_midstream=self._joined_midstream, is_lost=self._is_lost,
+            trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
+            life=self._life, unreadable=self.unreadable,
+        )  # fmt: skip
+
+    def restore(self, state: SequenceState) -> None:
+        """Go on from a checkpoint."""
+        self.position = Position(state.epoch, state.offset)
+        self._epoch_row, self.declared = state.epoch_row, frozenset(state.declared)
+        self._joined_midstream, self._is_lost = state.joined_midstream, state.is_lost
+        self.run, self.fence, self._life = state.run, state.holder, state.life
+        if state.unreadable is not None and state.unreadable.version > VERSION:
+            self.unreadable = state.unreadable
+            return
+        self._is_lost |= state.unreadable is not None  # this kvbm can read what comes next; a round lists the rest
+        if state.trouble is not None:
+            self._troubles.restore(self._id, state.trouble)
+        elif (view := self._index.view(self._id)) is not None and view.missed and not view.stopped:
+            self._troubles.note(
+                self._id
+            ).unended += 1  # the index may have learned of it a moment after the state was taken
+
+    def restore_position(self, stored: InstancePosition, step: Step) -> None:
+        """Go on from the position in SQL: nothing is known to be held, and a live instance is joined mid-stream."""
+        self.position, self.run = Position(stored.epoch, stored.next_offset), stored.run
+        self._epoch_row = EpochRow(
+            instance=self._id, epoch=stored.epoch, started_ns=self.row.last_frame_ns, next_offset=stored.next_offset,
+            run=stored.run,
+        )  # fmt: skip
+        if self.row.state is InstanceState.LIVE:
+            self._join(stored.epoch, self.row.last_frame_ns, step)
+
+    # -- heartbeats and fences ----------------------------------------------------------------------------------------
+
+    def on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> None:
+        """Take note of what the instance reports as published.
+
+        A heartbeat speaks of one epoch alone: whether all of an older one was published, or never will be, is not in it. A newer
+        epoch than the one that is read takes the place of what was reported of the older, whose end nobody will send any more.
+        What another life reported of an epoch does not count: nobody will send that.
+        """
+        published = Position(heartbeat.epoch, heartbeat.published)
+        if self.unreadable is not None and published.epoch <= self.unreadable.epoch:
+            return
+        known = self._evidence
+        if _contradicts(self.fence, published.epoch, heartbeat.run):
+            return
+        if known is not None and self.fence is not None and known.run != heartbeat.run == self.fence.run:
+            known = self._evidence = None  # whose place it is knows better
+        if published <= self.position:
+            return
+        if known is None or known.published <= self.position or known.published.epoch < published.epoch:
+            self._evidence = _Evidence(published, now_s, heartbeat.run)
+
+    def name_fence(self, named: Fence, step: Step) -> None:
+        """Take the fence that a message of events names."""
+        fence = holder_after(named, self.fence)
+        if fence is not None and fence is not self.fence:
+            if self.fence is None or fence.run != self.fence.run:
+                self.take_fence(fence, step)
+            self.fence = fence
+
+    def take_fence(self, fence: Fence, step: Step) -> None:
+        """Take a fence: the events that follow are its run's."""
+        if is_other_life(self.position.epoch, self.run, fence):
+            self._begin_life(fence, step)
+        self.fence = fence
+        if self._evidence is not None and _contradicts(fence, self._evidence.published.epoch, self._evidence.run):
+            self._evidence = None
+        if self.position.epoch and not self.run:
+            self._learn_run(run_of(fence, self.position.epoch), step)
+        step.advanced[self._id] = self.position
+
+    def _begin_life(self, fence: Fence, step: Step) -> None:
+        """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
+        log.warning(
+            "instance.life_begun", instance=self._id, epoch=fence.epoch, run=fence.run,
+            other_epoch=self.position.epoch, other_run=self.run,
+            why="its journal, the stream's end or both were lost; what was read before is of another life",
+        )  # fmt: skip
+        self.pass_holes(step)
+        self._end_epoch(self.row.last_frame_ns, step)
+        self._counters.lives += 1
+        self._life += 1
+        self._evidence = self._hole_since_s = self.unreadable = None
+        self.declared = frozenset()
+        self.run = fence.run
+        self._known = None
+        self._join(fence.epoch, 0, step)
+        self.position = ORIGIN
+        step.changed[self._id] = step.at
+
+    def _learn_run(self, run: str, step: Step) -> None:
+        """Frames were read before the fence of who wrote them. Rows without a run change none of another life's."""
+        self.run = run
+        self.row = msgspec.structs.replace(self.row, run=run)
+        self._epoch_row = msgspec.structs.replace(self._epoch_row, run=run)
+        if run:
+            step.changed[self._id] = step.at
+
+    # -- frames -------------------------------------------------------------------------------------------------------
+
+    def receive(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+        """Take a good frame: apply it, keep it for later, or ignore it."""
+        if self.unreadable is not None:
+            if frame.epoch <= self.unreadable.epoch:
+                self._counters.newer += 1
+                return
+            self.unreadable = None
+            log.info("instance.readable", instance=self._id, epoch=frame.epoch)
+        epoch, offset = self.position
+        if frame.epoch < epoch:
+            self._counters.stale += 1
+        elif frame.epoch > epoch:
+            self._enter(frame, step)
+            self._apply(frame, data, step)
+        elif frame.next_offset <= offset:
+            if self._joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
+                self._enter(frame, step)
+                self._apply(frame, data, step)
+            else:
+                self._counters.repeats += 1
+        elif frame.first_offset <= offset:
+            self._apply(frame, data, step)
+        elif self._is_lost:
+            self._jump(frame.first_offset, step)
+            self._apply(frame, data, step)
+        else:
+            self._put_in_buffer(frame, data, step)
+
+    def refuse_newer(self, epoch: Epoch, version: int, step: Step) -> None:
+        """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
+        self._counters.newer += 1
+        if self.unreadable is not None or epoch < self.position.epoch:
+            return
+        self.unreadable = Unreadable(epoch, version)
+        self.buffer.clear()
+        self._evidence = self._hole_since_s = None
+        self._is_lost = False
+        step.lacks_claims = True
+        self._troubles.take(self._id)  # no round can heal it
+        self._index.wait(self._id, False)
+        self._index.miss(self._id)
+        step.advanced[self._id] = self.position
+        log.warning("instance.unreadable", instance=self._id, why=self.unreadable.reason())
+
+    def _put_in_buffer(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+        if not self.buffer:
+            self._counters.holes += 1
+            self._index.wait(self._id, True)
+        self.buffer.put(frame, data, step.cursor.mark)
+
+    def _enter(self, frame: ScannedFrame, step: Step) -> None:
+        """Begin the frame's epoch where the frame begins."""
+        if self.buffer:
+            self._counters.gaps += 1  # the epoch went on behind the hole, and is over
+            self._counters.gaps_repaired += 1
+            self.pass_holes(step)
+        row = self.row
+        if self._epoch_row.epoch < frame.epoch:
+            self._end_epoch(frame.wall_time_ns, step)
+        self._is_lost = self._joined_midstream = False
+        self.position = Position(frame.epoch, frame.first_offset)
+        self.run = run_of(self.fence, frame.epoch)
+        self.row = msgspec.structs.replace(
+            row, epoch=frame.epoch, run=self.run, first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
+            state=InstanceState.LIVE,
+        )  # fmt: skip
+        self._epoch_row = EpochRow(instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns, run=self.run)
+        if frame.first_offset:
+            self._join(frame.epoch, frame.wall_time_ns, step)
+
+    def _join(self, epoch: Epoch, wall_time_ns: int, step: Step) -> None:
+        """Join an epoch mid-stream: its start was not read."""
+        self._counters.blind_starts += 1
+        step.lacks_claims = True
+        self._troubles.note(self._id).joins += 1
+        self._joined_midstream = True
+        run, known = self.run, self._known
+        if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
+            self.row = msgspec.structs.replace(known, state=InstanceState.LIVE, run=run)
+            self._index.begin_blind(self._id, epoch, known.pools)
+        else:
+            likely = self.row.pools or (known.pools if known is not None else ())
+            self.row = msgspec.structs.replace(self.row, epoch=epoch, pools=(), run=run)
+            self._index.begin_blind(self._id, epoch, likely=likely)
+        self._epoch_row = EpochRow(instance=self._id, epoch=epoch, started_ns=wall_time_ns, run=run)
+        log.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
+
+    def _end_epoch(self, ended_ns: int, step: Step) -> None:
+        """Give out the row of the epoch that is over."""
+        old = self._epoch_row
+        if not old.epoch:
+            return
+        if old.ended_ns is None:
+            old = msgspec.structs.replace(old, ended_ns=ended_ns, end_reason="replaced")
+        step.epochs.append((step.at, old))  # also one that had ended: its row may not have been given out yet
+
+    # -- holes and gaps -----------------------------------------------------------------------------------------------
+
+    def judge(self, now_s: float, gap_wait_s: float, step: Step) -> None:
+        """Find a gap, now that the reader is at the stream's end."""
+        if not self.buffer:
+            self._hole_since_s = None
+        elif self._hole_since_s is None:
+            self._hole_since_s = now_s
+        if self._evidence is not None and self._evidence.published <= self.position:
+            self._evidence = None
+        run = ""
+        if self._evidence is not None:
+            published, since_s, run = self._evidence
+            wait_s = gap_wait_s
+        elif self._hole_since_s is not None:
+            published, since_s = self.position, self._hole_since_s
+            wait_s = HOLE_MOST_S
+        else:
+            return
+        if self._is_lost or now_s - since_s < wait_s:
+            return
+        expected = self.position
+        self._counters.gaps += 1
+        if published.epoch > expected.epoch:  # not even the start of its epoch came
+            self.pass_holes(step)
+            self.run = run_of(self.fence, published.epoch) or run
+            self._join(published.epoch, 0, step)
+            self.position = Position(published.epoch, Offset(0))
+        resumed = self.buffer.first_offset()
+        self._index.miss(self._id)
+        self._troubles.note(self._id).gaps += 1
+        if resumed is None:
+            self._is_lost = True
+        else:
+            self._jump(resumed, step)
+            self._resume(step)
+        step.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
+        log.warning(
+            "stream.gap_found", instance=self._id, epoch=expected.epoch, expected=expected.offset,
+            published=published.offset, resumed=resumed,
+        )  # fmt: skip
+
+    def pass_holes(self, step: Step) -> None:
+        """Apply all that is in the reorder buffer: claims among it outlive the epoch."""
+        while (first := self.buffer.first_offset()) is not None:  # behind one hole there may be another
+            self._index.miss(self._id)
+            self._jump(first, step)
+            self._resume(step)
+
+    def _jump(self, offset: Offset, step: Step) -> None:
+        step.lacks_claims = True
+        self.position = Position(self.position.epoch, offset)
+        self._is_lost = False
+
+    def _resume(self, step: Step) -> None:
+        """Apply what is in the reorder buffer as far as it follows on now."""
+        for first in self.buffer.offsets():
+            if first > self.position.offset:
+                return
+            buffered = self.buffer.pop(first)
+            if buffered.frame.next_offset > self.position.offset:
+                self._apply_events(buffered.frame, buffered.data, step)
+        self._index.wait(self._id, False)
+
+    # -- frames → index and rows --------------------------------------------------------------------------------------
+
+    def _apply(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+        self._apply_events(frame, data, step)
+        if self.buffer:
+            self._resume(step)
+
+    def _apply_events(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+        """Apply those events of a frame that are not applied yet; the first of them is the next."""
+        instance, counters = self._id, self._counters
+        applied = self._index.apply(data, frame.at, self.position.offset - frame.first_offset)
+        counters.events += applied.events
+        counters.blocks += applied.blocks
+        self._note(frame, applied, step)
+        counters.frames += 1
+        self._is_lost = False
+        self.position = Position(frame.epoch, frame.next_offset)
+        self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, frame.wall_time_ns))
+        self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=frame.next_offset, digest=frame.digest)
+        step.newest_wall_ns = max(step.newest_wall_ns, frame.wall_time_ns)
+        step.advanced[instance] = self.position
+        step.changed[instance] = step.at
+        if step.cursor.sequence > step.settled and not self._index.agrees(instance, frame.digest):
+            counters.digest_mismatches += 1
+            self._index.miss(instance)
+            self._troubles.note(instance).digests += 1
+            log.warning("digest.diverged", instance=instance, epoch=frame.epoch, offset=frame.next_offset)
+        elif instance in self._troubles.by_instance:
+            view = self._index.view(instance)
+            if view is not None and not view.missed:
+                self._heal()
+
+    def _heal(self) -> None:
+        trouble = self._troubles.take(self._id)
+        if trouble is not None:
+            self._counters.gaps_repaired += trouble.gaps
+            self._counters.digest_repaired += trouble.digests
+            log.info("instance.healed", instance=self._id, of=trouble.reasons())
+
+    def _note(self, frame: ScannedFrame, applied: Applied, step: Step) -> None:
+        """Follow what SQL keeps of a frame."""
+        if applied.started is not None:
+            self._note_start(frame, applied.started, step)
+        if applied.stopped is not None:
+            self.row = msgspec.structs.replace(self.row, state=InstanceState.STOPPED)
+            self._epoch_row = msgspec.structs.replace(
+                self._epoch_row, ended_ns=frame.wall_time_ns, end_reason=applied.stopped.name.lower()
+            )
+        for tier, namespace, hashes, withdrawn in applied.claims:
+            pool = self._index.pool_name(self._id, tier)
+            if pool is None:
+                continue
+            run = ClaimRun(
+                pool=pool, namespace=namespace, hashes=hashes, instance=self._id, at_ns=frame.wall_time_ns,
+                withdrawn=withdrawn,
+            )  # fmt: skip
+            step.claims.append((step.at, run))
+
+    def _note_start(self, frame: ScannedFrame, event: InstanceStarted, step: Step) -> None:
+        self._joined_midstream = False
+        self._heal()  # it holds nothing, and its round follows by itself
+        self.declared = frozenset(namespace.id for namespace in event.namespaces)
+        self.row = msgspec.structs.replace(
+            self.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
+            pools=event.pools, state=InstanceState.LIVE,
+        )  # fmt: skip
+        for namespace in event.namespaces:
+            step.namespaces.append(
+                (step.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))
+            )
+
+
+def _contradicts(fence: Fence | None, epoch: Epoch, run: str) -> bool:
+    """Whether a fence knows another run to have begun an epoch than the one a heartbeat is of."""
+    return bool(run) and run_of(fence, epoch) not in ("", run)

@@ -1,0 +1,222 @@
+"""What a catalog answers: who has a prefix, who should serve it, who holds a block, what is known of each instance, and how old all that is."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import msgspec
+
+from kvbm.catalog.heartbeats import HeartbeatFollower
+from kvbm.catalog.lag import Confirmation
+from kvbm.catalog.liveness import Freshness
+from kvbm.catalog.lookup import locate, lookup
+from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
+from kvbm.catalog.sequencer import Sequencer
+from kvbm.catalog.snapshots import SnapshotRequests
+from kvbm.core.answers import (
+    BlockAnswer,
+    BlockHolder,
+    InstanceHolding,
+    InstanceSummary,
+    LookupAnswer,
+    NamespaceSummary,
+    PoolSummary,
+    RankedInstance,
+)
+from kvbm.core.events import JANITOR
+from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+
+A = TypeVar("A", LookupAnswer, BlockAnswer)
+D = TypeVar("D", InstanceHolding, RankedInstance, BlockHolder)
+
+
+class Queries:
+    """Answers from what was read and heard. One asyncio loop; nothing here waits.
+
+    Args:
+        confirmation: since when it is not known that the whole stream was read.
+        liveness_s: a view is called old from half of this on.
+    """
+
+    def __init__(
+        self,
+        sequencer: Sequencer,
+        heartbeats: HeartbeatFollower,
+        requests: SnapshotRequests,
+        confirmation: Confirmation,
+        routing: RoutingSettings,
+        liveness_s: float,
+    ) -> None:
+        self._sequencer, self._heartbeats, self._requests = sequencer, heartbeats, requests
+        self._index, self._liveness, self._backlog = sequencer.index, heartbeats.liveness, heartbeats.backlog
+        self._confirmation, self._liveness_s = confirmation, liveness_s
+        self._router = Router(routing)
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
+        """Who has how much of a prefix."""
+        answer = lookup(self._index, namespace, hashes)
+        if self._backlog.behind:
+            answer = msgspec.structs.replace(
+                answer, instances=[self._doubted_if_behind(one, one.instance) for one in answer.instances]
+            )
+        return self._dated(answer)
+
+    def route(self, task: RoutingTask, fields: Namespace | None) -> list[RankedInstance]:
+        """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
+
+        Args:
+            fields: of the prompt's namespace, when they are known.
+        """
+        now_s = time.monotonic()
+        candidates = [
+            instance for instance in self._liveness.candidates() if self._serves(instance, task.namespace, fields)
+        ]
+        if not candidates:
+            return []
+        pulses = {instance: self._liveness.last(instance) for instance in candidates}
+        ranked = self._router.route(now_s, task, self._index, candidates, pulses)
+        return [self._doubted_if_behind(one, one.instance) for one in ranked]
+
+    def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
+        """Who holds one block."""
+        answer = locate(self._index, namespace, block)
+        if self._backlog.behind:
+            holders = [one if one.kind == "pool" else self._doubted_if_behind(one, one.name) for one in answer.holders]
+            answer = msgspec.structs.replace(answer, holders=holders)
+        return self._dated(answer)
+
+    def _doubted_if_behind(self, answer: D, instance: str) -> D:
+        is_behind = InstanceId(instance) in self._backlog.behind
+        return msgspec.structs.replace(answer, doubtful=True) if is_behind else answer
+
+    def _dated(self, answer: A) -> A:
+        """The answer with the age of a view that is kept."""
+        age_s = self.view_age_s()
+        return msgspec.structs.replace(answer, view_age_s=age_s) if age_s else answer
+
+    def _serves(self, instance: InstanceId, wanted: NamespaceId, fields: Namespace | None) -> bool:
+        """Whether an instance runs the model of a namespace; one that has not declared what it runs, may."""
+        row = self._sequencer.instance_row(instance)
+        if row is not None and row.engine == JANITOR:
+            return False
+        pulse = self._liveness.last(instance)
+        declared = self._sequencer.declared(instance)
+        if fields is None or not declared or wanted in declared or (pulse and wanted in pulse.heartbeat.namespaces):
+            return True
+        return any(_same_model(fields, other) for key in declared if (other := self.namespace(key)) is not None)
+
+    # -- how old the view is ------------------------------------------------------------------------------------------
+
+    def view_age_s(self) -> float:
+        """How old the view is that answers rest on; 0 while everybody's silence counts and the stream is read to its end."""
+        return round(self._freshness().age_s, 3)
+
+    def staleness(self) -> list[str]:
+        """What makes answers old, in words; empty when they are fresh."""
+        fresh, behind = self._freshness(), sorted(self._backlog.behind)
+        found = [f"the view is {fresh.age_s:.1f} s old: {fresh.why}"] if fresh.why else []
+        if behind:
+            most_s = max(self._backlog.age_s(time.monotonic(), name) for name in behind)
+            found.append(
+                f"{len(behind)} instances may have decided what is not read, for {most_s:.1f} s: {', '.join(behind[:5])}"
+            )
+        return found
+
+    def _freshness(self) -> Freshness:
+        now_s = time.monotonic()
+        fresh = self._liveness.freshness(now_s)
+        unconfirmed_s = self._confirmation.age_s(now_s)
+        if unconfirmed_s > fresh.age_s:
+            fresh = Freshness(unconfirmed_s, "so long nobody has confirmed that the stream is read to its end")
+        is_old = fresh.age_s >= self._liveness_s / 2  # before that, at the start, nobody could have fallen silent
+        return fresh if is_old else Freshness(0.0, "")
+
+    # -- namespaces and instances -------------------------------------------------------------------------------------
+
+    def namespace(self, namespace: NamespaceId) -> Namespace | None:
+        """A namespace's fields, if an instance has declared them."""
+        return self._sequencer.namespaces().get(namespace)
+
+    def namespaces(self) -> list[NamespaceSummary]:
+        """The namespaces whose fields are known, by id."""
+        known = self._sequencer.namespaces()
+        return [NamespaceSummary(id=key.hex(), fields=known[key]) for key in sorted(known)]
+
+    def instances(self) -> list[InstanceSummary]:
+        """All instances, by name."""
+        now_s = time.monotonic()
+        claims = self._index.claim_counts()
+        known = {*self._liveness.instances(), *self._index.instances()}
+        return [self._summary(now_s, instance, claims) for instance in sorted(known)]
+
+    def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
+        view, row = self._index.view(instance), self._sequencer.instance_row(instance)
+        pulse = self._liveness.last(instance)
+        position = self._sequencer.position(instance)
+        heartbeat = pulse.heartbeat if pulse is not None else None
+        counts = view.counts if view is not None else {}
+        pools = sorted(view.pools, key=lambda pool: pool.tier) if view is not None else []
+        return InstanceSummary(
+            instance=instance,
+            cluster=self._heartbeats.cluster_of(instance) or "",
+            state=self._liveness.state(instance).value,
+            epoch=position.epoch,
+            offset=position.offset,
+            published=heartbeat.published if heartbeat is not None else None,
+            digest=f"{view.digest if view is not None else 0:016x}",
+            applied=heartbeat.applied or None if heartbeat is not None else None,
+            doubtful=view is None or view.doubtful or instance in self._backlog.behind,
+            partial=view is not None and view.partial,
+            doubts=self._doubts(instance),
+            round_asked_s=self._requests.asker.age_s(now_s, instance),
+            withheld=why.value if (why := self._liveness.why(instance)) is not None else "",
+            trouble=heartbeat.trouble if heartbeat is not None else "",
+            run=heartbeat.run if heartbeat is not None else "",
+            engine=row.engine if row is not None else "",
+            version=row.version if row is not None else "",
+            topology=list(row.topology) if row is not None else [],
+            pools=[
+                PoolSummary(
+                    tier=pool.tier.name,
+                    slots=pool.slots,
+                    block_bytes=pool.block_bytes,
+                    reach=pool.reach.name,
+                    name=pool.name,
+                    held_blocks=claims.get(self._index.pool_name(instance, pool.tier) or "", 0)
+                    if pool.reach == Reach.CLUSTER
+                    else counts.get(pool.tier, 0),
+                )
+                for pool in pools
+            ],
+            held_blocks={tier.name: count for tier, count in counts.items()},
+            heartbeat_age_s=round(now_s - pulse.at_s, 3) if pulse is not None else None,
+            queued_tokens=heartbeat.queued_tokens if heartbeat is not None else None,
+            running_requests=heartbeat.running_requests if heartbeat is not None else None,
+            free_slots={tier.name: free for tier, free in heartbeat.free_slots.items()}
+            if heartbeat is not None
+            else None,
+        )
+
+    def _doubts(self, instance: InstanceId) -> list[str]:
+        """Why an instance is doubtful, in words."""
+        view, trouble = self._index.view(instance), self._sequencer.troubles.by_instance.get(instance)
+        if (unreadable := self._sequencer.unreadable(instance)) is not None:
+            return [unreadable.reason()]
+        if view is None:
+            return ["nothing was read of it", *self._heartbeats.delays(instance)]
+        doubts = trouble.reasons() if trouble is not None else ["its first round has not ended"] if view.missed else []
+        if view.waiting:
+            doubts.append("later events came first")
+        if view.partial:
+            doubts.append("the catalog is at its capacity")
+        return doubts + self._heartbeats.delays(instance)
+
+
+def _same_model(a: Namespace, b: Namespace) -> bool:
+    """Whether an engine that serves one namespace serves the other: all but tenant, LoRA and KV group agree."""
+    return msgspec.structs.replace(a, tenant="", lora="", kv_group=0) == msgspec.structs.replace(
+        b, tenant="", lora="", kv_group=0
+    )
