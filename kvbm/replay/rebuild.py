@@ -39,7 +39,7 @@ from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.serve import TIMEOUT_S, Connect
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.streams.base import (
-    EventStream,
+    EventLog,
     Mark,
     StreamMessage,
     StreamState,
@@ -257,7 +257,7 @@ class _Rebuild:
         state = StreamState(1, position.sequence, 0, -1, 0.0, position.created)
         return _Identity((await numbering(store, self._options.cluster, state)).name, position.sequence)
 
-    async def _identity_of(self, store: SqlStore, stream: EventStream) -> _Identity:
+    async def _identity_of(self, store: SqlStore, stream: EventLog) -> _Identity:
         """The stream at its end, which the log must reach: what it is, and where it stands before its tails are looked at."""
         state = await stream.state(TIMEOUT_S)
         if self._options.is_own_stream:

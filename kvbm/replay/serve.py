@@ -25,7 +25,7 @@ from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, Source, SourceError, only
-from kvbm.streams.base import ORIGIN, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
+from kvbm.streams.base import ORIGIN, EventLog, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
 
 Connect = Callable[[], Awaitable[EventStream]]
@@ -159,7 +159,7 @@ async def _feed(
 
 
 async def _check_older(
-    stream: EventStream, to: str, cluster: str, begins: dict[InstanceId, Position], report: Served, anyway: bool
+    stream: EventLog, to: str, cluster: str, begins: dict[InstanceId, Position], report: Served, anyway: bool
 ) -> None:
     for name, begin in sorted(begins.items()):
         tail = await stream.tail(cluster, name, TIMEOUT_S)

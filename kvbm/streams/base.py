@@ -295,15 +295,8 @@ class SampleSource(Protocol):
         """Those since the last call. Called in the publisher's thread; must not block."""
 
 
-class EventStream(Protocol):
-    """The events and pulses of all instances. Methods belong to one asyncio loop.
-
-    All raise StreamError, in time, when the stream does not answer or refuses, and ConfigError for an impossible name.
-    """
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the connection stands, as far as is known."""
+class EventLog(Protocol):
+    """The events of all instances, in the order in which they were stored, and the fences between them."""
 
     @property
     def max_message_bytes(self) -> int:
@@ -385,6 +378,10 @@ class EventStream(Protocol):
                 its first message. None: not known, and the sequence is believed as long as the stream reaches it.
         """
 
+
+class Heartbeats(Protocol):
+    """The heartbeats of all instances: the last one of each is kept."""
+
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """Replace the instance's last heartbeat. Not acknowledged: the next one follows soon."""
 
@@ -393,6 +390,10 @@ class EventStream(Protocol):
 
     def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
         """The last heartbeat of every instance, then each new one; survives a lost connection, ends with `close`."""
+
+
+class Broadcast(Protocol):
+    """Asks, notices and samples: they travel to whoever listens, and nobody keeps them."""
 
     async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         """Ask an instance to restate what it holds. Whether it has heard: it answers at once and states when it may."""
@@ -412,6 +413,17 @@ class EventStream(Protocol):
     def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
         """Each sample from now on; what a slow reader cannot take is lost."""
 
+
+class EventStream(EventLog, Heartbeats, Broadcast, Protocol):
+    """One connection to all three. Methods belong to one asyncio loop.
+
+    All raise StreamError, in time, when the stream does not answer or refuses, and ConfigError for an impossible name.
+    """
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection stands, as far as is known."""
+
     async def close(self) -> None:
         """End readers and watchers and free the connection. Idempotent."""
 
@@ -425,7 +437,7 @@ def mark_of(message: StreamMessage) -> Mark:
     return Mark(message.sequence, int.from_bytes(hashlib.blake2b(what, digest_size=8).digest(), "little"))
 
 
-async def still_holds(stream: EventStream, mark: Mark, timeout_s: float = 5.0) -> bool:
+async def still_holds(events: EventLog, mark: Mark, timeout_s: float = 5.0) -> bool:
     """Whether a stream's history is still the one a mark was made in: all up to it may be taken as read.
 
     A message that has aged out, or that damage has hidden, has given its place to no other. What has no fingerprint is believed as
@@ -433,10 +445,10 @@ async def still_holds(stream: EventStream, mark: Mark, timeout_s: float = 5.0) -
     """
     if not mark.sequence:
         return True
-    message = None if mark.fingerprint is None else await stream.message(mark.sequence, timeout_s)
+    message = None if mark.fingerprint is None else await events.message(mark.sequence, timeout_s)
     if message is not None:
         return mark_of(message) == mark
-    return mark.sequence <= await stream.last_sequence(timeout_s)
+    return mark.sequence <= await events.last_sequence(timeout_s)
 
 
 def checked_name(what: str, name: str) -> str:

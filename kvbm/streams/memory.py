@@ -117,7 +117,7 @@ class MemoryStream:
 
     @property
     def max_message_bytes(self) -> int:
-        """See `EventStream.max_message_bytes`."""
+        """See `EventLog.max_message_bytes`."""
         return MAX_MESSAGE_BYTES
 
     @property
@@ -129,7 +129,7 @@ class MemoryStream:
 
     @property
     def most_in_flight(self) -> int:
-        """See `EventStream.most_in_flight`."""
+        """See `EventLog.most_in_flight`."""
         return 0
 
     async def publish(
@@ -141,7 +141,7 @@ class MemoryStream:
         fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
-        """See `EventStream.publish`."""
+        """See `EventLog.publish`."""
         subject = events_subject(cluster, instance)
         self._check_open()
         if fence is not None:
@@ -151,7 +151,7 @@ class MemoryStream:
         return self._store(subject, data, fence)
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
-        """See `EventStream.tail`."""
+        """See `EventLog.tail`."""
         self._check_open()
         message = self._last_of.get(events_subject(cluster, instance))
         if message is None:
@@ -160,7 +160,7 @@ class MemoryStream:
         return Tail(end, self._safe[message.sequence])
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
-        """See `EventStream.fence`."""
+        """See `EventLog.fence`."""
         self._check_open()
         message = self._last_of.get(fence_subject(cluster, instance))
         if message is None:
@@ -177,7 +177,7 @@ class MemoryStream:
         timeout_s: float = 5.0,
         epochs: EpochRuns = (),
     ) -> Fence:
-        """See `EventStream.set_fence`."""
+        """See `EventLog.set_fence`."""
         self._check_open()
         self._check_fence(cluster, instance, expected)
         sequence = self._store(fence_subject(cluster, instance), fence_data(epoch, run, epochs))
@@ -202,22 +202,22 @@ class MemoryStream:
         return message.sequence
 
     async def state(self, timeout_s: float = 5.0) -> StreamState:
-        """See `EventStream.state`."""
+        """See `EventLog.state`."""
         size = sum(len(message.data) for message in self.messages)
         return StreamState(await self.first_sequence(), self._last_sequence, size, -1, 0.0, self._created)
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
-        """See `EventStream.first_sequence`."""
+        """See `EventLog.first_sequence`."""
         self._check_open()
         return self.messages[0].sequence if self.messages else self._last_sequence + 1
 
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
-        """See `EventStream.last_sequence`."""
+        """See `EventLog.last_sequence`."""
         self._check_open()
         return self._last_sequence
 
     async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
-        """See `EventStream.message`."""
+        """See `EventLog.message`."""
         self._check_open()
         return self.held(sequence)
 
@@ -234,7 +234,7 @@ class MemoryStream:
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
     ) -> MemoryReader:
-        """See `EventStream.pull`."""
+        """See `EventLog.pull`."""
         self._check_open()
         events, fences = (subjects.removesuffix(">") for subjects in read_subjects(cluster))
         return MemoryReader(self, (events, fences), Mark(after_sequence, fingerprint))
@@ -256,7 +256,7 @@ class MemoryStream:
     # -- pulses -------------------------------------------------------------------------------------------------------
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
-        """See `EventStream.send_pulse`."""
+        """See `Heartbeats.send_pulse`."""
         subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
         self._check_open()
         self._pulse_count += 1
@@ -265,12 +265,12 @@ class MemoryStream:
         self._wake()
 
     async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
-        """See `EventStream.last_pulse`."""
+        """See `Heartbeats.last_pulse`."""
         self._check_open()
         return self._pulses.get(pulse_subject(cluster, instance))
 
     async def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
-        """See `EventStream.watch_pulses`."""
+        """See `Heartbeats.watch_pulses`."""
         prefix = cluster_filter(PULSE_PREFIX, cluster).removesuffix(">")
         seen = 0
         while not self._is_closed:
@@ -286,27 +286,27 @@ class MemoryStream:
     # -- what nobody keeps ----------------------------------------------------------------------------------------------
 
     async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """See `EventStream.ask_round`."""
+        """See `Broadcast.ask_round`."""
         self._check_open()
         return self._tell(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
 
     async def send_notice(self, notice: Notice) -> None:
-        """See `EventStream.send_notice`."""
+        """See `Broadcast.send_notice`."""
         self._check_open()
         self._tell(instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance), notice)
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """See `EventStream.watch_round_asks`."""
+        """See `Broadcast.watch_round_asks`."""
         async for item in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
             yield item if isinstance(item, Notice) else None
 
     async def send_sample(self, sample: AccessSample) -> None:
-        """See `EventStream.send_sample`."""
+        """See `Broadcast.send_sample`."""
         self._check_open()
         self._tell(instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance), sample)
 
     async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
-        """See `EventStream.watch_samples`."""
+        """See `Broadcast.watch_samples`."""
         async for sample in self._listen(cluster_filter(SAMPLES_PREFIX, cluster), SAMPLES_KEPT):
             assert isinstance(sample, AccessSample)
             yield sample

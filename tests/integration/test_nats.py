@@ -821,7 +821,7 @@ class DroppingStream(NatsStream):
         self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:  # fmt: skip
-        """See `EventStream.publish`."""
+        """See `EventLog.publish`."""
         first = decode_header(data).first_offset
         if first in self.lost:
             self.lost.discard(first)

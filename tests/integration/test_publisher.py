@@ -35,14 +35,14 @@ class Noting(MemoryStream):
         self.tries = 0
 
     async def publish(self, *args: Any, **kwargs: Any) -> int:
-        """See `EventStream.publish`."""
+        """See `EventLog.publish`."""
         if self.is_broken:
             self.tries += 1
             raise TypeError("a bug")
         return await super().publish(*args, **kwargs)
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
-        """See `EventStream.send_pulse`."""
+        """See `Heartbeats.send_pulse`."""
         self.beats.append(heartbeat)
         await super().send_pulse(heartbeat)
 

@@ -93,7 +93,7 @@ class NatsConnection:
         self._inbox = ""
         self._counter = itertools.count()
         self.is_lent = False  # JetStream is another account's
-        self.most_in_flight = 0  # see `EventStream.most_in_flight`
+        self.most_in_flight = 0  # see `EventLog.most_in_flight`
 
     @classmethod
     async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> NatsConnection:

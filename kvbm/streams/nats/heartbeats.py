@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 async def watch_heartbeats(connections: SharedConnection, cluster: str | None) -> AsyncIterator[Heartbeat]:
-    """See `EventStream.watch_pulses`."""
+    """See `Heartbeats.watch_pulses`."""
     reader = NatsReader(connections, PULSE, (cluster_filter(PULSE_PREFIX, cluster),), None)
     wait_s = RECONNECT_FIRST_S
     try:

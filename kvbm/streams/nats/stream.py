@@ -89,12 +89,12 @@ class NatsStream:
 
     @property
     def max_message_bytes(self) -> int:
-        """See `EventStream.max_message_bytes`."""
+        """See `EventLog.max_message_bytes`."""
         return max(1, self._connections.now.client.max_payload - _HEADERS_BYTES)
 
     @property
     def most_in_flight(self) -> int:
-        """See `EventStream.most_in_flight`."""
+        """See `EventLog.most_in_flight`."""
         return self._connections.now.most_in_flight
 
     async def publish(
@@ -106,7 +106,7 @@ class NatsStream:
         fence: Fence | None = None,
         safe: Position = ORIGIN,
     ) -> int:
-        """See `EventStream.publish`."""
+        """See `EventLog.publish`."""
         subject = events_subject(cluster, instance)
         headers = {SAFE_HEADER: f"{safe.epoch}:{safe.offset}"}
         if fence is not None:
@@ -116,7 +116,7 @@ class NatsStream:
         return await store(self._connections.now, STREAM, subject, data, headers, timeout_s)
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
-        """See `EventStream.tail`."""
+        """See `EventLog.tail`."""
         subject = events_subject(cluster, instance)
         last = await last_message(self._connections.now, STREAM, subject, timeout_s)
         if last is None:
@@ -125,7 +125,7 @@ class NatsStream:
         return Tail(end, position_in(last.headers.get(SAFE_HEADER)) or end)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
-        """See `EventStream.fence`."""
+        """See `EventLog.fence`."""
         subject = fence_subject(cluster, instance)
         last = await last_message(self._connections.now, STREAM, subject, timeout_s)
         return None if last is None else fence_of(last.data, last.sequence, f"message {last.sequence} of {subject}")
@@ -140,7 +140,7 @@ class NatsStream:
         timeout_s: float = 5.0,
         epochs: EpochRuns = (),
     ) -> Fence:
-        """See `EventStream.set_fence`."""
+        """See `EventLog.set_fence`."""
         subject = fence_subject(cluster, instance)
         headers = expecting(expected, subject)
         return Fence(
@@ -151,7 +151,7 @@ class NatsStream:
         )
 
     async def state(self, timeout_s: float = 5.0) -> StreamState:
-        """See `EventStream.state`."""
+        """See `EventLog.state`."""
         info = await stream_info(self._connections.now, STREAM, timeout_s)
         first = info.state.first_seq if info.state.first_seq else info.state.last_seq + 1
         config, held = info.config, info.state
@@ -159,15 +159,15 @@ class NatsStream:
         return StreamState(first, held.last_seq, held.bytes, config.max_bytes, config.max_age / NS, info.created, most)
 
     async def first_sequence(self, timeout_s: float = 5.0) -> int:
-        """See `EventStream.first_sequence`."""
+        """See `EventLog.first_sequence`."""
         return (await self.state(timeout_s)).first_sequence
 
     async def last_sequence(self, timeout_s: float = 5.0) -> int:
-        """See `EventStream.last_sequence`."""
+        """See `EventLog.last_sequence`."""
         return (await self.state(timeout_s)).last_sequence
 
     async def message(self, sequence: int, timeout_s: float = 5.0) -> StreamMessage | None:
-        """See `EventStream.message`."""
+        """See `EventLog.message`."""
         return await message_at(await self._connections.renewed(timeout_s), STREAM, sequence, timeout_s)
 
     async def pull(
@@ -177,7 +177,7 @@ class NatsStream:
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
     ) -> NatsReader:
-        """See `EventStream.pull`."""
+        """See `EventLog.pull`."""
         reader = NatsReader(self._connections, STREAM, read_subjects(cluster), Mark(after_sequence, fingerprint))
         await reader.begin(timeout_s)
         return reader
@@ -185,24 +185,24 @@ class NatsStream:
     # -- pulses -------------------------------------------------------------------------------------------------------
 
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
-        """See `EventStream.send_pulse`."""
+        """See `Heartbeats.send_pulse`."""
         subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
         await self._connections.now.tell(subject, msgspec.msgpack.encode(heartbeat))
 
     async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
-        """See `EventStream.last_pulse`."""
+        """See `Heartbeats.last_pulse`."""
         subject = pulse_subject(cluster, instance)
         last = await last_message(self._connections.now, PULSE, subject, timeout_s)
         return None if last is None else heartbeat_in(StreamMessage(last.sequence, subject, last.data))
 
     def watch_pulses(self, cluster: str | None = None) -> AsyncIterator[Heartbeat]:
-        """See `EventStream.watch_pulses`."""
+        """See `Heartbeats.watch_pulses`."""
         return watch_heartbeats(self._connections, cluster)
 
     # -- what nobody keeps --------------------------------------------------------------------------------------------
 
     async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """See `EventStream.ask_round`."""
+        """See `Broadcast.ask_round`."""
         try:
             await self._connections.now.ask(instance_subject(ROUNDS_PREFIX, cluster, instance), b"", timeout_s)
         except (NobodyError, LateError):
@@ -210,12 +210,12 @@ class NatsStream:
         return True
 
     async def send_notice(self, notice: Notice) -> None:
-        """See `EventStream.send_notice`."""
+        """See `Broadcast.send_notice`."""
         subject = instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance)
         await self._connections.now.tell(subject, msgspec.msgpack.encode(notice))
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """See `EventStream.watch_round_asks`."""
+        """See `Broadcast.watch_round_asks`."""
         subject = instance_subject(ROUNDS_PREFIX, cluster, instance)
         async for message in listen(self._connections, subject, ASKS_KEPT, reconnects=False):
             if not message.data:
@@ -224,12 +224,12 @@ class NatsStream:
                 yield notice
 
     async def send_sample(self, sample: AccessSample) -> None:
-        """See `EventStream.send_sample`."""
+        """See `Broadcast.send_sample`."""
         subject = instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance)
         await self._connections.now.tell(subject, msgspec.msgpack.encode(sample))
 
     async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
-        """See `EventStream.watch_samples`."""
+        """See `Broadcast.watch_samples`."""
         async for message in listen(self._connections, cluster_filter(SAMPLES_PREFIX, cluster), SAMPLES_KEPT):
             sample = word_in(message, AccessSample)
             if sample is not None:
