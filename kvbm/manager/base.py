@@ -20,7 +20,6 @@ LayoutError) for an argument that cannot be used, a LedgerError for a call that 
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -32,7 +31,7 @@ import structlog
 from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
 from kvbm.core.backend import Kernels, LedgerTwin
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError, LedgerError
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import HIGHEST_PRIORITY, Match
@@ -60,7 +59,6 @@ from kvbm.streams.base import Heartbeat, Load, Position
 
 log = structlog.get_logger()
 
-_EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
 _MOST_LOAD = (1 << 63) - 1  # that a heartbeat can say
@@ -106,8 +104,6 @@ class BlockManager:
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
         self._load = Load()
-        self._expire_at_s = 0.0
-        self._inherited_by = 0  # the forked child this is in
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
 
@@ -216,7 +212,7 @@ class BlockManager:
         check_seconds(ttl_s, "ttl_s", most=math.inf)
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
@@ -228,7 +224,7 @@ class BlockManager:
         check_run(hashes)
         _check_reason(reason)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             count = self._ledger.evict(tier, hashes, reason)
         self._stream.recorded()
         return count
@@ -241,7 +237,7 @@ class BlockManager:
         self._check_namespace(namespace)
         check_run(hashes)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             for at in range(0, len(hashes), RUN_BYTES):
                 self._ledger.claim(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], self.instance)
         self._stream.recorded()
@@ -255,7 +251,7 @@ class BlockManager:
         check_run(hashes)
         _check_reason(reason)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             for at in range(0, len(hashes), RUN_BYTES):
                 self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], reason)
         self._stream.recorded()
@@ -266,7 +262,7 @@ class BlockManager:
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
         publishing = self.publisher_port.publishing
         if self._stream.begin_round() and publishing is not None:
             publishing.round_began()
@@ -425,7 +421,6 @@ class BlockManager:
     def disown(self) -> None:
         """This process is a child of the one whose manager it is: nothing of it may be used here, and closing it does nothing."""
         self._stream.disown()
-        self._inherited_by = os.getpid()
         for pool in self.pools.slots.values():
             if isinstance(pool, NvmePool):
                 pool.disown()
@@ -454,23 +449,6 @@ class BlockManager:
                 f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
                 " its first use",
             )
-
-    def _require_open(self) -> None:
-        """Under the lock. Raises LedgerError."""
-        if self._inherited_by:
-            raise LedgerError(
-                f"the manager of instance {self.instance!r} was opened by the process that forked this one"
-                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by spawn"
-            )
-        if self._stream.closing:
-            raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
-
-    def _expire(self) -> None:
-        """Let go of kept blocks whose time is over, at most once a second. Under the lock."""
-        now_s = self._clock()
-        if now_s >= self._expire_at_s:
-            self._expire_at_s = now_s + _EXPIRE_S
-            self._ledger.expire(now_s)
 
     def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
         """Offer a prompt, if it is one of those to be sampled."""

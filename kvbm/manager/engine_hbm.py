@@ -89,7 +89,7 @@ class EngineHbmManager(BlockManager):
         start = self._check_chain(namespace, parent, start, hashes)
         surplus = 0
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             self._namespaces.setdefault(namespace)
             blocks = split_hashes(hashes)
             fresh = set(split_hashes(self._ledger.lacking(Tier.HBM, hashes)))
@@ -170,8 +170,8 @@ class EngineHbmManager(BlockManager):
             self._stream, self._copies, self._loads, self._sample, self._clock, namespace, hashes, first, deadline_s
         )
         with self._lock:
-            self._require_open()
-            self._expire()
+            self._stream.require_open()
+            self._stream.expire(self._clock())
             self._namespaces.setdefault(namespace)
             go_on = acquiring.plan()
         go_on()
@@ -189,7 +189,7 @@ class EngineHbmManager(BlockManager):
         with self._lock:
             counts = self._ledger.counts(Tier.HOST)
             room = counts.free + counts.evictable
-            self._require_open()
+            self._stream.require_open()
             run = ChainRun(bytes(count * HASH_BYTES), start)
             if self._offloader.passes_through(namespace, Tier.HOST, run, self._clock()):
                 room = self._passage.room()
@@ -212,8 +212,8 @@ class EngineHbmManager(BlockManager):
         start = self._check_chain(namespace, parent, start, hashes)
         uses = checked_int(uses, "uses", least=1)
         with self._lock:
-            self._require_open()
-            self._expire()
+            self._stream.require_open()
+            self._stream.expire(self._clock())
             self._offloader.offer(namespace, Tier.HBM, hashes, uses, self._ledger.lacking, parent, start)
             wanted = self._wanted_in_host(namespace, hashes, uses, start)
             copy = self._copies.begin(namespace, Tier.HBM, Tier.HOST, wanted) if wanted else None
@@ -265,7 +265,7 @@ class EngineHbmManager(BlockManager):
         """
         check_run(hashes)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             found = self._ledger.match(hashes, pinned=True, hottest=Tier.HOST)
             slots = found.slots
             if found.tiers.count(Tier.HOST) < found.depth:
@@ -281,7 +281,7 @@ class EngineHbmManager(BlockManager):
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             self._copies.cancel_all()
             self._offloader.forget()
         return sum(self._clear(tier) for tier in (Tier.HOST, Tier.NVME) if tier in self.pools.slots)
@@ -308,7 +308,7 @@ class EngineHbmManager(BlockManager):
     def _clear(self, tier: Tier) -> int:
         """Withdraw all that a tier holds now."""
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             held = self._ledger.held(tier)
         count, run_bytes = 0, _CLEARED_BLOCKS * HASH_BYTES
         for at in range(0, len(held), run_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,12 +12,15 @@ import structlog
 
 from kvbm.core.backend import LedgerTwin
 from kvbm.core.codec import FrameBytes
+from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.snapshot_policy import Began, Dropped, Ended, Input
 from kvbm.streams.base import Position
 
 log = structlog.get_logger()
+
+_EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 
 
 class WholeRound(NamedTuple):
@@ -45,6 +49,8 @@ class LedgerStream:
         self.wake = threading.Event()
         self.closing = self.ended = False
         self._wall_clock_ns = wall_clock_ns
+        self._inherited_by = 0  # the forked child this is in
+        self._expire_at_s = 0.0
         self._overflow_logged = Epoch(0)
         self._began: Position | None = None  # of the round under way
         self._happened: list[Input] = []
@@ -52,6 +58,22 @@ class LedgerStream:
         self._note_epoch(ledger.applied)
 
     # -- whoever records ----------------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        """Under the lock. Raises LedgerError: closed, or another process's."""
+        if self._inherited_by:
+            raise LedgerError(
+                f"the manager of instance {self.instance!r} was opened by the process that forked this one"
+                f" ({self._inherited_by}); open one here, with an instance.id of its own, or start this process by spawn"
+            )
+        if self.closing:
+            raise LedgerError(f"the manager is closed, and instance {self.instance!r} with it; open a new one")
+
+    def expire(self, now_s: float) -> None:
+        """Stop keeping blocks whose time is over, at most once a second. Under the lock."""
+        if now_s >= self._expire_at_s:
+            self._expire_at_s = now_s + _EXPIRE_S
+            self.ledger.expire(now_s)
 
     def recorded(self) -> None:
         """Events may have been recorded: wake the writer. Outside the lock. Costs nothing while a frame is already on its way."""
@@ -161,6 +183,7 @@ class LedgerStream:
     def disown(self) -> None:
         """This process is a forked child: the lock opens, since whoever had it may not be here to give it back."""
         self.closing = True
+        self._inherited_by = os.getpid()
         if self.lock.locked():
             self.lock.release()
 

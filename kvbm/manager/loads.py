@@ -249,8 +249,10 @@ class Loads:
         Args:
             hashes: packed, of the prompt from its first block on, because objects begin at whole multiples of their size.
         """
+        if not self.looks_beyond:
+            return []
         with self._lock:
-            if not self.looks_beyond or not self._lasting.may(waiter.namespace):
+            if not self._lasting.may(waiter.namespace):
                 return []
         segments = self._look_in_pod(waiter.namespace, hashes, depth)
         depth += sum(len(segment.wanted) for segment in segments) // HASH_BYTES

@@ -56,8 +56,8 @@ class Manager(BlockManager):
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
         with self._lock:
-            self._require_open()
-            self._expire()
+            self._stream.require_open()
+            self._stream.expire(self._clock())
             self._namespaces.setdefault(namespace)
             found = self._ledger.match(hashes, pinned=True, hottest=Tier.HBM)
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
@@ -88,8 +88,8 @@ class Manager(BlockManager):
         if namespace is not None:
             self._check_namespace(namespace)
         with self._lock:
-            self._require_open()
-            self._expire()
+            self._stream.require_open()
+            self._stream.expire(self._clock())
             allocation = self._ledger.allocate(Tier.HBM, count, namespace)
         self._stream.recorded()
         return None if allocation is None else split_slots(allocation.slots)
@@ -128,7 +128,7 @@ class Manager(BlockManager):
         if stream is not None:
             self._order_after(stream)
         with self._lock:
-            self._require_open()
+            self._stream.require_open()
             try:
                 holders = self._ledger.create(namespace, Tier.HBM, before, start, hashes, given)
             except LedgerError as error:

@@ -194,10 +194,9 @@ def move(
     """
     positions = range(len(copy.hashes) // HASH_BYTES) if remote is None else remote.positions(copy.hashes)
     run = _Run(copy, pools, split_slots(copy.source_slots), split_slots(copy.target_slots), remote, positions)
-    there, here = pools.memory(copy.target), pools.memory(copy.source)
-    if there is not None:
+    if (there := pools.memory(copy.target)) is not None:
         return _read_in_place(run, there)
-    if here is not None:
+    if (here := pools.memory(copy.source)) is not None:
         return _write_in_place(run, here, offsets, durable_wait_s)
     if lane is None:
         return Moved([False] * run.blocks, [ReadOutcome.FAILED] * run.blocks, "no memory for staging was free")

@@ -181,11 +181,11 @@ def test_a_long_prompt_starves_no_other_tenant(tmp_path: Path) -> None:
                 manager._ledger.unpin(Tier.HBM, room.slots)
                 manager._offloader.offer(namespace.id, Tier.HBM, chain, 1, manager._ledger.lacking, NO_PARENT, 0)
             turns = [manager._offloader.next() for _ in range(2)]
-        assert {wish.namespace for wish in turns if wish is not None} == {LONG.id, SHORT.id}
+        assert {request.namespace for request in turns if request is not None} == {LONG.id, SHORT.id}
         with manager._lock:
-            for wish in turns:
-                assert wish is not None
-                manager._offloader.defer(wish)
+            for request in turns:
+                assert request is not None
+                manager._offloader.defer(request)
         assert manager.settle(WAIT_S)
         assert depth_in(manager, long, Tier.HOST) == PROMPT
         assert depth_in(manager, short, Tier.HOST) == 8

@@ -30,7 +30,7 @@ EVENT_BYTES = 1 << 20
 
 
 class Disk(MemoryLog):
-    """A journal that keeps its word and has as much room as it is given; `Keeping` and sink in one."""
+    """A journal that keeps its word and has as much room as it is given; `JournalRetention` and sink in one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -56,11 +56,11 @@ class Instance:
     def objects(self) -> list[bytes]:
         """What leaves for OBJECT now; what leaves for HOST arrives first."""
         found: list[bytes] = []
-        while (wish := self.queue.next()) is not None:
-            if wish.target == Tier.HOST:
-                self.arrive(wish.hashes)
+        while (request := self.queue.next()) is not None:
+            if request.target == Tier.HOST:
+                self.arrive(request.hashes)
             else:
-                found += groups_of(wish.hashes, K)
+                found += groups_of(request.hashes, K)
         return found
 
 
@@ -175,8 +175,8 @@ def test_a_run_to_objects_is_never_cut_inside_one() -> None:
     held.add(Tier.HBM, chain(0, 40))
     queue.offer(ONE, Tier.HBM, chain(0, 40), 1, held.lacking, NO_PARENT, 0)
     runs = []
-    while (wish := queue.next()) is not None:
-        runs.append(wish.hashes)
+    while (request := queue.next()) is not None:
+        runs.append(request.hashes)
     assert runs == [chain(at, 8) for at in range(0, 40, 8)]
 
 
@@ -185,7 +185,7 @@ def test_an_object_larger_than_a_copy_is_carried_by_one_all_the_same() -> None:
     held = Held()
     held.add(Tier.HBM, chain(0, 8))
     queue.offer(ONE, Tier.HBM, chain(0, 8), 1, held.lacking, NO_PARENT, 0)
-    assert [wish[:4] for wish in (queue.next(), queue.next()) if wish is not None] == [
+    assert [request[:4] for request in (queue.next(), queue.next()) if request is not None] == [
         (ONE, Tier.HBM, Tier.OBJECT, chain(0, 4)),
         (ONE, Tier.HBM, Tier.OBJECT, chain(4, 4)),
     ]

@@ -31,8 +31,8 @@ def offloader(**more: int) -> Offloader:
 def drained(queue: Offloader) -> bytes:
     """All that waits, in the order in which it goes."""
     taken = []
-    while (wish := queue.next()) is not None:
-        taken.append(wish.hashes)
+    while (request := queue.next()) is not None:
+        taken.append(request.hashes)
     return b"".join(taken)
 
 
@@ -44,7 +44,7 @@ def test_blocks_that_are_created_one_by_one_leave_in_long_runs() -> None:
     for number in range(100):
         queue.offer(ONE, Tier.HBM, hashes(number, 1), 1, everything)
     runs = [queue.next(), queue.next()]
-    assert [wish and wish.hashes for wish in runs] == [hashes(0, 64), hashes(64, 36)]
+    assert [request and request.hashes for request in runs] == [hashes(0, 64), hashes(64, 36)]
     assert queue.next() is None
     assert queue.waiting_blocks == 0
 
@@ -54,8 +54,8 @@ def test_a_run_carries_one_namespace_one_source_and_one_target() -> None:
     for namespace, tier in ((ONE, Tier.HBM), (OTHER, Tier.HBM), (ONE, Tier.HOST), (ONE, Tier.HBM)):
         queue.offer(namespace, tier, hashes(0, 2), 2, everything)
     found = []
-    while (wish := queue.next()) is not None:
-        found.append((wish.namespace, wish.source, wish.target, len(wish.hashes) // HASH_BYTES))
+    while (request := queue.next()) is not None:
+        found.append((request.namespace, request.source, request.target, len(request.hashes) // HASH_BYTES))
     assert found == [
         (ONE, Tier.HBM, Tier.HOST, 2),
         (ONE, Tier.HOST, Tier.NVME, 2),
@@ -69,9 +69,9 @@ def test_nothing_is_taken_from_an_engines_hbm() -> None:
     assert not queue.offer(ONE, Tier.HBM, hashes(0, 2), 1, everything)
     assert queue.offer(ONE, Tier.HBM, hashes(0, 2), 2, everything)  # used again
     assert queue.offer(ONE, Tier.HOST, hashes(2, 2), 1, everything)  # brought by the engine
-    wish = queue.next()
-    assert wish is not None
-    assert (wish.source, wish.target, wish.hashes) == (Tier.HOST, Tier.NVME, hashes(0, 4))
+    request = queue.next()
+    assert request is not None
+    assert (request.source, request.target, request.hashes) == (Tier.HOST, Tier.NVME, hashes(0, 4))
     assert queue.next() is None
 
 
@@ -88,9 +88,9 @@ def test_what_is_forgotten_is_not_offloaded_and_what_comes_later_is() -> None:
     queue.forget()
     assert (queue.next(), queue.waiting_blocks) == (None, 0)
     queue.offer(ONE, Tier.HBM, hashes(10, 8), 1, everything)
-    wish = queue.next()
-    assert wish is not None
-    assert wish.hashes == hashes(10, 8)
+    request = queue.next()
+    assert request is not None
+    assert request.hashes == hashes(10, 8)
     assert queue.skipped == {}
 
 
@@ -159,9 +159,9 @@ def test_positions_follow_blocks_into_their_copies() -> None:
     queue = offloader()
     queue.offer(ONE, Tier.HBM, hashes(10, 5), 1, everything, hashes(9, 1), 10)
     queue.offer(ONE, Tier.HBM, hashes(900, 2), 1, everything)
-    wish = queue.next()
-    assert wish is not None
-    assert list(wish.positions().values()) == [10, 11, 12, 13, 14, NOWHERE, NOWHERE]
+    request = queue.next()
+    assert request is not None
+    assert list(request.positions().values()) == [10, 11, 12, 13, 14, NOWHERE, NOWHERE]
 
 
 def test_a_tier_that_cannot_hold_a_prompt_gets_its_beginning() -> None:
@@ -200,8 +200,8 @@ def test_host_takes_as_much_of_a_prompt_as_what_lies_behind_it(
     assert drained(queue) == hashes(0, reach)
     queue.offer_arrived(ONE, Tier.HOST, hashes(0, 300), list(range(300)), everything)
     taken = []
-    while (wish := queue.next()) is not None:
-        taken.append((wish.target, len(wish.hashes) // HASH_BYTES))
+    while (request := queue.next()) is not None:
+        taken.append((request.target, len(request.hashes) // HASH_BYTES))
     assert sum(blocks for tier, blocks in taken if tier == Tier.NVME) == (200 if isinstance(nvme, WriteThrough) else 0)
     assert sum(blocks for tier, blocks in taken if tier == Tier.OBJECT) == (300 if object_ else 0)
 
@@ -216,8 +216,8 @@ def test_whatever_is_offered_in_whatever_pieces_goes_once_at_least_and_is_counte
         queue.offer(ONE, Tier.HBM, run, 1, everything, hashes(start - 1, 1) if start else NO_PARENT, start)
         wanted.update(split_hashes(run))
         for _ in range(takes):
-            if (wish := queue.next()) is not None:
-                gone += split_hashes(wish.hashes)
+            if (request := queue.next()) is not None:
+                gone += split_hashes(request.hashes)
     waiting = queue.waiting_blocks
     last = split_hashes(drained(queue))
     assert len(last) == waiting

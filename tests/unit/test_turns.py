@@ -25,13 +25,13 @@ def offer(offloader: Offloader, namespace: Namespace, blocks: int, first: int = 
         offloader.offer(namespace.id, Tier.HBM, hashes, 1, lambda tier, run: run)
 
 
-def taken(offloader: Offloader, wishes: int) -> Counter[NamespaceId]:
-    """Blocks of each namespace among the next wishes."""
+def taken(offloader: Offloader, requests: int) -> Counter[NamespaceId]:
+    """Blocks of each namespace among the next requests."""
     counted: Counter[NamespaceId] = Counter()
-    for _ in range(wishes):
-        wish = offloader.next()
-        if wish is not None:
-            counted[wish.namespace] += len(wish.hashes) // HASH_BYTES
+    for _ in range(requests):
+        request = offloader.next()
+        if request is not None:
+            counted[request.namespace] += len(request.hashes) // HASH_BYTES
     return counted
 
 
