@@ -55,10 +55,10 @@ class _Versioned(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest of a checkpoint says.
+    """What the manifest of a checkpoint holds.
 
     Attributes:
-        stream: its name in SQL, which tells one store of it from the next.
+        stream: its name in SQL, another one for each store of it.
         sequence: where the state stands. settled: what was applied when the last block was written.
         fingerprint: of the message at `settled`, as in `Mark`; None: not known.
         bytes, blocks: of the index file.

@@ -15,7 +15,7 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.lag import Backlog, StreamLag
 from kvbm.catalog.liveness import (
-    Heard,
+    HeartbeatReceived,
     Input,
     LifeState,
     Liveness,
@@ -72,7 +72,7 @@ class HeartbeatFollower:
         self._own_name = catalog_name(self._own_run)
         # own ones that may still be heard: the time they bear, and when they were sent
         self._sent_pulses: dict[int, float] = {}
-        self._heard_after_s = now_s  # the newest own pulse heard was sent then: what comes now was sent later
+        self._sent_after_s = now_s  # the newest own pulse that came back was sent then: what comes now was sent later
         self._progress: dict[InstanceId, StreamProgress] = {}  # what liveness knows of the stream
 
     # -- tasks --------------------------------------------------------------------------------------------------------
@@ -114,15 +114,15 @@ class HeartbeatFollower:
         name = heartbeat.instance
         if name == self._own_name:
             self.step(OwnPulse())
-            self._heard_after_s = max(self._heard_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
+            self._sent_after_s = max(self._sent_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
         elif not is_catalog(name):
-            self.step(Heard(heartbeat))
+            self.step(HeartbeatReceived(heartbeat))
             believed = self.liveness.last(name)
             if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
                 now_s = time.monotonic()
                 self._sequencer.on_heartbeat(now_s, heartbeat)
                 decided = Position(heartbeat.epoch, heartbeat.applied)
-                self.backlog.on_heartbeat(now_s, self._heard_after_s, name, decided, self._sequencer.position(name))
+                self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, self._sequencer.position(name))
 
     def on_progress(self, instance: InstanceId) -> None:
         """The stream was read further: liveness takes note of what is news of an instance."""

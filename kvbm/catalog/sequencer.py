@@ -147,7 +147,7 @@ class Sequencer:
             self._follow(heartbeat.instance, heartbeat.cluster).on_heartbeat(now_s, heartbeat)
 
     def doubt(self, instance: InstanceId) -> None:
-        """What the index holds of an instance is not what its digest says, as an audit of the index has found."""
+        """What the index holds of an instance has another digest than it should, as an audit of the index has found."""
         self.index.miss(instance)
         self.troubles.note(instance).digests += 1
 

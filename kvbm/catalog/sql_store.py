@@ -1,4 +1,4 @@
-"""Store: the projection's SQL side, one transaction a batch.
+"""The catalog's database: rows of what was read, one transaction a batch.
 
 A batch and the stream position it reaches are stored together or not at all, so applying one twice is applying it
 once. Its first statement moves the position's row from `previous` to `stream_sequence`: the row's lock lets one replica
@@ -61,7 +61,7 @@ class Outcome(Enum):
     """What became of a batch."""
 
     APPLIED = "applied"
-    REPEATED = "repeated"  # the position is at or past the batch's end: everything that messages say is there
+    REPEATED = "repeated"  # the position is at or past the batch's end: everything that comes from messages is there
     OVERTAKEN = "overtaken"  # another replica stands within the batch: read the position, cut anew from there
     OVER = "over"  # another name of this stream's counts since: find the name, and project anew
     MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there
@@ -127,7 +127,7 @@ class SqlStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     async def apply(self, batch: StoreBatch) -> BatchResult:
-        """Store a batch and its position in one transaction, unless the position says otherwise.
+        """Store a batch and its position in one transaction, unless the position is another.
 
         Raises: LayoutError: `stream_sequence` is not above `previous`, or a run of hashes is no multiple of 16 bytes.
         """
@@ -215,7 +215,7 @@ class SqlStore:
         """The claimed blocks, of one pool or of all, in packed chunks.
 
         Pages by key and holds no transaction between chunks. To load an index, read `position` *before* and fold the
-        stream from there: a claim that changed meanwhile is said again by the stream.
+        stream from there: a claim that changed meanwhile comes again from the stream.
         """
         key = list(tables.object_claims.primary_key)
         statement = select(*key).order_by(*key).limit(chunk_rows)

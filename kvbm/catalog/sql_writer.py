@@ -49,7 +49,7 @@ class Numbering(NamedTuple):
 async def numbering(
     store: SqlStore, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
 ) -> Numbering:
-    """Name of the stream in SQL, and its place. Another store is another stream, so the name tells when it was made.
+    """Name of the stream in SQL, and its place. Another store is another stream, so the name has the time it was made.
 
     A stream that no longer holds the message at the stored place has lost its end, and its sequences name other messages from there
     on: it gets a name of its own too, and the newest of these counts. Raises CatalogError, StreamError.
@@ -283,7 +283,7 @@ class SqlWriter:
             self._batch = None  # the other catalog has read messages that the stream has lost since
             self._unstored[before:before] = batch.claims
             return False
-        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be stored again
+        if applied.outcome is Outcome.OVERTAKEN:  # rows hold how things are, so the rest of them may be stored again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
         self._batch = None

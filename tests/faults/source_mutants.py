@@ -182,8 +182,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "stopped_for_ever": SourceMutant(
         "a later epoch has not stopped because the one before it did",
         _LIVENESS,
-        "            member.told, member.is_stopped = epoch, stopped\n",
-        "            member.told, member.is_stopped = epoch, member.is_stopped or stopped\n",
+        "            member.read_epoch, member.is_stopped = epoch, stopped\n",
+        "            member.read_epoch, member.is_stopped = epoch, member.is_stopped or stopped\n",
         test="tests/unit/test_liveness.py::test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read",
     ),
     "half_is_most": SourceMutant(

@@ -8,7 +8,7 @@ import pytest
 
 from kvbm.catalog.liveness import (
     LIVENESS_S,
-    Heard,
+    HeartbeatReceived,
     Input,
     LifeState,
     Liveness,
@@ -230,7 +230,7 @@ class Heads:
         self.step(now_s, StreamProgress(instance, view.epoch, view.stopped))
 
     def hear(self, pulse: Pulse) -> None:
-        self.step(pulse.at_s, Heard(pulse.heartbeat))
+        self.step(pulse.at_s, HeartbeatReceived(pulse.heartbeat))
 
     def wait(self, now_s: float) -> None:
         self.step(now_s, OwnPulse())
