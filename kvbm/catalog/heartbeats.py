@@ -28,7 +28,7 @@ from kvbm.catalog.liveness import (
     is_catalog,
 )
 from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.sql_rows import InstanceState
+from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
@@ -129,10 +129,10 @@ class HeartbeatFollower:
         row = self._sequencer.instance_row(instance)
         if row is None:
             return
-        epoch, holder = self._sequencer.position(instance).epoch, self._sequencer.holder(instance)
+        epoch, owner = self._sequencer.position(instance).epoch, self._sequencer.ownership(instance)
         is_unreadable = self._sequencer.unreadable(instance) is not None
-        is_stopped = row.state is InstanceState.STOPPED
-        progress = StreamProgress(instance, epoch, is_stopped, holder.run, holder.life, is_unreadable)
+        is_stopped = row.state is InstanceStatus.STOPPED
+        progress = StreamProgress(instance, epoch, is_stopped, owner.run, owner.life, is_unreadable)
         if self._progress.get(instance) != progress:
             self._progress[instance] = progress
             self.step(progress)
@@ -184,10 +184,10 @@ class HeartbeatFollower:
         for instance in self.ignored.keys() - ignored.keys():
             self._degraded.clear(f"instance {instance}")
         for instance, heartbeat in ignored.items():
-            holder = self._sequencer.holder(instance)
+            owner = self._sequencer.ownership(instance)
             why = (
                 f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its place "
-                f"is that of run {holder.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
+                f"is that of run {owner.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
                 "the two, or give one another instance.id"
             )
             self._degraded.note(f"instance {instance}", why)

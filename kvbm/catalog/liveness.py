@@ -64,7 +64,7 @@ class Why(Enum):
     NEWER = "newer"
 
 
-class Pulse(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """An instance's last heartbeat, and when it came."""
 
     heartbeat: Heartbeat
@@ -168,7 +168,7 @@ class _Member:
     )
 
     def __init__(self, now_s: float) -> None:
-        self.pulse: Pulse | None = None  # the last one believed, also a kept one
+        self.pulse: LastHeartbeat | None = None  # the last one believed, also a kept one
         self.heard_s: float | None = None  # the last sign of life; None: unheard
         self.since_s = now_s  # silence counts from here on
         self.read_epoch: Epoch | None = None  # epoch the stream has given; None: nothing of it was read
@@ -243,7 +243,7 @@ class Liveness:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def last(self, instance: InstanceId) -> Pulse | None:
+    def last(self, instance: InstanceId) -> LastHeartbeat | None:
         """The last heartbeat believed of an instance, also one the stream had kept: for its load, not its life."""
         member = self._members.get(instance)
         return None if member is None else member.pulse
@@ -344,7 +344,7 @@ class Liveness:
         ignored = self._ignored.get(heartbeat.instance)
         if ignored is not None and ignored.heartbeat.run == heartbeat.run:
             del self._ignored[heartbeat.instance]
-        member.pulse = Pulse(heartbeat, now_s)
+        member.pulse = LastHeartbeat(heartbeat, now_s)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
             member.is_silent = member.awaits_heartbeat = False

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_doubtful
-from kvbm.catalog.liveness import Pulse
+from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.core.answers import RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 from kvbm.core.topology import TIER_LINKS
@@ -89,7 +89,7 @@ class Router:
         task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, Pulse | None],
+        pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
         """Rank the candidates, best first, and note the best as chosen.
 
@@ -114,7 +114,7 @@ class Router:
         task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, Pulse | None],
+        pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
         """Rank the candidates, best first."""
         self._decay(now_s)
@@ -143,7 +143,7 @@ class Router:
         index: ClusterIndex,
         instance: InstanceId,
         held: InstanceDepth | None,
-        pulse: Pulse | None,
+        pulse: LastHeartbeat | None,
         mean: float,
     ) -> RankedInstance:
         settings, routed = self.settings, self._routed[instance]
@@ -191,7 +191,7 @@ class Router:
                 depth += 1
         return depth
 
-    def _queued(self, now_s: float, routed: _Routed, pulse: Pulse | None, rate: float) -> float:
+    def _queued(self, now_s: float, routed: _Routed, pulse: LastHeartbeat | None, rate: float) -> float:
         """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
         in_flight = routed.in_flight
         oldest_s = now_s - self.settings.hold_s if pulse is None else pulse.at_s

@@ -153,7 +153,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "buffer_outlives_its_epoch": SourceMutant(
         "what is in the reorder buffer is applied before a later epoch begins",
         _SEQUENCE,
-        "  # not even the start of its epoch came\n            self.pass_holes(step)\n",
+        "  # not even the start of its epoch came\n            self.pass_holes(changes)\n",
         "  # not even the start of its epoch came\n",
         test="tests/unit/test_sequencer.py::test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names",
     ),
