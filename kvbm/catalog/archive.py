@@ -52,7 +52,7 @@ class _Versioned(msgspec.Struct):
 
 
 class ArchivePosition(msgspec.Struct, frozen=True, kw_only=True):
-    """What POSITION says.
+    """What POSITION holds.
 
     Attributes:
         created: when the stream's store was made; "" before the first message.
@@ -199,12 +199,12 @@ class ArchiveFiles:
 
     def _keep(self, message: StreamMessage) -> bytes:
         """What the archive keeps of a message."""
-        counts, told = self._holders.take(message)
+        counts, named = self._holders.take(message)
         if is_fence(message.subject):
             return encode_fence(message)
         if not counts:
             return b""
-        return message.data if told is None else encode_told(message, told) + message.data
+        return message.data if named is None else encode_told(message, named) + message.data
 
     def _recover(self) -> ArchivePosition:
         files = sorted(path.name for path in self._folder.glob(f"*{FRAMES}"))

@@ -55,10 +55,10 @@ class _Versioned(msgspec.Struct):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest of a checkpoint says.
+    """What the manifest of a checkpoint holds.
 
     Attributes:
-        stream: its name in SQL, which tells one store of it from the next.
+        stream: its name in SQL, another one for each store of it.
         sequence: where the state stands. settled: what was applied when the last block was written.
         fingerprint: of the message at `settled`, as in `Mark`; None: not known.
         bytes, blocks: of the index file.
@@ -74,7 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: int | None = None
 
 
-class Loaded(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """An index as a checkpoint had it, and the state its sequencer goes on from."""
 
     held: ClusterIndex
@@ -149,7 +149,7 @@ class Writing:
 
 async def load_newest(
     folder: Path, new_index: NewIndex, capacity: int, stream: str, stored: int, holds: Callable[[Mark], Awaitable[bool]]
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     """The index of the newest checkpoint that can be used, or None. One that is damaged is left out with a warning.
 
     Args:
@@ -173,7 +173,7 @@ async def load_newest(
     return None
 
 
-def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> Loaded | None:
+def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> LoadedCheckpoint | None:
     """What one checkpoint has; None, and a warning, when it is damaged."""
     assert isinstance(index, Checkpointing)
     try:
@@ -183,7 +183,7 @@ def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> Loaded | None:
     except (CheckpointError, CatalogError, msgspec.MsgspecError, OSError) as error:
         log.warning("checkpoint.damaged", path=str(file), why=str(error))
         return None
-    return Loaded(index, state, manifest.settled)
+    return LoadedCheckpoint(index, state, manifest.settled)
 
 
 class Checkpointer:

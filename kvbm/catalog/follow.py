@@ -115,15 +115,15 @@ class StreamFollower:
 
     async def _apply(self, messages: Sequence[StreamMessage], at_end: bool) -> None:
         async with self._applying:
-            step = self._sequencer.step(time.monotonic(), messages, at_end)
-            self._rows.take(step)
-            for instance in step.advanced:
+            changes = self._sequencer.step(time.monotonic(), messages, at_end)
+            self._rows.take(changes)
+            for instance in changes.advanced:
                 self._heartbeats.on_progress(instance)
-            if step.renumbered:
+            if changes.renumbered:
                 self._writer.begin_anew()
         self._writer.bound()
         self._requests.look()
-        if self._waiters and (step.advanced or step.gaps):
+        if self._waiters and (changes.advanced or changes.gaps):
             async with self._moved:
                 self._moved.notify_all()
         await asyncio.sleep(0)

@@ -15,7 +15,7 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.lag import Backlog, StreamLag
 from kvbm.catalog.liveness import (
-    Heard,
+    HeartbeatReceived,
     Input,
     LifeState,
     Liveness,
@@ -28,7 +28,7 @@ from kvbm.catalog.liveness import (
     is_catalog,
 )
 from kvbm.catalog.sequencer import Sequencer
-from kvbm.catalog.sql_rows import InstanceState
+from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.core.errors import StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import EventStream, Heartbeat, Notice, Position
@@ -72,7 +72,7 @@ class HeartbeatFollower:
         self._own_name = catalog_name(self._own_run)
         # own ones that may still be heard: the time they bear, and when they were sent
         self._sent_pulses: dict[int, float] = {}
-        self._heard_after_s = now_s  # the newest own pulse heard was sent then: what comes now was sent later
+        self._sent_after_s = now_s  # the newest own pulse that came back was sent then: what comes now was sent later
         self._progress: dict[InstanceId, StreamProgress] = {}  # what liveness knows of the stream
 
     # -- tasks --------------------------------------------------------------------------------------------------------
@@ -114,25 +114,25 @@ class HeartbeatFollower:
         name = heartbeat.instance
         if name == self._own_name:
             self.step(OwnPulse())
-            self._heard_after_s = max(self._heard_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
+            self._sent_after_s = max(self._sent_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
         elif not is_catalog(name):
-            self.step(Heard(heartbeat))
+            self.step(HeartbeatReceived(heartbeat))
             believed = self.liveness.last(name)
             if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
                 now_s = time.monotonic()
                 self._sequencer.on_heartbeat(now_s, heartbeat)
                 decided = Position(heartbeat.epoch, heartbeat.applied)
-                self.backlog.on_heartbeat(now_s, self._heard_after_s, name, decided, self._sequencer.position(name))
+                self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, self._sequencer.position(name))
 
     def on_progress(self, instance: InstanceId) -> None:
         """The stream was read further: liveness takes note of what is news of an instance."""
         row = self._sequencer.instance_row(instance)
         if row is None:
             return
-        epoch, holder = self._sequencer.position(instance).epoch, self._sequencer.holder(instance)
+        epoch, owner = self._sequencer.position(instance).epoch, self._sequencer.ownership(instance)
         is_unreadable = self._sequencer.unreadable(instance) is not None
-        is_stopped = row.state is InstanceState.STOPPED
-        progress = StreamProgress(instance, epoch, is_stopped, holder.run, holder.life, is_unreadable)
+        is_stopped = row.state is InstanceStatus.STOPPED
+        progress = StreamProgress(instance, epoch, is_stopped, owner.run, owner.life, is_unreadable)
         if self._progress.get(instance) != progress:
             self._progress[instance] = progress
             self.step(progress)
@@ -184,10 +184,10 @@ class HeartbeatFollower:
         for instance in self.ignored.keys() - ignored.keys():
             self._degraded.clear(f"instance {instance}")
         for instance, heartbeat in ignored.items():
-            holder = self._sequencer.holder(instance)
+            owner = self._sequencer.ownership(instance)
             why = (
                 f"instance {instance} is ignored as run {heartbeat.run} of epoch {heartbeat.epoch}: on the stream its place "
-                f"is that of run {holder.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
+                f"is that of run {owner.run or 'unknown'}, epoch {self._sequencer.position(instance).epoch}; stop one of "
                 "the two, or give one another instance.id"
             )
             self._degraded.note(f"instance {instance}", why)

@@ -162,7 +162,7 @@ class ClusterIndex(Protocol):
 
         They are not forgotten: events go on being folded, and digest and counts are as ever. What others can read without it
         stays in the answers: residencies in tiers whose pool has reach `pod`, and claims. A pool nobody has declared counts as one
-        of reach `instance`. Holds until it is told otherwise, or the instance is dropped; checkpoints do not keep it.
+        of reach `instance`. Holds until it is called again, or the instance is dropped; checkpoints do not keep it.
         """
 
     def agrees(self, instance: InstanceId, digest: int) -> bool:
@@ -172,10 +172,10 @@ class ClusterIndex(Protocol):
         """Forget an instance and what it held, at once. Its claims stay: their holder is the pool."""
 
     def claim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
-        """Say that a pool of cluster reach holds blocks. Saying it twice changes nothing."""
+        """A pool of cluster reach holds blocks. The same twice changes nothing."""
 
     def unclaim(self, pool: str, namespace: NamespaceId, hashes: bytes) -> None:
-        """Say that a pool of cluster reach no longer holds blocks, in whatever tier it was said to."""
+        """A pool of cluster reach no longer holds blocks, in whatever tier it was claimed to."""
 
     def claims(self, first: int = 0, pages: int = 64) -> tuple[int | None, list[tuple[str, NamespaceId, bytes]]]:
         """A stretch of the claims: pool, namespace, packed hashes in no order; and where the next begins, None after the last.
@@ -189,7 +189,7 @@ class ClusterIndex(Protocol):
     def audit(self, pages: int = 64) -> Audit:
         """Compute the digests anew from the table, a piece at a time while events are applied, and compare at the end of each pass.
 
-        `agrees` compares what was done with what was said; this compares what memory holds with what was done.
+        `agrees` compares what was done with what frames report; this compares what memory holds with what was done.
         """
 
     def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
@@ -204,7 +204,7 @@ class ClusterIndex(Protocol):
         """Who holds one block, by name, hottest tier first."""
 
     def withheld_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
-        """Who holds a block in a tier that is withheld, so that `holders` does not say so; in no order."""
+        """Who holds a block in a tier that is withheld, so that `holders` does not name it; in no order."""
 
     def instances(self) -> list[InstanceId]:
         """Every instance that was followed and not dropped, in the order of their first event."""
@@ -213,7 +213,7 @@ class ClusterIndex(Protocol):
         """What is known of an instance; None when nothing is."""
 
     def pool_name(self, instance: InstanceId, tier: Tier) -> str | None:
-        """The cluster pool an instance's claims in a tier belong to; None when no start has told it."""
+        """The cluster pool an instance's claims in a tier belong to; None when no start has named it."""
 
     def claim_counts(self) -> dict[str, int]:
         """Blocks claimed, by pool."""

@@ -36,7 +36,7 @@ from kvbm.catalog.sql_rows import (
     InstancePosition,
     InstanceRow,
     InstanceRows,
-    InstanceState,
+    InstanceStatus,
     NamespaceRow,
 )
 from kvbm.catalog.troubles import Trouble, Troubles
@@ -79,7 +79,7 @@ class Gap(NamedTuple):
     resumed: Position | None
 
 
-class Holder(NamedTuple):
+class Ownership(NamedTuple):
     """Whose an instance's place on the stream is.
 
     Attributes:
@@ -154,8 +154,8 @@ class StreamCursor:
         return self.last
 
 
-class Step:
-    """What a step changed. It is filled while the step goes on.
+class Changes:
+    """What a step of the sequencer changed. It is filled while the step goes on.
 
     Attributes:
         advanced: instances whose position moved, and where to.
@@ -310,9 +310,9 @@ class InstanceSequence:
     # -- what is known ------------------------------------------------------------------------------------------------
 
     @property
-    def holder(self) -> Holder:
+    def ownership(self) -> Ownership:
         """Whose the instance's place on the stream is."""
-        return Holder(self.fence.run if self.fence is not None else self.run, self._life)
+        return Ownership(self.fence.run if self.fence is not None else self.run, self._life)
 
     def rows(self) -> InstanceRows:
         """Its rows as they are now."""
@@ -350,15 +350,15 @@ class InstanceSequence:
                 self._id
             ).unended += 1  # the index may have learned of it a moment after the state was taken
 
-    def restore_position(self, stored: InstancePosition, step: Step) -> None:
+    def restore_position(self, stored: InstancePosition, changes: Changes) -> None:
         """Go on from the position in SQL: nothing is known to be held, and a live instance is joined mid-stream."""
         self.position, self.run = Position(stored.epoch, stored.next_offset), stored.run
         self._epoch_row = EpochRow(
             instance=self._id, epoch=stored.epoch, started_ns=self.row.last_frame_ns, next_offset=stored.next_offset,
             run=stored.run,
         )  # fmt: skip
-        if self.row.state is InstanceState.LIVE:
-            self._join(stored.epoch, self.row.last_frame_ns, step)
+        if self.row.state is InstanceStatus.LIVE:
+            self._join(stored.epoch, self.row.last_frame_ns, changes)
 
     # -- heartbeats and fences ----------------------------------------------------------------------------------------
 
@@ -382,55 +382,55 @@ class InstanceSequence:
         if known is None or known.published <= self.position or known.published.epoch < published.epoch:
             self._evidence = _Evidence(published, now_s, heartbeat.run)
 
-    def name_fence(self, named: Fence, step: Step) -> None:
+    def name_fence(self, named: Fence, changes: Changes) -> None:
         """Take the fence that a message of events names."""
         fence = holder_after(named, self.fence)
         if fence is not None and fence is not self.fence:
             if self.fence is None or fence.run != self.fence.run:
-                self.take_fence(fence, step)
+                self.take_fence(fence, changes)
             self.fence = fence
 
-    def take_fence(self, fence: Fence, step: Step) -> None:
+    def take_fence(self, fence: Fence, changes: Changes) -> None:
         """Take a fence: the events that follow are its run's."""
         if is_other_life(self.position.epoch, self.run, fence):
-            self._begin_life(fence, step)
+            self._begin_life(fence, changes)
         self.fence = fence
         if self._evidence is not None and _contradicts(fence, self._evidence.published.epoch, self._evidence.run):
             self._evidence = None
         if self.position.epoch and not self.run:
-            self._learn_run(run_of(fence, self.position.epoch), step)
-        step.advanced[self._id] = self.position
+            self._learn_run(run_of(fence, self.position.epoch), changes)
+        changes.advanced[self._id] = self.position
 
-    def _begin_life(self, fence: Fence, step: Step) -> None:
+    def _begin_life(self, fence: Fence, changes: Changes) -> None:
         """Nothing that was read of the instance is so any more; its next frame is entered, whatever its epoch."""
         log.warning(
             "instance.life_begun", instance=self._id, epoch=fence.epoch, run=fence.run,
             other_epoch=self.position.epoch, other_run=self.run,
             why="its journal, the stream's end or both were lost; what was read before is of another life",
         )  # fmt: skip
-        self.pass_holes(step)
-        self._end_epoch(self.row.last_frame_ns, step)
+        self.pass_holes(changes)
+        self._end_epoch(self.row.last_frame_ns, changes)
         self._counters.lives += 1
         self._life += 1
         self._evidence = self._hole_since_s = self.unreadable = None
         self.declared = frozenset()
         self.run = fence.run
         self._known = None
-        self._join(fence.epoch, 0, step)
+        self._join(fence.epoch, 0, changes)
         self.position = ORIGIN
-        step.changed[self._id] = step.at
+        changes.changed[self._id] = changes.at
 
-    def _learn_run(self, run: str, step: Step) -> None:
+    def _learn_run(self, run: str, changes: Changes) -> None:
         """Frames were read before the fence of who wrote them. Rows without a run change none of another life's."""
         self.run = run
         self.row = msgspec.structs.replace(self.row, run=run)
         self._epoch_row = msgspec.structs.replace(self._epoch_row, run=run)
         if run:
-            step.changed[self._id] = step.at
+            changes.changed[self._id] = changes.at
 
     # -- frames -------------------------------------------------------------------------------------------------------
 
-    def receive(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+    def receive(self, frame: ScannedFrame, data: bytes, changes: Changes) -> None:
         """Take a good frame: apply it, keep it for later, or ignore it."""
         if self.unreadable is not None:
             if frame.epoch <= self.unreadable.epoch:
@@ -442,23 +442,23 @@ class InstanceSequence:
         if frame.epoch < epoch:
             self._counters.stale += 1
         elif frame.epoch > epoch:
-            self._enter(frame, step)
-            self._apply(frame, data, step)
+            self._enter(frame, changes)
+            self._apply(frame, data, changes)
         elif frame.next_offset <= offset:
             if self._joined_midstream and frame.first_offset == 0:  # its publisher went back to the epoch's start
-                self._enter(frame, step)
-                self._apply(frame, data, step)
+                self._enter(frame, changes)
+                self._apply(frame, data, changes)
             else:
                 self._counters.repeats += 1
         elif frame.first_offset <= offset:
-            self._apply(frame, data, step)
+            self._apply(frame, data, changes)
         elif self._is_lost:
-            self._jump(frame.first_offset, step)
-            self._apply(frame, data, step)
+            self._jump(frame.first_offset, changes)
+            self._apply(frame, data, changes)
         else:
-            self._put_in_buffer(frame, data, step)
+            self._put_in_buffer(frame, data, changes)
 
-    def refuse_newer(self, epoch: Epoch, version: int, step: Step) -> None:
+    def refuse_newer(self, epoch: Epoch, version: int, changes: Changes) -> None:
         """A newer kvbm writes this epoch: nothing of the instance is known until a readable one begins."""
         self._counters.newer += 1
         if self.unreadable is not None or epoch < self.position.epoch:
@@ -467,48 +467,48 @@ class InstanceSequence:
         self.buffer.clear()
         self._evidence = self._hole_since_s = None
         self._is_lost = False
-        step.lacks_claims = True
+        changes.lacks_claims = True
         self._troubles.take(self._id)  # no round can heal it
         self._index.wait(self._id, False)
         self._index.miss(self._id)
-        step.advanced[self._id] = self.position
+        changes.advanced[self._id] = self.position
         log.warning("instance.unreadable", instance=self._id, why=self.unreadable.reason())
 
-    def _put_in_buffer(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+    def _put_in_buffer(self, frame: ScannedFrame, data: bytes, changes: Changes) -> None:
         if not self.buffer:
             self._counters.holes += 1
             self._index.wait(self._id, True)
-        self.buffer.put(frame, data, step.cursor.mark)
+        self.buffer.put(frame, data, changes.cursor.mark)
 
-    def _enter(self, frame: ScannedFrame, step: Step) -> None:
+    def _enter(self, frame: ScannedFrame, changes: Changes) -> None:
         """Begin the frame's epoch where the frame begins."""
         if self.buffer:
             self._counters.gaps += 1  # the epoch went on behind the hole, and is over
             self._counters.gaps_repaired += 1
-            self.pass_holes(step)
+            self.pass_holes(changes)
         row = self.row
         if self._epoch_row.epoch < frame.epoch:
-            self._end_epoch(frame.wall_time_ns, step)
+            self._end_epoch(frame.wall_time_ns, changes)
         self._is_lost = self._joined_midstream = False
         self.position = Position(frame.epoch, frame.first_offset)
         self.run = run_of(self.fence, frame.epoch)
         self.row = msgspec.structs.replace(
             row, epoch=frame.epoch, run=self.run, first_seen_ns=row.first_seen_ns or frame.wall_time_ns,
-            state=InstanceState.LIVE,
+            state=InstanceStatus.LIVE,
         )  # fmt: skip
         self._epoch_row = EpochRow(instance=row.id, epoch=frame.epoch, started_ns=frame.wall_time_ns, run=self.run)
         if frame.first_offset:
-            self._join(frame.epoch, frame.wall_time_ns, step)
+            self._join(frame.epoch, frame.wall_time_ns, changes)
 
-    def _join(self, epoch: Epoch, wall_time_ns: int, step: Step) -> None:
+    def _join(self, epoch: Epoch, wall_time_ns: int, changes: Changes) -> None:
         """Join an epoch mid-stream: its start was not read."""
         self._counters.blind_starts += 1
-        step.lacks_claims = True
+        changes.lacks_claims = True
         self._troubles.note(self._id).joins += 1
         self._joined_midstream = True
         run, known = self.run, self._known
         if known is not None and (known.epoch, known.run) in ((epoch, run), (epoch, "")) and known.pools:
-            self.row = msgspec.structs.replace(known, state=InstanceState.LIVE, run=run)
+            self.row = msgspec.structs.replace(known, state=InstanceStatus.LIVE, run=run)
             self._index.begin_blind(self._id, epoch, known.pools)
         else:
             likely = self.row.pools or (known.pools if known is not None else ())
@@ -517,18 +517,18 @@ class InstanceSequence:
         self._epoch_row = EpochRow(instance=self._id, epoch=epoch, started_ns=wall_time_ns, run=run)
         log.info("instance.joined_midway", instance=self._id, epoch=epoch, offset=self.position.offset)
 
-    def _end_epoch(self, ended_ns: int, step: Step) -> None:
+    def _end_epoch(self, ended_ns: int, changes: Changes) -> None:
         """Give out the row of the epoch that is over."""
         old = self._epoch_row
         if not old.epoch:
             return
         if old.ended_ns is None:
             old = msgspec.structs.replace(old, ended_ns=ended_ns, end_reason="replaced")
-        step.epochs.append((step.at, old))  # also one that had ended: its row may not have been given out yet
+        changes.epochs.append((changes.at, old))  # also one that had ended: its row may not have been given out yet
 
     # -- holes and gaps -----------------------------------------------------------------------------------------------
 
-    def judge(self, now_s: float, gap_wait_s: float, step: Step) -> None:
+    def judge(self, now_s: float, gap_wait_s: float, changes: Changes) -> None:
         """Find a gap, now that the reader is at the stream's end."""
         if not self.buffer:
             self._hole_since_s = None
@@ -550,9 +550,9 @@ class InstanceSequence:
         expected = self.position
         self._counters.gaps += 1
         if published.epoch > expected.epoch:  # not even the start of its epoch came
-            self.pass_holes(step)
+            self.pass_holes(changes)
             self.run = run_of(self.fence, published.epoch) or run
-            self._join(published.epoch, 0, step)
+            self._join(published.epoch, 0, changes)
             self.position = Position(published.epoch, Offset(0))
         resumed = self.buffer.first_offset()
         self._index.miss(self._id)
@@ -560,59 +560,59 @@ class InstanceSequence:
         if resumed is None:
             self._is_lost = True
         else:
-            self._jump(resumed, step)
-            self._resume(step)
-        step.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
+            self._jump(resumed, changes)
+            self._resume(changes)
+        changes.gaps.append(Gap(self._id, expected, None if resumed is None else Position(published.epoch, resumed)))
         log.warning(
             "stream.gap_found", instance=self._id, epoch=expected.epoch, expected=expected.offset,
             published=published.offset, resumed=resumed,
         )  # fmt: skip
 
-    def pass_holes(self, step: Step) -> None:
+    def pass_holes(self, changes: Changes) -> None:
         """Apply all that is in the reorder buffer: claims among it outlive the epoch."""
         while (first := self.buffer.first_offset()) is not None:  # behind one hole there may be another
             self._index.miss(self._id)
-            self._jump(first, step)
-            self._resume(step)
+            self._jump(first, changes)
+            self._resume(changes)
 
-    def _jump(self, offset: Offset, step: Step) -> None:
-        step.lacks_claims = True
+    def _jump(self, offset: Offset, changes: Changes) -> None:
+        changes.lacks_claims = True
         self.position = Position(self.position.epoch, offset)
         self._is_lost = False
 
-    def _resume(self, step: Step) -> None:
+    def _resume(self, changes: Changes) -> None:
         """Apply what is in the reorder buffer as far as it follows on now."""
         for first in self.buffer.offsets():
             if first > self.position.offset:
                 return
             buffered = self.buffer.pop(first)
             if buffered.frame.next_offset > self.position.offset:
-                self._apply_events(buffered.frame, buffered.data, step)
+                self._apply_events(buffered.frame, buffered.data, changes)
         self._index.wait(self._id, False)
 
     # -- frames → index and rows --------------------------------------------------------------------------------------
 
-    def _apply(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
-        self._apply_events(frame, data, step)
+    def _apply(self, frame: ScannedFrame, data: bytes, changes: Changes) -> None:
+        self._apply_events(frame, data, changes)
         if self.buffer:
-            self._resume(step)
+            self._resume(changes)
 
-    def _apply_events(self, frame: ScannedFrame, data: bytes, step: Step) -> None:
+    def _apply_events(self, frame: ScannedFrame, data: bytes, changes: Changes) -> None:
         """Apply those events of a frame that are not applied yet; the first of them is the next."""
         instance, counters = self._id, self._counters
         applied = self._index.apply(data, frame.at, self.position.offset - frame.first_offset)
         counters.events += applied.events
         counters.blocks += applied.blocks
-        self._note(frame, applied, step)
+        self._note(frame, applied, changes)
         counters.frames += 1
         self._is_lost = False
         self.position = Position(frame.epoch, frame.next_offset)
         self.row = msgspec.structs.replace(self.row, last_frame_ns=max(self.row.last_frame_ns, frame.wall_time_ns))
         self._epoch_row = msgspec.structs.replace(self._epoch_row, next_offset=frame.next_offset, digest=frame.digest)
-        step.newest_wall_ns = max(step.newest_wall_ns, frame.wall_time_ns)
-        step.advanced[instance] = self.position
-        step.changed[instance] = step.at
-        if step.cursor.sequence > step.settled and not self._index.agrees(instance, frame.digest):
+        changes.newest_wall_ns = max(changes.newest_wall_ns, frame.wall_time_ns)
+        changes.advanced[instance] = self.position
+        changes.changed[instance] = changes.at
+        if changes.cursor.sequence > changes.settled and not self._index.agrees(instance, frame.digest):
             counters.digest_mismatches += 1
             self._index.miss(instance)
             self._troubles.note(instance).digests += 1
@@ -629,12 +629,12 @@ class InstanceSequence:
             self._counters.digest_repaired += trouble.digests
             log.info("instance.healed", instance=self._id, of=trouble.reasons())
 
-    def _note(self, frame: ScannedFrame, applied: Applied, step: Step) -> None:
+    def _note(self, frame: ScannedFrame, applied: Applied, changes: Changes) -> None:
         """Follow what SQL keeps of a frame."""
         if applied.started is not None:
-            self._note_start(frame, applied.started, step)
+            self._note_start(frame, applied.started, changes)
         if applied.stopped is not None:
-            self.row = msgspec.structs.replace(self.row, state=InstanceState.STOPPED)
+            self.row = msgspec.structs.replace(self.row, state=InstanceStatus.STOPPED)
             self._epoch_row = msgspec.structs.replace(
                 self._epoch_row, ended_ns=frame.wall_time_ns, end_reason=applied.stopped.name.lower()
             )
@@ -646,19 +646,19 @@ class InstanceSequence:
                 pool=pool, namespace=namespace, hashes=hashes, instance=self._id, at_ns=frame.wall_time_ns,
                 withdrawn=withdrawn,
             )  # fmt: skip
-            step.claims.append((step.at, run))
+            changes.claims.append((changes.at, run))
 
-    def _note_start(self, frame: ScannedFrame, event: InstanceStarted, step: Step) -> None:
+    def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
         self._joined_midstream = False
         self._heal()  # it holds nothing, and its round follows by itself
         self.declared = frozenset(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(
             self.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,
-            pools=event.pools, state=InstanceState.LIVE,
+            pools=event.pools, state=InstanceStatus.LIVE,
         )  # fmt: skip
         for namespace in event.namespaces:
-            step.namespaces.append(
-                (step.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))
+            changes.namespaces.append(
+                (changes.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))
             )
 
 

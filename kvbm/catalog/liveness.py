@@ -1,7 +1,7 @@
 """Who is alive: which instances' residencies answers leave out, decided from heartbeats and the stream.
 
 A state machine without clock and socket: `Liveness.step(now_s, input)` gives effects. All times are the catalog's own, monotonic;
-what a sender's clock says is never looked at.
+a sender's clock is never looked at.
 
     unheard ──new pulse──► live ◄──────────new pulse──────────┐
        │                    │ not heard for liveness_s         │
@@ -15,18 +15,18 @@ An instance is withheld while one of these holds, and returned when none does:
 - *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
 - *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
 
-An instance is told apart from an older self by its run, not by its epoch alone: the fences in the stream say which run has its place
-(`StreamProgress.run`), and `StreamProgress.life` grows when they say that what was read before is of another life; all that was heard of that one is
-forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
-`liveness_s` is named by `ignored`: nobody is left out of the view without a word.
+An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
+(`StreamProgress.run`), and `StreamProgress.life` grows when they show that what was read before is of another life; all heartbeats of that
+one are forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
+`liveness_s` is named by `ignored`: nobody is left out of the view silently.
 
-Silence counts only while the catalog hears itself: it sends pulses of its own, and when they do not come back by the same server
-(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is withheld then, and when it hears itself again,
+Silence counts only while the catalog gets its own pulses: it sends pulses of its own, and when they do not come back by the same server
+(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is withheld then, and when they come again,
 everybody has a whole `liveness_s` anew. When most fall silent together the view is kept as well: see `_is_kept`. `freshness` says how
 old the kept view is.
 
 The stream of pulses keeps the last one of every instance, also of the dead, and gives it to each new reader. So a pulse counts as
-life only if the catalog has heard itself before (the stream has one order: what comes after its own pulse was sent after it), or if
+life only if the catalog has got a pulse of its own before (the stream has one order: what comes after its own pulse was sent after it), or if
 another pulse of that instance came before it. One that is given twice counts once. After a reconnection the last pulse of one that died
 meanwhile counts as heard when it comes: it is withheld `liveness_s` after that.
 """
@@ -64,14 +64,14 @@ class Why(Enum):
     NEWER = "newer"
 
 
-class Pulse(NamedTuple):
+class LastHeartbeat(NamedTuple):
     """An instance's last heartbeat, and when it came."""
 
     heartbeat: Heartbeat
     at_s: float
 
 
-class Heard(NamedTuple):
+class HeartbeatReceived(NamedTuple):
     """A heartbeat came, not the catalog's own."""
 
     heartbeat: Heartbeat
@@ -86,9 +86,9 @@ class Ticked(NamedTuple):
 
 
 class StreamProgress(NamedTuple):
-    """How far the stream has told of an instance: its epoch, and whether its clean stop was read.
+    """How far an instance was read on the stream: its epoch, and whether its clean stop was read.
 
-    For each instance the stream moved on, and for each one that a checkpoint has brought. Saying it again changes nothing.
+    For each instance the stream moved on, and for each one that a checkpoint has brought. The same again changes nothing.
 
     Attributes:
         run: of the process that has its place on the stream; "" when no fence was read.
@@ -104,7 +104,7 @@ class StreamProgress(NamedTuple):
     unreadable: bool = False
 
 
-Input = Heard | OwnPulse | Ticked | StreamProgress
+Input = HeartbeatReceived | OwnPulse | Ticked | StreamProgress
 
 
 class Withhold(NamedTuple):
@@ -154,41 +154,41 @@ class _Member:
     """One instance."""
 
     __slots__ = (
+        "awaits_heartbeat",
         "heard_s",
         "holder",
-        "is_behind",
         "is_silent",
         "is_stopped",
         "is_unreadable",
         "life",
         "pulse",
+        "read_epoch",
         "since_s",
-        "told",
         "why",
     )
 
     def __init__(self, now_s: float) -> None:
-        self.pulse: Pulse | None = None  # the last one believed, also a kept one
+        self.pulse: LastHeartbeat | None = None  # the last one believed, also a kept one
         self.heard_s: float | None = None  # the last sign of life; None: unheard
         self.since_s = now_s  # silence counts from here on
-        self.told: Epoch | None = None  # epoch the stream has given; None: it has told nothing
+        self.read_epoch: Epoch | None = None  # epoch the stream has given; None: nothing of it was read
         self.is_stopped = False  # in that epoch
         self.is_unreadable = False
         self.is_silent = False  # for liveness_s
-        self.is_behind = False  # withheld when its epoch began, and not heard in it
+        self.awaits_heartbeat = False  # withheld when its epoch began, and no heartbeat since
         self.why: Why | None = None  # it is withheld
         self.holder = ""  # the run that has its place on the stream
         self.life = 0
 
     @property
     def newest(self) -> Epoch:
-        """The newest epoch anybody has told of."""
-        return max(self.told or Epoch(0), self.pulse.heartbeat.epoch if self.pulse is not None else Epoch(0))
+        """The newest epoch that was read or that a heartbeat named."""
+        return max(self.read_epoch or Epoch(0), self.pulse.heartbeat.epoch if self.pulse is not None else Epoch(0))
 
     @property
     def is_ended(self) -> bool:
-        """Whether its clean stop was the last word of it."""
-        return self.is_stopped and self.told == self.newest
+        """Whether nothing came after its clean stop."""
+        return self.is_stopped and self.read_epoch == self.newest
 
 
 class Liveness:
@@ -231,19 +231,19 @@ class Liveness:
         match what:
             case Ticked():
                 return self._tick(now_s)
-            case Heard(heartbeat):
-                return self._hear(now_s, heartbeat)
+            case HeartbeatReceived(heartbeat):
+                return self._on_heartbeat(now_s, heartbeat)
             case StreamProgress():
-                return self._follow(now_s, what)
+                return self._on_progress(now_s, what)
             case OwnPulse():
-                self._hear_itself(now_s)
+                self._on_own_pulse(now_s)
                 return []
             case _:
                 assert_never(what)
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def last(self, instance: InstanceId) -> Pulse | None:
+    def last(self, instance: InstanceId) -> LastHeartbeat | None:
         """The last heartbeat believed of an instance, also one the stream had kept: for its load, not its life."""
         member = self._members.get(instance)
         return None if member is None else member.pulse
@@ -262,7 +262,7 @@ class Liveness:
         return LifeState.STOPPING if member.pulse is not None and member.pulse.heartbeat.stopping else LifeState.LIVE
 
     def instances(self) -> list[InstanceId]:
-        """Everyone heard or told of."""
+        """Everyone of whom a heartbeat came or something was read."""
         return list(self._members)
 
     def withheld(self) -> dict[InstanceId, Why]:
@@ -297,7 +297,7 @@ class Liveness:
 
     def freshness(self, now_s: float) -> Freshness:
         """How old the view is that answers rest on."""
-        if not self._hears_itself(now_s):
+        if not self._gets_own_pulses(now_s):
             last_s = self._own_s if self._own_s is not None else self._began_s if self._began_s is not None else now_s
             return Freshness(now_s - last_s, "the catalog does not hear its own pulse, so nobody's silence counts")
         if self._kept:
@@ -309,11 +309,11 @@ class Liveness:
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
-    def _hears_itself(self, now_s: float) -> bool:
+    def _gets_own_pulses(self, now_s: float) -> bool:
         return self._own_s is not None and now_s - self._own_s < self._liveness_s / 2
 
-    def _hear_itself(self, now_s: float) -> None:
-        if not self._hears_itself(now_s):
+    def _on_own_pulse(self, now_s: float) -> None:
+        if not self._gets_own_pulses(now_s):
             self._counting_s = now_s
             for instance in self._kept:  # they too have a whole period anew
                 self._members[instance].is_silent = False
@@ -321,15 +321,17 @@ class Liveness:
             self._kept.clear()
         self._own_s = now_s
 
-    def _hear(self, now_s: float, heartbeat: Heartbeat) -> list[Effect]:
+    def _on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> list[Effect]:
         member = self._member(now_s, heartbeat.instance)
         last = member.pulse.heartbeat if member.pulse is not None else None
         if last == heartbeat:
             return []
         # a later epoch that was announced, never came to the stream and is silent now, was given up: the stream's goes on
-        is_given_up = member.is_silent and heartbeat.epoch == member.told and not member.is_stopped
+        is_given_up = member.is_silent and heartbeat.epoch == member.read_epoch and not member.is_stopped
         is_holder = heartbeat.run == member.holder
-        takes_back = is_holder and last is not None and last.run != heartbeat.run and heartbeat.epoch == member.told
+        takes_back = (
+            is_holder and last is not None and last.run != heartbeat.run and heartbeat.epoch == member.read_epoch
+        )
         if heartbeat.epoch < member.newest and not is_given_up and not takes_back:
             self.zombies += 1
             self._ignore(now_s, heartbeat)
@@ -342,10 +344,10 @@ class Liveness:
         ignored = self._ignored.get(heartbeat.instance)
         if ignored is not None and ignored.heartbeat.run == heartbeat.run:
             del self._ignored[heartbeat.instance]
-        member.pulse = Pulse(heartbeat, now_s)
+        member.pulse = LastHeartbeat(heartbeat, now_s)
         if self._own_s is not None or last is not None:
             member.heard_s = now_s
-            member.is_silent = member.is_behind = False
+            member.is_silent = member.awaits_heartbeat = False
             self._wait(now_s, heartbeat.instance, member)
         return self._settle(heartbeat.instance, member)
 
@@ -354,40 +356,40 @@ class Liveness:
         since_s = known.since_s if known is not None and known.heartbeat.run == heartbeat.run else now_s
         self._ignored[heartbeat.instance] = Ignored(heartbeat, since_s, now_s)
 
-    def _follow(self, now_s: float, what: StreamProgress) -> list[Effect]:
+    def _on_progress(self, now_s: float, what: StreamProgress) -> list[Effect]:
         instance, epoch, stopped, run, life, unreadable = what
         member = self._member(now_s, instance)
         if life != member.life:
             self._begin_life(now_s, member, what)
         member.holder, member.is_unreadable = run, unreadable
-        if member.told is None or epoch > member.told:
+        if member.read_epoch is None or epoch > member.read_epoch:
             is_heard = (
                 not member.is_silent
                 and member.heard_s is not None
                 and member.pulse is not None
                 and member.pulse.heartbeat.epoch >= epoch
             )
-            member.is_behind = member.why is not None and not is_heard
-            member.told, member.is_stopped = epoch, stopped
+            member.awaits_heartbeat = member.why is not None and not is_heard
+            member.read_epoch, member.is_stopped = epoch, stopped
             if not is_heard and not member.is_silent and not member.is_ended:
                 self._wait(now_s, instance, member)
-        elif epoch == member.told:
+        elif epoch == member.read_epoch:
             member.is_stopped = member.is_stopped or stopped
         if member.is_ended:
             self._waited.pop(instance, None)
         return self._settle(instance, member)
 
     def _begin_life(self, now_s: float, member: _Member, what: StreamProgress) -> None:
-        """Nothing that was heard of an instance counts any more, but what its new holder said."""
+        """No earlier heartbeat of an instance counts any more, but those of its new holder."""
         member.life = what.life
-        member.told, member.is_stopped = None, False
+        member.read_epoch, member.is_stopped = None, False
         if member.pulse is not None and member.pulse.heartbeat.run != what.run:
             member.pulse = member.heard_s = None
             member.is_silent = False
             self._wait(now_s, what.instance, member)
 
     def _tick(self, now_s: float) -> list[Effect]:
-        if not self._hears_itself(now_s):
+        if not self._gets_own_pulses(now_s):
             return []
         while self._waited:
             instance = next(iter(self._waited))
@@ -396,7 +398,7 @@ class Liveness:
                 break
             del self._waited[instance]
             member.is_silent = True
-            if member.why is None and member.told is not None:
+            if member.why is None and member.read_epoch is not None:
                 self._kept[instance] = None
         return self._judge(now_s) if self._kept else []
 
@@ -421,16 +423,16 @@ class Liveness:
 
     def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
         """Withhold or return what an input has changed; a silence is judged by the next tick."""
-        if member.told is None:
+        if member.read_epoch is None:
             return []
         why: Why | None
         if member.is_unreadable:
             why = Why.NEWER
-        elif member.newest > member.told:
+        elif member.newest > member.read_epoch:
             why = Why.RESTARTED
         elif member.is_stopped:
             why = Why.STOPPED
-        elif member.is_behind or (member.is_silent and member.why is Why.SILENT):
+        elif member.awaits_heartbeat or (member.is_silent and member.why is Why.SILENT):
             why = Why.SILENT
         else:
             why = None
@@ -441,7 +443,7 @@ class Liveness:
             self._kept[instance] = None
         if (before is None) == (why is None):
             return []
-        return [Return(instance, member.told) if why is None else Withhold(instance, member.told, why)]
+        return [Return(instance, member.read_epoch) if why is None else Withhold(instance, member.read_epoch, why)]
 
     def _judge(self, now_s: float) -> list[Effect]:
         """Withhold those who are silent, unless most fell silent with them."""
@@ -484,7 +486,7 @@ def catalog_name(run: str) -> InstanceId:
     """The name under which a catalog sends its own pulses.
 
     Args:
-        run: random, of this process; so the pulse it hears is not one that the stream has kept of another.
+        run: random, of this process; so the pulse that comes back is not one that the stream has kept of another.
     """
     return InstanceId(_CATALOG_PREFIX + run)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_doubtful
-from kvbm.catalog.liveness import Pulse
+from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.core.answers import RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 from kvbm.core.topology import TIER_LINKS
@@ -89,7 +89,7 @@ class Router:
         task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, Pulse | None],
+        pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
         """Rank the candidates, best first, and note the best as chosen.
 
@@ -114,7 +114,7 @@ class Router:
         task: RoutingTask,
         index: ClusterIndex,
         candidates: Sequence[InstanceId],
-        pulses: Mapping[InstanceId, Pulse | None],
+        pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
         """Rank the candidates, best first."""
         self._decay(now_s)
@@ -143,7 +143,7 @@ class Router:
         index: ClusterIndex,
         instance: InstanceId,
         held: InstanceDepth | None,
-        pulse: Pulse | None,
+        pulse: LastHeartbeat | None,
         mean: float,
     ) -> RankedInstance:
         settings, routed = self.settings, self._routed[instance]
@@ -191,15 +191,15 @@ class Router:
                 depth += 1
         return depth
 
-    def _queued(self, now_s: float, routed: _Routed, pulse: Pulse | None, rate: float) -> float:
-        """Tokens that wait there: as its heartbeat said, with what was routed since, less what was worked off since."""
+    def _queued(self, now_s: float, routed: _Routed, pulse: LastHeartbeat | None, rate: float) -> float:
+        """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
         in_flight = routed.in_flight
         oldest_s = now_s - self.settings.hold_s if pulse is None else pulse.at_s
         while in_flight and in_flight[0][0] <= oldest_s:
             in_flight.popleft()
         since_s = pulse.at_s if pulse is not None else in_flight[0][0] if in_flight else now_s
-        told = pulse.heartbeat.queued_tokens if pulse is not None else 0
-        return max(0.0, told + sum(tokens for _, tokens in in_flight) - (now_s - since_s) * rate)
+        reported = pulse.heartbeat.queued_tokens if pulse is not None else 0
+        return max(0.0, reported + sum(tokens for _, tokens in in_flight) - (now_s - since_s) * rate)
 
     def _fetch_s(self, index: ClusterIndex, instance: InstanceId, tier: Tier, blocks: int) -> float:
         if not blocks:
@@ -219,7 +219,7 @@ class Router:
 
 
 def _tie(task: RoutingTask, entry: RankedInstance) -> bytes:
-    """Equal costs are told apart by content: the same prompt goes to the same instance, different ones spread."""
+    """Equal costs are decided by content: the same prompt goes to the same instance, different ones spread."""
     first = entry.depth * HASH_BYTES if entry.depth * HASH_BYTES < len(task.hashes) else 0
     block = SequenceHash(task.hashes[first : first + HASH_BYTES])
     return hashlib.blake2b(block + entry.instance.encode(), digest_size=8).digest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 
-from kvbm.catalog.instance_sequence import Step
+from kvbm.catalog.instance_sequence import Changes
 from kvbm.catalog.sql_rows import ClaimRun, EpochRow, InstanceRows, NamespaceRow, StoreBatch
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
 from kvbm.streams.base import Mark
@@ -41,18 +41,18 @@ class RowCollector:
 
     # -- input --------------------------------------------------------------------------------------------------------
 
-    def take(self, step: Step) -> None:
+    def take(self, changes: Changes) -> None:
         """Gather what a step has changed."""
-        self.may_lack_claims |= step.lacks_claims
+        self.may_lack_claims |= changes.lacks_claims
         if self._watched is not None:
-            self._watched += [run for _, run in step.claims]
+            self._watched += [run for _, run in changes.claims]
         if self._is_behind:
             return
-        after = -1 if step.renumbered else self._stored
-        self._changed |= {instance for instance, at in step.changed.items() if at > after}
-        self._epochs += [row for at, row in step.epochs if at > after]
-        self._namespaces += [row for at, row in step.namespaces if at > after]
-        claims = [run for at, run in step.claims if at > after]
+        after = -1 if changes.renumbered else self._stored
+        self._changed |= {instance for instance, at in changes.changed.items() if at > after}
+        self._epochs += [row for at, row in changes.epochs if at > after]
+        self._namespaces += [row for at, row in changes.namespaces if at > after]
+        claims = [run for at, run in changes.claims if at > after]
         self._claims += claims
         self._claims_bytes += sum(len(run.hashes) for run in claims)
 

@@ -15,11 +15,11 @@ import structlog
 from kvbm.catalog.index import ClusterIndex
 from kvbm.catalog.instance_sequence import (
     AFTER_MESSAGES,
+    Changes,
     Counters,
-    Holder,
     InstanceSequence,
+    Ownership,
     SequenceState,
-    Step,
     StreamCursor,
     Unreadable,
 )
@@ -104,19 +104,19 @@ class Sequencer:
         for entry in state.followed:
             self._new_sequence(entry.row).restore(entry)
 
-    def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Step:
+    def restore_positions(self, mark: Mark, positions: Iterable[InstancePosition]) -> Changes:
         """Go on from where SQL stands: nothing is known to be held, and every instance that has not stopped is joined mid-stream."""
         self._cursor = StreamCursor(mark)
-        step = Step(self._cursor, self._settled)
+        changes = Changes(self._cursor, self._settled)
         for position in positions:
             row = self._known.get(position.instance)
             if row is not None and row.epoch == position.epoch:
-                self._new_sequence(row).restore_position(position, step)
-        return step
+                self._new_sequence(row).restore_position(position, changes)
+        return changes
 
     # -- input --------------------------------------------------------------------------------------------------------
 
-    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Step:
+    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Changes:
         """Apply messages in stream order.
 
         Args:
@@ -124,22 +124,22 @@ class Sequencer:
             at_end: the reader had fetched everything when it returned these.
         """
         cursor = self._cursor
-        step = Step(cursor, self._settled, any(message.sequence <= cursor.sequence for message in messages[:1]))
-        if step.renumbered:
-            self._settled = step.settled = 0
+        changes = Changes(cursor, self._settled, any(message.sequence <= cursor.sequence for message in messages[:1]))
+        if changes.renumbered:
+            self._settled = changes.settled = 0
             cursor.last = START
             for followed in self._sequences.values():
                 followed.buffer.begin_anew()
         for message in messages:
-            cursor.sequence = step.at = message.sequence
-            self._receive(message, step)
+            cursor.sequence = changes.at = message.sequence
+            self._receive(message, changes)
             cursor.last = message
-        step.at = AFTER_MESSAGES
+        changes.at = AFTER_MESSAGES
         if at_end:
             for followed in self._sequences.values():
-                followed.judge(now_s, self._gap_wait_s, step)
-        self._note(step)
-        return step
+                followed.judge(now_s, self._gap_wait_s, changes)
+        self._note(changes)
+        return changes
 
     def on_heartbeat(self, now_s: float, heartbeat: Heartbeat) -> None:
         """Take note of what an instance reports as published."""
@@ -147,17 +147,17 @@ class Sequencer:
             self._follow(heartbeat.instance, heartbeat.cluster).on_heartbeat(now_s, heartbeat)
 
     def doubt(self, instance: InstanceId) -> None:
-        """What the index holds of an instance is not what its digest says, as an audit of the index has found."""
+        """What the index holds of an instance has another digest than it should, as an audit of the index has found."""
         self.index.miss(instance)
         self.troubles.note(instance).digests += 1
 
-    def pass_holes(self) -> Step:
+    def pass_holes(self) -> Changes:
         """Go on behind every hole, whatever may still come: for who reads to the end of something and wants all that is there."""
-        step = Step(self._cursor, self._settled)
+        changes = Changes(self._cursor, self._settled)
         for followed in self._sequences.values():
-            followed.pass_holes(step)
-        self._note(step)
-        return step
+            followed.pass_holes(changes)
+        self._note(changes)
+        return changes
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -195,10 +195,10 @@ class Sequencer:
         followed = self._sequences.get(instance)
         return None if followed is None else followed.row
 
-    def holder(self, instance: InstanceId) -> Holder:
+    def ownership(self, instance: InstanceId) -> Ownership:
         """Whose an instance's place on the stream is."""
         followed = self._sequences.get(instance)
-        return Holder("", 0) if followed is None else followed.holder
+        return Ownership("", 0) if followed is None else followed.ownership
 
     def unreadable(self, instance: InstanceId) -> Unreadable | None:
         """What this kvbm is too old to read of an instance's epoch; None when it reads it."""
@@ -231,11 +231,11 @@ class Sequencer:
 
     # -- messages → frames --------------------------------------------------------------------------------------------
 
-    def _receive(self, message: StreamMessage, step: Step) -> None:
+    def _receive(self, message: StreamMessage, changes: Changes) -> None:
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
         if is_fence(message.subject):
-            self._receive_fence(message, self._follow(instance, cluster), step)
+            self._receive_fence(message, self._follow(instance, cluster), changes)
             return
         frames, error = self._scan_frames(message.data)
         if message.fence is not None:
@@ -245,7 +245,7 @@ class Sequencer:
                 why = f"it is of run {message.fence.run}, which had fence {message.fence.sequence} in a history that is gone"
                 self._refuse(message, why)
                 return
-            followed.name_fence(message.fence, step)
+            followed.name_fence(message.fence, changes)
         for frame in frames:
             if frame.instance != instance:
                 self.counters.foreign += 1
@@ -254,29 +254,29 @@ class Sequencer:
             if frame.flaw:
                 self._refuse_poison(message, f"byte {frame.at}: {frame.flaw}")
                 return
-            self._follow(instance, cluster).receive(frame, message.data, step)
+            self._follow(instance, cluster).receive(frame, message.data, changes)
         if isinstance(error, NewerFrameError):
-            self._receive_newer(message, error, self._follow(instance, cluster), step)
+            self._receive_newer(message, error, self._follow(instance, cluster), changes)
         elif error is not None:
             self._refuse_poison(message, str(error))
 
-    def _receive_fence(self, message: StreamMessage, followed: InstanceSequence, step: Step) -> None:
+    def _receive_fence(self, message: StreamMessage, followed: InstanceSequence, changes: Changes) -> None:
         try:
             fence = fence_of(message.data, message.sequence, f"message {message.sequence}")
         except StreamError as error:
             self._refuse_poison(message, str(error))
             return
-        followed.take_fence(fence, step)
+        followed.take_fence(fence, changes)
 
     def _receive_newer(
-        self, message: StreamMessage, error: NewerFrameError, followed: InstanceSequence, step: Step
+        self, message: StreamMessage, error: NewerFrameError, followed: InstanceSequence, changes: Changes
     ) -> None:
         known = followed.unreadable
         newer = NewerFrame(error.version, known.epoch) if known is not None else newer_frame(message.data, error.at)
         if newer is None:
             self._refuse_poison(message, str(error))  # a version that damage has changed
         else:
-            followed.refuse_newer(newer.epoch, newer.version, step)
+            followed.refuse_newer(newer.epoch, newer.version, changes)
 
     def _refuse_poison(self, message: StreamMessage, why: str) -> None:
         self.counters.poison += 1
@@ -297,8 +297,8 @@ class Sequencer:
         self._sequences[row.id] = followed
         return followed
 
-    def _note(self, step: Step) -> None:
+    def _note(self, changes: Changes) -> None:
         """Take over what a step has found."""
-        self.newest_wall_ns = max(self.newest_wall_ns, step.newest_wall_ns)
-        for _, row in step.namespaces:
+        self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
+        for _, row in changes.namespaces:
             self._namespaces.setdefault(row.id, row.fields)

@@ -45,7 +45,7 @@ def run(
     """Serve until SIGINT, SIGTERM or SIGHUP.
 
     Args:
-        on_started: told the URL once it answers.
+        on_started: called with the URL once it answers.
         make_stream: called in the service's loop for the stream, instead of the NATS of the settings.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
@@ -139,7 +139,7 @@ class _Server(uvicorn.Server):
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then says so."""
+        """As uvicorn's; then calls `on_started`."""
         await super().startup(sockets)
         if self.started:
             self._on_started()
@@ -216,7 +216,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle off only where the protocol says TCP
+        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle off only where the protocol is TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)

@@ -98,7 +98,7 @@ class CatalogService:
     """The running catalog. Belongs to one asyncio loop; `start` makes it.
 
     Attributes:
-        failed: set when it cannot go on; `failure` says why.
+        failed: set when it cannot go on; `failure` has the reason.
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
         follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for rounds, and cares for the index.
         queries: what it answers.

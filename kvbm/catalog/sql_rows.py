@@ -11,7 +11,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 
 
-class InstanceState(Enum):
+class InstanceStatus(Enum):
     """Whether an instance's newest epoch has ended cleanly."""
 
     LIVE = "live"
@@ -34,7 +34,7 @@ class InstanceRow(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""
     topology: tuple[str, ...] = ()
     pools: tuple[PoolStated, ...] = ()
-    state: InstanceState = InstanceState.LIVE
+    state: InstanceStatus = InstanceStatus.LIVE
     run: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Store: the projection's SQL side, one transaction a batch.
+"""The catalog's database: rows of what was read, one transaction a batch.
 
 A batch and the stream position it reaches are stored together or not at all, so applying one twice is applying it
 once. Its first statement moves the position's row from `previous` to `stream_sequence`: the row's lock lets one replica
@@ -45,7 +45,7 @@ from kvbm.catalog.sql_rows import (
     EpochRow,
     InstancePosition,
     InstanceRow,
-    InstanceState,
+    InstanceStatus,
     NamespaceRow,
     StoreBatch,
 )
@@ -57,11 +57,11 @@ _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
 
 
-class Outcome(Enum):
+class BatchOutcome(Enum):
     """What became of a batch."""
 
     APPLIED = "applied"
-    REPEATED = "repeated"  # the position is at or past the batch's end: everything that messages say is there
+    REPEATED = "repeated"  # the position is at or past the batch's end: everything that comes from messages is there
     OVERTAKEN = "overtaken"  # another replica stands within the batch: read the position, cut anew from there
     OVER = "over"  # another name of this stream's counts since: find the name, and project anew
     MISSING = "missing"  # the position is before `previous`: the database was restored or replaced; project from there
@@ -70,12 +70,12 @@ class Outcome(Enum):
 class BatchResult(NamedTuple):
     """A batch's outcome and the stream's stored position, with the message there. True when this call wrote it."""
 
-    outcome: Outcome
+    outcome: BatchOutcome
     position: int
     fingerprint: int | None = None
 
     def __bool__(self) -> bool:
-        return self.outcome is Outcome.APPLIED
+        return self.outcome is BatchOutcome.APPLIED
 
 
 class ClaimChunk(NamedTuple):
@@ -127,7 +127,7 @@ class SqlStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     async def apply(self, batch: StoreBatch) -> BatchResult:
-        """Store a batch and its position in one transaction, unless the position says otherwise.
+        """Store a batch and its position in one transaction, unless the position is another.
 
         Raises: LayoutError: `stream_sequence` is not above `previous`, or a run of hashes is no multiple of 16 bytes.
         """
@@ -152,7 +152,7 @@ class SqlStore:
                 await self._upsert(connection, "instance_positions", positions)
                 await _in_chunks(connection, _WITHDRAW, withdrawn)
                 await self._upsert(connection, "object_claims", claimed)
-        return BatchResult(Outcome.APPLIED, batch.stream_sequence, batch.fingerprint)
+        return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence, batch.fingerprint)
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -215,7 +215,7 @@ class SqlStore:
         """The claimed blocks, of one pool or of all, in packed chunks.
 
         Pages by key and holds no transaction between chunks. To load an index, read `position` *before* and fold the
-        stream from there: a claim that changed meanwhile is said again by the stream.
+        stream from there: a claim that changed meanwhile comes again from the stream.
         """
         key = list(tables.object_claims.primary_key)
         statement = select(*key).order_by(*key).limit(chunk_rows)
@@ -329,10 +329,10 @@ async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> BatchR
     asked = select(table.c.is_over).where(table.c.stream == batch.stream)
     stored = await _position(connection, batch.stream)
     if (await connection.execute(asked)).scalar():
-        return BatchResult(Outcome.OVER, *stored)
+        return BatchResult(BatchOutcome.OVER, *stored)
     if stored.sequence >= batch.stream_sequence:
-        return BatchResult(Outcome.REPEATED, *stored)
-    return BatchResult(Outcome.OVERTAKEN if stored.sequence > batch.previous else Outcome.MISSING, *stored)
+        return BatchResult(BatchOutcome.REPEATED, *stored)
+    return BatchResult(BatchOutcome.OVERTAKEN if stored.sequence > batch.previous else BatchOutcome.MISSING, *stored)
 
 
 # -- statements -------------------------------------------------------------------------------------------------------
@@ -452,7 +452,7 @@ def _instance_row(values: dict[str, Any]) -> InstanceRow:
     pools = tuple(
         PoolStated(**(pool | {"tier": Tier[pool["tier"]], "reach": Reach[pool["reach"]]})) for pool in values["pools"]
     )
-    state = InstanceState(values["state"])
+    state = InstanceStatus(values["state"])
     return InstanceRow(**(values | {"pools": pools, "topology": tuple(values["topology"]), "state": state}))
 
 

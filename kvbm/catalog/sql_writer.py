@@ -19,7 +19,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import ClaimRun, InstanceRow, StoreBatch
-from kvbm.catalog.sql_store import Outcome, SqlStore
+from kvbm.catalog.sql_store import BatchOutcome, SqlStore
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, split_hashes
 from kvbm.streams.base import START, EventStream, Mark, StreamMessage, StreamState, still_holds
@@ -49,7 +49,7 @@ class Numbering(NamedTuple):
 async def numbering(
     store: SqlStore, cluster: str | None, state: StreamState, stream: EventStream | None = None, lost: str = ""
 ) -> Numbering:
-    """Name of the stream in SQL, and its place. Another store is another stream, so the name tells when it was made.
+    """Name of the stream in SQL, and its place. Another store is another stream, so the name has the time it was made.
 
     A stream that no longer holds the message at the stored place has lost its end, and its sequences name other messages from there
     on: it gets a name of its own too, and the newest of these counts. Raises CatalogError, StreamError.
@@ -274,20 +274,22 @@ class SqlWriter:
             return False
         self._batch = batch
         applied = await self._store.apply(batch)
-        if applied.outcome is Outcome.OVER:
+        if applied.outcome is BatchOutcome.OVER:
             self._give_over(batch)
             return False
-        is_met = applied.outcome in (Outcome.OVERTAKEN, Outcome.REPEATED) and batch.stream == self.name
+        is_met = applied.outcome in (BatchOutcome.OVERTAKEN, BatchOutcome.REPEATED) and batch.stream == self.name
         before = len(self._unstored)
         if is_met and not await self._is_of_history(batch.stream, Mark(applied.position, applied.fingerprint)):
             self._batch = None  # the other catalog has read messages that the stream has lost since
             self._unstored[before:before] = batch.claims
             return False
-        if applied.outcome is Outcome.OVERTAKEN:  # rows say how things are, so the rest of them may be stored again
+        if (
+            applied.outcome is BatchOutcome.OVERTAKEN
+        ):  # rows hold how things are, so the rest of them may be stored again
             self._batch = msgspec.structs.replace(batch, previous=applied.position)
             return False
         self._batch = None
-        if applied.outcome is Outcome.MISSING:
+        if applied.outcome is BatchOutcome.MISSING:
             log.warning(
                 "database.replaced", stream=batch.stream, position=applied.position, expected=batch.previous,
                 what_to_do="nothing: rows are read again from there as far as the stream has them",
@@ -297,7 +299,7 @@ class SqlWriter:
             return False
         if batch.stream == self.name:
             self.stored = max(self.stored, applied.position)
-            if applied.outcome is Outcome.REPEATED:
+            if applied.outcome is BatchOutcome.REPEATED:
                 self._repeat_extra(batch, self._rows)
         return True
 
@@ -403,9 +405,9 @@ class SqlWriter:
 
     async def _step(self, second: Sequencer, rows: RowCollector, messages: Sequence[StreamMessage]) -> None:
         for part in slices(messages):
-            step = second.step(time.monotonic(), part)
-            rows.take(step)
-            if step.renumbered:
+            changes = second.step(time.monotonic(), part)
+            rows.take(changes)
+            if changes.renumbered:
                 raise StreamError("the stream was replaced while rows were read again")
             await asyncio.sleep(0)
 
@@ -418,16 +420,16 @@ class SqlWriter:
                     "the stream has lost messages that another catalog had stored while rows were read again"
                 )
             match applied.outcome:
-                case Outcome.OVERTAKEN:
+                case BatchOutcome.OVERTAKEN:
                     batch = msgspec.structs.replace(batch, previous=applied.position)
-                case Outcome.OVER:
+                case BatchOutcome.OVER:
                     self._give_over(batch)
                     raise CatalogError(f"the stream {batch.stream} is over in SQL")
-                case Outcome.MISSING:
+                case BatchOutcome.MISSING:
                     raise CatalogError(f"the database stands at {applied.position}, before {batch.previous}")
                 case outcome:
                     self.stored = max(self.stored, applied.position)
-                    if outcome is Outcome.REPEATED:
+                    if outcome is BatchOutcome.REPEATED:
                         self._repeat_extra(batch, rows)
                     batch = None
 

@@ -8,9 +8,9 @@ from typing import TextIO
 import msgspec
 
 from kvbm.core.backend import REFERENCE, DecodeFrame
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import event_fields, event_text, place_text, time_text
-from kvbm.replay.order import Damaged
+from kvbm.replay.order import DamagedBytes
 from kvbm.replay.scan import TORN, Damage
 from kvbm.replay.source import Located, only
 from kvbm.streams.fence_records import FenceRecord
@@ -41,9 +41,9 @@ def cat(
         if isinstance(frame, FenceRecord):
             continue  # whose events follow is no event
         if isinstance(frame, Damage):
-            damaged = Damaged(one, frame)
+            damaged = DamagedBytes(one, frame)
             if frame.kind == TORN:
-                notes.append(damage_words(damaged))
+                notes.append(damage_text(damaged))
             else:
                 findings.append(damage_finding(damaged))
             continue

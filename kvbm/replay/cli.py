@@ -19,13 +19,13 @@ from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
 from kvbm.core.fold import Residencies
 from kvbm.replay.cat import cat
-from kvbm.replay.compare_catalog import Ask, Comparison
+from kvbm.replay.compare_catalog import AskCatalog, Comparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.format import END, parse_at
 from kvbm.replay.progress import watched
-from kvbm.replay.serve import MAX_SPEED, Connect, serve
+from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError, open_source
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
@@ -112,7 +112,7 @@ class Parts(NamedTuple):
     fold: NewFold = Residencies
     decode_columns: DecodeColumns = decode_columns
     new_index: NewIndex = ReferenceIndex
-    ask: Ask | None = None
+    ask: AskCatalog | None = None
     read_trace: ReadTrace | None = None
 
 
@@ -435,7 +435,7 @@ def _source(arguments: argparse.Namespace) -> Source:
     return open_source(arguments.source, arguments.timeout)
 
 
-def _connect(url: str, timeout_s: float) -> Connect:
+def _connect(url: str, timeout_s: float) -> OpenStream:
     from kvbm.streams.nats.stream import NatsStream
 
     return lambda: NatsStream.connect(url, timeout_s)

@@ -33,7 +33,7 @@ class CatalogAnswers(Protocol):
     def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
 
 
-Ask = Callable[[str], CatalogAnswers]  # URL → who answers
+AskCatalog = Callable[[str], CatalogAnswers]  # URL → who answers
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Against(msgspec.Struct, kw_only=True):
+class Compared(msgspec.Struct, kw_only=True):
     """The comparison with a catalog.
 
     Attributes:
@@ -95,7 +95,7 @@ class Comparison:
 
     def __init__(self, url: str, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:
         """Asks the catalog where it stands. Raises CatalogError."""
-        self.report = Against(url=url)
+        self.report = Compared(url=url)
         self._catalog = catalog
         self._only = instance
         self._wait_s = wait_s
@@ -119,7 +119,7 @@ class Comparison:
             self.report.differences = [one for one in self.report.differences if one.instance != instance]
             self.report.compared -= 1
 
-    def finish(self) -> Against:
+    def finish(self) -> Compared:
         """Compare what is left, at the ends. Raises CatalogError."""
         for name, fold in sorted(self._folds.items()):
             end = Position(fold.epoch, fold.next_offset)

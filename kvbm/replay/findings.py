@@ -8,9 +8,9 @@ import msgspec
 
 from kvbm.core.ids import InstanceId
 from kvbm.replay.format import counted
-from kvbm.replay.order import Damaged, Step, StreamKey
+from kvbm.replay.order import DamagedBytes, Step, StreamKey
 from kvbm.replay.scan import NEWER, TORN
-from kvbm.replay.source import TRUNCATED, Place
+from kvbm.replay.source import TRUNCATED, FramePlace
 
 MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
 SKIPPED, DIGEST = "skipped-round-run", "digest-mismatch"
@@ -42,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self) -> str:
         """Kind, place and meaning."""
         whose = "" if self.instance is None else f", instance {self.instance} epoch {self.epoch} offset {self.offset}"
-        return f"{self.kind} at {Place(self.source, self.sequence, self.byte)}{whose}: {self.message}"
+        return f"{self.kind} at {FramePlace(self.source, self.sequence, self.byte)}{whose}: {self.message}"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -52,17 +52,17 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return 2 if all(finding.kind == NEWER for finding in findings) else 1
 
 
-def damage_finding(damaged: Damaged) -> Finding:
+def damage_finding(damaged: DamagedBytes) -> Finding:
     """The finding for bytes that are no good frame."""
     place, header = damaged.located.place, damaged.damage.header
     return Finding(
-        kind=damaged.damage.kind, message=damage_words(damaged), source=place.source, sequence=place.sequence,
+        kind=damaged.damage.kind, message=damage_text(damaged), source=place.source, sequence=place.sequence,
         byte=place.at, instance=header.instance if header else None, epoch=header.epoch if header else None,
         offset=header.first_offset if header else None,
     )  # fmt: skip
 
 
-def damage_words(damaged: Damaged) -> str:
+def damage_text(damaged: DamagedBytes) -> str:
     """What damage means."""
     place, damage = damaged.located.place, damaged.damage
     if damage.kind == TORN:
@@ -78,13 +78,13 @@ def damage_words(damaged: Damaged) -> str:
 
 
 def undamaged(
-    items: Iterable[tuple[StreamKey, Step] | Damaged], notes: list[str], findings: list[Finding]
+    items: Iterable[tuple[StreamKey, Step] | DamagedBytes], notes: list[str], findings: list[Finding]
 ) -> Iterator[tuple[StreamKey, Step]]:
     """What a tool that does not judge goes on with: damage is told, a torn tail as a note and the rest as findings."""
     for item in items:
-        if not isinstance(item, Damaged):
+        if not isinstance(item, DamagedBytes):
             yield item
         elif item.damage.kind == TORN:
-            notes.append(damage_words(item))
+            notes.append(damage_text(item))
         else:
             findings.append(damage_finding(item))

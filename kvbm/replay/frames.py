@@ -17,10 +17,10 @@ from typing import NamedTuple, Self
 
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.ids import Epoch, Offset
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.order import (
     Conflict,
-    Damaged,
+    DamagedBytes,
     LifeBegins,
     Missing,
     Next,
@@ -28,10 +28,10 @@ from kvbm.replay.order import (
     WentBack,
     fingerprint,
     in_order,
-    life_words,
+    life_text,
 )
 from kvbm.replay.scan import TORN
-from kvbm.replay.source import Located, Place, SourceError
+from kvbm.replay.source import FramePlace, Located, SourceError
 from kvbm.streams.base import Position
 
 
@@ -105,11 +105,11 @@ class InstanceFrames:
         """A frame's bytes, read again. Raises SourceError: they are not there any more."""
         return self._library.read(self._files[index], self._ats[index], self._sizes[index])
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> FramePlace:
         """Where a frame lies."""
         if self._sequences:
-            return Place(self._library.name, self._sequences[index], self._message_ats[index])
-        return Place(self._library.path(self._files[index]), None, self._ats[index])
+            return FramePlace(self._library.name, self._sequences[index], self._message_ats[index])
+        return FramePlace(self._library.path(self._files[index]), None, self._ats[index])
 
 
 class FrameLibrary:
@@ -143,9 +143,9 @@ class FrameLibrary:
         """Read a source to its end."""
         conflicts = stale = lost = 0
         for item in in_order(located, is_trimmed):
-            if isinstance(item, Damaged):
+            if isinstance(item, DamagedBytes):
                 if item.damage.kind == TORN:
-                    self.notes.append(damage_words(item))
+                    self.notes.append(damage_text(item))
                 else:
                     self.findings.append(damage_finding(item))
                 continue
@@ -156,7 +156,7 @@ class FrameLibrary:
                 self.instances[key].add(step.located, step.frame)
             elif isinstance(step, LifeBegins):
                 self.instances.pop(key, None)
-                self.notes.append(life_words(key, step))
+                self.notes.append(life_text(key, step))
             conflicts += isinstance(step, Conflict)
             stale += isinstance(step, WentBack)
             lost += step.next - step.first if isinstance(step, Missing) else 0
@@ -168,7 +168,7 @@ class FrameLibrary:
             if count:
                 self.notes.append(f"{self.name} has {count:,} {what}; kvbm-replay verify names them")
 
-    def keep(self, place: Place, data: bytes) -> tuple[int, int]:
+    def keep(self, place: FramePlace, data: bytes) -> tuple[int, int]:
         """Where a frame's bytes can be read again: a file's number, and the byte."""
         if place.sequence is not None:
             return self._keep_copy(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvbm.replay.order import Damaged, Missing, StreamKey
+from kvbm.replay.order import DamagedBytes, Missing, StreamKey
 
 
 class Hole(NamedTuple):
@@ -14,7 +14,7 @@ class Hole(NamedTuple):
     step: Missing
 
 
-def explained_by(holes: list[Hole], damage: list[Damaged]) -> set[int]:
+def explained_by(holes: list[Hole], damage: list[DamagedBytes]) -> set[int]:
     """Which holes damage between the frames on both sides explains: first where its header names them, then the others."""
     explained: set[int] = set()
     used: set[int] = set()
@@ -32,12 +32,12 @@ def explained_by(holes: list[Hole], damage: list[Damaged]) -> set[int]:
     return explained
 
 
-def _is_between(hole: Hole, damaged: Damaged) -> bool:
+def _is_between(hole: Hole, damaged: DamagedBytes) -> bool:
     located = damaged.located
     return located.group == hole.key.group and hole.step.since < located.order < hole.step.after.order
 
 
-def _names(hole: Hole, damaged: Damaged) -> bool:
+def _names(hole: Hole, damaged: DamagedBytes) -> bool:
     header = damaged.damage.header
     return (
         header is not None
@@ -46,7 +46,7 @@ def _names(hole: Hole, damaged: Damaged) -> bool:
     )
 
 
-def _is_several(damaged: Damaged) -> bool:
+def _is_several(damaged: DamagedBytes) -> bool:
     """Whether the damage is larger than the frame it begins with, so that it may hide frames of several instances."""
     header = damaged.damage.header
     return header is None or damaged.damage.size > header.frame_bytes

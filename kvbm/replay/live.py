@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from kvbm.core.backend import Kernels
 from kvbm.core.errors import StreamError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
-from kvbm.replay.source import Located, Place, SourceError
+from kvbm.replay.source import FramePlace, Located, SourceError
 from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.holders import Holders
@@ -82,7 +82,7 @@ class StreamSource:
             fence = fence_of(data, message.sequence, f"message {message.sequence}")
         if fence is not None:
             record = FenceRecord(cluster=cluster, instance=instance, fence=fence)
-            yield Located(record, Place(self.name, message.sequence, 0), b"", f"{EVENTS_PREFIX}.{cluster}", order)
+            yield Located(record, FramePlace(self.name, message.sequence, 0), b"", f"{EVENTS_PREFIX}.{cluster}", order)
             order += 1
         if is_fence(message.subject):
             return
@@ -90,5 +90,5 @@ class StreamSource:
             found = piece.found
             if isinstance(found, Damage) and found.kind == TORN:
                 found = found._replace(kind=CORRUPT)  # a message is whole frames
-            yield Located(found, Place(self.name, message.sequence, piece.at), piece.data, group, order)
+            yield Located(found, FramePlace(self.name, message.sequence, piece.at), piece.data, group, order)
             order += 1

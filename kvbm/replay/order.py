@@ -103,14 +103,14 @@ class LifeBegins(NamedTuple):
     ended: Epoch
 
 
-class Damaged(NamedTuple):
+class DamagedBytes(NamedTuple):
     """Bytes that are no good frame."""
 
     located: Located
     damage: Damage
 
 
-def life_words(key: StreamKey, step: LifeBegins) -> str:
+def life_text(key: StreamKey, step: LifeBegins) -> str:
     """A life's beginning, for people."""
     return (
         f"instance {key.instance} begins another life at {step.located.place}, as run {step.fence.run} in epoch {step.fence.epoch}: "
@@ -121,13 +121,13 @@ def life_words(key: StreamKey, step: LifeBegins) -> str:
 Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack | LifeBegins
 
 
-def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | Damaged]:
+def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
     """What each instance's stream says, step by step."""
     streams: dict[StreamKey, _Order] = {}
     for located in source:
         found = located.found
         if isinstance(found, Damage):
-            yield Damaged(located, found)
+            yield DamagedBytes(located, found)
             continue
         key = StreamKey(located.group, found.instance)
         stream = streams.get(key)

@@ -30,13 +30,13 @@ from kvbm.catalog.sql_writer import numbering
 from kvbm.core.backend import Kernels
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
-from kvbm.replay.order import Damaged
+from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
-from kvbm.replay.serve import TIMEOUT_S, Connect
+from kvbm.replay.serve import TIMEOUT_S, OpenStream
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.streams.base import (
     EventLog,
@@ -126,7 +126,7 @@ class RebuildOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rebuild(
-    source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: Connect | None = None
+    source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: OpenStream | None = None
 ) -> Rebuilt:
     """Make a catalog's state from a source.
 
@@ -140,7 +140,7 @@ def rebuild(
 
 class _Rebuild:
     def __init__(
-        self, source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: Connect | None
+        self, source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: OpenStream | None
     ) -> None:
         self._source, self._options, self._kernels, self._connect = source, options, kernels, connect
         self._index: ClusterIndex = new_index(options.capacity)
@@ -182,7 +182,7 @@ class _Rebuild:
                     found = located.found
                     watch.total, watch.done = source.total, source.done
                     if isinstance(found, Damage):
-                        self._note_damage(Damaged(located, found))
+                        self._note_damage(DamagedBytes(located, found))
                         continue
                     if isinstance(found, FenceRecord):
                         if waiting:
@@ -236,9 +236,9 @@ class _Rebuild:
         if batch is not None and not await store.apply(batch):
             raise SourceError(f"{self.report.database} is written by somebody else; give a new database")
 
-    def _note_damage(self, damaged: Damaged) -> None:
+    def _note_damage(self, damaged: DamagedBytes) -> None:
         if damaged.damage.kind == TORN:
-            self.report.notes.append(damage_words(damaged))
+            self.report.notes.append(damage_text(damaged))
         else:
             self.report.findings.append(damage_finding(damaged))
 

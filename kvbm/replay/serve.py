@@ -18,9 +18,9 @@ from kvbm.core.backend import REFERENCE, Kernels
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
-from kvbm.replay.findings import Finding, damage_finding, damage_words
+from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
-from kvbm.replay.order import Damaged
+from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
 from kvbm.replay.scan import TORN, Damage
@@ -28,7 +28,7 @@ from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.streams.base import ORIGIN, EventLog, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
 
-Connect = Callable[[], Awaitable[EventStream]]
+OpenStream = Callable[[], Awaitable[EventStream]]
 
 MAX_SPEED = float("inf")
 MESSAGE_BYTES = 64 << 10  # frames of one instance travel together up to here, when they are due together
@@ -90,7 +90,7 @@ class _Due(NamedTuple):
 
 def serve(
     source: Source,
-    connect: Connect,
+    connect: OpenStream,
     to: str,
     cluster: str,
     kernels: Kernels = REFERENCE,
@@ -132,7 +132,7 @@ def _begins(source: Source, kernels: Kernels, instance: str | None) -> tuple[dic
 
 
 async def _feed(
-    source: Source, connect: Connect, to: str, cluster: str, kernels: Kernels, speed: float, anyway: bool,
+    source: Source, connect: OpenStream, to: str, cluster: str, kernels: Kernels, speed: float, anyway: bool,
     instance: str | None, begins: dict[InstanceId, Position], frames: int,
 ) -> Served:  # fmt: skip
     stream = await connect()
@@ -193,9 +193,9 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
         for one in batch:
             frame = one.found
             if isinstance(frame, Damage):
-                damaged = Damaged(one, frame)
+                damaged = DamagedBytes(one, frame)
                 if frame.kind == TORN:
-                    report.notes.append(damage_words(damaged))
+                    report.notes.append(damage_text(damaged))
                 else:
                     report.findings.append(damage_finding(damaged))
                 continue

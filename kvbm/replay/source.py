@@ -26,7 +26,7 @@ class SourceError(KvbmError):
     """Input that cannot be used at all; the message says which and what would do. A retry does not help."""
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a frame lies.
 
     Attributes:
@@ -54,7 +54,7 @@ class Located(NamedTuple):
     """
 
     found: ScannedFrame | Damage | FenceRecord
-    place: Place
+    place: FramePlace
     data: bytes
     group: str
     order: int
@@ -141,7 +141,7 @@ class FileSource:
         if isinstance(found, Damage) and found.kind == TORN and not file.may_tear:
             found = found._replace(kind=CORRUPT if self.is_trimmed else TRUNCATED)
         data = b"" if isinstance(found, FenceRecord) else piece.data
-        return Located(found, Place(str(file.path), None, piece.at), data, file.group, order)
+        return Located(found, FramePlace(str(file.path), None, piece.at), data, file.group, order)
 
     def _has_magic(self) -> bool:
         return any(MAGIC in file.path.read_bytes() for file in self._files if file.path.exists())

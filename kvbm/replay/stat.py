@@ -13,7 +13,7 @@ from kvbm.core.ids import InstanceId, Tier
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import counted, time_text
-from kvbm.replay.order import Begins, LifeBegins, Missing, Next, Repeat, StreamKey, in_order, life_words
+from kvbm.replay.order import Begins, LifeBegins, Missing, Next, Repeat, StreamKey, in_order, life_text
 from kvbm.replay.source import Located, Source, only
 
 
@@ -158,6 +158,6 @@ def stats_of(
                 counter.stat.repeats += 1
             case LifeBegins():
                 counter.fold = StreamFold(fold, kernels.decode_frame)
-                stats.notes.append(life_words(key, step))
+                stats.notes.append(life_text(key, step))
     stats.instances = [counters[key].finish() for key in sorted(counters, key=lambda key: (key.instance, key.group))]
     return stats

@@ -13,7 +13,7 @@ from kvbm.core.ids import InstanceId, Tier, split_hashes
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.fold import StreamFold
 from kvbm.replay.format import END, At, counted, time_text
-from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_words
+from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_text
 from kvbm.replay.source import Located, Source, only
 
 
@@ -169,7 +169,7 @@ def states_at(
             cut.miss(step)
         elif isinstance(step, LifeBegins):
             cuts[key] = cut.next_life(_Cut(at, fold, kernels))
-            states.notes.append(life_words(key, step))
+            states.notes.append(life_text(key, step))
     for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
         states.instances.append(_state(key, cut, with_blocks))
         states.notes += _notes(key, cut, at)

@@ -9,7 +9,7 @@ import msgspec
 from kvbm.core.backend import REFERENCE, DecodeFrame, Kernels, NewFold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.fold import Residencies
-from kvbm.replay.compare_catalog import Against, Comparison
+from kvbm.replay.compare_catalog import Compared, Comparison
 from kvbm.replay.findings import (
     CONFLICT,
     DIGEST,
@@ -19,7 +19,7 @@ from kvbm.replay.findings import (
     SKIPPED,
     Finding,
     damage_finding,
-    damage_words,
+    damage_text,
 )
 from kvbm.replay.fold import Illegal, StreamFold
 from kvbm.replay.format import counted, offsets
@@ -27,7 +27,7 @@ from kvbm.replay.holes import Hole, explained_by
 from kvbm.replay.order import (
     Begins,
     Conflict,
-    Damaged,
+    DamagedBytes,
     Late,
     LifeBegins,
     Missing,
@@ -37,7 +37,7 @@ from kvbm.replay.order import (
     StreamKey,
     WentBack,
     in_order,
-    life_words,
+    life_text,
 )
 from kvbm.replay.scan import TORN
 from kvbm.replay.source import Located, Source, only
@@ -68,7 +68,7 @@ class Verified(msgspec.Struct, kw_only=True):
     lives: int = 0
     findings: list[Finding] = []
     notes: list[str] = []
-    catalog: Against | None = None
+    catalog: Compared | None = None
 
     def verdict(self) -> str:
         """The whole in one line."""
@@ -125,11 +125,11 @@ class _Verifier:
         self._epochs: set[tuple[StreamKey, int]] = set()
         self._stale: set[tuple[StreamKey, int]] = set()
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
-        self._damage: list[Damaged] = []
+        self._damage: list[DamagedBytes] = []
         self._holes: list[Hole] = []
 
-    def take(self, item: tuple[StreamKey, Step] | Damaged) -> None:
-        if isinstance(item, Damaged):
+    def take(self, item: tuple[StreamKey, Step] | DamagedBytes) -> None:
+        if isinstance(item, DamagedBytes):
             self._take_damage(item)
             return
         key, step = item
@@ -156,7 +156,7 @@ class _Verifier:
             case LifeBegins():
                 self._folds[key] = StreamFold(self._new_fold, self._decode_frame)
                 self.report.lives += 1
-                self.report.notes.append(life_words(key, step))
+                self.report.notes.append(life_text(key, step))
                 if self._against is not None:
                     self._against.life_began(key.instance)
 
@@ -238,9 +238,9 @@ class _Verifier:
         )  # fmt: skip
         self._found.append((located.order, finding))
 
-    def _take_damage(self, damaged: Damaged) -> None:
+    def _take_damage(self, damaged: DamagedBytes) -> None:
         if damaged.damage.kind == TORN:
-            self.report.notes.append(damage_words(damaged))
+            self.report.notes.append(damage_text(damaged))
             return
         self._damage.append(damaged)
         self._found.append((damaged.located.order, damage_finding(damaged)))

@@ -29,11 +29,11 @@ from kvbm.catalog.sql_rows import (
     EpochRow,
     InstancePosition,
     InstanceRow,
-    InstanceState,
+    InstanceStatus,
     NamespaceRow,
     StoreBatch,
 )
-from kvbm.catalog.sql_store import BatchResult, Outcome, SqlStore
+from kvbm.catalog.sql_store import BatchOutcome, BatchResult, SqlStore
 from kvbm.core.errors import CatalogError, KvbmError, LayoutError, MissingExtraError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier, split_hashes
@@ -70,7 +70,7 @@ def full_batch() -> StoreBatch:
         instances=(
             InstanceRow(
                 id=FIRST, cluster="west", epoch=Epoch(3), first_seen_ns=5, last_frame_ns=9, engine="vllm",
-                version="1.0", topology=("zone-a", "rack-3", "host-17"), pools=pools, state=InstanceState.STOPPED,
+                version="1.0", topology=("zone-a", "rack-3", "host-17"), pools=pools, state=InstanceStatus.STOPPED,
             ),
         ),
         epochs=(
@@ -159,7 +159,7 @@ def test_a_replica_that_has_not_seen_a_stream_replaced_writes_nothing_under_its_
         assert await store.streams_over() == {"KVBM/c@1"}
         for previous, end in ((20, 21), (0, 30), (3, 9)):
             late = await store.apply(of("KVBM/c@1", previous, end, 5, "old"))
-            assert late.outcome is Outcome.OVER and late.position == 20
+            assert late.outcome is BatchOutcome.OVER and late.position == 20
         assert (await store.instance_positions())[FIRST] == InstancePosition(
             instance=FIRST, epoch=Epoch(1), next_offset=Offset(3), run="new"
         )
@@ -298,7 +298,7 @@ def test_migrations_are_numbered_and_only_go_forward(database_url: str) -> None:
 
 def test_what_is_applied_is_read_back(database_url: str) -> None:
     async def work(store: SqlStore) -> Contents:
-        assert await store.apply(full_batch()) == BatchResult(Outcome.APPLIED, 7)
+        assert await store.apply(full_batch()) == BatchResult(BatchOutcome.APPLIED, 7)
         assert await claimed(store) == {(POOL, CHAT.id, block) for block in split_hashes(hashes(3))}
         return await contents(store)
 
@@ -317,7 +317,7 @@ def test_applying_twice_is_applying_once(database_url: str) -> None:
         once = await contents(store)
         again = await store.apply(full_batch())
         assert not again
-        assert again == BatchResult(Outcome.REPEATED, 7)
+        assert again == BatchResult(BatchOutcome.REPEATED, 7)
         assert await contents(store) == once
 
     with_store(database_url, work)
@@ -346,23 +346,23 @@ def test_a_position_never_moves_back(database_url: str) -> None:
         assert await store.apply(batch(10, 20))
         before = await contents(store)
         for previous, end, outcome in (
-            (0, 10, Outcome.REPEATED),
-            (10, 20, Outcome.REPEATED),
-            (0, 19, Outcome.REPEATED),
-            (0, 30, Outcome.OVERTAKEN),
-            (19, 30, Outcome.OVERTAKEN),
-            (21, 30, Outcome.MISSING),
+            (0, 10, BatchOutcome.REPEATED),
+            (10, 20, BatchOutcome.REPEATED),
+            (0, 19, BatchOutcome.REPEATED),
+            (0, 30, BatchOutcome.OVERTAKEN),
+            (19, 30, BatchOutcome.OVERTAKEN),
+            (21, 30, BatchOutcome.MISSING),
         ):
             assert await store.apply(batch(previous, end, claims=(claim(hashes(1)),))) == BatchResult(outcome, 20)
         assert await contents(store) == before
-        assert await store.apply(batch(20, 21)) == BatchResult(Outcome.APPLIED, 21)
+        assert await store.apply(batch(20, 21)) == BatchResult(BatchOutcome.APPLIED, 21)
 
     with_store(database_url, work)
 
 
 def test_a_replaced_database_is_told_from_a_new_one(database_url: str) -> None:
     async def work(store: SqlStore) -> None:
-        assert await store.apply(batch(500, 501)) == BatchResult(Outcome.MISSING, 0)
+        assert await store.apply(batch(500, 501)) == BatchResult(BatchOutcome.MISSING, 0)
         assert await store.position(STREAM) == 0
 
     with_store(database_url, work)

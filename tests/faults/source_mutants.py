@@ -156,7 +156,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "buffer_outlives_its_epoch": SourceMutant(
         "what is in the reorder buffer is applied before a later epoch begins",
         _SEQUENCE,
-        "  # not even the start of its epoch came\n            self.pass_holes(step)\n",
+        "  # not even the start of its epoch came\n            self.pass_holes(changes)\n",
         "  # not even the start of its epoch came\n",
         test="tests/unit/test_sequencer.py::test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names",
     ),
@@ -185,8 +185,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "stopped_for_ever": SourceMutant(
         "a later epoch has not stopped because the one before it did",
         _LIVENESS,
-        "            member.told, member.is_stopped = epoch, stopped\n",
-        "            member.told, member.is_stopped = epoch, member.is_stopped or stopped\n",
+        "            member.read_epoch, member.is_stopped = epoch, stopped\n",
+        "            member.read_epoch, member.is_stopped = epoch, member.is_stopped or stopped\n",
         test="tests/unit/test_liveness.py::test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read",
     ),
     "half_is_most": SourceMutant(

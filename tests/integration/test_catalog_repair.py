@@ -28,7 +28,7 @@ from kvbm.catalog.liveness import Why
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.sql_rows import ClaimRun, StoreBatch
-from kvbm.catalog.sql_store import BatchResult, ClaimChunk, Outcome, SqlStore
+from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk, SqlStore
 from kvbm.catalog.sql_writer import numbering
 from kvbm.core.codec import VERSION, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
@@ -246,7 +246,7 @@ async def claim_in_sql(settings: ServiceSettings, first: int, end: int) -> None:
             pool="pool", namespace=SPACE.id, hashes=block_hashes(first, end), instance=InstanceId("gone"), at_ns=1
         )
         batch = StoreBatch(stream="another", previous=0, stream_sequence=1, claims=(run,))
-        assert (await store.apply(batch)).outcome is Outcome.APPLIED
+        assert (await store.apply(batch)).outcome is BatchOutcome.APPLIED
     finally:
         await store.close()
 
@@ -854,7 +854,7 @@ def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlit
             batch = StoreBatch(
                 stream=first + name, previous=previous, stream_sequence=sequence, fingerprint=fingerprint
             )
-            assert (await store.apply(batch)).outcome is Outcome.APPLIED
+            assert (await store.apply(batch)).outcome is BatchOutcome.APPLIED
 
         async def publish(count: int) -> None:
             for _ in range(count):

@@ -21,7 +21,7 @@ from kvbm.assembly import open_manager
 from kvbm.catalog.api import MAX_BODY_BYTES
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.catalog.sql_rows import InstanceState, StoreBatch
+from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
 from kvbm.catalog.sql_store import BatchResult, SqlStore
 from kvbm.config import load_settings
 from kvbm.core.answers import MAX_HASHES, PositionWanted
@@ -210,8 +210,8 @@ def test_a_restarted_catalog_gives_the_same_answers(nats_url: str, cluster: str,
         next(catalogs, None)
     rows, claims = asyncio.run(stored(database_url))
     assert {row.id: (row.epoch, row.state) for row in rows} == {
-        "a": (1, InstanceState.LIVE),
-        "b": (1, InstanceState.LIVE),
+        "a": (1, InstanceStatus.LIVE),
+        "b": (1, InstanceStatus.LIVE),
     }
     assert claims == 8
 

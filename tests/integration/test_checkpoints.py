@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.catalog import checkpoints
-from kvbm.catalog.checkpoints import Checkpointing, Loaded, Writing, load_newest
+from kvbm.catalog.checkpoints import Checkpointing, LoadedCheckpoint, Writing, load_newest
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.sequencer import SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
@@ -43,7 +43,7 @@ def write(folder: Path, sequence: int, blocks: int = 3, settled: int | None = No
 
 def load(
     folder: Path, stored: int = 1000, end: int = 1000, stream: str = "KVBM", fingerprint: int = 7
-) -> Loaded | None:
+) -> LoadedCheckpoint | None:
     async def holds(mark: Mark) -> bool:
         return mark.sequence <= end and mark.fingerprint == fingerprint
 

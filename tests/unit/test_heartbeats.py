@@ -12,7 +12,7 @@ import pytest
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import StreamLag
-from kvbm.catalog.liveness import LIVENESS_S, Heard, LifeState, OwnPulse, Ticked
+from kvbm.catalog.liveness import LIVENESS_S, HeartbeatReceived, LifeState, OwnPulse, Ticked
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, StreamMessage
 from kvbm.streams.nats.heartbeats import heartbeat_in
@@ -54,6 +54,6 @@ def test_a_pulse_that_is_delivered_again_brings_nobody_back_to_life() -> None:
     assert last is not None and liveness.state(ONE) is LifeState.LIVE
     for second in range(1, 6):
         liveness.step(last.at_s + second, OwnPulse())
-        liveness.step(last.at_s + second, Heard(said))
+        liveness.step(last.at_s + second, HeartbeatReceived(said))
     liveness.step(last.at_s + 5, Ticked())
     assert liveness.state(ONE) is LifeState.SILENT

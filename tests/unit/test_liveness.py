@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.catalog.liveness import (
-    Heard,
+    HeartbeatReceived,
     Input,
     LifeState,
     Liveness,
@@ -50,7 +50,7 @@ class Watch:
     def hear(self, now_s: float, *instances: InstanceId, epoch: int = 1, run: str = "", stopping: bool = False) -> None:
         for instance in instances:
             self.sent += 1
-            self.step(now_s, Heard(beat(instance, self.sent, epoch, run, stopping)))
+            self.step(now_s, HeartbeatReceived(beat(instance, self.sent, epoch, run, stopping)))
 
     def follow(self, now_s: float, *instances: InstanceId, epoch: int = 1, stopped: bool = False) -> None:
         for instance in instances:
@@ -199,7 +199,7 @@ def test_kept_pulses_are_no_life() -> None:
 def test_a_pulse_given_twice_counts_once() -> None:
     watch = Watch()
     watch.follow(0.0, A, B)
-    pulse = Heard(beat(A, 77))
+    pulse = HeartbeatReceived(beat(A, 77))
     watch.step(0.0, OwnPulse())
     watch.step(0.1, pulse)
     for second in range(1, 6):
@@ -305,7 +305,7 @@ def test_effects_name_the_epoch_the_stream_has_told() -> None:
     assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Withhold(A, Epoch(7), Why.STOPPED)]
     assert liveness.step(0.2, StreamProgress(A, Epoch(8), False)) == []
     assert liveness.step(0.3, OwnPulse()) == []
-    assert liveness.step(0.4, Heard(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
+    assert liveness.step(0.4, HeartbeatReceived(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
 
 
 def test_a_catalog_is_told_from_an_instance_by_its_name() -> None:
@@ -328,7 +328,7 @@ thorough = settings(max_examples=400, deadline=None)
 def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
     match action:
         case ("hear", str(name), int(epoch), str(run)):
-            return Heard(beat(InstanceId(name), number * 1000 + clock, epoch, run))
+            return HeartbeatReceived(beat(InstanceId(name), number * 1000 + clock, epoch, run))
         case ("follow", str(name), int(epoch), bool(stopped)):
             return StreamProgress(InstanceId(name), Epoch(epoch), stopped)
         case ("own",):

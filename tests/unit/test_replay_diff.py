@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame
 from kvbm.replay.cli import main
 from kvbm.replay.diff import ABSENT, DIGEST, INSTANCE, Diffed, diff
 from kvbm.replay.frames import FrameLibrary
-from kvbm.replay.source import Place, SourceError, open_source
+from kvbm.replay.source import FramePlace, SourceError, open_source
 from tests.captures import make_capture, packed, starts
 
 CAPTURE = make_capture(7, commands=120)
@@ -40,7 +40,8 @@ def test_a_temporary_folder_that_takes_little_at_once_gets_all_of_a_streams_fram
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, bytes(data)[:3], at))
     with FrameLibrary("a stream") as library:
         kept = [
-            library.keep(Place("stream", 0, sequence), data) for sequence, data in enumerate((b"0123456789", b"abcd"))
+            library.keep(FramePlace("stream", 0, sequence), data)
+            for sequence, data in enumerate((b"0123456789", b"abcd"))
         ]
         assert [library.read(*kept[0], 10), library.read(*kept[1], 4)] == [b"0123456789", b"abcd"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvbm.core.codec import Frame, FrameBytes
 from kvbm.replay import order as order_module
-from kvbm.replay.order import Begins, Conflict, Damaged, Late, Missing, Next, Repeat, WentBack, in_order
-from kvbm.replay.source import Located, Place
+from kvbm.replay.order import Begins, Conflict, DamagedBytes, Late, Missing, Next, Repeat, WentBack, in_order
+from kvbm.replay.source import FramePlace, Located
 from tests.nats_fixture import make_frame
 
 Lying = tuple[int, int]  # epoch, first offset; every frame has one event
@@ -17,7 +17,7 @@ def steps(lying: list[Lying | FrameBytes], is_trimmed: bool = False) -> list[str
     """Each step in a word, with epoch and offset."""
     found = []
     for item in in_order(located(lying), is_trimmed):
-        assert not isinstance(item, Damaged)
+        assert not isinstance(item, DamagedBytes)
         match item[1]:
             case Next(_, frame):
                 found.append(f"{frame.epoch}:{frame.first_offset}")
@@ -40,7 +40,7 @@ def located(lying: list[Lying | FrameBytes]) -> list[Located]:
         data = one.data if isinstance(one, FrameBytes) else make_frame(one[1], epoch=one[0]).data
         frame = decode_frame(data)[0]
         assert encode_frame(frame) == data
-        made.append(Located(frame, Place("file", None, number), data, "", number))
+        made.append(Located(frame, FramePlace("file", None, number), data, "", number))
     return made
 
 

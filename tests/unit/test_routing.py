@@ -8,12 +8,12 @@ import pytest
 
 from kvbm.catalog.liveness import (
     LIVENESS_S,
-    Heard,
+    HeartbeatReceived,
     Input,
+    LastHeartbeat,
     LifeState,
     Liveness,
     OwnPulse,
-    Pulse,
     StreamProgress,
     Ticked,
     Withhold,
@@ -45,19 +45,19 @@ def ask(*numbers: int, extra_tokens: int = 0) -> RoutingTask:
     return RoutingTask(SPACE, hashes(*numbers), 100 * len(numbers) + extra_tokens, 100)
 
 
-def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: object) -> Pulse:
+def beat(instance: InstanceId, at_s: float = 0.0, queued: int = 0, **more: object) -> LastHeartbeat:
     heartbeat = Heartbeat(
         instance=instance, cluster="c", epoch=Epoch(1), published=Offset(0), wall_time_ns=0, queued_tokens=queued,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
-    return Pulse(heartbeat, at_s)
+    return LastHeartbeat(heartbeat, at_s)
 
 
 class Cluster:
     def __init__(self, twin: Twin, *instances: InstanceId, settings: RoutingSettings | None = None) -> None:
         self.index = twin.index()
         self.router = Router(settings)
-        self.pulses: dict[InstanceId, Pulse | None] = {}
+        self.pulses: dict[InstanceId, LastHeartbeat | None] = {}
         for instance in instances or (A, B):
             self.index.apply(frame_bytes(instance, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
             self.pulses[instance] = beat(instance)
@@ -229,8 +229,8 @@ class Heads:
         assert view is not None
         self.step(now_s, StreamProgress(instance, view.epoch, view.stopped))
 
-    def hear(self, pulse: Pulse) -> None:
-        self.step(pulse.at_s, Heard(pulse.heartbeat))
+    def hear(self, pulse: LastHeartbeat) -> None:
+        self.step(pulse.at_s, HeartbeatReceived(pulse.heartbeat))
 
     def wait(self, now_s: float) -> None:
         self.step(now_s, OwnPulse())

@@ -11,10 +11,10 @@ import pytest
 from kvbm import _native
 from kvbm.catalog import instance_sequence
 from kvbm.catalog.index import ClusterIndex, is_doubtful
-from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Step
+from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Changes
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
-from kvbm.catalog.sql_rows import InstanceState, StoreBatch
+from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
@@ -81,7 +81,7 @@ class Reader:
         self.rows = RowCollector("KVBM", stored)
         self.sequence = self.sequencer.sequence
 
-    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Step:
+    def step(self, now_s: float, messages: Sequence[StreamMessage], at_end: bool = False) -> Changes:
         step = self.sequencer.step(now_s, messages, at_end)
         self.rows.take(step)
         return step
@@ -89,10 +89,10 @@ class Reader:
     def take_batch(self) -> StoreBatch | None:
         return self.rows.take_batch(self.sequencer.safe_mark(), self.sequencer.rows)
 
-    def read(self, *frames: Frame, now_s: float = 0.0, at_end: bool = False) -> Step:
+    def read(self, *frames: Frame, now_s: float = 0.0, at_end: bool = False) -> Changes:
         return self.read_bytes(*(encode_frame(frame) for frame in frames), now_s=now_s, at_end=at_end)
 
-    def read_bytes(self, *data: bytes, now_s: float = 0.0, at_end: bool = False, name: str = ONE) -> Step:
+    def read_bytes(self, *data: bytes, now_s: float = 0.0, at_end: bool = False, name: str = ONE) -> Changes:
         messages = []
         for one in data:
             self.sequence += 1
@@ -477,7 +477,7 @@ def test_the_batch_says_how_things_are_at_its_end(twin: Twin) -> None:
     ended = reader.take_batch()
     assert ended is not None
     assert (ended.previous, ended.stream_sequence) == (5, 6)
-    assert ended.instances[0].state is InstanceState.STOPPED
+    assert ended.instances[0].state is InstanceStatus.STOPPED
     assert ended.epochs[0].end_reason == "shutdown"
 
 
@@ -827,7 +827,7 @@ def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twi
 # -- lives ----------------------------------------------------------------------------------------------------------------
 
 
-def life(reader: Reader, epoch: int, run: str, log: tuple[tuple[int, str], ...] = ()) -> Step:
+def life(reader: Reader, epoch: int, run: str, log: tuple[tuple[int, str], ...] = ()) -> Changes:
     """Read a fence."""
     reader.sequence += 1
     data = fence_data(Epoch(epoch), run, tuple((Epoch(number), who) for number, who in log))
@@ -850,7 +850,7 @@ def test_an_epoch_of_a_smaller_number_counts_when_a_fence_says_whose_it_is(twin:
     assert reader.sequencer.position(ONE) == (1, new.ledger.applied)
     assert reader.in_step(new) and not reader.is_doubtful()
     assert (reader.depth(1, 2), reader.depth(3)) == (0, 1)
-    assert reader.sequencer.holder(ONE) == ("new", 1) and reader.sequencer.counters.lives == 1
+    assert reader.sequencer.ownership(ONE) == ("new", 1) and reader.sequencer.counters.lives == 1
 
 
 @each_twin
@@ -929,7 +929,7 @@ def test_rows_of_frames_that_were_read_before_their_fence_tell_whose_they_are(tw
     assert [row.run for row in (*batch.instances, *batch.epochs, *batch.positions)] == ["one's"] * 3
 
 
-def send(reader: Reader, fence: Fence, *frames: Frame) -> Step:
+def send(reader: Reader, fence: Fence, *frames: Frame) -> Changes:
     """Read frames whose publisher named a fence."""
     messages = []
     for frame in frames:
@@ -969,7 +969,7 @@ def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before
     assert reader.depth(3) == 1
     send(reader, Fence(Epoch(2), "older", 1), older.create(4))
     assert reader.sequencer.counters.lives == 1
-    assert reader.sequencer.holder(ONE).run == "older"
+    assert reader.sequencer.ownership(ONE).run == "older"
     assert reader.depth(3) == 0 and reader.is_doubtful()
     send(reader, Fence(Epoch(2), "older", 1), older.round())
     assert reader.in_step(older) and not reader.is_doubtful()

@@ -14,7 +14,7 @@ import numpy as np
 from kvbm import assembly
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.service import CatalogService
-from kvbm.catalog.sql_rows import InstanceState
+from kvbm.catalog.sql_rows import InstanceStatus
 from kvbm.core.backend import Fold
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import InstanceId, Tier
@@ -244,7 +244,7 @@ class Checker:
         if view is None or not position.epoch:
             return
         epochs: dict[InstanceId, tuple[int, int]] = sequencer.__dict__.setdefault("epochs_seen", {})
-        life = sequencer.holder(instance).life
+        life = sequencer.ownership(instance).life
         if (life, view.epoch) < epochs.get(instance, (0, 0)):
             raise Violation(f"the catalog went back to epoch {view.epoch} of {instance}")
         epochs[instance] = (life, view.epoch)
@@ -415,7 +415,7 @@ class Checker:
             manager: Any = node.manager
             offset, digest = manager.digest()
             row, epoch = store.instance_rows.get(instance), store.epoch_rows.get((instance, manager.epoch))
-            if row is None or (row.epoch, row.state) != (manager.epoch, InstanceState.LIVE):
+            if row is None or (row.epoch, row.state) != (manager.epoch, InstanceStatus.LIVE):
                 return f"SQL has {row}, {instance} is in epoch {manager.epoch} and runs"
             if epoch is None or (epoch.next_offset, epoch.digest) != (offset, digest) or epoch.ended_ns is not None:
                 return f"SQL has {epoch}, {instance} is at offset {offset} with digest {digest:016x}"

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvbm.catalog.sql_rows import EpochRow, InstancePosition, InstanceRow, NamespaceRow, StoreBatch
-from kvbm.catalog.sql_store import BatchResult, ClaimChunk, Outcome
+from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark
@@ -57,11 +57,13 @@ class SimStore:
         assert 0 <= batch.previous < batch.stream_sequence
         place = self.places.get(batch.stream, START)
         if batch.stream in self.over:
-            return BatchResult(Outcome.OVER, *place)
+            return BatchResult(BatchOutcome.OVER, *place)
         if place.sequence != batch.previous:
             if place.sequence >= batch.stream_sequence:
-                return BatchResult(Outcome.REPEATED, *place)
-            return BatchResult(Outcome.OVERTAKEN if place.sequence > batch.previous else Outcome.MISSING, *place)
+                return BatchResult(BatchOutcome.REPEATED, *place)
+            return BatchResult(
+                BatchOutcome.OVERTAKEN if place.sequence > batch.previous else BatchOutcome.MISSING, *place
+            )
         if batch.stream not in self.places:
             whose = batch.stream.partition("@")[0]
             self.over |= dict.fromkeys(name for name in self.places if name.partition("@")[0] == whose)
@@ -90,7 +92,7 @@ class SimStore:
                     self.claim_rows.setdefault(key, run.instance)
         if self.loses_replies and self._world.rng.random() < self.loses_replies:
             raise CatalogError("the connection to the database was lost (simulated)")
-        return BatchResult(Outcome.APPLIED, batch.stream_sequence)
+        return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence)
 
     async def position(self, stream: str) -> int:
         self._check()
