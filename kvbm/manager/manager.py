@@ -46,6 +46,7 @@ from kvbm.core.arguments import (
 )
 from kvbm.core.backend import Kernels, LedgerTwin
 from kvbm.core.checks import checked_int, kind_of
+from kvbm.core.copies import Copy
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, KvbmError, LayoutError, LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason, MigrateCause
 from kvbm.core.ids import (
@@ -64,8 +65,9 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import HIGHEST_PRIORITY, Copy, Match, ShareCounts, TierCounts
+from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.core.policy import WriteBudget
+from kvbm.core.slots import HIGHEST_PRIORITY
 from kvbm.locate.base import Locator
 from kvbm.manager.claims import Claimed, Claims
 from kvbm.manager.event_writer import RUNS_A_TURN, FrameSink, FrameWriter, Keeping

@@ -16,10 +16,11 @@ import kvbm.streams.journal.journal as journal_module
 from kvbm import assembly
 from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.sequencer import Projector
+from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
-from kvbm.core.ledger import Copy, Ledger
+from kvbm.core.ledger import Ledger
 from kvbm.manager.manager import Manager
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.transfer import Moved
