@@ -7,12 +7,15 @@ import numpy as np
 from kvbm.catalog.index import Applied, Audit, Holder, InstanceView, Prefixes
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame
 from kvbm.core.columns import FrameColumns
+from kvbm.core.copies import Copy
 from kvbm.core.errors import FrameError
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
+from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.core.policy import Share
+from kvbm.core.slot_allocator import Allocation
+from kvbm.core.snapshots import Recovered
 from kvbm.pools.object.coding import Encoded
 
 def sequence_hashes(

@@ -47,8 +47,8 @@ from kvbm.core.errors import (
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.layout import blocks_of_object, slots_in
-from kvbm.core.ledger import Recovered
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
+from kvbm.core.snapshots import Recovered
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.base import BlockManager

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvbm.core.codec import Frame, FrameBytes, decode_frame, encode_frame
+from kvbm.core.copies import Copy
 from kvbm.core.events import Event, EvictReason, MigrateCause, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import (
@@ -22,7 +23,8 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
-from kvbm.core.ledger import Copy, Ledger, Recovered
+from kvbm.core.ledger import Ledger
+from kvbm.core.snapshots import Recovered
 
 POOLS = (
     PoolStated(Tier.HBM, 24, 64),

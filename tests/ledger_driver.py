@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvbm.core.codec import Frame, decode_frame, encode_frame
+from kvbm.core.copies import Copy
 from kvbm.core.events import (
     EvictReason,
     MigrateCause,
@@ -24,8 +25,9 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
-from kvbm.core.ledger import Copy, Ledger, Recovered
+from kvbm.core.ledger import Ledger
 from kvbm.core.policy import EVICTION_POLICIES
+from kvbm.core.snapshots import Recovered
 
 POOLS = (
     PoolStated(Tier.HBM, 7, 64),

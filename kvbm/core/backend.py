@@ -9,13 +9,16 @@ import numpy as np
 
 from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
+from kvbm.core.copies import Copy
 from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
-from kvbm.core.ledger import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
+from kvbm.core.ledger import Match, ShareCounts, TierCounts
 from kvbm.core.policy import Share
+from kvbm.core.slot_allocator import Allocation
+from kvbm.core.snapshots import Recovered
 
 
 class SequenceHashes(Protocol):
@@ -57,7 +60,7 @@ class ScanFrames(Protocol):
 
 
 class Fold(Protocol):
-    """What reading a stream offline needs of `residency.Residencies`, and what its native twin offers."""
+    """What reading a stream offline needs of `fold.Residencies`, and what its native twin offers."""
 
     strict: bool
 

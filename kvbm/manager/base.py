@@ -34,7 +34,8 @@ from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
-from kvbm.core.ledger import HIGHEST_PRIORITY, Match
+from kvbm.core.ledger import Match
+from kvbm.core.slots import HIGHEST_PRIORITY
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
 from kvbm.manager.copies import CopiesInFlight, name_of, slots_held

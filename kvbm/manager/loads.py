@@ -17,6 +17,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
+from kvbm.core.copies import Copy
 from kvbm.core.events import MigrateCause
 from kvbm.core.ids import (
     DURABLE_TIERS,
@@ -30,7 +31,7 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import Copy, Match
+from kvbm.core.ledger import Match
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import ClaimWatch
 from kvbm.manager.copies import CopiesInFlight

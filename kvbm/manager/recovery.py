@@ -10,7 +10,7 @@ from kvbm.core.backend import Fold, NewFold
 from kvbm.core.errors import FrameError, IllegalEventError
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Tier, split_hashes
-from kvbm.core.ledger import Recovered
+from kvbm.core.snapshots import Recovered
 from kvbm.streams.journal.journal import Journal
 
 log = structlog.get_logger()

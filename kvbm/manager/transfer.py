@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvbm.core.copies import Copy
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Tier, split_hashes, split_slots
-from kvbm.core.ledger import Copy
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
 

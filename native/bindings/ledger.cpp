@@ -37,13 +37,15 @@ class TupleClass {
 // The Python classes of the ledger's results. Made once at import, immutable; GIL held.
 struct LedgerClasses {
   nb::module_ ledger = nb::module_::import_("kvbm.core.ledger");
+  nb::module_ copies = nb::module_::import_("kvbm.core.copies");
+  nb::module_ slot_allocator = nb::module_::import_("kvbm.core.slot_allocator");
   nb::module_ codec = nb::module_::import_("kvbm.core.codec");
   nb::module_ events = nb::module_::import_("kvbm.core.events");
   nb::module_ ids = nb::module_::import_("kvbm.core.ids");
 
   TupleClass match{ledger, "Match"};
-  TupleClass allocation{ledger, "Allocation"};
-  TupleClass copy{ledger, "Copy"};
+  TupleClass allocation{slot_allocator, "Allocation"};
+  TupleClass copy{copies, "Copy"};
   TupleClass tier_counts{ledger, "TierCounts"};
   TupleClass share_counts{ledger, "ShareCounts"};
   TupleClass frame_bytes{codec, "FrameBytes"};

@@ -18,10 +18,11 @@ from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
 from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import decode_header
+from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
-from kvbm.core.ledger import Copy, Ledger
+from kvbm.core.ledger import Ledger
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets

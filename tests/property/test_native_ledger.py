@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvbm import _native
 from kvbm.core.backend import LedgerTwin
 from kvbm.core.codec import FrameBytes, decode_frame
+from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError, LayoutError, LedgerError
 from kvbm.core.events import EvictReason, MigrateCause, PoolStated, StopReason
 from kvbm.core.fold import Residencies
@@ -31,8 +32,10 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, ROUND_LOOKS, Allocation, Copy, Ledger, Recovered
+from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
+from kvbm.core.slot_allocator import Allocation
+from kvbm.core.snapshots import ROUND_LOOKS, Recovered
 
 POOLS = (
     PoolStated(Tier.HBM, 9, 64),

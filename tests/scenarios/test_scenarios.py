@@ -30,6 +30,7 @@ import pytest
 from kvbm import _native
 from kvbm.core.backend import LedgerTwin, NewLedger
 from kvbm.core.codec import decode_frame
+from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import (
     BlocksCreated,
@@ -59,8 +60,9 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import NOT_HELD, Copy, Ledger, Recovered
+from kvbm.core.ledger import NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, Share
+from kvbm.core.snapshots import Recovered
 
 FOLDER = Path(__file__).parent
 NAMESPACE = Namespace(model="scenario", block_tokens=16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbm.core.codec import decode_frame, encoded_bytes
+from kvbm.core.copies import Copy
 from kvbm.core.errors import LayoutError, LedgerError
 from kvbm.core.events import (
     BlocksCreated,
@@ -34,7 +35,8 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
-from kvbm.core.ledger import LEAST_EVENT_BYTES, ROUND_LOOKS, Copy, Ledger, Recovered
+from kvbm.core.ledger import LEAST_EVENT_BYTES, Ledger
+from kvbm.core.snapshots import ROUND_LOOKS, Recovered
 from tests.held import recomputed_digest, slot_of
 
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -580,7 +582,7 @@ def test_a_durable_slot_whose_withdrawal_overflows_is_not_written() -> None:
     kept = [Recovered(block(number), NAMESPACE.id, number - 1) for number in (1, 2)]
     ledger = make_ledger(kept)
     fill(ledger, blocks(5))
-    while LEAST_EVENT_BYTES - ledger._waiting_bytes > 20:  # the withdrawal takes 24 bytes
+    while LEAST_EVENT_BYTES - ledger._recorder._waiting_bytes > 20:  # the withdrawal takes 24 bytes
         ledger.forget(OBJECT, NAMESPACE.id, blocks(5), EvictReason.MISSING)
     assert not ledger.overflowed
     assert ledger.begin_copy(NAMESPACE.id, HBM, NVME, blocks(5)) is None

@@ -23,7 +23,7 @@ import structlog
 
 import kvbm.catalog.service
 import kvbm.core.codec
-import kvbm.core.ledger
+import kvbm.core.recorder
 import kvbm.manager.owned_hbm
 import kvbm.pools.nvme.pool
 import kvbm.pools.nvme.stripes
@@ -149,7 +149,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)
     put(kvbm.core.codec, "crc32c", assembly.NATIVE.crc32c)
-    put(kvbm.core.ledger, "encode_frame", assembly.NATIVE.encode_frame)
+    put(kvbm.core.recorder, "encode_frame", assembly.NATIVE.encode_frame)
     old_log = structlog.get_config()
     level = 10 if logs else 50
     structlog.configure(
