@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX, random_lines_ns
+from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.bench.measure import Row, percentile, rate, resident_bytes, timed
+from kvbm.bench.native import random_lines_ns
 from kvbm.catalog.index import ClusterIndex
 from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded

@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kvbm.assembly import NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, open_unverified
+from kvbm.assembly import NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier
 from kvbm.bench.fio import Fio
+from kvbm.bench.native import open_unverified
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace
 from kvbm.pools.base import Proof, ReadOutcome

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import kvbm.assembly.manager
 import kvbm.catalog.instance_sequence as sequence_module
 import kvbm.manager.copies as copies_module
 import kvbm.streams.journal.repair as repair_module
@@ -179,7 +180,7 @@ def _epoch_from_wall_clock(stack: ExitStack) -> None:
         return Epoch(INSTALLED.world.current.clock.wall_ns() // 1_000_000_000)
 
     original = _swap(stack, Journal, "begin_epoch", begin_epoch)
-    _swap(stack, assembly, "Epoch", lambda number: now() if number else Epoch(0))
+    _swap(stack, kvbm.assembly.manager, "Epoch", lambda number: now() if number else Epoch(0))
 
 
 class _SkippingLedger(Ledger):
@@ -203,7 +204,7 @@ class _SkippingLedger(Ledger):
 
 
 def _round_skips_a_run(stack: ExitStack) -> None:
-    _swap(stack, assembly, "NATIVE_CORE", assembly.NATIVE_CORE._replace(new_ledger=_SkippingLedger))
+    _swap(stack, kvbm.assembly.manager, "NATIVE_CORE", assembly.NATIVE_CORE._replace(new_ledger=_SkippingLedger))
     _swap(stack, cluster_module, "READABLE", cluster_module.READABLE._replace(new_ledger=_SkippingLedger))
 
 

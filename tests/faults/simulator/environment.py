@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+import kvbm.assembly.pools
 import kvbm.catalog.service
 import kvbm.core.codec
 import kvbm.core.recorder
@@ -144,7 +145,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
             continue
         put(sys.modules[name], "os", Os())
         put(sys.modules[name], "open", open_file)
-    put(assembly, "OPEN_BLOCK_IO", _open_blocks)
+    put(kvbm.assembly.pools, "OPEN_BLOCK_IO", _open_blocks)
     put(asyncio, "run", run_coroutine)
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)

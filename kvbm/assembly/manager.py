@@ -1,52 +1,37 @@
-"""Settings → a manager, a catalog, a replay. The only place that joins technologies to protocols."""
+"""Settings → a manager on its journal and stream, or a catalog on its stream."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import os
 import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import structlog
 
-from kvbm import _native
-from kvbm.catalog.index import NewIndex
-from kvbm.config import (
-    HbmSettings,
-    JournalSettings,
-    NvmeSettings,
-    ObjectSettings,
-    PoolsSettings,
-    Settings,
-    check_gc,
-    check_settings,
-)
+from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, Core
+from kvbm.assembly.pools import instance_folder, open_pools
+from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
-from kvbm.core.backend import Kernels, LedgerTwin, NewFold, NewLedger
+from kvbm.core.backend import LedgerTwin, NewFold
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
     CatalogError,
     ConfigError,
-    KvbmError,
-    MissingExtraError,
     PackageConflictError,
     StreamError,
 )
 from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
-from kvbm.core.layout import blocks_of_object, slots_in
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.core.snapshots import Recovered
 from kvbm.locate.base import Locator, Nowhere
@@ -66,26 +51,9 @@ from kvbm.manager.recovery import recover
 from kvbm.manager.snapshot_policy import Rounds
 from kvbm.manager.staging import Staging
 from kvbm.manager.transfer import Pools
-from kvbm.pools.base import ObjectPool, SlotPool
-from kvbm.pools.hbm.copy_queue import CopyQueue
-from kvbm.pools.hbm.engine_owned import EngineHbm
-from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout, PagedTensor
-from kvbm.pools.hbm.pool import HbmPool
-from kvbm.pools.host.pool import HostPool
-from kvbm.pools.host.rows import NewArena
-from kvbm.pools.memory import MemoryPool
-from kvbm.pools.nvme.block_io import BlockEngine, BlockIoOptions, OpenEngine
-from kvbm.pools.nvme.pod import PodFolder
+from kvbm.pools.base import ObjectPool
+from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.pools.object.coding import BlockCoder
-from kvbm.pools.object.encryption import Sealing
-from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.keys import KeySource, keys_of_command, keys_of_file
-from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
-from kvbm.pools.stores.base import Store
-from kvbm.pools.stores.blobs import Limits
-from kvbm.pools.stores.cache_tier import CachedStore
-from kvbm.pools.stores.opening import open_store
 from kvbm.streams.journal.history import Retention
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -101,59 +69,9 @@ from kvbm.telemetry.remarks import to_standard_error
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
-    from kvbm.janitor.report import Report
+    pass
 
 log = structlog.get_logger()
-
-NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums,
-    _native.joined_checksums, _native.encode_frame, _native.decode_frame, _native.scan_frames,
-)  # fmt: skip
-NATIVE_FOLD: NewFold = _native.Residencies
-NATIVE_LEDGER: NewLedger = _native.Ledger
-NATIVE_INDEX: NewIndex = _native.ClusterIndex
-
-
-class Core(NamedTuple):
-    """What a manager makes of events with: the native functions, or in tests the readable ones that specify them."""
-
-    kernels: Kernels
-    new_ledger: NewLedger
-    new_fold: NewFold
-
-
-NATIVE_CORE = Core(NATIVE, NATIVE_LEDGER, NATIVE_FOLD)
-NATIVE_ARENA: NewArena = _native.Arena
-OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # as `pools.block_io.OpenEngine`; it has no readable twin
-RowCopier = _native.RowCopier  # as `pools.rows.RowCopies`
-CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
-
-
-def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
-    """Copies of blocks that lie in pieces, on the threads of a copier."""
-    return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
-
-
-def copy_queue(layout: PagedLayout, threads: int = 0) -> CopyQueue:
-    """Copies of an engine's blocks on a CPU, in a thread of their own that needs no GIL.
-
-    Args:
-        threads: that copy; 0: as many as help.
-    """
-    return _native.CopyQueue(_native.SegmentTable(*layout.segments, layout.slots, _native.RowCopier(threads)))
-
-
-decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
-random_lines_ns = _native.random_lines_ns  # what memory itself can do, for benchmarks
-hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
-
-
-def open_unverified(
-    fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
-) -> BlockEngine:
-    """As OPEN_BLOCK_IO, and nothing it reads is checked: for a measurement of what that costs, and for nothing else."""
-    return _native.BlockIo(fds, slots, block_bytes, io, direct, depth, offload_share, verified=False)
-
 
 M = TypeVar("M", bound=BlockManager)
 _LEAST_QUEUE_BLOCKS = 8192
@@ -166,24 +84,6 @@ def kvbm_version() -> str:
         return version("kvbm-ledger")
     except PackageNotFoundError:
         return "0"
-
-
-def instance_folder(settings: Settings) -> Path:
-    """Where an instance keeps its journal and its NVME pool."""
-    return Path(settings.instance.data_dir) / "instances" / settings.instance.id
-
-
-def nvme_paths(settings: Settings) -> list[Path]:
-    """The stripes of an instance's NVME pool, in their order."""
-    if settings.pools.nvme.folder:
-        return [pod_file(settings)]
-    named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
-    return named or [instance_folder(settings) / "nvme.pool"]
-
-
-def pod_file(settings: Settings) -> Path:
-    """An instance's file in the folder of its pod."""
-    return Path(settings.pools.nvme.folder) / f"{settings.instance.cluster}.{settings.instance.id}.pool"
 
 
 def journal_folder(settings: Settings) -> Path:
@@ -294,12 +194,12 @@ def _open_manager(
         journal = None
         run = secrets.token_hex(8)
         if not settings.journal.in_memory:
-            _make_data_dir(settings)
+            make_data_dir(settings)
             journal = Journal.open(
                 journal_folder(settings), instance, kernels, _journal_options(settings.journal), run=run
             )
             opened.callback(journal.close)
-        pools = _open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
+        pools = open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
             _stated(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
         )
@@ -357,13 +257,13 @@ def run_catalog(settings: Settings) -> int:
         credentials = _credentials(settings, catalog_inbox(settings.instance.cluster))
         url = _nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
-            _make_data_dir(settings)
+            make_data_dir(settings)
         costs = msgspec.structs.asdict(settings.catalog.routing)
         weights = msgspec.structs.asdict(settings.catalog.routing.tier_weights)
         service = ServiceSettings(
             nats_url=url,
             credentials=credentials,
-            database_url=_database_url(settings),
+            database_url=database_url(settings),
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
             connect_s=settings.nats.timeout_s,
@@ -386,126 +286,6 @@ def run_catalog(settings: Settings) -> int:
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0
-
-
-def run_gc(
-    settings: Settings, dry_run: bool, tell: Callable[[Report], None], new_store: Callable[[], Store] | None = None
-) -> int:
-    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
-
-    Args:
-        tell: gets the report of each run.
-        new_store: opens a store to use instead of the one `pools.object` names.
-    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
-    """
-    check_settings(settings)
-    check_gc(settings.gc, settings.pools.object)
-    if new_store is None and not settings.pools.object.url:
-        raise ConfigError(
-            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
-        )
-    while True:
-        try:
-            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))
-        except (ConfigError, MissingExtraError):
-            raise
-        except KvbmError as error:
-            if not settings.gc.every_s:
-                raise
-            log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
-        if not settings.gc.every_s:
-            return 0
-        time.sleep(settings.gc.every_s)
-
-
-def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
-    from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
-
-    gc, wanted = settings.gc, settings.pools.object
-    is_sealed = bool(wanted.keys or wanted.keys_command)
-    rules = Rules(
-        gc.ttl_s,
-        gc.quota_bytes,
-        gc.grace_s,
-        gc.young_s,
-        gc.skew_s,
-        gc.lease_s,
-        only_blocks=wanted.blocks,
-        sealed=is_sealed,
-        parts={
-            tenant: TenantPart(share.weight, share.object_bytes or None) for tenant, share in settings.tenants.items()
-        },
-    )
-    with ExitStack() as opened:
-        store = new_store()
-        opened.callback(store.close)
-        if not settings.catalog.database:
-            _make_data_dir(settings)
-        claims = ClaimsReader(_database_url(settings))
-        opened.callback(claims.close)
-        pool = _pool_of(store.name, wanted.blocks, is_sealed, claims.pools())
-        claims.use(pool)
-
-        def folder(blocks: int) -> BlockObjects:
-            envelopes = Sealing(_key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
-            way = ObjectPoolOptions(
-                blocks=blocks, envelopes=envelopes, name=pool, threads=1, deadline_s=wanted.timeout_s
-            )
-            return BlockObjects(store, 1, NATIVE.checksums, CODER, way)
-
-        run, me = secrets.token_hex(8), janitor_id(pool)
-        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
-        options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
-        driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
-        opened.callback(driver.close)
-        holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
-        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
-        log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
-        return report
-
-
-def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -> str:
-    """The pool's name among those that instances have said: a k that is what the shape gives anyway is not in it."""
-    marked = pool_name(store, blocks, is_sealed)
-    return marked if not blocks or marked in known else pool_name(store, 0, is_sealed)
-
-
-def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
-    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
-    marks = [f"blocks={blocks}"] if blocks else []
-    marks += ["sealed"] if is_sealed else []
-    return f"{store}#{','.join(marks)}" if marks else store
-
-
-def _key_source(settings: Settings) -> KeySource:
-    wanted = settings.pools.object
-    return keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
-
-
-def _open_store(settings: Settings) -> Store:
-    """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
-    wanted = settings.pools.object
-    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s)
-
-
-def janitor_id(pool: str) -> InstanceId:
-    """The instance a pool's janitor is in its cluster."""
-    return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
-
-
-def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
-    """A manager that holds nothing and offloads nothing: what a janitor says things with."""
-    replace = msgspec.structs.replace
-    mine = replace(
-        settings,
-        instance=replace(settings.instance, id=me),
-        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
-        offload=replace(settings.offload, host="never", nvme="never", object="never"),
-        journal=replace(settings.journal, in_memory=True),
-        samples=replace(settings.samples, rate=0.0),
-        catalog=replace(settings.catalog, url=""),
-    )
-    return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
 
 
 def catalog_client(url: str) -> CatalogClient:
@@ -643,17 +423,17 @@ def _nats_url(settings: Settings, opened: ExitStack) -> str:
     if settings.nats.url:
         shown(settings.nats.url)  # refuses what is none
         return settings.nats.url
-    _make_data_dir(settings)
+    make_data_dir(settings)
     server = shared_server(Path(settings.instance.data_dir) / "nats", settings.nats.timeout_s)
     opened.callback(server.stop)
     return server.url
 
 
-def _database_url(settings: Settings) -> str:
+def database_url(settings: Settings) -> str:
     return settings.catalog.database or f"sqlite+aiosqlite:///{Path(settings.instance.data_dir) / 'catalog.db'}"
 
 
-def _make_data_dir(settings: Settings) -> None:
+def make_data_dir(settings: Settings) -> None:
     """Raises ConfigError: the folder cannot be made."""
     try:
         Path(settings.instance.data_dir).mkdir(parents=True, exist_ok=True)
@@ -681,163 +461,6 @@ def _without_lasting(settings: Settings, namespaces: Sequence[Namespace], engine
         return settings
     pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings(), object=ObjectSettings())
     return msgspec.structs.replace(settings, pools=pools)
-
-
-def _first_named(namespaces: Sequence[Namespace]) -> Namespace:
-    return next((one for one in namespaces if one.revision.strip()), namespaces[0])
-
-
-def _open_pools(
-    settings: Settings,
-    namespaces: Sequence[Namespace],
-    block_bytes: int,
-    instance: InstanceId,
-    object_pool: ObjectPool | None,
-    layers: Sequence[Sequence[PagedTensor]],
-    opened: ExitStack,
-) -> Pools:
-    slots: dict[Tier, SlotPool] = {}
-    wanted, checksums = settings.pools, NATIVE.checksums
-    is_engines = wanted.hbm.owner == "engine"
-    in_memory = wanted.hbm.device == "memory" and not is_engines
-    copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
-
-    def keep(pool: SlotPool) -> None:
-        slots[pool.tier] = pool
-        opened.callback(pool.close)
-
-    count = _slots(wanted.hbm.slots, wanted.hbm.capacity_bytes, block_bytes, "pools.hbm")
-    if not count and not layers:
-        raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
-    native = segment_copies(copier)
-    if is_engines and layers:
-        raise ConfigError('pools.hbm.owner is "engine", so the HBM pool lies in no tensors of ours; give no layers')
-    if is_engines:
-        keep(EngineHbm(count, block_bytes))
-    elif layers:
-        hbm = HbmPool.of_layers(layers, checksums, native)
-        keep(hbm)
-        _check_layers(hbm, count, block_bytes, namespaces)
-    elif in_memory:
-        keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
-    else:
-        keep(HbmPool(count, block_bytes, checksums, wanted.hbm.device, native))
-    if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
-        if in_memory:
-            keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
-        else:
-            host = HostPool(
-                count, block_bytes, NATIVE_ARENA, copier,
-                huge_pages=wanted.host.huge_pages, numa_node=wanted.host.numa_node,
-            )  # fmt: skip
-            if host.notice:
-                log.warning("pool.opened", tier="HOST", notice=host.notice)
-            keep(host)
-    block_io = BlockIoOptions(wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth, wanted.nvme.offload_share)
-    if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
-        nvme = NvmePool(
-            nvme_paths(settings),
-            count,
-            block_bytes,
-            _first_named(namespaces),
-            instance,
-            checksums,
-            OPEN_BLOCK_IO,
-            block_io,
-            Reach.POD if wanted.nvme.folder else Reach.INSTANCE,
-        )
-        if nvme.notice:
-            log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
-        keep(nvme)
-    pod = None
-    if wanted.nvme.folder:
-        own = slots.get(Tier.NVME)
-        pod = PodFolder(
-            pod_file(settings),
-            settings.instance.cluster,
-            block_bytes,
-            _first_named(namespaces),
-            checksums,
-            OPEN_BLOCK_IO,
-            own.hints if isinstance(own, NvmePool) else None,
-            block_io,
-        )
-        opened.callback(pod.close)
-        pod.start()
-    objects = object_pool
-    if objects is None and wanted.object.url:
-        objects = open_objects(settings, namespaces, block_bytes)
-        opened.callback(objects.close)
-    return Pools(slots, objects, pod)
-
-
-def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int) -> BlockObjects:
-    """The object pool that `pools.object` names, for blocks of one shape.
-
-    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
-
-    Args:
-        namespaces: at least one.
-    Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
-    """
-    wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
-    blocks = wanted.blocks or usual
-    limits = Limits(requests_in_flight=wanted.requests)
-
-    def on_trouble(message: str) -> None:
-        log.warning("object.troubled", why=message)
-
-    sealing = None
-    if wanted.keys or wanted.keys_command:
-        sealing = Sealing(_key_source(settings), blocks, header_bytes(blocks), on_trouble)
-        sealing.check(namespaces)
-    with ExitStack() as opened:
-        store = open_store(
-            wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s,
-            limits=limits,
-        )  # fmt: skip
-        opened.callback(store.close)
-        for notice in getattr(store, "remarks", ()):
-            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
-        if wanted.front:
-            store = CachedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
-            opened.callback(store.close)
-        name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
-        options = ObjectPoolOptions(
-            blocks=blocks,
-            namespaces=namespaces,
-            compressed=wanted.compression == "auto",
-            envelopes=sealing,
-            look_s=wanted.look_s,
-            name=name,
-            deadline_s=wanted.timeout_s,
-            on_trouble=on_trouble,
-        )
-        pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)
-        opened.pop_all()
-        return pool
-
-
-def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
-    """Hold what was said of an engine's tensors to what they are. Raises ConfigError: a namespace would share other blocks' bytes."""
-    if slots not in (0, hbm.slots):
-        raise ConfigError(
-            f"pools.hbm has {slots} slots, the engine's tensors {hbm.slots}; leave slots and capacity_bytes out"
-        )
-    if block_bytes != hbm.block_bytes:
-        raise ConfigError(
-            f"blocks of {block_bytes} bytes are wanted, those of the engine's tensors have {hbm.block_bytes}"
-        )
-    for namespace in namespaces:
-        if namespace.layout != hbm.layout:
-            raise ConfigError(
-                f"namespace of model {namespace.model!r} has the layout {namespace.layout!r}, the engine's tensors have"
-                f" {hbm.layout!r}; give it paged_layout(layers).layout"
-            )
-
-
-def _slots(slots: int, capacity_bytes: int, block_bytes: int, key: str) -> int:
-    return slots_in(capacity_bytes, block_bytes, key) if capacity_bytes else slots
 
 
 def _stated(pools: Pools) -> list[PoolStated]:

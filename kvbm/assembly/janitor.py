@@ -1,0 +1,143 @@
+"""Settings → runs of a janitor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import msgspec
+import structlog
+
+from kvbm.assembly.manager import database_url, make_data_dir, open_manager
+from kvbm.assembly.native import CODER, NATIVE
+from kvbm.assembly.pools import key_source, pool_name
+from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
+from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError
+from kvbm.core.events import JANITOR
+from kvbm.core.ids import InstanceId, Namespace
+from kvbm.manager.owned_hbm import Manager
+from kvbm.pools.base import ObjectPool
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
+from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.opening import open_store
+
+if TYPE_CHECKING:
+    from kvbm.janitor.report import Report
+
+log = structlog.get_logger()
+
+
+def run_gc(
+    settings: Settings, dry_run: bool, tell: Callable[[Report], None], new_store: Callable[[], Store] | None = None
+) -> int:
+    """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until interrupted.
+
+    Args:
+        tell: gets the report of each run.
+        new_store: opens a store to use instead of the one `pools.object` names.
+    Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could not go on.
+    """
+    check_settings(settings)
+    check_gc(settings.gc, settings.pools.object)
+    if new_store is None and not settings.pools.object.url:
+        raise ConfigError(
+            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
+        )
+    while True:
+        try:
+            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))
+        except (ConfigError, MissingExtraError):
+            raise
+        except KvbmError as error:
+            if not settings.gc.every_s:
+                raise
+            log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
+        if not settings.gc.every_s:
+            return 0
+        time.sleep(settings.gc.every_s)
+
+
+def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
+    from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
+
+    gc, wanted = settings.gc, settings.pools.object
+    is_sealed = bool(wanted.keys or wanted.keys_command)
+    rules = Rules(
+        gc.ttl_s,
+        gc.quota_bytes,
+        gc.grace_s,
+        gc.young_s,
+        gc.skew_s,
+        gc.lease_s,
+        only_blocks=wanted.blocks,
+        sealed=is_sealed,
+        parts={
+            tenant: TenantPart(share.weight, share.object_bytes or None) for tenant, share in settings.tenants.items()
+        },
+    )
+    with ExitStack() as opened:
+        store = new_store()
+        opened.callback(store.close)
+        if not settings.catalog.database:
+            make_data_dir(settings)
+        claims = ClaimsReader(database_url(settings))
+        opened.callback(claims.close)
+        pool = _pool_of(store.name, wanted.blocks, is_sealed, claims.pools())
+        claims.use(pool)
+
+        def folder(blocks: int) -> BlockObjects:
+            envelopes = Sealing(key_source(settings), blocks, header_bytes(blocks)) if is_sealed else None
+            way = ObjectPoolOptions(
+                blocks=blocks, envelopes=envelopes, name=pool, threads=1, deadline_s=wanted.timeout_s
+            )
+            return BlockObjects(store, 1, NATIVE.checksums, CODER, way)
+
+        run, me = secrets.token_hex(8), janitor_id(pool)
+        cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
+        options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
+        driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
+        opened.callback(driver.close)
+        holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
+        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver)
+        log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
+        return report
+
+
+def _pool_of(store: str, blocks: int, is_sealed: bool, known: Collection[str]) -> str:
+    """The pool's name among those that instances have said: a k that is what the shape gives anyway is not in it."""
+    marked = pool_name(store, blocks, is_sealed)
+    return marked if not blocks or marked in known else pool_name(store, 0, is_sealed)
+
+
+def _open_store(settings: Settings) -> Store:
+    """The store of the object pool. Raises ConfigError, MissingExtraError, PoolError: as `stores.opening.open_store`."""
+    wanted = settings.pools.object
+    return open_store(wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s)
+
+
+def janitor_id(pool: str) -> InstanceId:
+    """The instance a pool's janitor is in its cluster."""
+    return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
+
+
+def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
+    """A manager that holds nothing and offloads nothing: what a janitor says things with."""
+    replace = msgspec.structs.replace
+    mine = replace(
+        settings,
+        instance=replace(settings.instance, id=me),
+        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
+        offload=replace(settings.offload, host="never", nvme="never", object="never"),
+        journal=replace(settings.journal, in_memory=True),
+        samples=replace(settings.samples, rate=0.0),
+        catalog=replace(settings.catalog, url=""),
+    )
+    return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)

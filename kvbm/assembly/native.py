@@ -1,0 +1,55 @@
+"""The native functions and classes, behind the protocols of core and pools. Nothing else in kvbm names them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvbm import _native
+from kvbm.catalog.index import NewIndex
+from kvbm.core.backend import Kernels, NewFold, NewLedger
+from kvbm.pools.hbm.copy_queue import CopyQueue
+from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
+from kvbm.pools.host.rows import NewArena
+from kvbm.pools.nvme.block_io import OpenEngine
+from kvbm.pools.object.coding import BlockCoder
+
+NATIVE = Kernels(
+    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums,
+    _native.joined_checksums, _native.encode_frame, _native.decode_frame, _native.scan_frames,
+)  # fmt: skip
+NATIVE_FOLD: NewFold = _native.Residencies
+NATIVE_LEDGER: NewLedger = _native.Ledger
+NATIVE_INDEX: NewIndex = _native.ClusterIndex
+
+
+class Core(NamedTuple):
+    """What a manager makes of events with: the native functions, or in tests the readable ones that specify them."""
+
+    kernels: Kernels
+    new_ledger: NewLedger
+    new_fold: NewFold
+
+
+NATIVE_CORE = Core(NATIVE, NATIVE_LEDGER, NATIVE_FOLD)
+NATIVE_ARENA: NewArena = _native.Arena
+OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # as `pools.nvme.block_io.OpenEngine`; there is no readable implementation
+RowCopier = _native.RowCopier  # as `pools.host.rows.RowCopies`
+CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
+
+
+def segment_copies(copier: _native.RowCopier) -> NewSegmentCopies:
+    """Copies of blocks that lie in pieces, on the threads of a copier."""
+    return lambda addresses, strides, sizes, slots: _native.SegmentTable(addresses, strides, sizes, slots, copier)
+
+
+def copy_queue(layout: PagedLayout, threads: int = 0) -> CopyQueue:
+    """Copies of an engine's blocks on a CPU, in a thread of their own that needs no GIL.
+
+    Args:
+        threads: that copy; 0: as many as help.
+    """
+    return _native.CopyQueue(_native.SegmentTable(*layout.segments, layout.slots, _native.RowCopier(threads)))
+
+
+decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.decode_columns`
+hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`

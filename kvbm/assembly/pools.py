@@ -1,0 +1,232 @@
+"""Settings → pools: HBM, HOST, NVME with a pod's folder, and OBJECT over a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import structlog
+
+from kvbm.assembly.native import CODER, NATIVE, NATIVE_ARENA, OPEN_BLOCK_IO, RowCopier, segment_copies
+from kvbm.config import Settings
+from kvbm.core.errors import ConfigError
+from kvbm.core.ids import InstanceId, Namespace, Reach, Tier
+from kvbm.core.layout import blocks_of_object, slots_in
+from kvbm.manager.transfer import Pools
+from kvbm.pools.base import ObjectPool, SlotPool
+from kvbm.pools.hbm.engine_owned import EngineHbm
+from kvbm.pools.hbm.paged import PagedTensor
+from kvbm.pools.hbm.pool import HbmPool
+from kvbm.pools.host.pool import HostPool
+from kvbm.pools.memory import MemoryPool
+from kvbm.pools.nvme.block_io import BlockIoOptions
+from kvbm.pools.nvme.pod import PodFolder
+from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
+from kvbm.pools.object.keys import KeySource, keys_of_command, keys_of_file
+from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
+from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.stores.cache_tier import CachedStore
+from kvbm.pools.stores.opening import open_store
+
+log = structlog.get_logger()
+
+
+def instance_folder(settings: Settings) -> Path:
+    """Where an instance keeps its journal and its NVME pool."""
+    return Path(settings.instance.data_dir) / "instances" / settings.instance.id
+
+
+def open_pools(
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    instance: InstanceId,
+    object_pool: ObjectPool | None,
+    layers: Sequence[Sequence[PagedTensor]],
+    opened: ExitStack,
+) -> Pools:
+    """The pools of an instance, each closed with `opened`. Raises ConfigError, LayoutError, PoolError: what cannot be used."""
+    slots: dict[Tier, SlotPool] = {}
+    wanted, checksums = settings.pools, NATIVE.checksums
+    in_memory = wanted.hbm.device == "memory" and wanted.hbm.owner != "engine"
+    copier = RowCopier(1 if in_memory else wanted.host.copy_threads)  # HBM and HOST share its threads
+
+    def keep(pool: SlotPool) -> None:
+        slots[pool.tier] = pool
+        opened.callback(pool.close)
+
+    _open_hbm(settings, namespaces, block_bytes, layers, copier, keep)
+    if count := _slots(wanted.host.slots, wanted.host.capacity_bytes, block_bytes, "pools.host"):
+        if in_memory:
+            keep(MemoryPool(Tier.HOST, count, block_bytes, checksums))
+        else:
+            pages, node = wanted.host.huge_pages, wanted.host.numa_node
+            host = HostPool(count, block_bytes, NATIVE_ARENA, copier, huge_pages=pages, numa_node=node)
+            if host.notice:
+                log.warning("pool.opened", tier="HOST", notice=host.notice)
+            keep(host)
+    block_io = BlockIoOptions(wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth, wanted.nvme.offload_share)
+    if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
+        nvme = NvmePool(
+            nvme_paths(settings),
+            count,
+            block_bytes,
+            _first_named(namespaces),
+            instance,
+            checksums,
+            OPEN_BLOCK_IO,
+            block_io,
+            Reach.POD if wanted.nvme.folder else Reach.INSTANCE,
+        )
+        if nvme.notice:
+            log.info("pool.opened", tier="NVME", paths=[str(path) for path in nvme.paths], notice=nvme.notice)
+        keep(nvme)
+    pod = None
+    if wanted.nvme.folder:
+        own = slots.get(Tier.NVME)
+        pod = PodFolder(
+            pod_file(settings),
+            settings.instance.cluster,
+            block_bytes,
+            _first_named(namespaces),
+            checksums,
+            OPEN_BLOCK_IO,
+            own.hints if isinstance(own, NvmePool) else None,
+            block_io,
+        )
+        opened.callback(pod.close)
+        pod.start()
+    objects = object_pool
+    if objects is None and wanted.object.url:
+        objects = open_objects(settings, namespaces, block_bytes)
+        opened.callback(objects.close)
+    return Pools(slots, objects, pod)
+
+
+def _open_hbm(
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    block_bytes: int,
+    layers: Sequence[Sequence[PagedTensor]],
+    copier: RowCopier,
+    keep: Callable[[SlotPool], None],
+) -> None:
+    """The HBM pool: the engine's own, one over an engine's tensors, or one of ours."""
+    hbm, checksums, native = settings.pools.hbm, NATIVE.checksums, segment_copies(copier)
+    is_engines = hbm.owner == "engine"
+    count = _slots(hbm.slots, hbm.capacity_bytes, block_bytes, "pools.hbm")
+    if not count and not layers:
+        raise ConfigError("pools.hbm has neither slots nor capacity_bytes; an instance needs an HBM pool")
+    if is_engines and layers:
+        raise ConfigError('pools.hbm.owner is "engine", so the HBM pool lies in no tensors of ours; give no layers')
+    if is_engines:
+        keep(EngineHbm(count, block_bytes))
+    elif layers:
+        paged = HbmPool.of_layers(layers, checksums, native)
+        keep(paged)
+        _check_layers(paged, count, block_bytes, namespaces)
+    elif hbm.device == "memory":
+        keep(MemoryPool(Tier.HBM, count, block_bytes, checksums))
+    else:
+        keep(HbmPool(count, block_bytes, checksums, hbm.device, native))
+
+
+def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_bytes: int) -> BlockObjects:
+    """The object pool that `pools.object` names, for blocks of one shape.
+
+    Its name says what keeps it from meeting another pool in the same store: a k that is not the usual one, and encryption.
+
+    Args:
+        namespaces: at least one.
+    Raises: ConfigError, PoolError, MissingExtraError: what cannot be used, and what to do.
+    """
+    wanted, usual = settings.pools.object, blocks_of_object(block_bytes, namespaces[0].block_tokens)
+    blocks = wanted.blocks or usual
+    limits = Limits(requests_in_flight=wanted.requests)
+
+    def on_trouble(message: str) -> None:
+        log.warning("object.troubled", why=message)
+
+    sealing = None
+    if wanted.keys or wanted.keys_command:
+        sealing = Sealing(key_source(settings), blocks, header_bytes(blocks), on_trouble)
+        sealing.check(namespaces)
+    with ExitStack() as opened:
+        store = open_store(
+            wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s,
+            limits=limits,
+        )  # fmt: skip
+        opened.callback(store.close)
+        for notice in getattr(store, "remarks", ()):
+            log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)
+        if wanted.front:
+            store = CachedStore(open_store(wanted.front, ttl_s=wanted.ttl_s, limits=limits), store, on_trouble)
+            opened.callback(store.close)
+        name = pool_name(store.name, blocks if blocks != usual else 0, sealing is not None)
+        options = ObjectPoolOptions(
+            blocks=blocks,
+            namespaces=namespaces,
+            compressed=wanted.compression == "auto",
+            envelopes=sealing,
+            look_s=wanted.look_s,
+            name=name,
+            deadline_s=wanted.timeout_s,
+            on_trouble=on_trouble,
+        )
+        pool = BlockObjects(store, block_bytes, NATIVE.checksums, CODER, options)
+        opened.pop_all()
+        return pool
+
+
+def pool_name(store: str, blocks: int, is_sealed: bool) -> str:
+    """What a pool over a store is called; `blocks`: 0 where k is what the shape gives."""
+    marks = [f"blocks={blocks}"] if blocks else []
+    marks += ["sealed"] if is_sealed else []
+    return f"{store}#{','.join(marks)}" if marks else store
+
+
+def key_source(settings: Settings) -> KeySource:
+    wanted = settings.pools.object
+    return keys_of_file(wanted.keys) if wanted.keys else keys_of_command(wanted.keys_command)
+
+
+def _check_layers(hbm: HbmPool, slots: int, block_bytes: int, namespaces: Sequence[Namespace]) -> None:
+    """Hold what was said of an engine's tensors to what they are. Raises ConfigError: a namespace would share other blocks' bytes."""
+    if slots not in (0, hbm.slots):
+        raise ConfigError(
+            f"pools.hbm has {slots} slots, the engine's tensors {hbm.slots}; leave slots and capacity_bytes out"
+        )
+    if block_bytes != hbm.block_bytes:
+        raise ConfigError(
+            f"blocks of {block_bytes} bytes are wanted, those of the engine's tensors have {hbm.block_bytes}"
+        )
+    for namespace in namespaces:
+        if namespace.layout != hbm.layout:
+            raise ConfigError(
+                f"namespace of model {namespace.model!r} has the layout {namespace.layout!r}, the engine's tensors have"
+                f" {hbm.layout!r}; give it paged_layout(layers).layout"
+            )
+
+
+def _slots(slots: int, capacity_bytes: int, block_bytes: int, key: str) -> int:
+    return slots_in(capacity_bytes, block_bytes, key) if capacity_bytes else slots
+
+
+def _first_named(namespaces: Sequence[Namespace]) -> Namespace:
+    return next((one for one in namespaces if one.revision.strip()), namespaces[0])
+
+
+def nvme_paths(settings: Settings) -> list[Path]:
+    """The stripes of an instance's NVME pool, in their order."""
+    if settings.pools.nvme.folder:
+        return [pod_file(settings)]
+    named = [Path(part) for part in settings.pools.nvme.path.split(":") if part]
+    return named or [instance_folder(settings) / "nvme.pool"]
+
+
+def pod_file(settings: Settings) -> Path:
+    """An instance's file in the folder of its pod."""
+    return Path(settings.pools.nvme.folder) / f"{settings.instance.cluster}.{settings.instance.id}.pool"
