@@ -265,8 +265,8 @@ class _Feeder:
         data = b"".join(due.data)
         while self._under_way and self._bytes + len(data) > WINDOW_BYTES:
             await self._confirm()
-        safe = self._ends.get(due.instance, ORIGIN)
-        work = self._stream.publish(self._cluster, due.instance, data, TIMEOUT_S, fence, safe)
+        acked = self._ends.get(due.instance, ORIGIN)
+        work = self._stream.publish(self._cluster, due.instance, data, TIMEOUT_S, fence, acked)
         self._under_way.append((due, len(data), asyncio.ensure_future(work)))
         self._bytes += len(data)
         self._report.messages += 1

@@ -65,12 +65,12 @@ class Tail(NamedTuple):
 
     Attributes:
         end: after the last message's last frame.
-        safe: everything before it is on the stream without a hole, as that message's publisher knew from acknowledgements when
-            it sent it. Between `safe` and `end` some may be missing: messages travel several at a time.
+        acked: everything before it is on the stream without a hole, as that message's publisher knew from acknowledgements when
+            it sent it. Between `acked` and `end` some may be missing: messages travel several at a time.
     """
 
     end: Position
-    safe: Position
+    acked: Position
 
 
 class StreamState(NamedTuple):
@@ -201,7 +201,7 @@ class StreamMessage(NamedTuple):
     Attributes:
         sequence: its place in the stream of all instances, from 1; grows, with holes where a filter leaves others out.
         data: one or more whole frames of one epoch of one instance.
-        stored_ns: when the server took it, by the server's clock; 0: not told.
+        stored_ns: when the server took it, by the server's clock; 0: not known.
         fence: of events: the fence that its publisher named, without a log; see `holders`. None: it named none.
     """
 
@@ -248,7 +248,7 @@ class EventReader(Protocol):
 
     @property
     def reached(self) -> int:
-        """Everything up to this sequence was fetched, or is nothing the reader asked for, as far as the stream has said."""
+        """Everything up to this sequence was fetched, or is nothing the reader asked for, as far as is known."""
 
     async def fetch(self, timeout_s: float) -> list[StreamMessage]:
         """The next messages, at least one unless none came in time.
@@ -289,7 +289,7 @@ class PublisherOwner(Protocol):
 
 @runtime_checkable
 class SampleSource(Protocol):
-    """What an owner may offer beside: accesses to tell to whoever listens."""
+    """What an owner may offer beside: accesses to send to whoever listens."""
 
     def take_samples(self) -> list[AccessSample]:
         """Those since the last call. Called in the publisher's thread; must not block."""
@@ -313,7 +313,7 @@ class EventLog(Protocol):
         data: bytes,
         timeout_s: float = 5.0,
         fence: Fence | None = None,
-        safe: Position = ORIGIN,
+        acked: Position = ORIGIN,
     ) -> int:
         """Store one message of whole frames; gives its sequence once the stream has it.
 
@@ -323,7 +323,7 @@ class EventLog(Protocol):
         Args:
             fence: the instance's, as far as the publisher knows. The server refuses when the fence message at the end has another
                 sequence by now, and readers are told of all but the log. None: unfenced, for tools that are alone.
-            safe: what `Tail.safe` will say: everything before it was acknowledged when this message was sent.
+            acked: what `Tail.acked` will say: everything before it was acknowledged when this message was sent.
         Raises: FencedError: the fence is another one.
         """
 

@@ -4,7 +4,7 @@ Each message names the fence that the server compared when it took it, and the s
 the last. So what a message names is the last fence of its instance as of then, whatever a reader has read:
 
     the run of the last fence that was read     its events
-    another run, another sequence               the place was that run's: the stream has lost the later fence, or the reader missed it
+    another run, another sequence               the instance was that run's: the stream has lost the later fence, or the reader missed it
     another run, the same sequence              a stray: it names a fence of a history that is gone, in which that sequence was its own
                                                 (the stream was made anew, or has lost its end); nobody reads it
 
@@ -27,7 +27,7 @@ def is_stray(named: Fence | None, holder: Fence | None) -> bool:
 
 
 def holder_after(named: Fence | None, holder: Fence | None) -> Fence | None:
-    """Who has the place once a message that is no stray was taken; the same object when it tells nothing new."""
+    """Who owns the instance once a message that is no stray was taken; the same object when it says nothing new."""
     if named is None or holder is None:
         return named or holder
     if named.run != holder.run:
@@ -36,7 +36,7 @@ def holder_after(named: Fence | None, holder: Fence | None) -> Fence | None:
 
 
 class Holders:
-    """Who has each instance's place, for a reader of messages in stream order that keeps nothing else of fences."""
+    """Who owns each instance, for a reader of messages in stream order that keeps nothing else of fences."""
 
     def __init__(self) -> None:
         self._holders: dict[tuple[str, InstanceId], Fence] = {}

@@ -101,7 +101,7 @@ class MemoryStream:
         self.connections = 1
         self._last_sequence = 0
         self._last_of: dict[str, StreamMessage] = {}  # subject → its last message
-        self._safe: dict[int, Position] = {}  # sequence of a message of events → what it says is safe
+        self._acked: dict[int, Position] = {}  # sequence of a message of events → what it says was acknowledged
         self._created = f"memory-{uuid.uuid4().hex}"
         self._pulses: dict[str, Heartbeat] = {}
         self._pulse_count = 0
@@ -139,7 +139,7 @@ class MemoryStream:
         data: bytes,
         timeout_s: float = 5.0,
         fence: Fence | None = None,
-        safe: Position = ORIGIN,
+        acked: Position = ORIGIN,
     ) -> int:
         """See `EventLog.publish`."""
         subject = events_subject(cluster, instance)
@@ -147,7 +147,7 @@ class MemoryStream:
         if fence is not None:
             self._check_fence(cluster, instance, fence.sequence)
             fence = fence._replace(log=())
-        self._safe[self._last_sequence + 1] = safe
+        self._acked[self._last_sequence + 1] = acked
         return self._store(subject, data, fence)
 
     async def tail(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Tail | None:
@@ -157,7 +157,7 @@ class MemoryStream:
         if message is None:
             return None
         end = end_of_message(message.data, instance, f"message {message.sequence} of {message.subject}")
-        return Tail(end, self._safe[message.sequence])
+        return Tail(end, self._acked[message.sequence])
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
         """See `EventLog.fence`."""
@@ -288,12 +288,12 @@ class MemoryStream:
     async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
         """See `Broadcast.ask_round`."""
         self._check_open()
-        return self._tell(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
+        return self._send(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
 
     async def send_notice(self, notice: Notice) -> None:
         """See `Broadcast.send_notice`."""
         self._check_open()
-        self._tell(instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance), notice)
+        self._send(instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance), notice)
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         """See `Broadcast.watch_round_asks`."""
@@ -303,7 +303,7 @@ class MemoryStream:
     async def send_sample(self, sample: AccessSample) -> None:
         """See `Broadcast.send_sample`."""
         self._check_open()
-        self._tell(instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance), sample)
+        self._send(instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance), sample)
 
     async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
         """See `Broadcast.watch_samples`."""
@@ -311,14 +311,14 @@ class MemoryStream:
             assert isinstance(sample, AccessSample)
             yield sample
 
-    def _tell(self, subject: str, item: object) -> bool:
-        heard = False
+    def _send(self, subject: str, item: object) -> bool:
+        is_heard = False
         for wanted, items in self._listeners:
             if subject == wanted or (wanted.endswith(">") and subject.startswith(wanted[:-1])):
                 items.append(item)
-                heard = True
+                is_heard = True
         self._wake()
-        return heard
+        return is_heard
 
     async def _listen(self, subject: str, kept: int) -> AsyncIterator[object]:
         items: deque[object] = deque(maxlen=kept)

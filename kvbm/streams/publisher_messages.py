@@ -145,14 +145,14 @@ class Publish(NamedTuple):
         data: whole frames of one epoch.
         through: where they end.
         fence: the one it names.
-        safe: see `Tail.safe`.
+        acked: see `Tail.acked`.
     """
 
     attempt: int
     data: bytes
     through: Position
     fence: Fence
-    safe: Position
+    acked: Position
 
 
 class SetFence(NamedTuple):

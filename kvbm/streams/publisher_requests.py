@@ -198,7 +198,7 @@ class StreamRequests:
         stream = self._stream
         if stream is None:
             return  # a new connection is being made; it learns what to send
-        work = stream.publish(self._cluster, self._instance, message.data, 2 * ACK_WAIT_S, message.fence, message.safe)
+        work = stream.publish(self._cluster, self._instance, message.data, 2 * ACK_WAIT_S, message.fence, message.acked)
         if await self._outcome(stream, message.attempt, SENDING, work) is not None:
             self._answer(Acked(message.attempt))
 

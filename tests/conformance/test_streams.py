@@ -230,7 +230,7 @@ def test_the_tail_is_the_end_of_the_last_message_and_what_its_publisher_knew_to_
     async def work(stream: EventStream) -> None:
         assert await stream.tail(cluster, ONE) is None
         data = make_frame(0, 5, epoch=4).data + make_frame(5, 2, epoch=4).data
-        await stream.publish(cluster, ONE, data, safe=position(3, 8))
+        await stream.publish(cluster, ONE, data, acked=position(3, 8))
         await stream.publish(cluster, TWO, make_frame(0, 1, epoch=9, instance="two").data)
         assert await stream.tail(cluster, ONE) == Tail(position(4, 7), position(3, 8))
         assert await stream.tail(cluster, TWO) == Tail(position(9, 1), ORIGIN)

@@ -125,7 +125,7 @@ def _fence_never_renewed(stack: ExitStack) -> None:
 def _resumes_at_the_end(stack: ExitStack) -> None:
     def take_connection(self: Any, found: Any, effects: Any) -> None:
         if found.tail is not None:
-            found = found._replace(tail=found.tail._replace(safe=found.tail.end))
+            found = found._replace(tail=found.tail._replace(acked=found.tail.end))
         original(self, found, effects)
 
     original = _swap(stack, Publisher, "_take_connection", take_connection)

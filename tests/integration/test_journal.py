@@ -353,7 +353,7 @@ def test_what_is_kept_in_memory_does_not_grow_with_the_frames(tmp_path: Path) ->
     journal = begun(tmp_path)
     journal.append_all([a_frame(at) for at in range(5000)])
     (segment,) = journal._segments.all()
-    assert len(segment._places) == len(segment._offsets) <= segment.size // (64 << 10) + 1
+    assert len(segment._starts) == len(segment._offsets) <= segment.size // (64 << 10) + 1
     journal.close()
 
 

@@ -677,8 +677,8 @@ async def drive(publisher: Publisher, stream: NatsStream, cluster: str, happened
                     case SetFence(attempt, epoch, run, expected):
                         fence = await stream.set_fence(cluster, ONE, epoch, run, expected)
                         inputs.append(FenceSet(attempt, fence))
-                    case Publish(attempt, data, _, named, safe):
-                        await stream.publish(cluster, ONE, data, fence=named, safe=safe)
+                    case Publish(attempt, data, _, named, acked):
+                        await stream.publish(cluster, ONE, data, fence=named, acked=acked)
                         inputs.append(Acked(attempt))
                     case _:
                         pass
@@ -819,7 +819,7 @@ class DroppingStream(NatsStream):
 
     async def publish(
         self, cluster: str, instance: InstanceId, data: bytes, timeout_s: float = 5.0, fence: Fence | None = None,
-        safe: Position = ORIGIN,
+        acked: Position = ORIGIN,
     ) -> int:  # fmt: skip
         """See `EventLog.publish`."""
         first = decode_header(data).first_offset
@@ -828,7 +828,7 @@ class DroppingStream(NatsStream):
             await eventually_async(lambda: self._arrived >= self.behind, "the others of its window do not arrive")
             await self._connections.now.close()
             raise StreamError("the connection is lost")
-        sequence = await super().publish(cluster, instance, data, timeout_s, fence, safe)
+        sequence = await super().publish(cluster, instance, data, timeout_s, fence, acked)
         self._arrived.add(first)
         return sequence
 
@@ -1202,9 +1202,9 @@ def test_without_direct_access_the_last_messages_are_asked_for_in_the_other_way(
             assert await stream.tail("c", ONE) is None
             fence = await stream.set_fence("c", ONE, Epoch(2), "r", 0)
             assert await stream.fence("c", ONE) == fence
-            safe = Position(Epoch(1), Offset(9))
-            await stream.publish("c", ONE, make_frame(0, epoch=2).data, fence=fence, safe=safe)
-            assert await stream.tail("c", ONE) == Tail(Position(Epoch(2), Offset(1)), safe)
+            acked = Position(Epoch(1), Offset(9))
+            await stream.publish("c", ONE, make_frame(0, epoch=2).data, fence=fence, acked=acked)
+            assert await stream.tail("c", ONE) == Tail(Position(Epoch(2), Offset(1)), acked)
             heartbeat = PlainOwner("c").heartbeat(Position(Epoch(1), Offset(0)))
             await stream.send_pulse(heartbeat)
 

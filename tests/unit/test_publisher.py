@@ -182,7 +182,7 @@ def test_it_begins_where_the_stream_is_known_to_be_whole_and_not_where_it_ends()
     driven = Driven(log_of(*frames_of(6)))
     sent = the(driven.begin(Fence(Epoch(1), "me", 9), Tail(position(1, 5), position(1, 3))), Publish)
     assert sent.data == b"".join(frame.data for frame in frames_of(6)[3:])
-    assert (sent.through, sent.fence.sequence, sent.safe) == (position(1, 6), 100, position(1, 3))
+    assert (sent.through, sent.fence.sequence, sent.acked) == (position(1, 6), 100, position(1, 3))
     assert driven.publisher.published == position(1, 3)
 
 
@@ -259,9 +259,9 @@ def test_messages_follow_each_other_without_waiting_up_to_the_windows_bytes() ->
     driven = Driven(log_of(*frames_of(20)), window_bytes=8 * SIZE, message_bytes=2 * SIZE)
     sent = of_kind(driven.begin(), Publish)
     assert [message.through.offset for message in sent] == [2, 4, 6, 8]
-    assert {message.safe for message in sent} == {ORIGIN}
+    assert {message.acked for message in sent} == {ORIGIN}
     more = the(driven.step(Acked(sent[0].attempt)), Publish)
-    assert (more.through, more.safe) == (position(1, 10), position(1, 2))
+    assert (more.through, more.acked) == (position(1, 10), position(1, 2))
     assert driven.publisher.published == position(1, 2)
 
 
@@ -323,7 +323,7 @@ def test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_
     assert driven.publisher.published == position(1, 1)
     again = of_kind(driven.wait(effects), Publish)
     assert [message.through.offset for message in again] == [2, 3, 4]
-    assert {message.safe for message in again} == {position(1, 1)}
+    assert {message.acked for message in again} == {position(1, 1)}
     assert not {message.attempt for message in again} & {message.attempt for message in sent}
     driven.step(Refused(sent[1].attempt, "full"))  # late as well
     for message in again:
@@ -393,7 +393,7 @@ def test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shr
     wanted = the(driven.step(Connected(connect.attempt, None, tail, ROOM)), SetFence)
     again = of_kind(driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", 1))), Publish)
     assert [message.through.offset for message in again] == list(range(expected + 1, 5))
-    assert {message.safe.offset for message in again} == {expected}
+    assert {message.acked.offset for message in again} == {expected}
     assert driven.publisher.published == position(1, 4)
     assert driven.publisher.confirmed.offset == expected
     assert not driven.publisher.has_all()
@@ -656,10 +656,10 @@ class World:
         if self.fails(0.3):
             self.step(Disconnected("nobody there"))
             return
-        data, safe = self.stored[-1] if self.stored else (b"", ORIGIN)
+        data, acked = self.stored[-1] if self.stored else (b"", ORIGIN)
         self.step(
             Connected(
-                attempt, self.fence, Tail(end_of_message(data, InstanceId("i"), ""), safe) if data else None, ROOM
+                attempt, self.fence, Tail(end_of_message(data, InstanceId("i"), ""), acked) if data else None, ROOM
             )
         )
 
@@ -696,7 +696,7 @@ class World:
         if self.fence is None or message.fence.sequence != self.fence.sequence:
             return FencedOff(message.attempt, "wrong last sequence")
         self.sequence += 1
-        self.stored.append((message.data, message.safe))
+        self.stored.append((message.data, message.acked))
         return Acked(message.attempt)
 
     def move_fence(self, wanted: SetFence) -> Input:

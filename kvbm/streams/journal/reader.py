@@ -43,7 +43,7 @@ class JournalReader:
                 readable = self._segments.readable_at(position)
                 if readable is None:
                     return found
-                reader = self._reader_of(readable.segment, position, readable.place)
+                reader = self._reader_of(readable.segment, position, readable.start)
                 if reader is not None:
                     more, is_full = reader.read(readable.size, room, not found)
                     found += more
@@ -52,7 +52,7 @@ class JournalReader:
                         return found
                 position = readable.end
 
-    def _reader_of(self, segment: Segment, position: Position, place: int) -> _SegmentReader | None:
+    def _reader_of(self, segment: Segment, position: Position, start: int) -> _SegmentReader | None:
         """The reader that stands there, or a new one; None when the file is gone. Raises OSError."""
         reader = self._last
         offset = position.offset if position.epoch == segment.epoch else Offset(0)
@@ -67,7 +67,7 @@ class JournalReader:
             if segment in self._segments:  # else it was let go just now
                 log.warning("journal.segment_missing", segment=str(segment.path), remedy="leave the folder alone")
             return None
-        self._last = _SegmentReader(segment, file, offset, place)
+        self._last = _SegmentReader(segment, file, offset, start)
         return self._last
 
     def close(self) -> None:
@@ -88,11 +88,11 @@ class _SegmentReader:
         offset: everything before it was read, or was not asked for.
     """
 
-    def __init__(self, segment: Segment, file: FileIO, offset: Offset, place: int) -> None:
+    def __init__(self, segment: Segment, file: FileIO, offset: Offset, start: int) -> None:
         self.segment = segment
         self.file = file
         self.offset = offset
-        self._at = place
+        self._at = start
         self._data = b""
         self._data_at = 0
 
@@ -102,7 +102,7 @@ class _SegmentReader:
         while self._at < size:
             header = self._header(size)
             if header is None:
-                skipped = self.segment.place_after(self._at) or size
+                skipped = self.segment.start_after(self._at) or size
                 log.warning(
                     "journal.frame_damaged", segment=str(self.segment.path), at=self._at, left_out=skipped - self._at,
                     remedy="the device changes what it keeps; replace it",

@@ -41,7 +41,7 @@ class Segment:
         self.synced = 0
         self.damaged_bytes = 0
         self._offsets = array("Q")  # of the frames whose places are known, ascending
-        self._places = array("Q")
+        self._starts = array("Q")
 
     @property
     def damaged_path(self) -> Path:
@@ -55,21 +55,21 @@ class Segment:
 
     def add(self, first_offset: Offset, next_offset: Offset, size: int) -> None:
         """Count a frame that lies at the end."""
-        if not self._places or self.size - self._places[-1] >= _MARK_BYTES:
+        if not self._starts or self.size - self._starts[-1] >= _MARK_BYTES:
             self._offsets.append(first_offset)
-            self._places.append(self.size)
+            self._starts.append(self.size)
         self.next_offset = next_offset
         self.size += size
 
-    def place_before(self, offset: Offset) -> int:
+    def start_before(self, offset: Offset) -> int:
         """Where a frame begins that is not after an offset: the last known one."""
         at = bisect_right(self._offsets, offset)
-        return self._places[at - 1] if at else 0
+        return self._starts[at - 1] if at else 0
 
-    def place_after(self, at: int) -> int | None:
+    def start_after(self, at: int) -> int | None:
         """The next known beginning of a frame after a byte."""
-        index = bisect_right(self._places, at)
-        return self._places[index] if index < len(self._places) else None
+        index = bisect_right(self._starts, at)
+        return self._starts[index] if index < len(self._starts) else None
 
 
 class Readable(NamedTuple):
@@ -78,13 +78,13 @@ class Readable(NamedTuple):
     Attributes:
         size: no further than this byte.
         end: the position after the last frame before it.
-        place: where a frame begins that is not after the wanted position.
+        start: where a frame begins that is not after the wanted position.
     """
 
     segment: Segment
     size: int
     end: Position
-    place: int
+    start: int
 
 
 class Segments:
@@ -130,8 +130,8 @@ class Segments:
             if index == len(self._all):
                 return None
             segment = self._all[index]
-            place = segment.place_before(position.offset) if segment.epoch == position.epoch else 0
-            return Readable(segment, segment.size, segment.end, place)
+            start = segment.start_before(position.offset) if segment.epoch == position.epoch else 0
+            return Readable(segment, segment.size, segment.end, start)
 
     def add(self, segment: Segment) -> None:
         """Add a segment at the end. An empty one of the same name is the same file, and gives way."""

@@ -33,7 +33,7 @@ async def listen(connections: SharedConnection, subject: str, kept: int, reconne
         wake.set()
         if message.reply:
             try:
-                await connection.tell(message.reply, b"")
+                await connection.send(message.reply, b"")
             except StreamError as error:
                 log.debug("stream.answer_failed", subject=subject, why=str(error))
 
@@ -55,7 +55,7 @@ async def listen(connections: SharedConnection, subject: str, kept: int, reconne
             while connection.is_open:
                 while ready:
                     yield ready.popleft()
-                connection.check_heard(subject)
+                connection.check_subscribed(subject)
                 wake.clear()
                 if connection.is_open:
                     await wake.wait()

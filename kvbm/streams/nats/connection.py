@@ -89,7 +89,7 @@ class NatsConnection:
         self._why_lost = ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # reply inbox → subject asked, answer
         self._complaints: dict[str, str] = {}  # subject → what the server said of the last thing sent there
-        self._unheard: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
+        self._refused_subjects: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
         self.is_lent = False  # JetStream is another account's
@@ -229,13 +229,13 @@ class NatsConnection:
         except (TimeoutError, NatsError):
             pass  # the connection is ending, and with it the subscription
 
-    def check_heard(self, subject: str) -> None:
+    def check_subscribed(self, subject: str) -> None:
         """Raises StreamError: the server refuses a subscription to this subject."""
-        complaint = self._unheard.get(subject.lower())
+        complaint = self._refused_subjects.get(subject.lower())
         if complaint:
             raise RefusedError(f"NATS at {self.shown} refuses: {complaint}")
 
-    async def tell(self, subject: str, data: bytes, reply: str = "") -> None:
+    async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send without waiting for an answer. Raises StreamError: lost, or refused before."""
         self.check(subject)
         try:
@@ -250,7 +250,9 @@ class NatsConnection:
         """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
         if not self.is_open:
             raise self._lost(self._why_lost or "closed")
-        complaint = self._complaints.pop(subject.lower(), "") or self._unheard.get(f"{self._inbox}.*".lower(), "")
+        complaint = self._complaints.pop(subject.lower(), "") or self._refused_subjects.get(
+            f"{self._inbox}.*".lower(), ""
+        )
         if complaint:
             raise RefusedError(f"NATS at {self.shown} refuses: {complaint}")
 
@@ -295,7 +297,7 @@ class NatsConnection:
             subject = quoted.group(1) if quoted else ""
             refusal = RefusedError(f"NATS at {self.shown} refuses: {words}")
             if " subscription " in words:
-                self._unheard[subject] = words
+                self._refused_subjects[subject] = words
                 if subject == f"{self._inbox}.*".lower():
                     self._fail_waiting(refusal)  # no answer can come
             elif not self._fail_waiting(refusal, subject):

@@ -101,14 +101,14 @@ class CheckedClient(Client):
 
     Attributes:
         wants_tls: set before `connect`.
-        told: what the server said of itself last.
+        server_info: what the server last said of itself.
     """
 
     wants_tls = False
-    told: Mapping[str, Any] = MappingProxyType({})
+    server_info: Mapping[str, Any] = MappingProxyType({})
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        self.told = info
+        self.server_info = info
         if self.wants_tls and not info.get("tls_required"):
             raise NoTlsError
         await super()._process_info(info, initial_connection)

@@ -9,7 +9,7 @@ from kvbm.core.ids import Epoch, Offset
 from kvbm.streams.base import Fence, Position
 
 FENCE_HEADER = "Kvbm-Fence"  # <sequence>:<epoch>:<run> of the fence that a message of events names
-SAFE_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.safe`
+ACKED_HEADER = "Kvbm-Safe"  # <epoch>:<offset>, see `Tail.acked`
 
 _FENCE_LINE = f"{FENCE_HEADER}: ".encode()
 _MOST_FENCE_WORDS = 200

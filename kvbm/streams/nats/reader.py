@@ -113,7 +113,7 @@ class Pull:
                 "expires": PULL_EXPIRES_S * NS,
                 "idle_heartbeat": PULL_HEARTBEAT_S * NS,
             }
-            await self.connection.tell(subject, json.dumps(request).encode(), reply=self.inbox)
+            await self.connection.send(subject, json.dumps(request).encode(), reply=self.inbox)
 
     async def end(self) -> None:
         """Tell the server, if it still listens."""

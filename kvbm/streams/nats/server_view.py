@@ -80,9 +80,9 @@ async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerVi
             stored, most = (
                 (-1, -1) if has_jetstream or connection.is_lent else await _look_at_account(connection, timeout_s)
             )
-            told = connection.client.told
+            info = connection.client.server_info
             return ServerView(
-                connection.shown, str(told.get("version", "")), connection.client.max_payload, bool(told.get("tls_required")),
+                connection.shown, str(info.get("version", "")), connection.client.max_payload, bool(info.get("tls_required")),
                 sorted(times)[len(times) // 2], has_jetstream, stream, unseen, stored, most,
             )  # fmt: skip
     except TimeoutError:

@@ -37,7 +37,7 @@ from kvbm.streams.nats.api import NS, last_message, message_at, store, stream_in
 from kvbm.streams.nats.broadcast import listen, word_in
 from kvbm.streams.nats.connection import LateError, NobodyError
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.streams.nats.headers import FENCE_HEADER, SAFE_HEADER, expecting, position_in
+from kvbm.streams.nats.headers import ACKED_HEADER, FENCE_HEADER, expecting, position_in
 from kvbm.streams.nats.heartbeats import heartbeat_in, watch_heartbeats
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.setup import PULSE, STREAM, StreamOptions, open_ready
@@ -104,11 +104,11 @@ class NatsStream:
         data: bytes,
         timeout_s: float = 5.0,
         fence: Fence | None = None,
-        safe: Position = ORIGIN,
+        acked: Position = ORIGIN,
     ) -> int:
         """See `EventLog.publish`."""
         subject = events_subject(cluster, instance)
-        headers = {SAFE_HEADER: f"{safe.epoch}:{safe.offset}"}
+        headers = {ACKED_HEADER: f"{acked.epoch}:{acked.offset}"}
         if fence is not None:
             headers |= expecting(fence.sequence, fence_subject(cluster, instance))
             if fence.run.isprintable() and fence.run.isascii():  # else it names none
@@ -122,7 +122,7 @@ class NatsStream:
         if last is None:
             return None
         end = end_of_message(last.data, instance, f"message {last.sequence} of {subject}")
-        return Tail(end, position_in(last.headers.get(SAFE_HEADER)) or end)
+        return Tail(end, position_in(last.headers.get(ACKED_HEADER)) or end)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
         """See `EventLog.fence`."""
@@ -187,7 +187,7 @@ class NatsStream:
     async def send_pulse(self, heartbeat: Heartbeat) -> None:
         """See `Heartbeats.send_pulse`."""
         subject = pulse_subject(heartbeat.cluster, heartbeat.instance)
-        await self._connections.now.tell(subject, msgspec.msgpack.encode(heartbeat))
+        await self._connections.now.send(subject, msgspec.msgpack.encode(heartbeat))
 
     async def last_pulse(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Heartbeat | None:
         """See `Heartbeats.last_pulse`."""
@@ -212,7 +212,7 @@ class NatsStream:
     async def send_notice(self, notice: Notice) -> None:
         """See `Broadcast.send_notice`."""
         subject = instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance)
-        await self._connections.now.tell(subject, msgspec.msgpack.encode(notice))
+        await self._connections.now.send(subject, msgspec.msgpack.encode(notice))
 
     async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         """See `Broadcast.watch_round_asks`."""
@@ -226,7 +226,7 @@ class NatsStream:
     async def send_sample(self, sample: AccessSample) -> None:
         """See `Broadcast.send_sample`."""
         subject = instance_subject(SAMPLES_PREFIX, sample.cluster, sample.instance)
-        await self._connections.now.tell(subject, msgspec.msgpack.encode(sample))
+        await self._connections.now.send(subject, msgspec.msgpack.encode(sample))
 
     async def watch_samples(self, cluster: str | None = None) -> AsyncIterator[AccessSample]:
         """See `Broadcast.watch_samples`."""

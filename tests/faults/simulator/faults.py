@@ -379,7 +379,7 @@ class Faults:
             def again(stored: object = stored, fence_subject: str = fence_subject) -> None:
                 if server.is_up and not server.takes_nothing and stored.named is not None:  # type: ignore[attr-defined]
                     server.publish(
-                        stored.subject, fence_subject, stored.data, stored.named, stored.safe, stored.by  # type: ignore[attr-defined]
+                        stored.subject, fence_subject, stored.data, stored.named, stored.acked, stored.by  # type: ignore[attr-defined]
                     )  # fmt: skip
 
             self._world.after(rng.expovariate(1.0), self._world.nature, again)

@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     sequence: int
     subject: str
     data: bytes
-    safe: Position
+    acked: Position
     fence: Fence | None  # of a fence message
     stored_s: float
     by: str  # the process that sent it
@@ -237,12 +237,12 @@ class Server:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def store(
-        self, subject: str, data: bytes, safe: Position, fence: Fence | None, by: str, named: Fence | None = None
+        self, subject: str, data: bytes, acked: Position, fence: Fence | None, by: str, named: Fence | None = None
     ) -> int:
         self.last_sequence += 1
         if fence is not None:
             fence = fence._replace(sequence=self.last_sequence)
-        stored = Stored(self.last_sequence, subject, data, safe, fence, self.world.now, by, named)
+        stored = Stored(self.last_sequence, subject, data, acked, fence, self.world.now, by, named)
         self.messages.append(stored)
         self.bytes += len(data) + 64
         self.last[subject] = stored
@@ -315,7 +315,7 @@ class Server:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def publish(
-        self, subject: str, fence_subject: str, data: bytes, fence: Fence | None, safe: Position, by: str
+        self, subject: str, fence_subject: str, data: bytes, fence: Fence | None, acked: Position, by: str
     ) -> int | Exception:
         if fence is not None:
             last = self.last.get(fence_subject)
@@ -324,7 +324,7 @@ class Server:
                 return FencedError(f"the fence of {subject} is not {fence} (simulated)")
         if self.refuses and self.world.rng.random() < self.refuses:
             return StreamError("insufficient resources (simulated)")
-        return self.store(subject, data, safe, None, by, fence)
+        return self.store(subject, data, acked, None, by, fence)
 
     def set_fence(
         self, subject: str, epoch: Epoch, run: str, expected: int, by: str, epochs: EpochRuns = ()
@@ -484,12 +484,12 @@ class SimStream:
         data: bytes,
         timeout_s: float = 5.0,
         fence: Fence | None = None,
-        safe: Position = ORIGIN,
+        acked: Position = ORIGIN,
     ) -> int:
         subject, fence_subject = events_subject(cluster, instance), instance_subject(FENCE_PREFIX, cluster, instance)
         sequence: int = await self._ask(
             timeout_s,
-            lambda: self._server.publish(subject, fence_subject, data, fence, safe, self._process.name),
+            lambda: self._server.publish(subject, fence_subject, data, fence, acked, self._process.name),
             ack=True,
         )
         return sequence
@@ -499,7 +499,7 @@ class SimStream:
         stored: Stored | None = await self._ask(timeout_s, lambda: self._server.last.get(subject))
         if stored is None:
             return None
-        return Tail(end_of_message(stored.data, instance, "the last message"), stored.safe)
+        return Tail(end_of_message(stored.data, instance, "the last message"), stored.acked)
 
     async def fence(self, cluster: str, instance: InstanceId, timeout_s: float = 5.0) -> Fence | None:
         subject = instance_subject(FENCE_PREFIX, cluster, instance)
