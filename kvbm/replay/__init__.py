@@ -1,1 +1,1 @@
-"""The same fold offline: what a stream, a journal or a capture says, and whether it is true."""
+"""The same fold offline: what a stream, a journal or a capture holds, and whether it is true."""

@@ -161,7 +161,7 @@ class Comparison:
         return [one for one in self._catalog.instances() if self._only is None or one.instance == self._only]
 
     def _at_least(self, name: InstanceId, end: Position) -> InstanceSummary | None:
-        """What the catalog says of an instance once it stands at a place and its start was heard, or after the wait."""
+        """What the catalog answers of an instance once it stands at a place and its start was read, or after the wait."""
         deadline_s = time.monotonic() + self._wait_s
         while True:
             answer = next((one for one in self._answers() if one.instance == name), None)

@@ -25,7 +25,7 @@ EVENT, ABSENT, DIGEST, INSTANCE = "event", "absent", "digest", "instance"
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source says at the place where two part.
+    """What one source has at the place where two part.
 
     Attributes:
         place: of the frame; where the event is absent, of the next frame that is there, "" for none.
@@ -194,7 +194,7 @@ class _Cursor:
         return self.events()[offset - self.frames[self.at].first]
 
     def side(self, offset: Offset | None) -> Side:
-        """What this source says at an offset of the frame here, or that it has no such event."""
+        """What this source has at an offset of the frame here, or that it has no such event."""
         is_there = self.at < len(self.frames)
         return Side(
             source=self._source,

@@ -80,7 +80,7 @@ def damage_text(damaged: DamagedBytes) -> str:
 def undamaged(
     items: Iterable[tuple[StreamKey, Step] | DamagedBytes], notes: list[str], findings: list[Finding]
 ) -> Iterator[tuple[StreamKey, Step]]:
-    """What a tool that does not judge goes on with: damage is told, a torn tail as a note and the rest as findings."""
+    """What a tool that does not judge goes on with: damage is reported, a torn tail as a note and the rest as findings."""
     for item in items:
         if not isinstance(item, DamagedBytes):
             yield item

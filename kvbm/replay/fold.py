@@ -58,7 +58,7 @@ class StreamFold:
     def evolve(self, frame: ScannedFrame, data: bytes, stop: int | None = None) -> Iterator[Illegal]:
         """Fold a frame's events, those from index `stop` on left out; exhaust it.
 
-        An illegal event is told, folded as far as it makes sense, and leaves all tiers in doubt.
+        An illegal event is reported, folded as far as it makes sense, and leaves all tiers in doubt.
         """
         first = 0
         if stop is None and not self.doubtful and frame.epoch == self.epoch and not self._is_reference:
@@ -108,7 +108,7 @@ class StreamFold:
         self._doubt()
 
     def _check_beginning(self, frame: ScannedFrame, event: Event) -> IllegalEventError | None:
-        """Enter the frame's epoch, which must begin with the event that says so."""
+        """Enter the frame's epoch, which must begin with its start."""
         is_new = frame.epoch != self.epoch
         if is_new:
             self.next_offset = frame.first_offset

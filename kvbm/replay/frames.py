@@ -40,7 +40,7 @@ class IndexedFrame(NamedTuple):
 
     Attributes:
         print: 64 bits of its bytes.
-        digest: as the frame says.
+        digest: as the frame has it.
     """
 
     epoch: Epoch

@@ -1,4 +1,4 @@
-"""Frames as they lie → steps in the order of offsets: repeats told apart, frames beyond a hole set aside until it is filled.
+"""Frames as they lie → steps in the order of offsets: repeats known as such, frames beyond a hole kept in a reorder buffer until it is filled.
 
 A publisher that goes back stores 0 1 3 4 2 3 4, so a hole is one only when it is still there at the end, or when more lies
 beyond it than any publisher has in flight.
@@ -25,11 +25,11 @@ _MASK = (1 << 64) - 1
 BEGIN_BYTES = (
     8 << 20
 )  # per instance: so much is looked at before a trimmed source is taken to begin at an offset that is not 0
-ASIDE_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
+REORDER_BYTES = 64 << 20  # per instance; a publisher's window is far smaller
 
 
 class StreamKey(NamedTuple):
-    """One instance's stream. `group` tells two instances of one name apart, and is mostly empty."""
+    """One instance's stream. `group` differs for two instances of one name, and is mostly empty."""
 
     group: str
     instance: InstanceId
@@ -92,7 +92,7 @@ class WentBack(NamedTuple):
 
 
 class LifeBegins(NamedTuple):
-    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/sequencer.py`.
+    """What was seen before is of another life of the instance: its journal, or the stream's end, was lost. See `catalog/instance_sequence.py`.
 
     Attributes:
         ended: the last epoch of the other life.
@@ -122,7 +122,7 @@ Step = Next | Missing | Begins | Repeat | Late | Conflict | WentBack | LifeBegin
 
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
-    """What each instance's stream says, step by step."""
+    """Each instance's stream, step by step."""
     streams: dict[StreamKey, _Order] = {}
     for located in source:
         found = located.found
@@ -193,11 +193,11 @@ class _Order:
         self._last_order = -1
         self._seen: dict[Epoch, _Seen] = {}
         self._unknown: dict[Epoch, list[tuple[Offset, Offset]]] = {}  # holes given up, and what is before the beginning
-        self._aside: dict[tuple[Epoch, Offset], Next] = {}  # beyond a hole
+        self._buffer: dict[tuple[Epoch, Offset], Next] = {}  # beyond a hole
         self._heap: list[tuple[Epoch, Offset]] = []  # its keys
-        self._aside_bytes = 0
+        self._buffer_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
-        self._runs: dict[Epoch, str] = {}  # which process began an epoch, as fences said
+        self._runs: dict[Epoch, str] = {}  # which process began an epoch, as fences name it
 
     @property
     def epoch(self) -> Epoch:
@@ -218,7 +218,7 @@ class _Order:
         if (
             frame.first_offset != self._next
             or frame.epoch != self._epoch
-            or self._aside
+            or self._buffer
             or self._late
             or not self._seen
         ):
@@ -228,27 +228,27 @@ class _Order:
     def take(self, located: Located, frame: ScannedFrame) -> Iterator[Step]:
         """The steps that this frame makes possible."""
         place = (frame.epoch, frame.first_offset)
-        if not self._aside and self._seen and place == (self._epoch, self._next):
+        if not self._buffer and self._seen and place == (self._epoch, self._next):
             yield from self._condemn()
             yield self._accept(Next(located, frame))
             return
         if place < (self._epoch, self._next):
             yield from self._judge_old(located, frame)
             return
-        waiting = self._aside.get(place)
+        waiting = self._buffer.get(place)
         if waiting is not None:
             yield Repeat(located) if waiting.located.data == located.data else Conflict(located, frame)
             return
-        self._aside[place] = Next(located, frame)
+        self._buffer[place] = Next(located, frame)
         heappush(self._heap, place)
-        self._aside_bytes += len(located.data)
+        self._buffer_bytes += len(located.data)
         yield from self._drain()
-        while self._aside_bytes > ASIDE_BYTES:
+        while self._buffer_bytes > REORDER_BYTES:
             yield from self._give_up()
 
     def finish(self) -> Iterator[Step]:
         """The holes that nothing has filled, and what lies beyond them."""
-        while self._aside:
+        while self._buffer:
             yield from self._give_up()
         yield from self._condemn()
 
@@ -291,22 +291,22 @@ class _Order:
         yield from (WentBack(step.located, step.frame, self._epoch) for step in late)
 
     def _drain(self, may_wait: bool = True) -> Iterator[Step]:
-        """Go on with frames that were set aside, as far as there is no hole before them."""
+        """Go on with frames of the reorder buffer, as far as there is no hole before them."""
         if self._is_trimmed and not self._seen:
             epoch, first = self._heap[0]
-            if first and may_wait and self._aside_bytes <= BEGIN_BYTES:
+            if first and may_wait and self._buffer_bytes <= BEGIN_BYTES:
                 return  # what comes before may have been lost at first, and be sent again
             if first:
                 self._unknown[epoch] = [(Offset(0), first)]
-                yield Begins(epoch, first, self._aside[epoch, first].located)
+                yield Begins(epoch, first, self._buffer[epoch, first].located)
             self._epoch, self._next = epoch, first
         while self._heap:
             epoch, first = self._heap[0]
             here = (self._epoch, self._next)
             if (epoch, first) > here and not (epoch > self._epoch and first == 0):
                 return
-            step = self._aside.pop(heappop(self._heap))
-            self._aside_bytes -= len(step.located.data)
+            step = self._buffer.pop(heappop(self._heap))
+            self._buffer_bytes -= len(step.located.data)
             if (epoch, first) < here:
                 yield from self._judge_old(*step)
             else:
@@ -321,6 +321,6 @@ class _Order:
         epoch, first = self._heap[0]
         hole_first = self._next if epoch == self._epoch else Offset(0)
         self._unknown.setdefault(epoch, []).append((hole_first, first))
-        yield Missing(epoch, hole_first, first, self._last_order, self._aside[epoch, first].located)
+        yield Missing(epoch, hole_first, first, self._last_order, self._buffer[epoch, first].located)
         self._epoch, self._next = epoch, first
         yield from self._drain()

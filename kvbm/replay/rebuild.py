@@ -296,7 +296,7 @@ def _is_together(a: Located, b: Located) -> bool:
 
 
 def _archive_position(folder: Path) -> ArchivePosition | None:
-    """What an archive's POSITION says; None when it has none that is good."""
+    """What an archive's POSITION holds; None when it has none that is good."""
     try:
         body, _, checksum = (folder / "POSITION").read_bytes().rstrip(b"\n").rpartition(b"\n")
         return msgspec.json.decode(body, type=ArchivePosition) if checksum == b"%08x" % zlib.crc32(body) else None

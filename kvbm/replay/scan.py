@@ -26,7 +26,7 @@ class Damage(NamedTuple):
 
     Attributes:
         kind: CORRUPT, NEWER (a newer kvbm wrote it) or TORN (the bytes end before the frame does, and no frame follows).
-        header: what its header says, as far as it can be read; it may be what was damaged.
+        header: what its header holds, as far as it can be read; it may be what was damaged.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Damage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A frame or a fence with its bytes, or damage; and where it begins. `at` counts; a frame's own says where it lay in some buffer."""
+    """A frame or a fence with its bytes, or damage; and where it begins. `at` counts; a frame's own counts in some buffer."""
 
     at: int
     found: ScannedFrame | Damage | FenceRecord
@@ -114,7 +114,7 @@ def _damage(read: ReadAt, at: int, end: int, kernels: Kernels, error: FrameError
 
 
 def _guess_header(head: bytes) -> FrameHeader | None:
-    """What the header says if magic and version are taken for good."""
+    """What the header holds if magic and version are taken for good."""
     try:
         return decode_header(_with(head, VERSION, None))
     except FrameError:
@@ -138,12 +138,12 @@ def _with(data: bytes, version: int | None, length: int | None) -> bytes:
 
 
 def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: FrameHeader | None) -> int:
-    """Where reading goes on: at the end the header tells, if a frame begins there, or at a good frame before that."""
+    """Where reading goes on: at the end the header names, if a frame begins there, or at a good frame before that."""
     stop = end
     if header is not None:
-        told = at + header.frame_bytes
-        if told < end and read(told, len(MAGIC)) in (MAGIC, FENCE_MAGIC):
-            stop = told
+        named_end = at + header.frame_bytes
+        if named_end < end and read(named_end, len(MAGIC)) in (MAGIC, FENCE_MAGIC):
+            stop = named_end
     position = at + 1
     while (position := _find_magic(read, position, stop)) < stop:
         try:

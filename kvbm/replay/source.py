@@ -23,7 +23,7 @@ _WINDOW_BYTES = 1 << 20
 
 
 class SourceError(KvbmError):
-    """Input that cannot be used at all; the message says which and what would do. A retry does not help."""
+    """Input that cannot be used at all; the message names it and what would do. A retry does not help."""
 
 
 class FramePlace(NamedTuple):
@@ -49,7 +49,7 @@ class Located(NamedTuple):
 
     Attributes:
         data: the frame's bytes; empty for damage and fences.
-        group: what tells two instances of one name apart: the journal's folder, or the stream's subject without the instance.
+        group: what differs for two instances of one name: the journal's folder, or the stream's subject without the instance.
         order: the place among all that was read, from 0.
     """
 

@@ -21,7 +21,7 @@ class InstanceStat(msgspec.Struct, kw_only=True):
     """One instance's stream in numbers.
 
     Attributes:
-        group: what tells two instances of one name apart; mostly "".
+        group: what differs for two instances of one name; mostly "".
         frames, events, bytes: without repeats.
         blocks: by the name of the event that covers them.
         repeats: frames that were there once more.

@@ -45,9 +45,9 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     """What one instance held before `offset` of `epoch`.
 
     Attributes:
-        group: what tells two instances of one name apart; mostly "".
+        group: what differs for two instances of one name; mostly "".
         wall_time_ns: of the last frame that was folded, whole or in part; 0 for none.
-        frame_digest: what that frame says, if it was folded whole and nothing is in doubt; None otherwise.
+        frame_digest: that frame's, if it was folded whole and nothing is in doubt; None otherwise.
     """
 
     instance: InstanceId
@@ -143,7 +143,7 @@ def states_at(
 ) -> States:
     """What each instance held at a place in its stream; where its stream ends before that, at its end.
 
-    A time of day is the last one the log reaches, which a note says: the source is read once before, to see where it ends.
+    A time of day is the last one the log reaches, which a note names: the source is read once before, to see where it ends.
     An offset without an epoch is one of the last epoch, which begins anew, so each epoch is folded up to it and the last one stays.
 
     Args:
@@ -204,11 +204,11 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
         or tier in fold.doubtful
         or (tier in residencies.pools and not residencies.is_cluster(tier))
     ]
-    says = last.digest if last is not None and cut.is_whole_frame and not fold.doubtful else None
+    digest = last.digest if last is not None and cut.is_whole_frame and not fold.doubtful else None
     return InstanceState(
         instance=key.instance, group=key.group, epoch=fold.epoch, offset=fold.next_offset,
         wall_time_ns=last.wall_time_ns if last else 0, digest=f"{residencies.digest:016x}",
-        frame_digest=None if says is None else f"{says:016x}", tiers=tiers,
+        frame_digest=None if digest is None else f"{digest:016x}", tiers=tiers,
     )  # fmt: skip
 
 

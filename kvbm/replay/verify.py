@@ -53,7 +53,7 @@ class Verified(msgspec.Struct, kw_only=True):
         lives: times an instance began another life, its journal or the stream's end having been lost.
         late: frames of an epoch's end that were stored only after the next epoch had begun; not folded, and no defect.
         notes: what is worth saying and no defect.
-        catalog: whether a catalog says the same, when one was asked.
+        catalog: whether a catalog agrees, when one was asked.
     """
 
     source: str

@@ -100,6 +100,6 @@ def test_other_bytes_and_other_cuts_for_known_offsets_are_conflicts() -> None:
 def test_a_hole_is_given_up_once_more_lies_beyond_it_than_any_publisher_has_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(order_module, "ASIDE_BYTES", 3 * len(make_frame(0).data))
+    monkeypatch.setattr(order_module, "REORDER_BYTES", 3 * len(make_frame(0).data))
     lying: list[Lying | FrameBytes] = [(1, 0), (1, 2), (1, 3), (1, 4), (1, 5), (1, 1), (1, 6)]
     assert steps(lying) == ["1:0", "missing 1:1-2", "1:2", "1:3", "1:4", "1:5", "repeat 1:1", "1:6"]
