@@ -20,7 +20,7 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.events import BlocksEvicted
 from kvbm.core.ids import short, split_hashes
 from kvbm.replay.format import event_text, parse_at, place_text, time_text
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import Accesses, what_if

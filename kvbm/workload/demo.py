@@ -28,7 +28,7 @@ from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
 from kvbm.locate.http import CatalogClient
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live

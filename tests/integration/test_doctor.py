@@ -27,7 +27,7 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.doctor import DoctorOptions, disks, examine, run, services
-from kvbm.doctor.deadline import Asked, Late, run_apart
+from kvbm.doctor.deadline import Asked, Late, run_probe
 from kvbm.doctor.finding import Finding, Result, ok, refused
 from kvbm.doctor.plan import plan_of
 from kvbm.locate.http import CatalogClient
@@ -154,12 +154,12 @@ def test_a_probe_that_is_late_is_left_behind(monkeypatch: pytest.MonkeyPatch, tm
         release.set()
     assert asked.result(WAIT_S) is True
     with pytest.raises(Late):
-        run_apart("disk", {"path": "/", "is_file": False, "speed": False, "syncs": False}, timeout_s=0.0)
+        run_probe("disk", {"path": "/", "is_file": False, "speed": False, "syncs": False}, timeout_s=0.0)
 
 
 def test_a_probe_apart_that_ends_badly_says_why() -> None:
     with pytest.raises(RuntimeError, match="missing 3 required positional arguments"):
-        run_apart("disk", {"path": "/"})
+        run_probe("disk", {"path": "/"})
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import MissingExtraError
 from kvbm.doctor import disks, gpu, machine, services
 from kvbm.doctor.agreement import judge_settings
-from kvbm.doctor.apart import cuda as cuda_probe
 from kvbm.doctor.clock import ClockFacts, judge_clock
 from kvbm.doctor.finding import Finding, Result, refused, size
 from kvbm.doctor.plan import Plan, Wanted, plan_of
+from kvbm.doctor.probes import cuda as cuda_probe
 from kvbm.pools.stores.base import Trouble
 from kvbm.streams.nats.stream import ServerView, StreamView
 

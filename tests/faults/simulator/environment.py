@@ -37,12 +37,7 @@ from tests.faults.simulator.disk import Os, open_file
 from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
 from tests.faults.simulator.server import SimStream
 
-_DISK_MODULES = (
-    "kvbm.streams.journal.disk",
-    "kvbm.streams.journal.journal",
-    "kvbm.pools.nvme.pool",
-    "kvbm.pools.nvme.stripes",
-)
+_DISK_MODULES = ("kvbm.streams.journal.disk", "kvbm.streams.journal.journal", "kvbm.pools.nvme.pool")
 
 
 async def _connect(url: str = "", timeout_s: float = 5.0, *args: Any, **kwargs: Any) -> SimStream:
@@ -140,7 +135,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     for owner, name, old, new in list(_defaults(stand_ins)):
         undo.append((owner, name, old))
         setattr(owner, name, new)
-    for name in _DISK_MODULES:
+    for name in (*_DISK_MODULES, "kvbm.pools.nvme.stripes"):
         if name not in sys.modules:
             continue
         put(sys.modules[name], "os", Os())
