@@ -32,9 +32,12 @@ HBM_SLOTS = 8
 def make_log(folder: Path) -> tuple[str, list[list[kvbm.SequenceHash]]]:
     """An instance serves dialogues that share a beginning. Returns where its journal is, and the prompts that were asked."""
     flags = {
-        "instance.id": "engine-a", "instance.data_dir": str(folder), "nats.enabled": False,
-        "pools.hbm.device": "memory", "pools.hbm.slots": HBM_SLOTS,
-    }  # fmt: skip
+        "instance.id": "engine-a",
+        "instance.data_dir": str(folder),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": HBM_SLOTS,
+    }
     settings = kvbm.load_settings(flags=flags)
     prompts: list[list[kvbm.SequenceHash]] = []
     with kvbm.open_manager(settings, [NAMESPACE], block_bytes=64, engine="example") as manager:

@@ -57,8 +57,10 @@ def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: f
     arguments = [] if question is None else [json.dumps(dict(question))]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         try:
             said, complaint = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
