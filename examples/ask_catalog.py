@@ -27,9 +27,12 @@ WAIT_S = 20.0
 
 def open_instance(name: str, folder: Path, nats_url: str) -> kvbm.Manager:
     flags = {
-        "instance.id": name, "instance.data_dir": str(folder), "nats.url": nats_url,
-        "pools.hbm.device": "memory", "pools.hbm.slots": 64,
-    }  # fmt: skip
+        "instance.id": name,
+        "instance.data_dir": str(folder),
+        "nats.url": nats_url,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 64,
+    }
     return kvbm.open_manager(kvbm.load_settings(flags=flags), [NAMESPACE], block_bytes=64, engine="example")
 
 

@@ -36,9 +36,12 @@ class Engine:
         layout = kvbm.paged_layout([[kvbm.PagedTensor(tensor, dims)] for tensor in self.kv])
         self.namespace = kvbm.Namespace(model="toy", revision="1", block_tokens=BLOCK_TOKENS, layout=layout.layout)
         flags = {
-            "instance.data_dir": folder, "nats.enabled": False,
-            "pools.hbm.owner": "engine", "pools.hbm.slots": BLOCKS, "pools.host.slots": 64,
-        }  # fmt: skip
+            "instance.data_dir": folder,
+            "nats.enabled": False,
+            "pools.hbm.owner": "engine",
+            "pools.hbm.slots": BLOCKS,
+            "pools.host.slots": 64,
+        }
         settings = kvbm.load_settings(flags=flags)
         self.manager = kvbm.open_engine_manager(settings, [self.namespace], layout.block_bytes, engine="example")
         host = self.manager.pools.slots[kvbm.Tier.HOST]

@@ -78,9 +78,13 @@ async def follow(url: str, instance: str) -> None:
 def work(folder: Path, url: str) -> None:
     """An instance that serves three prompts, with HBM for two of them."""
     flags = {
-        "instance.id": "engine-a", "instance.data_dir": str(folder), "nats.url": url,
-        "pools.hbm.device": "memory", "pools.hbm.slots": 5, "pools.host.slots": 8,
-    }  # fmt: skip
+        "instance.id": "engine-a",
+        "instance.data_dir": str(folder),
+        "nats.url": url,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 5,
+        "pools.host.slots": 8,
+    }
     with kvbm.open_manager(kvbm.load_settings(flags=flags), [NAMESPACE], block_bytes=64, engine="example") as manager:
         for first_token in (0, 1000, 0):
             prompt = list(range(first_token, first_token + 48))

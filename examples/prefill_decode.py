@@ -37,10 +37,15 @@ class Engine:
 
     def __init__(self, name: str, folder: Path, nats_url: str, catalog_url: str, store: MemoryStore) -> None:
         flags = {
-            "instance.id": name, "instance.data_dir": str(folder), "nats.url": nats_url, "catalog.url": catalog_url,
-            "pools.hbm.device": "cpu", "pools.hbm.slots": 32, "pools.host.slots": 32,
+            "instance.id": name,
+            "instance.data_dir": str(folder),
+            "nats.url": nats_url,
+            "catalog.url": catalog_url,
+            "pools.hbm.device": "cpu",
+            "pools.hbm.slots": 32,
+            "pools.host.slots": 32,
             "onboard.locate_s": 5.0,  # wait so long for the catalog; less where computing is quicker
-        }  # fmt: skip
+        }
         objects = BlockObjects(store, BLOCK_BYTES, NATIVE.checksums, CODER, ObjectPoolOptions(blocks=OBJECT_BLOCKS))
         settings = kvbm.load_settings(flags=flags)
         self.manager = kvbm.open_manager(settings, [NAMESPACE], BLOCK_BYTES, engine="example", object_pool=objects)

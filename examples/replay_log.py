@@ -20,7 +20,7 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.events import BlocksEvicted
 from kvbm.core.ids import short, split_hashes
 from kvbm.replay.format import event_text, parse_at, place_text, time_text
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import Accesses, what_if
@@ -32,9 +32,12 @@ HBM_SLOTS = 8
 def make_log(folder: Path) -> tuple[str, list[list[kvbm.SequenceHash]]]:
     """An instance serves dialogues that share a beginning. Returns where its journal is, and the prompts that were asked."""
     flags = {
-        "instance.id": "engine-a", "instance.data_dir": str(folder), "nats.enabled": False,
-        "pools.hbm.device": "memory", "pools.hbm.slots": HBM_SLOTS,
-    }  # fmt: skip
+        "instance.id": "engine-a",
+        "instance.data_dir": str(folder),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": HBM_SLOTS,
+    }
     settings = kvbm.load_settings(flags=flags)
     prompts: list[list[kvbm.SequenceHash]] = []
     with kvbm.open_manager(settings, [NAMESPACE], block_bytes=64, engine="example") as manager:

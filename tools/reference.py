@@ -39,7 +39,7 @@ _COMMANDS = {
     "kvbm": ("demo", "simulate", "engine", "bench", "doctor", "probe", "nats-permissions", "keys", "settings"),
     "kvbm-catalog": ("serve", "gc"),
     "kvbm-replay": ("cat", "stat", "state", "verify", "diff", "rebuild", "export", "whatif", "serve"),
-}  # fmt: skip
+}
 
 
 # -- docstrings -------------------------------------------------------------------------------------------------------
@@ -194,9 +194,11 @@ def catalog_metrics() -> list[Metric]:
     kinds = get_type_hints(CatalogNumbers)
     filled: dict[str, Any] = {name: 0 for name in kinds}
     filled |= {
-        "anomalies": {"rule": 0}, "residencies": {("instance", "tier"): 0}, "claims": {"pool": 0},
+        "anomalies": {"rule": 0},
+        "residencies": {("instance", "tier"): 0},
+        "claims": {"pool": 0},
         "put_bytes": {("instance", "namespace"): (0, 0)},
-    }  # fmt: skip
+    }
     from prometheus_client.parser import text_string_to_metric_families
 
     text = CatalogMetrics(lambda: CatalogNumbers(**filled)).exposition().decode()
@@ -276,10 +278,14 @@ def http_page() -> str:
         kind = structs.get(name)
         known = described(kind) if kind else Described(schemas[name].get("description", ""), {})
         rows = [
-            (f"`{field}`", _kind(schema), "yes" if field in schemas[name].get("required", ()) else "no",
-             _sentence(known.meanings.get(field, "")))
+            (
+                f"`{field}`",
+                _kind(schema),
+                "yes" if field in schemas[name].get("required", ()) else "no",
+                _sentence(known.meanings.get(field, "")),
+            )
             for field, schema in schemas[name].get("properties", {}).items()
-        ]  # fmt: skip
+        ]
         fields.append(
             f"### {name}\n\n{_sentence(known.text)}\n\n{_table(('field', 'kind', 'required', 'meaning'), rows)}"
         )

@@ -279,9 +279,17 @@ def _run(command: list[str], environment: Path | None = None, folder: Path | Non
     if environment is not None:
         variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
     ran = subprocess.run(
-        command, cwd=folder or ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", timeout=900, check=False,
-    )  # fmt: skip
+        command,
+        cwd=folder or ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=900,
+        check=False,
+    )
     if ran.returncode:
         words = "\n  ".join(ran.stdout.strip().splitlines()[-25:])
         raise WheelsError(f"this command returned {ran.returncode}: {' '.join(command)}\n  {words}")

@@ -109,19 +109,31 @@ def namespace_cases() -> list[dict[str, object]]:
         (
             "every field of the first release",
             {
-                "model": "org/model", "block_tokens": 32, "revision": "0f3c", "kv_dtype": "bfloat16", "layout": "paged",
-                "kv_group": 2, "ranks": "tp2", "lora": "a", "tenant": "acme", "scheme": "vllm.sha256", "scheme_seed": -7,
+                "model": "org/model",
+                "block_tokens": 32,
+                "revision": "0f3c",
+                "kv_dtype": "bfloat16",
+                "layout": "paged",
+                "kv_group": 2,
+                "ranks": "tp2",
+                "lora": "a",
+                "tenant": "acme",
+                "scheme": "vllm.sha256",
+                "scheme_seed": -7,
             },
             b"secret",
         ),
-    ]  # fmt: skip
+    ]
     return [
         {
-            "name": name, "fields": fields, "secret": secret.hex(), "id": Namespace(**fields).id.hex(),
+            "name": name,
+            "fields": fields,
+            "secret": secret.hex(),
+            "id": Namespace(**fields).id.hex(),
             "root": Namespace(**fields).root(secret).hex(),
         }
         for name, fields, secret in given
-    ]  # fmt: skip
+    ]
 
 
 def digest_cases() -> list[dict[str, object]]:
@@ -150,21 +162,36 @@ def frame(attributes: dict[str, bytes] | None = None) -> Frame:
     )
     events = (
         InstanceStarted(
-            epoch=Epoch(7), pools=pools, namespaces=spaces, topology=("zone-a", "rack-3", "host-17"), engine="golden",
-            version="0.1.0", attributes=attributes or {},
+            epoch=Epoch(7),
+            pools=pools,
+            namespaces=spaces,
+            topology=("zone-a", "rack-3", "host-17"),
+            engine="golden",
+            version="0.1.0",
+            attributes=attributes or {},
         ),
         BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[:32], slots=pack_slots([5, 2**32 - 1])),
         BlocksCreated(namespace=first, tier=Tier.HBM, hashes=run[32:], parent=SequenceHash(run[16:32]), start=2),
         BlocksMigrated(
-            namespace=first, source=Tier.HBM, target=Tier.NVME, kept=True, cause=MigrateCause.OFFLOAD, hashes=run[:32],
+            namespace=first,
+            source=Tier.HBM,
+            target=Tier.NVME,
+            kept=True,
+            cause=MigrateCause.OFFLOAD,
+            hashes=run[:32],
             slots=pack_slots([0, 1]),
         ),
         BlocksMigrated(
             namespace=first, source=Tier.NVME, target=Tier.HOST, kept=False, cause=MigrateCause.ONBOARD, hashes=run[:16]
         ),
         BlocksMigrated(
-            namespace=second, source=InstanceId("wörker-2"), target=Tier.HOST, kept=True, cause=MigrateCause.FETCH,
-            hashes=run[48:], slots=pack_slots([9]),
+            namespace=second,
+            source=InstanceId("wörker-2"),
+            target=Tier.HOST,
+            kept=True,
+            cause=MigrateCause.FETCH,
+            hashes=run[48:],
+            slots=pack_slots([9]),
         ),
         BlocksEvicted(namespace=first, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=run[32:]),
         BlocksEvicted(namespace=second, tier=Tier.OBJECT, reason=EvictReason.SHUTDOWN, hashes=run[48:]),
@@ -172,11 +199,15 @@ def frame(attributes: dict[str, bytes] | None = None) -> Frame:
         ResidenciesStated(namespace=second, tier=Tier.HOST, round=2**32 - 1, hashes=run[48:]),
         RoundEnded(tier=Tier.HBM, round=3, count=2),
         InstanceStopped(reason=StopReason.OVERFLOW),
-    )  # fmt: skip
+    )
     return Frame(
-        instance=InstanceId("wörker-1"), epoch=Epoch(7), first_offset=Offset(0), wall_time_ns=1_790_000_000_123_456_789,
-        digest=0xFEDCBA9876543210, events=events,
-    )  # fmt: skip
+        instance=InstanceId("wörker-1"),
+        epoch=Epoch(7),
+        first_offset=Offset(0),
+        wall_time_ns=1_790_000_000_123_456_789,
+        digest=0xFEDCBA9876543210,
+        events=events,
+    )
 
 
 def object_bytes() -> bytes:

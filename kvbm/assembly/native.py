@@ -14,9 +14,16 @@ from kvbm.pools.nvme.block_io import OpenEngine
 from kvbm.pools.object.coding import BlockCoder
 
 NATIVE = Kernels(
-    "native", _native.sequence_hashes, _native.derived_hashes, _native.crc32c, _native.checksums,
-    _native.joined_checksums, _native.encode_frame, _native.decode_frame, _native.scan_frames,
-)  # fmt: skip
+    "native",
+    _native.sequence_hashes,
+    _native.derived_hashes,
+    _native.crc32c,
+    _native.checksums,
+    _native.joined_checksums,
+    _native.encode_frame,
+    _native.decode_frame,
+    _native.scan_frames,
+)
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger
 NATIVE_INDEX: NewIndex = _native.ClusterIndex

@@ -156,9 +156,13 @@ def open_objects(settings: Settings, namespaces: Sequence[Namespace], block_byte
         sealing.check(namespaces)
     with ExitStack() as opened:
         store = open_store(
-            wanted.url, endpoint=wanted.endpoint, region=wanted.region, name=wanted.name, ttl_s=wanted.ttl_s,
+            wanted.url,
+            endpoint=wanted.endpoint,
+            region=wanted.region,
+            name=wanted.name,
+            ttl_s=wanted.ttl_s,
             limits=limits,
-        )  # fmt: skip
+        )
         opened.callback(store.close)
         for notice in getattr(store, "remarks", ()):
             log.info("pool.opened", tier="OBJECT", name=store.name, notice=notice)

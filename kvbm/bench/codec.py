@@ -22,16 +22,23 @@ def bench_codec(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
     def frame(number: int) -> Frame:
         events = tuple(
             BlocksCreated(
-                namespace=space, tier=Tier.HBM, hashes=rng.bytes(HASH_BYTES * _RUN_BLOCKS),
-                slots=pack_slots(range(run * _RUN_BLOCKS, (run + 1) * _RUN_BLOCKS)), parent=SequenceHash(rng.bytes(16)),
+                namespace=space,
+                tier=Tier.HBM,
+                hashes=rng.bytes(HASH_BYTES * _RUN_BLOCKS),
+                slots=pack_slots(range(run * _RUN_BLOCKS, (run + 1) * _RUN_BLOCKS)),
+                parent=SequenceHash(rng.bytes(16)),
                 start=run * _RUN_BLOCKS,
             )
             for run in range(_RUNS)
-        )  # fmt: skip
+        )
         return Frame(
-            instance=InstanceId("bench"), epoch=Epoch(1), first_offset=Offset(1 + number * _RUNS), wall_time_ns=0,
-            digest=0, events=events,
-        )  # fmt: skip
+            instance=InstanceId("bench"),
+            epoch=Epoch(1),
+            first_offset=Offset(1 + number * _RUNS),
+            wall_time_ns=0,
+            digest=0,
+            events=events,
+        )
 
     frames = [frame(number) for number in range(_FRAMES)]
     encoded = [NATIVE.encode_frame(one) for one in frames]

@@ -203,5 +203,11 @@ def _zstd(blocks: np.ndarray, samples: int) -> list[Row]:
     return [
         Row(what=f"{what}: ratio", unit="×", value=size / sum(map(len, packed))),
         rate(f"{what}: coded", "GB/s a core", size, [lambda: [compressor.compress(one) for one in plain]] * runs, 1e9),
-        rate(f"{what}: decoded", "GB/s a core", size, [lambda: [decompressor.decompress(one) for one in packed]] * runs, 1e9),
-    ]  # fmt: skip
+        rate(
+            f"{what}: decoded",
+            "GB/s a core",
+            size,
+            [lambda: [decompressor.decompress(one) for one in packed]] * runs,
+            1e9,
+        ),
+    ]

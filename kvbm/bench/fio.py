@@ -58,12 +58,23 @@ class Fio(NamedTuple):
         """
         blocks = file_bytes // block_bytes if blocks is None else blocks
         command = [
-            self.path, "--name=limit", f"--filename={file}", f"--rw=rand{kind}", f"--bs={block_bytes}",
-            f"--offset={first}", f"--size={file_bytes}", f"--io_size={blocks * block_bytes}", f"--iodepth={depth}",
-            f"--ioengine={self.engine}", f"--direct={int(self.direct)}",
-            "--randrepeat=0", "--fallocate=none", "--overwrite=0", "--output-format=json",
+            self.path,
+            "--name=limit",
+            f"--filename={file}",
+            f"--rw=rand{kind}",
+            f"--bs={block_bytes}",
+            f"--offset={first}",
+            f"--size={file_bytes}",
+            f"--io_size={blocks * block_bytes}",
+            f"--iodepth={depth}",
+            f"--ioengine={self.engine}",
+            f"--direct={int(self.direct)}",
+            "--randrepeat=0",
+            "--fallocate=none",
+            "--overwrite=0",
+            "--output-format=json",
             *([f"--iomem=mmapshared:{self.memory}"] if self.memory else []),
-        ]  # fmt: skip
+        ]
         job = _run(command, 30.0 + blocks * block_bytes / _LEAST_BYTES_S)
         side = job.read if kind == "read" else job.write
         if side.total_ios != blocks or not side.bw_bytes:

@@ -46,9 +46,13 @@ class Writer:
     def frame(self, events: list[Event]) -> bytes:
         """One frame of these events."""
         frame = Frame(
-            instance=self.name, epoch=Epoch(1), first_offset=Offset(self._offset), wall_time_ns=0, digest=0,
+            instance=self.name,
+            epoch=Epoch(1),
+            first_offset=Offset(self._offset),
+            wall_time_ns=0,
+            digest=0,
             events=tuple(events),
-        )  # fmt: skip
+        )
         self._offset += len(events)
         return NATIVE.encode_frame(frame)
 

@@ -25,8 +25,11 @@ _BLOCK_BYTES = 16  # nobody looks at them
 def bench_metadata(folder: Path, samples: int, seed: int) -> Row:
     """Blocks a second."""
     flags = {
-        "instance.data_dir": str(folder), "nats.enabled": False, "pools.hbm.device": "memory", "pools.hbm.slots": _SLOTS,
-    }  # fmt: skip
+        "instance.data_dir": str(folder),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": _SLOTS,
+    }
     rng = np.random.default_rng(seed)
     taken: list[Sample] = []
     with open_manager(load_settings(flags=flags), [_NAMESPACE], _BLOCK_BYTES, engine="bench") as manager:

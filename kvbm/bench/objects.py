@@ -106,10 +106,15 @@ def _pool(options: ObjectsOptions) -> Iterator[BlockObjects]:
     url = f"{options.url.rstrip('/')}/kvbm-bench-{secrets.token_hex(8)}"
     settings = load_settings(
         flags={
-            "pools.object.url": url, "pools.object.endpoint": options.endpoint, "pools.object.region": options.region,
-            "pools.object.timeout_s": str(_DEADLINE_S), "pools.object.look_s": "3600", "gc.grace_s": "86400", "pools.object.blocks": str(_BLOCKS_OF_OBJECT),
+            "pools.object.url": url,
+            "pools.object.endpoint": options.endpoint,
+            "pools.object.region": options.region,
+            "pools.object.timeout_s": str(_DEADLINE_S),
+            "pools.object.look_s": "3600",
+            "gc.grace_s": "86400",
+            "pools.object.blocks": str(_BLOCKS_OF_OBJECT),
         }
-    )  # fmt: skip
+    )
     pool = open_objects(settings, [_namespace()], _BLOCK_BYTES)
     try:
         yield pool

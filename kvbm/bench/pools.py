@@ -147,10 +147,13 @@ class _Run:
             low, cost, high = statistics.quantiles(costs, n=4)
             self.rows.append(
                 Row(
-                    what=f"checksum cost, share of reads that check nothing, {how}", unit="", value=cost,
-                    noise=(high - low) / 2, goal=_GOALS["checksum_cost"],
+                    what=f"checksum cost, share of reads that check nothing, {how}",
+                    unit="",
+                    value=cost,
+                    noise=(high - low) / 2,
+                    goal=_GOALS["checksum_cost"],
                 )
-            )  # fmt: skip
+            )
             if block_bytes == _MIB:
                 self._latencies(slots)
         finally:
@@ -186,9 +189,12 @@ class _Run:
             f" many threads: {copies.ways}"
         )
         for what, values in (
-            ("writes", copies.writes), ("memcpy into it", copies.memcpy_in), ("reads", copies.reads),
-            ("memcpy out of it", copies.memcpy_out), ("writes that compute checksums", copies.sealed),
-        ):  # fmt: skip
+            ("writes", copies.writes),
+            ("memcpy into it", copies.memcpy_in),
+            ("reads", copies.reads),
+            ("memcpy out of it", copies.memcpy_out),
+            ("writes that compute checksums", copies.sealed),
+        ):
             self._rates(f"HOST: {what}", values)
         name = "host_copy_over_memcpy"
         into = self._ratios("HOST writes over memcpy", copies.writes, copies.memcpy_in, name)

@@ -11,7 +11,7 @@ from kvbm.bench.measure import Row, Sample, row_of, timed
 from kvbm.core.backend import REFERENCE, Kernels, NewFold
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, hash_count
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.verify import verify
 from kvbm.streams.journal.journal import Journal
 

@@ -239,9 +239,14 @@ class _LossyReader:
 
 def _flags(folder: Path, url: str, instance: str, slots: int, heartbeat_s: float = 1.0) -> dict[str, object]:
     return {
-        "instance.id": instance, "instance.data_dir": str(folder), "nats.url": url, "pools.hbm.slots": slots,
-        "pools.hbm.device": "memory", "nats.heartbeat_s": heartbeat_s, "rounds.least_s": LEAST_S,
-    }  # fmt: skip
+        "instance.id": instance,
+        "instance.data_dir": str(folder),
+        "nats.url": url,
+        "pools.hbm.slots": slots,
+        "pools.hbm.device": "memory",
+        "nats.heartbeat_s": heartbeat_s,
+        "rounds.least_s": LEAST_S,
+    }
 
 
 def _start_instance(

@@ -48,17 +48,19 @@ class Asked(Generic[T]):
             self._failed.append(error)
 
 
-def run_apart(name: str, question: Mapping[str, Any] | None = None, timeout_s: float = PROBE_S) -> dict[str, Any]:
-    """What a probe of `apart/` answers, as a process that is killed when it is late.
+def run_probe(name: str, question: Mapping[str, Any] | None = None, timeout_s: float = PROBE_S) -> dict[str, Any]:
+    """What a probe of `probes/` answers, as a process that is killed when it is late.
 
     Raises: Late. RuntimeError: it ended otherwise; the message has its last line.
     """
-    script = Path(__file__).parent / "apart" / f"{name}.py"
+    script = Path(__file__).parent / "probes" / f"{name}.py"
     arguments = [] if question is None else [json.dumps(dict(question))]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         try:
             said, complaint = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.doctor.deadline import run_apart
+from kvbm.doctor.deadline import run_probe
 from kvbm.doctor.finding import Finding, milliseconds, ok, problem, size, speed, unused, warning
 from kvbm.doctor.plan import Plan, Wanted
 
@@ -20,7 +20,7 @@ _DIRECT_NEEDED = "choose a folder on ext4 or xfs on the device itself (a volume,
 
 
 class Disk(NamedTuple):
-    """What `apart/disk.py` found at a place; what it could not find out is 0 or "".
+    """What `probes/disk.py` found at a place; what it could not find out is 0 or "".
 
     Attributes:
         kind: file, folder, device, other or absent; `folder`: the nearest that is there.
@@ -56,12 +56,12 @@ class Disk(NamedTuple):
 def look_at_disk(path: str | Path, *, is_file: bool, measured: bool, syncs: bool = False) -> Disk:
     """Try a place: a file's folder, a folder that may not exist yet, or a block device. Raises Late."""
     question = {"path": str(Path(path).absolute()), "is_file": is_file, "speed": measured, "syncs": syncs}
-    return Disk(**run_apart("disk", question))
+    return Disk(**run_probe("disk", question))
 
 
 def look_at_io_uring() -> dict[str, Any]:
-    """See `apart/io_uring.py`. Raises Late."""
-    return run_apart("io_uring")
+    """See `probes/io_uring.py`. Raises Late."""
+    return run_probe("io_uring")
 
 
 def judge_io_uring(facts: dict[str, Any], plan: Plan) -> Finding:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvbm.doctor.deadline import run_apart
+from kvbm.doctor.deadline import run_probe
 from kvbm.doctor.finding import Finding, ok, problem, size, unused, warning
 from kvbm.doctor.plan import Plan
 
@@ -26,8 +26,8 @@ class Torch(NamedTuple):
 
 
 def look_at_cuda() -> dict[str, Any]:
-    """See `apart/cuda.py`. Raises Late."""
-    return run_apart("cuda")
+    """See `probes/cuda.py`. Raises Late."""
+    return run_probe("cuda")
 
 
 def look_at_torch() -> Torch | None:

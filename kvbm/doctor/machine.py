@@ -273,9 +273,10 @@ def _judge_numa(facts: MemoryFacts, plan: Plan) -> Finding:
     short = [node for node, free in nodes.items() if free < wanted and chosen in (-1, node)]
     if short:
         return warning(
-            "NUMA", f"{found}; {bound} and wants {size(wanted)}",
+            "NUMA",
+            f"{found}; {bound} and wants {size(wanted)}",
             "free page cache there (sysctl vm.drop_caches=1), lower pools.host, or bind to the other node",
-        )  # fmt: skip
+        )
     return ok("NUMA", f"{found}; {bound}")
 
 

@@ -95,9 +95,12 @@ def examine(settings: Settings, options: DoctorOptions) -> Report:
     findings += disk_findings + [found for rest in results.values() for found in rest]
     counts = {result: sum(found.result is result for found in findings) for result in Result}
     return Report(
-        version=kvbm_version(), problems=counts[Result.PROBLEM], warnings=counts[Result.WARNING],
-        elapsed_s=round(time.monotonic() - begin_s, 2), findings=findings,
-    )  # fmt: skip
+        version=kvbm_version(),
+        problems=counts[Result.PROBLEM],
+        warnings=counts[Result.WARNING],
+        elapsed_s=round(time.monotonic() - begin_s, 2),
+        findings=findings,
+    )
 
 
 _FIRST = ("settings", "CPU", "open files", "memory", "CUDA", "io_uring")
@@ -112,12 +115,17 @@ def _checks(plan: Plan) -> list[_Check]:
         _Check("open files", lambda: [machine.judge_open_files(*machine.look_at_open_files())], ""),
         _Check("memory", lambda: machine.judge_memory(machine.look_at_memory(), plan), "see dmesg"),
         _Check(
-            "CUDA", lambda: gpu.judge_gpu(gpu.look_at_cuda(), gpu.look_at_torch(), plan),
+            "CUDA",
+            lambda: gpu.judge_gpu(gpu.look_at_cuda(), gpu.look_at_torch(), plan),
             "see nvidia-smi and dmesg: the driver does not answer; reset the GPU or the machine",
         ),
-        _Check("io_uring", lambda: [disks.judge_io_uring(disks.look_at_io_uring(), plan)], "see dmesg; or set pools.nvme.io=threads"),
+        _Check(
+            "io_uring",
+            lambda: [disks.judge_io_uring(disks.look_at_io_uring(), plan)],
+            "see dmesg; or set pools.nvme.io=threads",
+        ),
         _Check("clock", lambda: [judge_clock(look_at_clock())], "see dmesg"),
-    ]  # fmt: skip
+    ]
     return [*checks, *_service_checks(settings)]
 
 

@@ -148,8 +148,9 @@ def _judge_stream(view: ServerView, settings: Settings) -> Finding:
     try:
         check_keeps(
             StreamState(0, 0, stream.bytes, stream.max_bytes, stream.max_age_s, "", stream.max_messages),
-            nats.window_bytes, WINDOW_MESSAGES,
-        )  # fmt: skip
+            nats.window_bytes,
+            WINDOW_MESSAGES,
+        )
     except StreamError as error:
         return problem(check, found, str(error))
     if stream.replicas < nats.replicas:
@@ -231,9 +232,13 @@ def look_at_objects(settings: Settings) -> Objects:
     wanted = settings.pools.object
     limits = Limits(requests_in_flight=1, connect_timeout_s=_OBJECT_ASK_S, read_timeout_s=_OBJECT_ASK_S)
     store = open_store(
-        wanted.url, endpoint=wanted.endpoint, region=wanted.region, ttl_s=wanted.ttl_s, limits=limits,
+        wanted.url,
+        endpoint=wanted.endpoint,
+        region=wanted.region,
+        ttl_s=wanted.ttl_s,
+        limits=limits,
         open_wait_s=2 * _OBJECT_ASK_S,
-    )  # fmt: skip
+    )
     name, body = f".kvbm/doctor/{secrets.token_hex(16)}", secrets.token_bytes(4096)
     try:
         facts = _step(store, Objects(store.name, "", None, "", True, "", 0.0), name, body)
@@ -243,9 +248,11 @@ def look_at_objects(settings: Settings) -> Objects:
         if refusal is None:
             return facts
         left = name if facts.failed != "put" else ""
-        return facts if facts.failed else facts._replace(
-            failed="delete", trouble=refusal.trouble, why=refusal.words, left=left
-        )  # fmt: skip
+        return (
+            facts
+            if facts.failed
+            else facts._replace(failed="delete", trouble=refusal.trouble, why=refusal.words, left=left)
+        )
     finally:
         store.close()
 
@@ -287,8 +294,10 @@ def judge_objects(facts: Objects, settings: Settings) -> Finding:
 
 
 _STEPS = {
-    "put": "an object cannot be put", "get": "what was put cannot be read", "delete": "what was put cannot be deleted",
-}  # fmt: skip
+    "put": "an object cannot be put",
+    "get": "what was put cannot be read",
+    "delete": "what was put cannot be deleted",
+}
 
 
 def _object_fix(facts: Objects) -> str:

@@ -78,10 +78,15 @@ def as_words(report: Report) -> str:
     for name, part in sorted(report.parts.items(), key=lambda entry: (entry[1].tenant, entry[0])):
         rows.append(
             (
-                part.tenant or "-", name[:8], f"{part.objects:,}", f"{part.blocks:,}", f"{part.bytes:,}", f"{part.withdrawn:,}",
+                part.tenant or "-",
+                name[:8],
+                f"{part.objects:,}",
+                f"{part.blocks:,}",
+                f"{part.bytes:,}",
+                f"{part.withdrawn:,}",
                 f"{part.deleted:,}",
             )
-        )  # fmt: skip
+        )
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = [f"{report.pool}{' (dry run: nothing is changed)' if report.dry_run else ''}"]
     for row in rows:

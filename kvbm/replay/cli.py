@@ -24,9 +24,10 @@ from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.format import END, parse_at
+from kvbm.replay.opening import open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
-from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError, open_source
+from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify

@@ -1,4 +1,4 @@
-"""Where frames are read from: a capture file, an archive, a journal, a folder of journals, or the live stream; and where each lies."""
+"""Frames as a source gives them, and where each lies; and the source over files. live.py is the one over a stream, opening.py finds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
-from urllib.parse import urlsplit
 
 from kvbm.core.backend import Kernels
 from kvbm.core.codec import MAGIC, ScannedFrame
@@ -14,7 +13,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.journal.history import KEPT_SUFFIX
-from kvbm.streams.journal.segments import SEGMENT_SUFFIX, segment_files
+from kvbm.streams.journal.segments import SEGMENT_SUFFIX
 
 TRUNCATED = "truncated-capture"
 ARCHIVE_SUFFIX = ".kvbm"
@@ -78,7 +77,7 @@ class Source(Protocol):
         """All frames, fences and damage, once. Raises SourceError, JournalError, StreamError."""
 
 
-class _File(NamedTuple):
+class SourceFile(NamedTuple):
     """One file of frames.
 
     Attributes:
@@ -98,7 +97,7 @@ class FileSource:
         is_trimmed: it is a journal or an archive: files may go from its beginning, now and while it is read.
     """
 
-    def __init__(self, name: str, files: list[_File], is_trimmed: bool) -> None:
+    def __init__(self, name: str, files: list[SourceFile], is_trimmed: bool) -> None:
         self.name = name
         self.is_trimmed = is_trimmed
         self.total = 0
@@ -136,7 +135,7 @@ class FileSource:
                 f"{self.name} is not a capture, archive or journal of kvbm: no frame begins in its {before:,} bytes"
             )
 
-    def _located(self, file: _File, piece: Piece, order: int) -> Located:
+    def _located(self, file: SourceFile, piece: Piece, order: int) -> Located:
         found = piece.found
         if isinstance(found, Damage) and found.kind == TORN and not file.may_tear:
             found = found._replace(kind=CORRUPT if self.is_trimmed else TRUNCATED)
@@ -170,53 +169,6 @@ class _Window:
         if not self._at <= at <= at + size <= self._at + len(self._data):
             self._at, self._data = at, os.pread(self._handle, max(size, _WINDOW_BYTES), at)
         return self._data[at - self._at : at - self._at + size]
-
-
-def open_source(name: str, timeout_s: float = 5.0) -> Source:
-    """The source a user names: a path, or a URL such as nats://host:4222.
-
-    Raises: SourceError: there is nothing of the kind. JournalError: a folder with a file that is no segment.
-    """
-    if "://" in name:
-        from kvbm.replay.live import StreamSource
-
-        if urlsplit(name).scheme not in ("nats", "tls"):
-            raise SourceError(f"{name.partition('://')[0]}:// is no kind of source; use a path, or nats://host:port")
-        return StreamSource(name, timeout_s)
-    path = Path(name)
-    if path.is_dir():
-        return _open_folder(name, path)
-    if not path.exists():
-        raise SourceError(f"{name} does not exist; give a capture file, a journal folder, or a nats:// URL")
-    if path.suffix in (SEGMENT_SUFFIX, KEPT_SUFFIX):
-        return FileSource(name, [_File(path, "", may_tear=True)], is_trimmed=True)
-    return FileSource(name, [_File(path, "", may_tear=False)], is_trimmed=False)
-
-
-def _open_folder(name: str, folder: Path) -> FileSource:
-    files = [_File(path, "", may_tear=True) for path in sorted(folder.glob(f"*{ARCHIVE_SUFFIX}"))]
-    if not files:
-        files = _journal_files(folder)
-    if not files:
-        raise SourceError(
-            f"{name} holds no journal: no *{SEGMENT_SUFFIX} file in it or in the folders below; and no *{ARCHIVE_SUFFIX} file of an "
-            "archive in it"
-        )
-    source = FileSource(name, files, is_trimmed=True)
-    source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
-    return source
-
-
-def _journal_files(folder: Path) -> list[_File]:
-    files: list[_File] = []
-    suffixes = (SEGMENT_SUFFIX, KEPT_SUFFIX)
-    journals = sorted({path.parent for suffix in suffixes for path in folder.rglob(f"*{suffix}")})
-    for journal in journals:
-        segments = sorted(segment for suffix in suffixes for segment in segment_files(journal, suffix))
-        group = "" if journal == folder else str(journal.relative_to(folder))
-        last = len(segments) - 1
-        files += [_File(path, group, index == last) for index, (_, _, path) in enumerate(segments)]
-    return files
 
 
 def only(located: Iterable[Located], instance: str | None) -> Iterator[Located]:

@@ -28,7 +28,7 @@ from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
 from kvbm.locate.http import CatalogClient
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
@@ -185,10 +185,15 @@ class Demo:
     def _start_engine(self, name: str) -> None:
         assert self._catalog is not None
         flags: dict[str, object] = {
-            "instance.id": name, "instance.data_dir": self.folder, "nats.url": self._stream_url,
-            "catalog.url": self._catalog.url, "pools.object.url": f"s3://{BUCKET}/blocks",
-            "pools.object.endpoint": self._object_url, "pools.object.region": "us-east-1", **POOL_SLOTS,
-        }  # fmt: skip
+            "instance.id": name,
+            "instance.data_dir": self.folder,
+            "nats.url": self._stream_url,
+            "catalog.url": self._catalog.url,
+            "pools.object.url": f"s3://{BUCKET}/blocks",
+            "pools.object.endpoint": self._object_url,
+            "pools.object.region": "us-east-1",
+            **POOL_SLOTS,
+        }
         credentials = {"AWS_ACCESS_KEY_ID": "demo", "AWS_SECRET_ACCESS_KEY": "demo"}
         engine = EngineProcess(name, flags, self.folder / "logs", credentials)
         self._engines[name] = engine
@@ -198,9 +203,14 @@ class Demo:
 
     def _run_dialogues(self, advance: Callable[[int, int], None]) -> None:
         dialogues = generate_dialogues(
-            7, DIALOGUES, TURNS, self._worker.shape.vocab, system_prompts=3, system_prompt_tokens=SYSTEM_TOKENS,
+            7,
+            DIALOGUES,
+            TURNS,
+            self._worker.shape.vocab,
+            system_prompts=3,
+            system_prompt_tokens=SYSTEM_TOKENS,
             user_tokens=USER_TOKENS,
-        )  # fmt: skip
+        )
         waiting: queue.SimpleQueue[tuple[int, Dialogue]] = queue.SimpleQueue()
         for numbered in enumerate(dialogues):
             waiting.put(numbered)
@@ -249,9 +259,15 @@ class Demo:
             event = self._submit(name, request_id, tokens, NEW_TOKENS, reuse=True)
             if not event["failed"]:
                 return Answer(
-                    request_id, name, tokens, event["tokens"], event["ttft_s"], event["hits"], event["prompt_blocks"],
+                    request_id,
+                    name,
+                    tokens,
+                    event["tokens"],
+                    event["ttft_s"],
+                    event["hits"],
+                    event["prompt_blocks"],
                     event["smallest_margin"],
-                )  # fmt: skip
+                )
             with self._guard:
                 self.report.resubmitted_requests += 1
             time.sleep(0.05)
@@ -468,9 +484,13 @@ def main(json_path: Path | None, keep: Path | None) -> int:
     check_report_path(json_path)
     console = Console()
     progress = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(),
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
         console=console,
-    )  # fmt: skip
+    )
     with demo_folder(keep) as folder, progress:
         tasks: list[TaskID] = []
 

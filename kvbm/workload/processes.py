@@ -57,9 +57,12 @@ class Child:
         self.output = folder / f"{name}.log"
         with open(self.output, "ab") as output:
             self.process, _ = spawn(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE if spoken else output, stderr=output,
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if spoken else output,
+                stderr=output,
                 environment={**os.environ, **(environment or {})},
-            )  # fmt: skip
+            )
 
     def alive(self) -> bool:
         """Whether the process still runs."""

@@ -183,14 +183,16 @@ class Simulation:
         blocks = sum(instance.prompt_blocks for instance in self.instances)
         hits = sum(self._hits.values())
         return Outcome(
-            requests=len(arrivals), blocks=blocks, hit_ratio=round(hits / max(1, blocks), 3),
+            requests=len(arrivals),
+            blocks=blocks,
+            hit_ratio=round(hits / max(1, blocks), 3),
             hit_ratio_of_all_ids=round(hits / max(1, all_ids), 3),
             hits_by_tier={tier.name: count for tier, count in self._hits.items() if count},
             load_max_over_mean=_max_over_mean([instance.prompt_blocks for instance in self.instances]),
             load_max_over_mean_requests=_max_over_mean([instance.requests for instance in self.instances]),
             mean_ttft_s=round(self._ttft_s / max(1, len(arrivals)), 3),
             wrong_bytes=sum(instance.wrong_bytes for instance in self.instances),
-        )  # fmt: skip
+        )
 
     def _until(self, at_s: float) -> None:
         while self._events and self._events[0][0] <= at_s:
@@ -273,10 +275,12 @@ class Cluster:
         self.client: CatalogClient | None = None
         self.instances: list[Instance] = []
         flags: dict[str, object] = {
-            "instance.data_dir": str(folder), "pools.hbm.device": "memory", "nats.enabled": live,
+            "instance.data_dir": str(folder),
+            "pools.hbm.device": "memory",
+            "nats.enabled": live,
             "journal.in_memory": not live,
             **{f"pools.{tier}.slots": slots for tier, slots in pools.items()},
-        }  # fmt: skip
+        }
         try:
             if live:
                 flags |= self._start_servers(folder)
@@ -365,11 +369,14 @@ def arrivals_of(requests: Sequence[TraceRequest], root: bytes) -> list[Arrival]:
 
     return [
         Arrival(
-            number, request.timestamp_ms / 1e3, request.input_tokens, request.output_tokens,
+            number,
+            request.timestamp_ms / 1e3,
+            request.input_tokens,
+            request.output_tokens,
             b"".join(adopted(hash_id) for hash_id in full_blocks(request)),
         )
         for number, request in enumerate(requests)
-    ]  # fmt: skip
+    ]
 
 
 def ideal_hit_ratio(arrivals: Sequence[Arrival]) -> float:
@@ -428,9 +435,13 @@ def simulate(
     arrivals = arrivals_of(requests, NAMESPACE.root())
     all_ids = sum(len(request.hash_ids) for request in requests)
     report = Report(
-        trace=name, instances=count, pools=pools_text, requests=len(arrivals), machine=machine(),
+        trace=name,
+        instances=count,
+        pools=pools_text,
+        requests=len(arrivals),
+        machine=machine(),
         ideal_hit_ratio=ideal_hit_ratio(arrivals),
-    )  # fmt: skip
+    )
     with TemporaryDirectory(prefix="kvbm-simulate-", ignore_cleanup_errors=True) as folder:
         _run_catalog(
             report, count, pools, Path(folder), arrivals, all_ids, step("routed by the catalog", len(arrivals))
@@ -506,9 +517,12 @@ def table(report: Report) -> Table:
     for name, label in labels.items():
         if (outcome := report.routing.get(name)) is not None:
             result.add_row(
-                label, f"{outcome.hit_ratio:.3f}", f"{outcome.hit_ratio_of_all_ids:.3f}",
-                f"{outcome.load_max_over_mean:.3f}", f"{outcome.load_max_over_mean_requests:.3f}",
-            )  # fmt: skip
+                label,
+                f"{outcome.hit_ratio:.3f}",
+                f"{outcome.hit_ratio_of_all_ids:.3f}",
+                f"{outcome.load_max_over_mean:.3f}",
+                f"{outcome.load_max_over_mean_requests:.3f}",
+            )
     result.add_row("ideal, no eviction", f"{report.ideal_hit_ratio:.3f}", "", "", "")
     return result
 

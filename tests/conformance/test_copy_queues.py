@@ -34,8 +34,10 @@ class Place:
         self.memory = random.integers(0, 256, slots * self.block_bytes, dtype=np.uint8)
         begins = np.cumsum([0, *sizes[:-1]]) * slots
         self.columns = (
-            (self.memory.ctypes.data + begins).astype(np.int64), np.array(sizes, dtype=np.int64), np.array(sizes, dtype=np.int64),
-        )  # fmt: skip
+            (self.memory.ctypes.data + begins).astype(np.int64),
+            np.array(sizes, dtype=np.int64),
+            np.array(sizes, dtype=np.int64),
+        )
         self.pieces = [
             self.memory[begin : begin + slots * size].reshape(slots, size)
             for begin, size in zip(begins.tolist(), sizes, strict=True)
@@ -72,9 +74,11 @@ def _place() -> Place:
 @st.composite
 def _runs(draw: st.DrawFn) -> tuple[Place, Place, np.ndarray, np.ndarray]:
     shape = (
-        draw(st.integers(0, 99)), draw(st.integers(1, 20)), draw(st.lists(st.integers(1, 300), min_size=1, max_size=8)),
+        draw(st.integers(0, 99)),
+        draw(st.integers(1, 20)),
+        draw(st.lists(st.integers(1, 300), min_size=1, max_size=8)),
         *draw(st.sampled_from([(0, 1), (0, 2), (1, 2), (2, 3)])),
-    )  # fmt: skip
+    )
     slots = draw(st.permutations(range(shape[1])))
     count = draw(st.integers(0, shape[1]))
     at = draw(st.permutations(range(shape[1] + 3)))

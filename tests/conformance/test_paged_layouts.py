@@ -419,16 +419,20 @@ REFUSED: dict[str, tuple[Callable[[], Layers], str]] = {
     "a name twice": (lambda: _one(torch.zeros(4, 3, 3), "slots", "dim", "dim"), "a name of its own"),
     "an empty dimension": (lambda: _one(torch.zeros(4, 0), "slots", "dim"), "slots=4 dim=0"),
     "slots that are one and the same": (
-        lambda: _one(torch.zeros(1, 8).expand(4, 8), "slots", "dim"), 'dimension "slots" steps 0 bytes',
+        lambda: _one(torch.zeros(1, 8).expand(4, 8), "slots", "dim"),
+        'dimension "slots" steps 0 bytes',
     ),
     "slots that reach into the next": (
-        lambda: _one(torch.zeros(64).as_strided((4, 8), (6, 1)), "slots", "dim"), 'dimension "slots" steps 24 bytes over 32',
+        lambda: _one(torch.zeros(64).as_strided((4, 8), (6, 1)), "slots", "dim"),
+        'dimension "slots" steps 24 bytes over 32',
     ),
     "tokens that reach into the next": (
-        lambda: _one(torch.zeros(256).as_strided((4, 4, 8), (64, 7, 1)), "slots", "tokens", "dim"), 'dimension "tokens"',
+        lambda: _one(torch.zeros(256).as_strided((4, 4, 8), (64, 7, 1)), "slots", "tokens", "dim"),
+        'dimension "tokens"',
     ),
     "a tensor that is not dense": (
-        lambda: _one(torch.eye(4).to_sparse(), "slots", "dim"), "layout torch.sparse_coo has no strides",
+        lambda: _one(torch.eye(4).to_sparse(), "slots", "dim"),
+        "layout torch.sparse_coo has no strides",
     ),
     "a tensor without memory": (lambda: _one(torch.zeros(4, 4, device="meta"), "slots", "dim"), "no memory"),
     "layers of other slots": (
@@ -443,9 +447,10 @@ REFUSED: dict[str, tuple[Callable[[], Layers], str]] = {
     "tensors that share bytes": (_sharing, "share bytes"),
     "tensors whose slots step otherwise": (_at_other_paces, "lie in one another"),
     "elements that lie apart": (
-        lambda: _one(torch.zeros(2, 70_000, 2)[..., 0], "slots", "dim"), "more than 65536 pieces",
+        lambda: _one(torch.zeros(2, 70_000, 2)[..., 0], "slots", "dim"),
+        "more than 65536 pieces",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -640,10 +645,19 @@ def _in_triton(program: str, folder: Path, **environment: str) -> str:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed; it comes with torch's CUDA builds")
     run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={
+            **os.environ,
+            "TRITON_CACHE_DIR": str(folder),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         | environment,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
 

@@ -100,9 +100,14 @@ def object_pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Obje
             add_key(tmp_path / "keys.toml", tenant, "1")
         sealing = Sealing(keys_of_file(str(tmp_path / "keys.toml")), k, header_bytes(k))
     made: ObjectPool = memory_objects(
-        BLOCK_BYTES, k, store, envelopes=sealing, namespaces=[SHAPE, OTHER_NAMESPACE],
-        threads=1 if name == "memory" else 8, deadline_s=60.0,
-    )  # fmt: skip
+        BLOCK_BYTES,
+        k,
+        store,
+        envelopes=sealing,
+        namespaces=[SHAPE, OTHER_NAMESPACE],
+        threads=1 if name == "memory" else 8,
+        deadline_s=60.0,
+    )
     yield made
     made.close()
 

@@ -117,9 +117,7 @@ def test_a_large_object_comes_back_whole_whatever_was_expected(store: Store, exp
     put(store, large=body)
     near = len(body) + expected
     gets = [Get("large", expected_bytes=near), Get("large", 7, expected_bytes=near), Get("large", 7, near, near)]
-    assert read(store, *gets) == [
-        (body, len(body)), (body[7:], len(body)), (body[7 : 7 + near], len(body))
-    ]  # fmt: skip
+    assert read(store, *gets) == [(body, len(body)), (body[7:], len(body)), (body[7 : 7 + near], len(body))]
 
 
 def test_deleted_is_gone_and_deleting_what_is_gone_succeeds(store: Store) -> None:
@@ -127,8 +125,10 @@ def test_deleted_is_gone_and_deleting_what_is_gone_succeeds(store: Store) -> Non
     assert store.delete(["a", "never", "b"], DEADLINE_S) == [None] * 3
     assert store.delete(["a"], DEADLINE_S) == [None]
     assert [trouble(answer) for answer in store.get([Get("a"), Get("b"), Get("c")], DEADLINE_S)] == [
-        Trouble.ABSENT, Trouble.ABSENT, None
-    ]  # fmt: skip
+        Trouble.ABSENT,
+        Trouble.ABSENT,
+        None,
+    ]
     put(store, a=b"again")
     assert read(store, Get("a")) == [(b"again", 5)]
 

@@ -19,7 +19,7 @@ import pytest
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.workload.processes import Child, start_catalog_process

@@ -157,10 +157,13 @@ def test_an_interrupted_bench_leaves_no_file(told: signal.Signals, tmp_path: Pat
     folder = tmp_path / "device"
     bench = subprocess.Popen(
         [sys.executable, "-m", "kvbm", "bench", "pools", "--dir", str(folder), "--file-mib", "64", "--samples", "100"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "PATH": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PATH": str(tmp_path)},
         # a shell's background jobs ignore SIGINT; noqa: it makes one system call
         preexec_fn=lambda: signal.signal(told, signal.SIG_DFL),  # noqa: PLW1509
-    )  # fmt: skip
+    )
     try:
         eventually(lambda: list(folder.glob("*/nvme.pool")) or bench.poll() is not None, "there is no file")
         assert bench.poll() is None

@@ -27,7 +27,7 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.doctor import DoctorOptions, disks, examine, run, services
-from kvbm.doctor.deadline import Asked, Late, run_apart
+from kvbm.doctor.deadline import Asked, Late, run_probe
 from kvbm.doctor.finding import Finding, Result, ok, refused
 from kvbm.doctor.plan import plan_of
 from kvbm.locate.http import CatalogClient
@@ -120,10 +120,16 @@ def test_nothing_that_is_silent_holds_the_command_up(
     monkeypatch.setattr(services, "_ASK_S", 1.0)  # so that the test does not take the five seconds either
     at = f"127.0.0.1:{silent_port}"
     settings = settings_of(
-        tmp_path, nats__url=f"nats://{at}", catalog__url=f"http://{at}", catalog__database=f"postgresql://a@{at}/x",
-        pools__object__url="s3://bucket/x", pools__object__endpoint=f"http://{at}", pools__object__region="us-east-1",
-        pools__hbm__slots=1, pools__hbm__device="memory",
-    )  # fmt: skip
+        tmp_path,
+        nats__url=f"nats://{at}",
+        catalog__url=f"http://{at}",
+        catalog__database=f"postgresql://a@{at}/x",
+        pools__object__url="s3://bucket/x",
+        pools__object__endpoint=f"http://{at}",
+        pools__object__region="us-east-1",
+        pools__hbm__slots=1,
+        pools__hbm__device="memory",
+    )
     with aws_credentials():
         report = examine(settings, QUICK)  # which has to come to an end
     silent = {one.check: one for one in report.findings if one.result is Result.PROBLEM}
@@ -154,12 +160,12 @@ def test_a_probe_that_is_late_is_left_behind(monkeypatch: pytest.MonkeyPatch, tm
         release.set()
     assert asked.result(WAIT_S) is True
     with pytest.raises(Late):
-        run_apart("disk", {"path": "/", "is_file": False, "speed": False, "syncs": False}, timeout_s=0.0)
+        run_probe("disk", {"path": "/", "is_file": False, "speed": False, "syncs": False}, timeout_s=0.0)
 
 
 def test_a_probe_apart_that_ends_badly_says_why() -> None:
     with pytest.raises(RuntimeError, match="missing 3 required positional arguments"):
-        run_apart("disk", {"path": "/"})
+        run_probe("disk", {"path": "/"})
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
@@ -376,10 +382,8 @@ def test_a_database_that_may_not_be_written_or_is_newer_is_a_problem(postgres_ur
     asyncio.run(execute(postgres_url, f'ALTER DATABASE "{name}" SET default_transaction_read_only = on'))
     expect(sql_finding(postgres_url, tmp_path), Result.PROBLEM, "read-only transaction")
     asyncio.run(
-        execute(
-            postgres_url, "SET default_transaction_read_only = off", "UPDATE kvbm_schema SET version_num = '9999'"
-        )
-    )  # fmt: skip
+        execute(postgres_url, "SET default_transaction_read_only = off", "UPDATE kvbm_schema SET version_num = '9999'")
+    )
     expect(sql_finding(postgres_url, tmp_path), Result.PROBLEM, "schema 9999 is newer", "upgrade kvbm")
 
 
@@ -438,9 +442,12 @@ def test_a_store_takes_gives_and_forgets_an_object(tmp_path: Path) -> None:
     with s3_server() as endpoint:
         bucket = f"kvbm-{uuid.uuid4().hex}"
         client: Any = boto3.client(
-            "s3", endpoint_url=endpoint, region_name=S3_CREDENTIALS["region"],
-            aws_access_key_id="test", aws_secret_access_key="test",
-        )  # fmt: skip
+            "s3",
+            endpoint_url=endpoint,
+            region_name=S3_CREDENTIALS["region"],
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+        )
         client.create_bucket(Bucket=bucket)
         expect(object_finding(tmp_path, bucket, endpoint), Result.OK, "put, read back and deleted", "conditional put")
         assert client.list_objects_v2(Bucket=bucket)["KeyCount"] == 0

@@ -206,7 +206,7 @@ def test_an_epoch_is_above_those_of_which_only_history_is_left(tmp_path: Path) -
 
 
 def test_a_segment_that_becomes_history_while_it_is_read_is_read(tmp_path: Path) -> None:
-    from kvbm.replay.source import open_source
+    from kvbm.replay.opening import open_source
 
     journal = rolled(tmp_path, 4, WIDE)
     source = open_source(str(tmp_path))

@@ -296,10 +296,18 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
     with site(tmp_path, "one", place.open) as here:
         compute(here, [here.instance("a")])
         flags: dict[str, Any] = {
-            "instance.data_dir": here.folder, "instance.cluster": "one", "nats.url": here.server.url,
-            "catalog.database": here.database, "pools.object.url": place.url, "pools.object.endpoint": place.endpoint,
-            "pools.object.region": "us-east-1", "pools.object.timeout_s": 2, "pools.object.look_s": 1, "gc.grace_s": 4, "gc.lease_s": 5,
-        }  # fmt: skip
+            "instance.data_dir": here.folder,
+            "instance.cluster": "one",
+            "nats.url": here.server.url,
+            "catalog.database": here.database,
+            "pools.object.url": place.url,
+            "pools.object.endpoint": place.endpoint,
+            "pools.object.region": "us-east-1",
+            "pools.object.timeout_s": 2,
+            "pools.object.look_s": 1,
+            "gc.grace_s": 4,
+            "gc.lease_s": 5,
+        }
         command = [sys.executable, "-m", "kvbm", "catalog", "gc", *(f"--set={k}={v}" for k, v in flags.items())]
         done = carried_out([*command, "--dry-run"])
         assert "dry run: nothing is changed" in done.stdout and f"{2 * len(PROMPTS)}" in done.stdout
@@ -319,8 +327,10 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
             assert b'"holder":""' in bytes(place.open().get([_get(LEASE_NAME)], 5.0)[0].body)  # type: ignore[union-attr]
         going = subprocess.Popen(
             [*command, "--every", "60", "--set=gc.grace_s=300", "--set=gc.quota_bytes=1"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         eventually(lambda: names_in(place.open(), WITHDRAWN_PREFIX), "nothing was withdrawn")
         second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert second.returncode == 0 and "another janitor works: janitor-" in second.stderr

@@ -121,9 +121,15 @@ def test_what_is_there_and_is_something_else_is_no_success(shop: Shop) -> None:
     assert f"{names[0]} is there with 14 bytes that are no whole object; delete it" in trouble
     assert shop.store.objects[names[0]][0] == b"something else"
     assert shop.outcomes(run) == [CORRUPT] * K + [GOOD] * K + [CORRUPT] * 2 * K
-    assert shop.pool.put(run.rows[2 * K : 3 * K], run.proof._replace(
-        hashes=run.hashes[2 * K * HASH_BYTES : 3 * K * HASH_BYTES], checksums=run.proof.checksums[2 * K : 3 * K]
-    )) == [False] * K  # fmt: skip
+    assert (
+        shop.pool.put(
+            run.rows[2 * K : 3 * K],
+            run.proof._replace(
+                hashes=run.hashes[2 * K * HASH_BYTES : 3 * K * HASH_BYTES], checksums=run.proof.checksums[2 * K : 3 * K]
+            ),
+        )
+        == [False] * K
+    )
     assert "is there and holds other blocks; delete it" in shop.troubles[1]
 
 

@@ -51,10 +51,15 @@ STRIDE = stride_of(BLOCK_BYTES)
 
 def flags_of(tmp_path: Path, instance: str, slots: int = 32) -> dict[str, Any]:
     return {
-        "instance.id": instance, "instance.data_dir": str(tmp_path / instance), "nats.enabled": False,
-        "pools.hbm.device": "memory", "pools.hbm.slots": 64, "pools.nvme.slots": slots,
-        "pools.nvme.folder": str(tmp_path / "pod"), "pools.nvme.direct": "auto",
-    }  # fmt: skip
+        "instance.id": instance,
+        "instance.data_dir": str(tmp_path / instance),
+        "nats.enabled": False,
+        "pools.hbm.device": "memory",
+        "pools.hbm.slots": 64,
+        "pools.nvme.slots": slots,
+        "pools.nvme.folder": str(tmp_path / "pod"),
+        "pools.nvme.direct": "auto",
+    }
 
 
 def opened(tmp_path: Path, instance: str, slots: int = 32, **more: Any) -> Manager:

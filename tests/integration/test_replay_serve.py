@@ -12,9 +12,10 @@ from kvbm.core.codec import scan_frames
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
 from kvbm.replay import serve as serve_module
+from kvbm.replay.opening import open_source
 from kvbm.replay.scan import CORRUPT
 from kvbm.replay.serve import MAX_SPEED, Served, serve
-from kvbm.replay.source import SourceError, open_source
+from kvbm.replay.source import SourceError
 from kvbm.streams.base import FENCE_PREFIX, EventStream, Fence, Position
 from kvbm.streams.memory import MemoryStream
 from tests.captures import SECOND_NS, make_capture, packed, starts

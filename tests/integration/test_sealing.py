@@ -267,13 +267,16 @@ GOOD_KEY = "A" * 43 + "="
         ("[tenants]", "has no keys"),
         ("[tenants.acme]", "tenant 'acme': it has no keys"),
         ("tenants.acme = 5", "tenant 'acme': it has no keys"),
-        (f'[tenants.acme]\nnames = "{GOOD_KEY}"\ncurrent = "b"\nkeys.a = "{GOOD_KEY}"', "current is 'b'; write the name of one of its keys: a"),
+        (
+            f'[tenants.acme]\nnames = "{GOOD_KEY}"\ncurrent = "b"\nkeys.a = "{GOOD_KEY}"',
+            "current is 'b'; write the name of one of its keys: a",
+        ),
         (f'[tenants.acme]\ncurrent = "a"\nkeys.a = "{GOOD_KEY}"', "tenant 'acme': names is no key of 32 bytes"),
         ('[tenants.acme]\ncurrent = "a"\nkeys.a = "c2hvcnQ="', "keys.a is no key of 32 bytes in base64"),
         ('[tenants.acme]\ncurrent = "a"\nkeys.a = 7', "keys.a is no key of 32 bytes in base64"),
         (f'[tenants.acme]\nname = ""\nkeys.a = "{GOOD_KEY}"', "there is no entry 'name'"),
     ],
-)  # fmt: skip
+)
 def test_a_file_of_keys_says_what_it_lacks_and_shows_no_key(text: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_keys(text, "keys.toml")

@@ -176,8 +176,11 @@ def test_each_end_is_answered_once_and_counted(rank: Rank, host: Host) -> None:
     part_bytes = block_regions(rank.config).part_bytes
     assert len(numbers.pop("load_seconds")) == 1 and len(numbers.pop("store_seconds")) == 2
     assert numbers == {
-        "loaded_blocks": 2, "loaded_bytes": 2 * part_bytes, "stored_blocks": 4, "stored_bytes": 4 * part_bytes,
-    }  # fmt: skip
+        "loaded_blocks": 2,
+        "loaded_bytes": 2 * part_bytes,
+        "stored_blocks": 4,
+        "stored_bytes": 4 * part_bytes,
+    }
     assert rank.worker.take_numbers() == {}
 
 
@@ -262,8 +265,12 @@ def test_ranks_in_processes_of_their_own_share_the_rows() -> None:
     for rank in range(2):
         ran = subprocess.run(
             [sys.executable, "-c", CHILD, *map(str, (share.pid, share.fd, share.mapped_bytes, rank))],
-            capture_output=True, text=True, timeout=LONG_S * 3, cwd=ROOT, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=LONG_S * 3,
+            cwd=ROOT,
+            check=False,
+        )
         assert ran.returncode == 0, ran.stderr
         loaded, *stored, sums = map(bytes.fromhex, ran.stdout.split())
         part = slice(rank * size, (rank + 1) * size)

@@ -23,7 +23,7 @@ from kvbm.core.events import (
 from kvbm.core.ids import Tier
 from kvbm.replay.diff import EVENT, diff
 from kvbm.replay.format import event_text
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash
 
 

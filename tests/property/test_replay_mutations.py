@@ -26,7 +26,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier, pack_slots
 from kvbm.replay.findings import Finding, exit_code
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified
 from tests.both_folds import verify
 from tests.captures import NAMESPACE, Capture, make_capture, packed, some_hash, starts

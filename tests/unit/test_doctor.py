@@ -12,10 +12,10 @@ from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import MissingExtraError
 from kvbm.doctor import disks, gpu, machine, services
 from kvbm.doctor.agreement import judge_settings
-from kvbm.doctor.apart import cuda as cuda_probe
 from kvbm.doctor.clock import ClockFacts, judge_clock
 from kvbm.doctor.finding import Finding, Result, refused, size
 from kvbm.doctor.plan import Plan, Wanted, plan_of
+from kvbm.doctor.probes import cuda as cuda_probe
 from kvbm.pools.stores.base import Trouble
 from kvbm.streams.nats.server_view import ServerView, StreamView
 
@@ -98,9 +98,20 @@ def test_few_open_files_are_a_warning_and_very_few_a_problem() -> None:
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 MEMORY = machine.MemoryFacts(
-    total=64 * GIB, available=32 * GIB, limit=0, used=0, kernel=(6, 1), locked=8 * MIB, may_lock=False, huge_page=2 * MIB, huge_free=0,
-    huge_count=0, anonymous_huge="madvise", shared_huge="advise", nodes={0: 16 * GIB},
-)  # fmt: skip
+    total=64 * GIB,
+    available=32 * GIB,
+    limit=0,
+    used=0,
+    kernel=(6, 1),
+    locked=8 * MIB,
+    may_lock=False,
+    huge_page=2 * MIB,
+    huge_free=0,
+    huge_count=0,
+    anonymous_huge="madvise",
+    shared_huge="advise",
+    nodes={0: 16 * GIB},
+)
 
 
 def judged(flags: dict[str, Any], block_bytes: int = MIB, **facts: Any) -> dict[str, Finding]:
@@ -177,8 +188,14 @@ def test_the_kernels_words_are_read() -> None:
 
 DEVICE = {"name": "H", "total_bytes": 80 * GIB, "compute_mode": 0, "capability": "9.0"}
 CUDA: dict[str, Any] = {
-    "cards": 1, "module": "580.1", "library": "", "error": "", "version": 13000, "devices": [DEVICE, DEVICE], "pinned": "",
-}  # fmt: skip
+    "cards": 1,
+    "module": "580.1",
+    "library": "",
+    "error": "",
+    "version": 13000,
+    "devices": [DEVICE, DEVICE],
+    "pinned": "",
+}
 NO_CUDA: dict[str, Any] = CUDA | {"cards": 0, "module": "", "library": "not there", "version": 0, "devices": []}
 TORCH = gpu.Torch("2.9.0", "12.8")
 
@@ -288,9 +305,16 @@ def test_what_the_driver_refuses_is_named_and_nothing_stays_taken() -> None:
 
 RING: dict[str, Any] = {"setup": "", "nop": "", "register": "", "disabled": 0}
 DISK = disks.Disk(
-    path="/data/nvme.pool", folder="/data", system="ext4", mount="/data", number="259:0", free_bytes=10 * GIB,
-    total_bytes=20 * GIB, write_bytes_s=2_000_000_000, read_bytes_s=3_000_000_000,
-)  # fmt: skip
+    path="/data/nvme.pool",
+    folder="/data",
+    system="ext4",
+    mount="/data",
+    number="259:0",
+    free_bytes=10 * GIB,
+    total_bytes=20 * GIB,
+    write_bytes_s=2_000_000_000,
+    read_bytes_s=3_000_000_000,
+)
 
 
 @pytest.mark.parametrize(
@@ -437,9 +461,16 @@ def test_a_stream_that_cannot_take_events_is_named(facts: dict[str, Any], result
 
 
 DATABASE = {
-    "shown": "postgresql://p/x", "server": "PostgreSQL 17", "is_there": True, "folder": "", "schema": "3", "head": "3",
-    "is_newer": False, "unwritable": "", "round_trip_s": 0.001,
-}  # fmt: skip
+    "shown": "postgresql://p/x",
+    "server": "PostgreSQL 17",
+    "is_there": True,
+    "folder": "",
+    "schema": "3",
+    "head": "3",
+    "is_newer": False,
+    "unwritable": "",
+    "round_trip_s": 0.001,
+}
 
 
 @pytest.mark.parametrize(
@@ -564,5 +595,10 @@ def test_an_errors_last_words_are_what_to_do() -> None:
 
 def test_sizes_are_written_for_people() -> None:
     assert [size(count) for count in (0, 1023, 1536, 15 << 20, 5 << 40, 50 << 40)] == [
-        "0 bytes", "1023 bytes", "1.5 KiB", "15 MiB", "5.0 TiB", "50 TiB",
-    ]  # fmt: skip
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "15 MiB",
+        "5.0 TiB",
+        "50 TiB",
+    ]

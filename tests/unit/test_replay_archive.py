@@ -24,7 +24,7 @@ from kvbm.core.events import (
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
 from kvbm.replay.cli import main
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import Verified, verify
 from kvbm.streams.base import StreamMessage, events_subject, fence_data, fence_subject, is_fence

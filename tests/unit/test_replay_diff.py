@@ -15,7 +15,8 @@ from kvbm.core.codec import Frame
 from kvbm.replay.cli import main
 from kvbm.replay.diff import ABSENT, DIGEST, INSTANCE, Diffed, diff
 from kvbm.replay.frames import FrameLibrary
-from kvbm.replay.source import FramePlace, SourceError, open_source
+from kvbm.replay.opening import open_source
+from kvbm.replay.source import FramePlace, SourceError
 from tests.captures import make_capture, packed, starts
 
 CAPTURE = make_capture(7, commands=120)

@@ -27,7 +27,8 @@ from kvbm.core.ids import NO_PARENT, InstanceId, Tier, split_hashes, split_slots
 from kvbm.replay import export as export_module
 from kvbm.replay.cli import main
 from kvbm.replay.export import export
-from kvbm.replay.source import SourceError, open_source
+from kvbm.replay.opening import open_source
+from kvbm.replay.source import SourceError
 from tests.captures import NAMESPACE, chain, make_capture, packed
 
 FRAMES = make_capture(7, commands=120).frames() + make_capture(8, 120, instance="two").frames()

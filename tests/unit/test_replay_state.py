@@ -13,7 +13,7 @@ from kvbm.core.events import RoundEnded
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
 from kvbm.replay.format import At, parse_at, place_text, time_text
-from kvbm.replay.source import open_source
+from kvbm.replay.opening import open_source
 from kvbm.replay.state import InstanceState, States
 from tests.both_folds import states_at, stats_of
 from tests.captures import BEGIN_NS, SECOND_NS, Capture, make_capture, packed

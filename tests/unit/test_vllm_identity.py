@@ -55,20 +55,38 @@ class Engine:
     def __post_init__(self) -> None:
         self.vllm_config = SimpleNamespace(
             model_config=SimpleNamespace(
-                model="org/model", revision="0" * 40, seed=0, max_model_len=4096, multimodal_config=MultiModalConfig(),
-                hf_config=SimpleNamespace(to_dict=lambda: self.hf), dtype="torch.bfloat16", quantization=None, hf_overrides={},
+                model="org/model",
+                revision="0" * 40,
+                seed=0,
+                max_model_len=4096,
+                multimodal_config=MultiModalConfig(),
+                hf_config=SimpleNamespace(to_dict=lambda: self.hf),
+                dtype="torch.bfloat16",
+                quantization=None,
+                hf_overrides={},
             ),
             cache_config=SimpleNamespace(
-                cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True,
+                cache_dtype="auto",
+                prefix_caching_hash_algo="sha256",
+                enable_prefix_caching=True,
                 kv_cache_dtype_skip_layers=[],
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1, prefill_context_parallel_size=1, world_size=1,
-                decode_context_parallel_size=1, nnodes_within_dp=1, distributed_executor_backend="mp",
+                tensor_parallel_size=1,
+                pipeline_parallel_size=1,
+                prefill_context_parallel_size=1,
+                world_size=1,
+                decode_context_parallel_size=1,
+                nnodes_within_dp=1,
+                distributed_executor_backend="mp",
             ),
-            load_config=SimpleNamespace(load_format="auto"), attention_config=AttentionConfig(), lora_config=None,
-            speculative_config=None, additional_config={}, weight_transfer_config=None,
-        )  # fmt: skip
+            load_config=SimpleNamespace(load_format="auto"),
+            attention_config=AttentionConfig(),
+            lora_config=None,
+            speculative_config=None,
+            additional_config={},
+            weight_transfer_config=None,
+        )
         self.kv_cache_config = SimpleNamespace(
             kv_cache_groups=[
                 SimpleNamespace(
@@ -224,8 +242,12 @@ def test_a_request_names_its_tenant() -> None:
     identity = Engine().identity()
     with structlog.testing.capture_logs() as logs:
         for params, tenant in (
-            (None, ""), ({}, ""), ({"kvbm.tenant": None}, ""), ({"kvbm.tenant": "team a"}, "team a"), ({"other": 1}, ""),
-        ):  # fmt: skip
+            (None, ""),
+            ({}, ""),
+            ({"kvbm.tenant": None}, ""),
+            ({"kvbm.tenant": "team a"}, "team a"),
+            ({"other": 1}, ""),
+        ):
             assert identity.tenant_of(request(kv_transfer_params=params)) == tenant
     assert not logs
 
@@ -242,8 +264,13 @@ def test_what_is_no_name_of_a_tenant_brings_one_warning(named: Any) -> None:
 def test_tenants_have_namespaces_and_roots_of_their_own() -> None:
     identity = Engine(specs=[FullAttentionSpec(), FullAttentionSpec(32)]).identity(secrets={"a": "secret"})
     assert [(one.tenant, one.kv_group) for one in identity.named(["b", "*"])] == [
-        ("", 0), ("", 1), ("b", 0), ("b", 1), ("a", 0), ("a", 1),
-    ]  # fmt: skip
+        ("", 0),
+        ("", 1),
+        ("b", 0),
+        ("b", 1),
+        ("a", 0),
+        ("a", 1),
+    ]
     (one, _), (default, _) = identity.namespaces("a"), identity.namespaces()
     assert one.id != default.id
     assert identity.root(one) == one.root(b"secret")

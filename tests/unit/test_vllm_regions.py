@@ -169,7 +169,10 @@ def _of_a_group(**changes: Any) -> Config:
 
 REFUSED = {
     "no KV": (lambda: Config(1, [], []), "keeps no KV"),
-    "mamba": (lambda: config_of("LBNHC", [[FULL], [MambaSpec()]]), "KV group 1 has layers of kind MambaSpec; served are Full"),
+    "mamba": (
+        lambda: config_of("LBNHC", [[FULL], [MambaSpec()]]),
+        "KV group 1 has layers of kind MambaSpec; served are Full",
+    ),
     "KV in the host's memory": (lambda: _changed(host_resident=True), "HiSparse"),
     "a group in the host's memory": (lambda: _of_a_group(host_resident=True), "not for connectors"),
     "a group that is not transferred": (lambda: _of_a_group(enable_kv_transfer=False), "not for connectors"),
@@ -179,10 +182,12 @@ REFUSED = {
     "blocks behind the end": (lambda: _changed(size=3000), "end at byte 3072 of an allocation of 3000"),
     "a layer of no group": (lambda: _changed(layers=["group0.layer0", "stranger"]), "stranger, which no KV group has"),
     "several allocations": (
-        lambda: replace(_shifted(), kv_cache_tensors=[*_shifted().kv_cache_tensors, Placed(1, ["group0.layer0"], 0, 256)]),
+        lambda: replace(
+            _shifted(), kv_cache_tensors=[*_shifted().kv_cache_tensors, Placed(1, ["group0.layer0"], 0, 256)]
+        ),
         "one allocation is served",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -249,9 +249,11 @@ class _Served:
         self._settle()
         cpu_s = time.process_time() - cpu_s
         return (
-            wall_s, cpu_s, [list(output.outputs[0].token_ids) for output in outputs],
+            wall_s,
+            cpu_s,
+            [list(output.outputs[0].token_ids) for output in outputs],
             [output.num_cached_tokens or 0 for output in outputs],
-        )  # fmt: skip
+        )
 
     def forget(self) -> None:
         deadline_s = time.monotonic() + _MOST_QUIET_S

@@ -37,9 +37,17 @@ class DynamoIndexer(Service):
             self._sockets.append(socket)
         port = free_port()
         self._process = Process(
-            "dynamo.indexer", "--port", str(port), "--block-size", str(BLOCK_TOKENS), "--model-name", _MODEL,
-            "--workers", ",".join(addresses), port=port,
-        )  # fmt: skip
+            "dynamo.indexer",
+            "--port",
+            str(port),
+            "--block-size",
+            str(BLOCK_TOKENS),
+            "--model-name",
+            _MODEL,
+            "--workers",
+            ",".join(addresses),
+            port=port,
+        )
         self._process.wait_until("/health")
         for socket in self._sockets:
             socket.recv()

@@ -83,9 +83,14 @@ class LmcacheDirectory:
             CacheEventEntry(key=key.to_encoded_object_key(), size_bytes=_BLOCK_BYTES if stored else 0) for key in keys
         ]
         return CacheEventBatch(
-            instance_id=str(instance), incarnation=1, seq=self._sequences[instance], event_type=kind, tier=Tier.L1,
-            backend="dram", entries=entries,
-        )  # fmt: skip
+            instance_id=str(instance),
+            incarnation=1,
+            seq=self._sequences[instance],
+            event_type=kind,
+            tier=Tier.L1,
+            backend="dram",
+            entries=entries,
+        )
 
 
 if __name__ == "__main__":

@@ -52,19 +52,31 @@ class LmcacheStore:
         pool_gib = (3 * blocks * block_bytes + (64 << 20)) / (1 << 30)
         shape = (1, 1, block_bytes, 1, 1)
         self._metadata = LMCacheMetadata(
-            model_name="m", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0, kv_dtype=_DTYPE,
-            kv_shape=shape, chunk_size=block_bytes,
-        )  # fmt: skip
+            model_name="m",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=_DTYPE,
+            kv_shape=shape,
+            chunk_size=block_bytes,
+        )
         self._shape = self._metadata.get_shapes()[0]
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=block_bytes, local_cpu=True, max_local_cpu_size=pool_gib,
-            local_disk=self._files if backend == "disk" else None, max_local_disk_size=2 * pool_gib,
-            remote_url=f"fs://local:0{self._files}" if backend == "fs" else None, remote_serde="naive",
+            chunk_size=block_bytes,
+            local_cpu=True,
+            max_local_cpu_size=pool_gib,
+            local_disk=self._files if backend == "disk" else None,
+            max_local_disk_size=2 * pool_gib,
+            remote_url=f"fs://local:0{self._files}" if backend == "fs" else None,
+            remote_serde="naive",
             extra_config={
-                "use_odirect": True, "fs_connector_use_odirect": True, "save_chunk_meta": False,
+                "use_odirect": True,
+                "fs_connector_use_odirect": True,
+                "save_chunk_meta": False,
                 "local_cpu.pinned_align_bytes": 4096,
             },
-        )  # fmt: skip
+        )
         self._cpu = LocalCPUBackend(config, self._metadata, "cpu")
         self._colder: Any = None
         if backend == "disk":

@@ -280,9 +280,12 @@ class DirectoryBench:
         gc.collect()
         blocks = self._chains * CHAIN_BLOCKS
         return {
-            "blocks": blocks, "bytes_per_block": filled / blocks, "replacements": replacements,
-            "bytes_per_block_after": (resident_bytes() - before) / blocks, "seconds": time.perf_counter() - began,
-        }  # fmt: skip
+            "blocks": blocks,
+            "bytes_per_block": filled / blocks,
+            "replacements": replacements,
+            "bytes_per_block_after": (resident_bytes() - before) / blocks,
+            "seconds": time.perf_counter() - began,
+        }
 
     def _tell(self, steps: Iterable[Step]) -> None:
         for step in steps:

@@ -36,10 +36,16 @@ class MooncakeStore:
         self._back = np.zeros_like(self._rows)
         port, metrics = free_port(), free_port()
         master = os.path.join(os.path.dirname(mooncake.__file__), "mooncake_master")
-        self._master = Program([
-            master, f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={metrics}", "-metrics_host=127.0.0.1",
-            "-eviction_high_watermark_ratio=1.0",
-        ])  # fmt: skip
+        self._master = Program(
+            [
+                master,
+                f"-rpc_port={port}",
+                "-rpc_address=127.0.0.1",
+                f"-metrics_port={metrics}",
+                "-metrics_host=127.0.0.1",
+                "-eviction_high_watermark_ratio=1.0",
+            ]
+        )
         self._store = MooncakeDistributedStore()
         deadline_s = time.monotonic() + _START_S
         room = blocks * block_bytes * 2 + (256 << 20)

@@ -57,8 +57,14 @@ class OurStore:
         self._ledger.start(_EPOCH, [_NAMESPACE])
         if tier == "nvme":
             self._nvme = NvmePool(
-                [self._files / "nvme.pool"], blocks, block_bytes, _NAMESPACE, InstanceId("bench"), NATIVE.checksums, OPEN_BLOCK_IO
-            )  # fmt: skip
+                [self._files / "nvme.pool"],
+                blocks,
+                block_bytes,
+                _NAMESPACE,
+                InstanceId("bench"),
+                NATIVE.checksums,
+                OPEN_BLOCK_IO,
+            )
             _memory(self._host)[:] = self._rows
 
     def keys(self, blocks: list[int], generation: int) -> bytes:
@@ -130,9 +136,11 @@ class OurRegister:
     def __init__(self, folder: str) -> None:
         self._files = Path(tempfile.mkdtemp(prefix="kvbm-", dir=folder))
         flags = {
-            "instance.data_dir": str(self._files), "nats.enabled": False, "pools.hbm.device": "memory",
+            "instance.data_dir": str(self._files),
+            "nats.enabled": False,
+            "pools.hbm.device": "memory",
             "pools.hbm.slots": _REGISTER_SLOTS,
-        }  # fmt: skip
+        }
         self._manager: Manager = open_manager(load_settings(flags=flags), [_NAMESPACE], 16, engine="bench")
 
     def keys(self, blocks: list[int], generation: int) -> bytes:

@@ -142,10 +142,14 @@ class _Stream:
         self._offset += len(events)
         return NATIVE.encode_frame(
             Frame(
-                instance=InstanceId(self.name), epoch=Epoch(1), first_offset=Offset(first), wall_time_ns=0,
-                digest=self.digest % (1 << 64), events=tuple(events),
+                instance=InstanceId(self.name),
+                epoch=Epoch(1),
+                first_offset=Offset(first),
+                wall_time_ns=0,
+                digest=self.digest % (1 << 64),
+                events=tuple(events),
             )
-        )  # fmt: skip
+        )
 
 
 def _runs(part: Part, blocks: int) -> list[Part]:
@@ -156,9 +160,12 @@ def _runs(part: Part, blocks: int) -> list[Part]:
 def _created(part: Part) -> BlocksCreated:
     parent = hashes(Part(part.chain, part.first - 1, 1)).tobytes() if part.first else NO_PARENT
     return BlocksCreated(
-        namespace=_NAMESPACE_ID, tier=Tier.HBM, hashes=hashes(part).tobytes(), parent=SequenceHash(parent),
+        namespace=_NAMESPACE_ID,
+        tier=Tier.HBM,
+        hashes=hashes(part).tobytes(),
+        parent=SequenceHash(parent),
         start=part.first,
-    )  # fmt: skip
+    )
 
 
 def _evicted(part: Part) -> BlocksEvicted:

@@ -45,9 +45,12 @@ class VllmBlockPool:
     def prepare(self, life: Life) -> Prepared:
         """A request with its hashes."""
         request = Request(
-            request_id=str(life.created), prompt_token_ids=tokens(life.created, life.blocks).tolist(),
-            sampling_params=SamplingParams(max_tokens=1), pooling_params=None, block_hasher=self._hasher,
-        )  # fmt: skip
+            request_id=str(life.created),
+            prompt_token_ids=tokens(life.created, life.blocks).tolist(),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
         self._hashes[life.created] = list(request.block_hashes)
         matched = [] if life.reused is None else self._hashes[life.reused][: life.blocks]
         return Prepared(matched, request, life.blocks)
@@ -64,9 +67,13 @@ class VllmBlockPool:
         pool.touch(held)
         new = pool.get_new_blocks(step.blocks)
         pool.cache_full_blocks(
-            request=step.request, blocks=new, num_cached_blocks=0, num_full_blocks=step.blocks, block_size=BLOCK_TOKENS,
+            request=step.request,
+            blocks=new,
+            num_cached_blocks=0,
+            num_full_blocks=step.blocks,
+            block_size=BLOCK_TOKENS,
             kv_cache_group_id=0,
-        )  # fmt: skip
+        )
         pool.free_blocks(reversed(held + new))
 
     def settle(self) -> None:

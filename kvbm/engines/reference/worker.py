@@ -67,9 +67,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
             made_from = hashlib.sha256(msgspec.json.encode((self.shape, self.seed), order="sorted")).hexdigest()
             revision = f"seed-{self.seed}-{made_from[:16]}"
         return Namespace(
-            model="kvbm-reference", revision=revision, block_tokens=self.block_tokens,
-            kv_dtype=self.shape.dtype, layout=self.kv_shape().describe(),
-        )  # fmt: skip
+            model="kvbm-reference",
+            revision=revision,
+            block_tokens=self.block_tokens,
+            kv_dtype=self.shape.dtype,
+            layout=self.kv_shape().describe(),
+        )
 
 
 class Worker:
@@ -94,20 +97,29 @@ class Worker:
         weights = weights.to(self.manager.hbm.tensor.device)
         self._engines = {
             reuse: Engine(
-                weights, self.manager, self._namespace.id, self._namespace.root(), worker.block_tokens, worker.max_batch,
-                worker.prefill_chunk_tokens, reuse=reuse,
+                weights,
+                self.manager,
+                self._namespace.id,
+                self._namespace.root(),
+                worker.block_tokens,
+                worker.max_batch,
+                worker.prefill_chunk_tokens,
+                reuse=reuse,
             )
             for reuse in (True, False)
-        }  # fmt: skip
+        }
         self._recovered = {tier.name: len(self.manager.held(tier)) for tier in self.manager.pools.slots}
         self._reuse: dict[str, bool] = {}
 
     def run(self, commands: queue.SimpleQueue[bytes | None]) -> None:
         """Serve commands, one JSON object a line, until "stop" or None."""
         self._say(
-            event="ready", instance=self.manager.instance, epoch=self.manager.epoch, namespace=self._namespace.id.hex(),
+            event="ready",
+            instance=self.manager.instance,
+            epoch=self.manager.epoch,
+            namespace=self._namespace.id.hex(),
             recovered=self._recovered,
-        )  # fmt: skip
+        )
         going_on = True
         while going_on:
             going_on = self._take_commands(commands)
@@ -202,11 +214,18 @@ class Worker:
 
     def _finish(self, finished: Finished) -> None:
         self._say(
-            event="finished", id=finished.id, tokens=finished.new_tokens, ttft_s=finished.ttft_s, queued_s=finished.queued_s,
-            prompt_blocks=finished.prompt_blocks, hits={tier.name: count for tier, count in finished.hits.items()},
-            smallest_margin=finished.smallest_margin, preemptions=finished.preemptions,
-            reuse=self._reuse.pop(finished.id, True), failed=str(finished.failed) if finished.failed else None,
-        )  # fmt: skip
+            event="finished",
+            id=finished.id,
+            tokens=finished.new_tokens,
+            ttft_s=finished.ttft_s,
+            queued_s=finished.queued_s,
+            prompt_blocks=finished.prompt_blocks,
+            hits={tier.name: count for tier, count in finished.hits.items()},
+            smallest_margin=finished.smallest_margin,
+            preemptions=finished.preemptions,
+            reuse=self._reuse.pop(finished.id, True),
+            failed=str(finished.failed) if finished.failed else None,
+        )
 
     def _report_load(self) -> None:
         queued = sum(engine.queued_tokens for engine in self._engines.values())

@@ -13,21 +13,40 @@ from kvbm.engines.vllm.regions import specs_of
 from kvbm.engines.vllm.revision import model_of, revision_of
 
 _MODEL = (
-    "dtype", "quantization", "quantization_config", "hf_overrides", "model_class_overrides", "model_impl", "model_weights",
-    "disable_sliding_window", "code_revision", "runner_type", "convert_type",
-)  # fmt: skip
+    "dtype",
+    "quantization",
+    "quantization_config",
+    "hf_overrides",
+    "model_class_overrides",
+    "model_impl",
+    "model_weights",
+    "disable_sliding_window",
+    "code_revision",
+    "runner_type",
+    "convert_type",
+)
 _CACHE = (
-    "cache_dtype", "kv_cache_dtype_skip_layers", "sliding_window", "kv_sharing_fast_prefill", "swa_bounded_replay",
-)  # fmt: skip
+    "cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "sliding_window",
+    "kv_sharing_fast_prefill",
+    "swa_bounded_replay",
+)
 _LORA = ("lora_dtype", "target_modules", "enable_tower_connector_lora")
 _DRAFT = ("method", "quantization", "kv_cache_dtype", "attention_backend")
 # Of MultiModalConfig: what says only how much room there is, or who does the work.
 _NOT_MULTIMODAL = frozenset(
     {
-        "limit_per_prompt", "mm_processor_cache_gb", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb",
-        "mm_encoder_tp_mode", "skip_mm_profiling", "mm_tensor_ipc", "mm_ipc_gpu_memory_gb",
+        "limit_per_prompt",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_encoder_tp_mode",
+        "skip_mm_profiling",
+        "mm_tensor_ipc",
+        "mm_ipc_gpu_memory_gb",
     }
-)  # fmt: skip
+)
 _NOT_CONFIG = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "_commit_hash"}
 )  # of the model's config.json

@@ -97,10 +97,11 @@ class Identity:
         scheme = HashScheme.of(vllm_config.cache_config.prefix_caching_hash_algo, environment)
         if not scheme.is_lasting:
             log.warning(
-                "identity.passing", algorithm=scheme.algorithm,
+                "identity.passing",
+                algorithm=scheme.algorithm,
                 notice="vLLM seeds this hash at random, so blocks are useless to other engines and after a restart;"
                 " set PYTHONHASHSEED to the same number everywhere, or use --prefix-caching-hash-algo sha256",
-            )  # fmt: skip
+            )
         facts = facts_of(vllm_config, kv_cache_config, machine)
         common = Namespace(
             model=model_of(vllm_config.model_config),
@@ -164,10 +165,12 @@ class Identity:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "tenant.refused", request=request.request_id, given=repr(named)[:_TENANT_CHARACTERS],
+                "tenant.refused",
+                request=request.request_id,
+                given=repr(named)[:_TENANT_CHARACTERS],
                 notice=f'kv_transfer_params["{TENANT_KEY}"] is no text of 1 to {_TENANT_CHARACTERS} printable characters;'
                 " such requests count as of no tenant",
-            )  # fmt: skip
+            )
         return ""
 
     def lora_of(self, request: Any, weights: str = "") -> str:

@@ -128,9 +128,11 @@ def _reachable(
         return settings, None  # without a revision the manager says that it is not used
     if not settings.catalog.url:
         log.warning(
-            "pool.unread", tier="OBJECT", url=settings.pools.object.url,
+            "pool.unread",
+            tier="OBJECT",
+            url=settings.pools.object.url,
             notice="without catalog.url nobody tells which objects there are: they are written, and none is read",
-        )  # fmt: skip
+        )
     try:
         return settings, open_objects(settings, namespaces, row_bytes)
     except PoolError as error:
@@ -168,9 +170,11 @@ def _suited(settings: Settings, groups: list[Group]) -> Settings:
     if (len(groups) == 1 and groups[0].window_blocks is None) or not settings.pools.object.url:
         return settings
     log.warning(
-        "pool.left_out", tier="OBJECT", url=settings.pools.object.url,
+        "pool.left_out",
+        tier="OBJECT",
+        url=settings.pools.object.url,
         notice="models with sliding windows use HOST and NVME: what a window has left behind makes holes in objects",
-    )  # fmt: skip
+    )
     return _without_objects(settings)
 
 

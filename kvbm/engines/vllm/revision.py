@@ -52,9 +52,11 @@ def revision_of(model_config: Any, load_config: Any) -> str:
     commit = _commit_of(model_config.model, model_config.revision)
     if not commit and not _COMMIT.fullmatch(model_config.revision or ""):
         log.warning(
-            "revision.unknown", model=model_config.model, revision=model_config.revision or "",
+            "revision.unknown",
+            model=model_config.model,
+            revision=model_config.revision or "",
             notice="blocks outlive weights that change under the same name; start vLLM with --revision and a commit",
-        )  # fmt: skip
+        )
     return commit or model_config.revision or ""
 
 

@@ -272,7 +272,7 @@ class NewSegmentCopies(Protocol):
 
 
 class ReferenceCopies:
-    """The readable twin of the native copies: one numpy copy a segment. The memory must outlive it."""
+    """The readable implementation of the native copies: one numpy copy a segment. The memory must outlive it."""
 
     def __init__(
         self, addresses: np.ndarray, strides: np.ndarray, sizes: np.ndarray, slots: int, checksums: ChecksumRows

@@ -74,9 +74,19 @@ class SegmentKernel:
         word_bytes = min(align, 8)
         table = self._table(word_bytes)
         _copy_chunks[(len(slots) * len(table),)](
-            table, slots, at, rows_address, row_stride, len(table), GATHER=gathers, WORD=_WORDS[word_bytes],
-            ALIGN=align, STEP=align // word_bytes, WIDTH=CHUNK_BYTES // word_bytes, num_warps=_WARPS,
-        )  # fmt: skip
+            table,
+            slots,
+            at,
+            rows_address,
+            row_stride,
+            len(table),
+            GATHER=gathers,
+            WORD=_WORDS[word_bytes],
+            ALIGN=align,
+            STEP=align // word_bytes,
+            WIDTH=CHUNK_BYTES // word_bytes,
+            num_warps=_WARPS,
+        )
 
     def _table(self, word_bytes: int) -> torch.Tensor:
         """Chunks in words of this size, (chunks, 4): address, stride, offset in the block, words."""

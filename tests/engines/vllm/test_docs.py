@@ -125,9 +125,12 @@ def in_a_bucket(here: Here, block: Any) -> None:
     endpoint = str(here.request.getfixturevalue("s3_endpoint"))
     url = block["kv_connector_extra_config"]["pools.object.url"]
     boto3.client(
-        "s3", endpoint_url=endpoint, region_name=S3_CREDENTIALS["region"],
-        aws_access_key_id=S3_CREDENTIALS["access_key_id"], aws_secret_access_key=S3_CREDENTIALS["secret_access_key"],
-    ).create_bucket(Bucket=url.removeprefix("s3://").partition("/")[0])  # fmt: skip
+        "s3",
+        endpoint_url=endpoint,
+        region_name=S3_CREDENTIALS["region"],
+        aws_access_key_id=S3_CREDENTIALS["access_key_id"],
+        aws_secret_access_key=S3_CREDENTIALS["secret_access_key"],
+    ).create_bucket(Bucket=url.removeprefix("s3://").partition("/")[0])
     asks = here.asks("object")
     with Cluster(here.folder / "cluster") as cluster:
         addresses = {"pools.object.endpoint": endpoint, **cluster.addresses}
@@ -160,9 +163,10 @@ def beside_another(here: Here, block: Any) -> None:
     assert connectors[1]["kv_connector"] == "NixlConnector"
     (here.folder / "files").mkdir()
     example = {
-        "kv_connector": "ExampleConnector", "kv_role": connectors[1]["kv_role"],
+        "kv_connector": "ExampleConnector",
+        "kv_role": connectors[1]["kv_role"],
         "kv_connector_extra_config": {"shared_storage_path": str(here.folder / "files")},
-    }  # fmt: skip
+    }
     asks = here.asks("multi")
     kvbm = placed(connectors[0], {"instance.data_dir": str(here.folder / "kvbm-data")})
     with here.engines.running(here.setup(block, connectors=[kvbm, example])) as engine:
@@ -212,9 +216,14 @@ def test_the_pages_python_measures_a_hit(engines: Engines, tmp_path: Path):
     program.write_text(code("python").replace('"MODEL"', repr(engines.model("llama-words"))))
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=START_S,
+        [sys.executable, str(program)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
         check=False,
-    )  # fmt: skip
+    )
     shutil.rmtree(tmp_path / "kvbm-data", ignore_errors=True)  # 4 GiB
     assert done.returncode == 0, done.stderr[-4000:]
     said = [

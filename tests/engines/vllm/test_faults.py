@@ -161,9 +161,13 @@ def test_loads_that_fail_are_computed(engines, truth_of, tmp_path, kind, setup, 
     truth = truth_of(kind)
     asks = truth.prompts("failing", 4, 300)
     described = with_kvbm(
-        engines.model(kind), tmp_path / "a", NVME, patches=(f"{PATCHES}:{failing}",),
-        environment={patches.SKIPPED: "2", **said}, **setup,
-    )  # fmt: skip
+        engines.model(kind),
+        tmp_path / "a",
+        NVME,
+        patches=(f"{PATCHES}:{failing}",),
+        environment={patches.SKIPPED: "2", **said},
+        **setup,
+    )
     with engines.running(described) as engine:
         scenarios.ask(engine, truth, asks, [0] * 4)
         for _ in range(3):
@@ -190,9 +194,15 @@ def test_slow_copies_change_nothing(engines, truth_of, tmp_path, kind, setup):
     truth = truth_of(kind)
     asks = truth.prompts("slow", 4, 300)
     described = with_kvbm(
-        engines.model(kind), tmp_path / "a", NVME, hbm_blocks=120, context_tokens=512,
-        patches=(f"{PATCHES}:copies_are_slow",), environment={patches.SECONDS: "0.3"}, **setup,
-    )  # fmt: skip
+        engines.model(kind),
+        tmp_path / "a",
+        NVME,
+        hbm_blocks=120,
+        context_tokens=512,
+        patches=(f"{PATCHES}:copies_are_slow",),
+        environment={patches.SECONDS: "0.3"},
+        **setup,
+    )
     with engines.running(described) as engine:
         scenarios.ask(engine, truth, asks, [0] * 4)
         scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
@@ -202,9 +212,12 @@ def test_slow_copies_change_nothing(engines, truth_of, tmp_path, kind, setup):
 def test_nvme_that_answers_late_is_not_waited_for(engines, llama, truth, tmp_path):
     asks = truth.prompts("late", 3, 300)
     described = with_kvbm(
-        llama, tmp_path / "a", NVME | {"onboard.wait_s": 0.2},
-        patches=(f"{PATCHES}:nvme_is_slow",), environment={patches.SECONDS: "2"},
-    )  # fmt: skip
+        llama,
+        tmp_path / "a",
+        NVME | {"onboard.wait_s": 0.2},
+        patches=(f"{PATCHES}:nvme_is_slow",),
+        environment={patches.SECONDS: "2"},
+    )
     with engines.running(described) as engine:
         store_to_nvme(engine, truth, asks)
         engine.in_core("drop", "HOST")

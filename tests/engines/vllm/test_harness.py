@@ -63,8 +63,10 @@ def test_a_nan_is_no_right_answer(truth):
 def test_the_hybrid_model_has_several_kv_groups(engines, gemma):
     with engines.running(Setup(gemma)) as engine:
         assert engine.kv_groups() == [
-            Group("SlidingWindowSpec", 32, 2), Group("SlidingWindowSpec", 32, 2), Group("FullAttentionSpec", 32, 2),
-        ]  # fmt: skip
+            Group("SlidingWindowSpec", 32, 2),
+            Group("SlidingWindowSpec", 32, 2),
+            Group("FullAttentionSpec", 32, 2),
+        ]
 
 
 def test_an_engine_that_hangs_is_ended_and_says_where(engines, llama):

@@ -32,9 +32,16 @@ from kvbm.engines.vllm.served import why_not_served
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     LlamaConfig(
-        architectures=["LlamaForCausalLM"], vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, dtype="float32",
-    ).save_pretrained(folder)  # fmt: skip
+        architectures=["LlamaForCausalLM"],
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        dtype="float32",
+    ).save_pretrained(folder)
     return folder
 
 

@@ -42,9 +42,11 @@ class Case(NamedTuple):
     params=[pytest.param(name, marks=[] if name in OFTEN else FULL) for name in KINDS],
 )
 def case(
-    request: pytest.FixtureRequest, engines: Engines, truth_of: Callable[[str], Truth],
+    request: pytest.FixtureRequest,
+    engines: Engines,
+    truth_of: Callable[[str], Truth],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Case]:  # fmt: skip
+) -> Iterator[Case]:
     model, setup = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     with engines.running(with_kvbm(engines.model(model), folder, **setup)) as engine:
@@ -87,21 +89,25 @@ def test_beside_another_connector(engines, llama, truth, tmp_path):
     """vLLM's own example keeps whole prompts in files. Kvbm is asked first, and answers for what it has."""
     (tmp_path / "files").mkdir()
     other = {
-        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "files")},
-    }  # fmt: skip
+    }
     with engines.running(with_others(llama, tmp_path / "a", [other])) as engine:
         for scenario in (scenarios.cold_then_warm, scenarios.partial_hits, scenarios.shared_in_a_batch):
             scenario(engine, truth, scenario.__name__)
         assert engine.in_core("counted")["hits_HOST"] > 0
 
 
-@pytest.mark.parametrize(("kind", "setup"), [
-    ("llama", {}),
-    ("llama", {"core": "process", "asynchronous": True, "step_tokens": 64}),
-    ("gemma", {"options": DENSE}),
-    pytest.param("llama", {"ranks": 2, "core": "process"}, marks=FULL),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "setup"),
+    [
+        ("llama", {}),
+        ("llama", {"core": "process", "asynchronous": True, "step_tokens": 64}),
+        ("gemma", {"options": DENSE}),
+        pytest.param("llama", {"ranks": 2, "core": "process"}, marks=FULL),
+    ],
+)
 def test_pressure_with_evictions(engines, truth_of, tmp_path, kind, setup):
     pools = {"pools.host.slots": 24, "pools.nvme.slots": 40}
     setup = {"hbm_blocks": 60, "context_tokens": 512, **setup}
@@ -116,11 +122,14 @@ def test_pressure_with_evictions(engines, truth_of, tmp_path, kind, setup):
         assert engine.in_core("refusal") == ""
 
 
-@pytest.mark.parametrize(("kind", "setup"), [
-    ("llama", {"hbm_blocks": 26}),
-    ("llama", {"hbm_blocks": 26, "asynchronous": True}),
-    ("gemma", {"hbm_blocks": 70, "options": DENSE}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "setup"),
+    [
+        ("llama", {"hbm_blocks": 26}),
+        ("llama", {"hbm_blocks": 26, "asynchronous": True}),
+        ("gemma", {"hbm_blocks": 70, "options": DENSE}),
+    ],
+)
 def test_preempted_requests_are_answered_rightly(engines, truth_of, tmp_path, kind, setup):
     truth = truth_of(kind)
     asks = [truth.prompt(f"preempted-{at}", 100, output_tokens=100) for at in range(6)]

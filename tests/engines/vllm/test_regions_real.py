@@ -47,10 +47,11 @@ def config_of(layout: KVCacheLayout, groups: list[list[KVCacheSpec]]) -> KVCache
     wanted: Any = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
-            get_resolved_kv_cache_layout=lambda: layout, prefix_cache_retention_interval=None,
+            get_resolved_kv_cache_layout=lambda: layout,
+            prefix_cache_retention_interval=None,
             num_gpu_blocks_override=BLOCKS,
         ),
-    )  # fmt: skip
+    )
     config = kv_cache_utils.get_kv_cache_config_from_groups(wanted, named, 1 << 24)
     config.kv_cache_layout = layout.name
     assert config.num_blocks == BLOCKS

@@ -45,9 +45,14 @@ def test_ranks_and_scheduler_add_up_to_one_line() -> None:
     total = stats.aggregate(_of_a_rank(0.003)).aggregate(_of_the_scheduler()).aggregate(_of_the_scheduler())
     assert total is stats
     assert total.reduce() == {
-        "loaded_bytes": 8_000_000, "loaded_blocks": 8, "load_seconds": 0.004, "load_gb_per_s": 2.0,
-        "hit_blocks_host": 6, "hit_blocks_nvme": 2, "storing_blocks": 7,
-    }  # fmt: skip
+        "loaded_bytes": 8_000_000,
+        "loaded_blocks": 8,
+        "load_seconds": 0.004,
+        "load_gb_per_s": 2.0,
+        "hit_blocks_host": 6,
+        "hit_blocks_nvme": 2,
+        "storing_blocks": 7,
+    }
     later = _of_the_scheduler().aggregate(KvbmStats({"hit_blocks": {"OBJECT": 2}, "storing_blocks": 0}))
     assert later.to_dict() == {"hit_blocks": {"HOST": 3, "NVME": 1, "OBJECT": 2}, "storing_blocks": 0}
 

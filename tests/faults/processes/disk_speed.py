@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.bench.fio import FioError, find_fio
-from kvbm.doctor.apart.disk import probe
+from kvbm.doctor.probes.disk import probe
 
 _DEPTH = 32  # as the pool has it
 _HUGE_PAGES = {

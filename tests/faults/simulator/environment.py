@@ -140,7 +140,7 @@ def installed(*, logs: bool = False) -> Iterator[None]:
     for owner, name, old, new in list(_defaults(stand_ins)):
         undo.append((owner, name, old))
         setattr(owner, name, new)
-    for name in _DISK_MODULES:
+    for name in (*_DISK_MODULES, "kvbm.pools.nvme.stripes"):
         if name not in sys.modules:
             continue
         put(sys.modules[name], "os", Os())

@@ -98,11 +98,15 @@ class Served:
         ]
         sampling = [
             SamplingParams(
-                temperature=0.0, max_tokens=ask.output_tokens, ignore_eos=True, logprobs=TOP, detokenize=False,
+                temperature=0.0,
+                max_tokens=ask.output_tokens,
+                ignore_eos=True,
+                logprobs=TOP,
+                detokenize=False,
                 extra_args={"kv_transfer_params": dict(ask.transfer)} if ask.transfer else None,
             )
             for ask in asks
-        ]  # fmt: skip
+        ]
         loras = [LoRARequest(os.path.basename(ask.lora[1]), *ask.lora) if ask.lora else None for ask in asks]
         outputs = self._llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras if any(loras) else None)
         return [_answer(output) for output in outputs]

@@ -64,9 +64,13 @@ def hashes(core: Any, tokens: list[int], salt: str) -> tuple[str, str]:
 
     half = _half(core)
     request = Request(
-        f"asked-{uuid.uuid4().hex}", list(tokens), SamplingParams(), None,
-        cache_salt=salt or None, block_hasher=core.request_block_hasher,
-    )  # fmt: skip
+        f"asked-{uuid.uuid4().hex}",
+        list(tokens),
+        SamplingParams(),
+        None,
+        cache_salt=salt or None,
+        block_hasher=core.request_block_hasher,
+    )
     state = half.requests.state_of(request)
     try:
         packed = state.hashes(0, 0, len(request.block_hashes), half._derive)

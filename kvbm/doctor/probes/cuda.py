@@ -26,8 +26,14 @@ def probe(driver: Any = None) -> dict[str, Any]:
         driver: the driver's library; None for the machine's.
     """
     found: dict[str, Any] = {
-        "cards": _cards(), "module": _module(), "library": "", "error": "", "version": 0, "devices": [], "pinned": "",
-    }  # fmt: skip
+        "cards": _cards(),
+        "module": _module(),
+        "library": "",
+        "error": "",
+        "version": 0,
+        "devices": [],
+        "pinned": "",
+    }
     if driver is None:
         try:
             driver = ctypes.CDLL("libcuda.so.1")
@@ -58,9 +64,11 @@ def _device(driver: Any, index: int) -> dict[str, Any]:
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
         values.append(value.value)
     return {
-        "name": name.value.decode(errors="replace"), "total_bytes": total.value,
-        "compute_mode": values[0], "capability": f"{values[1]}.{values[2]}",
-    }  # fmt: skip
+        "name": name.value.decode(errors="replace"),
+        "total_bytes": total.value,
+        "compute_mode": values[0],
+        "capability": f"{values[1]}.{values[2]}",
+    }
 
 
 def _pin(driver: Any) -> str:
