@@ -226,7 +226,7 @@ void bind_event(nb::module_& module);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
 void bind_codec(nb::module_& module, const SharedErrors& errors);
 void bind_scan(nb::module_& module, const SharedErrors& errors);
-void bind_stream_fold(nb::module_& module, const SharedErrors& errors);
+void bind_frame_fold(nb::module_& module, const SharedErrors& errors);
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
 void bind_ledger(nb::module_& module, const SharedErrors& errors);

@@ -35,7 +35,7 @@ constexpr std::size_t kChecksumAt = 16;                          // in a chunk
 constexpr std::uint64_t kCapacity = 64;                          // few, so that some inputs meet it
 constexpr std::array<std::uint64_t, 3> kSecret{1, 2, 3};         // the same each time, or findings could not be tried again
 constexpr std::size_t kLoadBytes = std::size_t{128} << 10;       // what loading anything may ask for: a slab of sets, an Error
-constexpr std::size_t kGrowth = 64;                              // and for each byte: an instance, a pair and its place in a map
+constexpr std::size_t kGrowth = 64;                              // and for each byte: an instance, a holder space and its place in a map
 
 template <class Number>
 Number number_at(Bytes data, std::size_t at) noexcept {

@@ -204,21 +204,21 @@ class CheckpointWriter {
   }
 
   void add(BlockKey key, HolderValue value) {
-    const auto seats = index_.sets_.seats(value);
-    for (std::size_t first = 0; first < seats.size(); first += kMaxMembers) {
-      const auto part = seats.subspan(first, std::min(kMaxMembers, seats.size() - first));
+    const auto holder_ids = index_.sets_.holder_ids(value);
+    for (std::size_t first = 0; first < holder_ids.size(); first += kMaxMembers) {
+      const auto part = holder_ids.subspan(first, std::min(kMaxMembers, holder_ids.size() - first));
       if (block_count_ != 0 && bytes_ + kBlockBytes + 8 + part.size() * 4 > kMaxPayloadBytes) {
         cut_blocks();
       }
       // A set is told once a page: between pages its number may have come to mean another one.
       Memo& memo = memo_[(value * 0x9E3779B1U) >> 20];
-      if (seats.size() > kMaxMembers || memo.generation != generation_ || memo.value != value) {
+      if (holder_ids.size() > kMaxMembers || memo.generation != generation_ || memo.value != value) {
         memo = {generation_, value, add_set(part)};
       }
       if (memo.position == kNowhere) {
         continue;
       }
-      const BlockKey& salt = index_.spaces_[index_.pairs_[pair_of(part.front())].space].salt;
+      const BlockKey& salt = index_.spaces_[index_.holder_spaces_[holder_space_of(part.front())].space].salt;
       blocks_.number(key.low ^ salt.low);
       blocks_.number(key.high ^ salt.high);
       blocks_.number(memo.position);
@@ -228,16 +228,18 @@ class CheckpointWriter {
   }
 
   // Adds the members that were there when the checkpoint began; the events since then tell of the others.
-  std::uint32_t add_set(std::span<const Seat> seats) {
+  std::uint32_t add_set(std::span<const HolderId> holder_ids) {
     members_.clear();
     std::uint32_t space = 0;
-    for (const Seat seat : seats) {
-      const ClusterIndex::Pair& pair = index_.pairs_[pair_of(seat)];
-      const bool is_old = pair.is_pool ? pair.holder < pools_
-                                       : pair.holder < incarnations_.size() && incarnations_[pair.holder] == pair.incarnation;
-      if (is_old && pair.space < spaces_ && index_.is_live(seat)) {
-        members_.push_back(pair.holder << 3 | (pair.is_pool ? 4U : 0U) | static_cast<std::uint32_t>(tier_of(seat)));
-        space = pair.space;
+    for (const HolderId holder_id : holder_ids) {
+      const ClusterIndex::HolderSpace& holder_space = index_.holder_spaces_[holder_space_of(holder_id)];
+      const bool is_old = holder_space.is_pool ? holder_space.holder < pools_
+                                       : holder_space.holder < incarnations_.size() &&
+                                             incarnations_[holder_space.holder] == holder_space.incarnation;
+      if (is_old && holder_space.space < spaces_ && index_.is_live(holder_id)) {
+        members_.push_back(holder_space.holder << 3 | (holder_space.is_pool ? 4U : 0U) |
+                           static_cast<std::uint32_t>(tier_of(holder_id)));
+        space = holder_space.space;
       }
     }
     if (members_.empty()) {
@@ -379,7 +381,7 @@ class CheckpointLoader {
   struct Set {
     HolderValue value;                // interned, with one reference of ours
     std::uint32_t space;              // namespace
-    std::uint32_t first_member = 0;   // in seats_
+    std::uint32_t first_member = 0;   // in holder_ids_
     std::uint32_t members = 0;        // how many
   };
 
@@ -482,14 +484,14 @@ class CheckpointLoader {
   }
 
   void load_blocks(In blocks) {
-    seats_.clear();
+    holder_ids_.clear();
     sets_.clear();
     for (std::uint32_t left = blocks.count(12); left > 0; --left) {
       load_set(blocks);
     }
     const WriteGuard change(index_.lock_);
     for (Set& set : sets_) {
-      set.value = index_.sets_.intern({seats_.data() + set.first_member, set.members});
+      set.value = index_.sets_.intern({holder_ids_.data() + set.first_member, set.members});
     }
     try {
       const std::uint32_t count = blocks.count(kBlockBytes);
@@ -517,7 +519,7 @@ class CheckpointLoader {
     if (space >= index_.spaces_.size()) {
       blocks.fail("a namespace that does not exist");
     }
-    Set set{.value = 0, .space = space, .first_member = static_cast<std::uint32_t>(seats_.size())};
+    Set set{.value = 0, .space = space, .first_member = static_cast<std::uint32_t>(holder_ids_.size())};
     for (std::uint32_t left = blocks.count(4); left > 0; --left) {
       const auto member = blocks.number<std::uint32_t>();
       const std::uint32_t holder = member >> 3;
@@ -525,13 +527,14 @@ class CheckpointLoader {
       if (holder >= (is_pool ? index_.pools_.size() : index_.instances_.size())) {
         blocks.fail("a holder that does not exist");
       }
-      const std::uint32_t pair = is_pool ? index_.pair_of_pool(holder, space) : index_.pair_of_instance(holder, space);
-      seats_.push_back(seat_of(pair, static_cast<Tier>(member & 3), 0));
+      const std::uint32_t holder_space =
+          is_pool ? index_.holder_space_of_pool(holder, space) : index_.holder_space_of_instance(holder, space);
+      holder_ids_.push_back(holder_id_of(holder_space, static_cast<Tier>(member & 3), 0));
     }
-    const auto begin = seats_.begin() + set.first_member;
-    std::sort(begin, seats_.end());
-    seats_.erase(std::unique(begin, seats_.end()), seats_.end());
-    set.members = static_cast<std::uint32_t>(seats_.size()) - set.first_member;
+    const auto begin = holder_ids_.begin() + set.first_member;
+    std::sort(begin, holder_ids_.end());
+    holder_ids_.erase(std::unique(begin, holder_ids_.end()), holder_ids_.end());
+    set.members = static_cast<std::uint32_t>(holder_ids_.size()) - set.first_member;
     if (set.members == 0) {
       blocks.fail("a set without members");
     }
@@ -556,56 +559,56 @@ class CheckpointLoader {
     index_.table_.find_all({keys.data(), count}, {places.data(), count}, values.data());
     for (std::size_t index = 0; index < count; ++index) {
       const Set& set = sets_[positions[index]];
-      const std::span<const Seat> seats(seats_.data() + set.first_member, set.members);
+      const std::span<const HolderId> holder_ids(holder_ids_.data() + set.first_member, set.members);
       const std::uint8_t* const hash = packed.data() + index * kBlockBytes;
       HolderValue* const known = index_.table_.find(keys[index], places[index]);
-      if (known == nullptr && index_.residencies_ + index_.claims_ + seats.size() <= index_.capacity_) {
+      if (known == nullptr && index_.residencies_ + index_.claims_ + holder_ids.size() <= index_.capacity_) {
         index_.sets_.retain(set.value);
         *index_.table_.insert(keys[index], places[index]) = set.value;
         std::uint32_t last_pool = 0;
-        for (const Seat seat : seats) {
-          count_seat(seat, hash, pair_of(seat) != last_pool);
-          last_pool = pair_of(seat);
+        for (const HolderId holder_id : holder_ids) {
+          count_holder_id(holder_id, hash, holder_space_of(holder_id) != last_pool);
+          last_pool = holder_space_of(holder_id);
         }
       } else {
-        for (const Seat seat : seats) {
-          merge(seat, keys[index], places[index], hash);
+        for (const HolderId holder_id : holder_ids) {
+          merge(holder_id, keys[index], places[index], hash);
         }
       }
     }
   }
 
-  // A block that is told twice, or too many of them: seat by seat.
-  void merge(Seat seat, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
-    const ClusterIndex::Pair& pair = index_.pairs_[pair_of(seat)];
-    const ClusterIndex::Piece piece{pair.is_pool ? ClusterIndex::Work::kClaim : ClusterIndex::Work::kState,
-                                    pair.is_pool ? ClusterIndex::kNone : pair.holder,
-                                    pair.space,
-                                    pair_of(seat),
-                                    tier_of(seat),
+  // A block that is told twice, or too many of them: holder id by holder id.
+  void merge(HolderId holder_id, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
+    const ClusterIndex::HolderSpace& holder_space = index_.holder_spaces_[holder_space_of(holder_id)];
+    const ClusterIndex::Piece piece{holder_space.is_pool ? ClusterIndex::Work::kClaim : ClusterIndex::Work::kState,
+                                    holder_space.is_pool ? ClusterIndex::kNone : holder_space.holder,
+                                    holder_space.space,
+                                    holder_space_of(holder_id),
+                                    tier_of(holder_id),
                                     hash,
                                     1};
-    if (pair.is_pool) {
+    if (holder_space.is_pool) {
       index_.gain_claim(piece, key, place);
     } else {
-      bool& is_whole = index_.instances_[pair.holder].tiers[static_cast<std::size_t>(tier_of(seat))].is_whole;
+      bool& is_whole = index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))].is_whole;
       const bool was_whole = std::exchange(is_whole, false);  // it is no anomaly here
       index_.gain(piece, key, place, hash, false);
       is_whole = was_whole;
     }
   }
 
-  void count_seat(Seat seat, const std::uint8_t* hash, bool is_first_of_pair) {
-    const ClusterIndex::Pair& pair = index_.pairs_[pair_of(seat)];
-    if (pair.is_pool) {
+  void count_holder_id(HolderId holder_id, const std::uint8_t* hash, bool is_first_of_holder_space) {
+    const ClusterIndex::HolderSpace& holder_space = index_.holder_spaces_[holder_space_of(holder_id)];
+    if (holder_space.is_pool) {
       ++index_.claims_;
-      index_.pools_[pair.holder].claims += is_first_of_pair ? 1 : 0;
+      index_.pools_[holder_space.holder].claims += is_first_of_holder_space ? 1 : 0;
       return;
     }
-    ClusterIndex::TierFold& fold = index_.instances_[pair.holder].tiers[static_cast<std::size_t>(tier_of(seat))];
+    ClusterIndex::TierFold& fold = index_.instances_[holder_space.holder].tiers[static_cast<std::size_t>(tier_of(holder_id))];
     ++index_.residencies_;
     ++fold.counts[0];
-    fold.digests[0] += residency_mix(tier_of(seat), hash);
+    fold.digests[0] += residency_mix(tier_of(holder_id), hash);
   }
 
   static constexpr std::size_t kBatch = 64;
@@ -615,7 +618,7 @@ class CheckpointLoader {
   std::size_t at_ = 0;           // next chunk
   std::uint32_t number_ = 0;     // its number
   std::uint64_t blocks_ = 0;     // loaded so far
-  std::vector<Seat> seats_;      // members of the chunk's sets
+  std::vector<HolderId> holder_ids_;      // members of the chunk's sets
   std::vector<Set> sets_;        // the chunk's sets
 };
 

@@ -30,7 +30,7 @@ std::array<std::uint64_t, 3> ClusterIndex::random_secret() {
 }
 
 ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> secret)
-    : capacity_(capacity), salts_(secret[2]), table_(secret[0], secret[1]), pairs_(1) {
+    : capacity_(capacity), salts_(secret[2]), table_(secret[0], secret[1]), holder_spaces_(1) {
   pieces_.reserve(kBatchBlocks);
 }
 
@@ -95,55 +95,56 @@ std::uint32_t ClusterIndex::space_of(const NamespaceId& id) {
   }
   const WriteGuard change(lock_);
   const auto number = static_cast<std::uint32_t>(spaces_.size());
-  spaces_.push_back({.id = id, .salt = {salts_(), salts_()}, .pool_pairs = {}});
+  spaces_.push_back({.id = id, .salt = {salts_(), salts_()}, .pool_holder_spaces = {}});
   space_numbers_.emplace(id, number);
   return number;
 }
 
-std::uint32_t ClusterIndex::new_pair(const Pair& pair) {
-  if (!free_pairs_.empty()) {
-    const std::uint32_t number = free_pairs_.back();
-    free_pairs_.pop_back();
-    pairs_[number] = pair;
+std::uint32_t ClusterIndex::new_holder_space(const HolderSpace& holder_space) {
+  if (!free_holder_spaces_.empty()) {
+    const std::uint32_t number = free_holder_spaces_.back();
+    free_holder_spaces_.pop_back();
+    holder_spaces_[number] = holder_space;
     return number;
   }
-  if (pairs_.size() == kMaxPairs) {
+  if (holder_spaces_.size() == kMaxHolderSpaces) {
     throw std::bad_alloc();
   }
-  pairs_.push_back(pair);
-  free_pairs_.reserve(pairs_.capacity());  // not its size, which would move it for every pair
-  return static_cast<std::uint32_t>(pairs_.size() - 1);
+  holder_spaces_.push_back(holder_space);
+  free_holder_spaces_.reserve(holder_spaces_.capacity());  // not its size, which would move it for every holder space
+  return static_cast<std::uint32_t>(holder_spaces_.size() - 1);
 }
 
-std::uint32_t ClusterIndex::pair_of_instance(std::uint32_t number, std::uint32_t space) {
+std::uint32_t ClusterIndex::holder_space_of_instance(std::uint32_t number, std::uint32_t space) {
   const std::uint64_t key = std::uint64_t{number} << 32 | space;
-  const auto known = pair_numbers_.find(key);
-  if (known != pair_numbers_.end()) {
+  const auto known = holder_space_numbers_.find(key);
+  if (known != holder_space_numbers_.end()) {
     return known->second;
   }
   const WriteGuard change(lock_);
   Instance& instance = instances_[number];
-  Pair pair{.holder = number, .space = space & kSpaceBits, .incarnation = instance.incarnation};
+  HolderSpace holder_space{.holder = number, .space = space & kSpaceBits, .incarnation = instance.incarnation};
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
-    pair.live = static_cast<std::uint16_t>(pair.live | instance.tiers[tier].live << (tier * kGenerations));
+    holder_space.live = static_cast<std::uint16_t>(holder_space.live | instance.tiers[tier].live << (tier * kGenerations));
   }
-  pair.shown = pair.live & instance.shown;
-  const std::uint32_t made = new_pair(pair);
-  instance.pairs.push_back(made);
-  pair_numbers_.emplace(key, made);
+  holder_space.visible = holder_space.live & instance.visible;
+  const std::uint32_t made = new_holder_space(holder_space);
+  instance.holder_spaces.push_back(made);
+  holder_space_numbers_.emplace(key, made);
   return made;
 }
 
-std::uint32_t ClusterIndex::pair_of_pool(std::uint32_t pool, std::uint32_t space) {
+std::uint32_t ClusterIndex::holder_space_of_pool(std::uint32_t pool, std::uint32_t space) {
   const std::uint64_t key = kPoolKind | std::uint64_t{pool} << 32 | space;
-  const auto known = pair_numbers_.find(key);
-  if (known != pair_numbers_.end()) {
+  const auto known = holder_space_numbers_.find(key);
+  if (known != holder_space_numbers_.end()) {
     return known->second;
   }
   const WriteGuard change(lock_);
-  const std::uint32_t made = new_pair({.holder = pool, .space = space & kSpaceBits, .is_pool = 1, .live = 0x1111, .shown = 0x1111});
-  spaces_[space].pool_pairs.push_back(made);
-  pair_numbers_.emplace(key, made);
+  const std::uint32_t made =
+      new_holder_space({.holder = pool, .space = space & kSpaceBits, .is_pool = 1, .live = 0x1111, .visible = 0x1111});
+  spaces_[space].pool_holder_spaces.push_back(made);
+  holder_space_numbers_.emplace(key, made);
   return made;
 }
 
@@ -236,7 +237,8 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
       return;
     }
     const std::uint32_t space = space_of(id);
-    add({is_withdrawn ? Work::kUnclaim : Work::kClaim, kNone, space, pair_of_pool(fold.pool, space), tier, hashes.data(),
+    add({is_withdrawn ? Work::kUnclaim : Work::kClaim, kNone, space, holder_space_of_pool(fold.pool, space), tier,
+         hashes.data(),
          static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
   };
   if (const auto* const created = std::get_if<BlocksCreated>(&event)) {
@@ -277,11 +279,12 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
 void ClusterIndex::add_run(Work work, std::uint32_t instance, const NamespaceId& id, Tier tier, Bytes hashes) {
   if (instance != last_instance_ || id != last_id_) {
     last_space_ = space_of(id);
-    last_pair_ = pair_of_instance(instance, last_space_);
+    last_holder_space_ = holder_space_of_instance(instance, last_space_);
     last_instance_ = instance;
     last_id_ = id;
   }
-  add({work, instance, last_space_, last_pair_, tier, hashes.data(), static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+  add({work, instance, last_space_, last_holder_space_, tier, hashes.data(),
+       static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
 }
 
 void ClusterIndex::add(const Piece& piece) {
@@ -334,7 +337,7 @@ void ClusterIndex::run_batch() {
     const std::uint8_t* hash = piece.hashes;
     // What most blocks are, counted here and told once: new to the table, or leaving it.
     TierFold* const fold = piece.instance != kNone ? &instances_[piece.instance].tiers[at_tier(piece.tier)] : nullptr;
-    const Seat seat = fold != nullptr ? seat_of(piece.pair, piece.tier, fold->generation) : 0;
+    const HolderId holder_id = fold != nullptr ? holder_id_of(piece.holder_space, piece.tier, fold->generation) : 0;
     const bool may_add = fold != nullptr && residencies_ + claims_ + piece.count <= capacity_ &&
                          (piece.work == Work::kCreate || !fold->is_whole);
     std::uint64_t added = 0;
@@ -348,7 +351,7 @@ void ClusterIndex::run_batch() {
           const bool is_new = values[block] == 0 && !brought[mark];
           brought.set(mark);
           if (is_new && may_add) {
-            *table_.insert(keys[block], places[block]) = seat;
+            *table_.insert(keys[block], places[block]) = holder_id;
             ++added;
             const std::uint64_t mix = residency_mix(piece.tier, hash);
             mixes += mix;
@@ -359,8 +362,8 @@ void ClusterIndex::run_batch() {
           break;
         }
         case Work::kEvict:
-          if (HolderValue* const at = values[block] == seat ? table_.find(keys[block], places[block]) : nullptr;
-              at != nullptr && *at == seat) {
+          if (HolderValue* const at = values[block] == holder_id ? table_.find(keys[block], places[block]) : nullptr;
+              at != nullptr && *at == holder_id) {
             table_.erase(at, places[block]);
             --added;
             const std::uint64_t mix = residency_mix(piece.tier, hash);
@@ -390,10 +393,10 @@ void ClusterIndex::run_batch() {
 
 // -- blocks ------------------------------------------------------------------------------------------------------------
 
-Seat ClusterIndex::find_seat(const HolderValue& value, std::uint32_t pair, Tier tier) const noexcept {
-  for (const Seat seat : sets_.seats_of_pair(value, pair)) {
-    if (tier_of(seat) == tier && is_live(seat)) {
-      return seat;
+HolderId ClusterIndex::find_holder_id(const HolderValue& value, std::uint32_t holder_space, Tier tier) const noexcept {
+  for (const HolderId holder_id : sets_.ids_of_holder_space(value, holder_space)) {
+    if (tier_of(holder_id) == tier && is_live(holder_id)) {
+      return holder_id;
     }
   }
   return 0;
@@ -405,15 +408,15 @@ HolderValue ClusterIndex::changed(const SetChange& change) {
     return last_result_;
   }
   scratch_.clear();
-  Seat added = change.added;
-  for (const Seat seat : sets_.seats(change.value)) {
-    if ((seat >= change.first_removed && seat <= change.last_removed) || !is_live(seat)) {
+  HolderId added = change.added;
+  for (const HolderId holder_id : sets_.holder_ids(change.value)) {
+    if ((holder_id >= change.first_removed && holder_id <= change.last_removed) || !is_live(holder_id)) {
       continue;
     }
-    if (added != 0 && added < seat) {
+    if (added != 0 && added < holder_id) {
       scratch_.push_back(std::exchange(added, 0));
     }
-    scratch_.push_back(seat);
+    scratch_.push_back(holder_id);
   }
   if (added != 0) {
     scratch_.push_back(added);
@@ -449,18 +452,18 @@ bool ClusterIndex::is_full(const Piece& piece) {
 
 void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new) {
   TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
-  const Seat seat = seat_of(piece.pair, piece.tier, fold.generation);
+  const HolderId holder_id = holder_id_of(piece.holder_space, piece.tier, fold.generation);
   HolderValue* const at = is_new ? nullptr : table_.find(key, place);
-  const Seat old = at == nullptr ? 0 : *at == seat ? seat : find_seat(*at, piece.pair, piece.tier);
+  const HolderId old = at == nullptr ? 0 : *at == holder_id ? holder_id : find_holder_id(*at, piece.holder_space, piece.tier);
   if (old != 0 && piece.work == Work::kCreate) {
     count(Anomaly::kCreatedTwice);
   }
-  if (old == seat) {
+  if (old == holder_id) {
     return;
   }
   const std::uint64_t mix = residency_mix(piece.tier, hash);
   if (old != 0) {  // stated or created again since a round began: it moves to the generation that stays
-    set_value(at, place, changed({*at, old, old, seat}));
+    set_value(at, place, changed({*at, old, old, holder_id}));
     --fold.counts[generation_of(old)];
     fold.digests[generation_of(old)] -= mix;
     audit_change(fold, generation_of(old), place, -mix);
@@ -472,9 +475,9 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
       return;
     }
     if (at == nullptr) {
-      *table_.insert(key, place) = seat;
+      *table_.insert(key, place) = holder_id;
     } else {
-      set_value(at, place, changed({*at, 1, 0, seat}));
+      set_value(at, place, changed({*at, 1, 0, holder_id}));
     }
     ++residencies_;
   }
@@ -486,40 +489,40 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
 void ClusterIndex::withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash) {
   TierFold& fold = instances_[piece.instance].tiers[at_tier(piece.tier)];
   HolderValue* const at = table_.find(key, place);
-  const Seat seat = at == nullptr ? 0 : find_seat(*at, piece.pair, piece.tier);
-  if (seat == 0) {
+  const HolderId holder_id = at == nullptr ? 0 : find_holder_id(*at, piece.holder_space, piece.tier);
+  if (holder_id == 0) {
     count(Anomaly::kEvictedUnheld);
     return;
   }
-  if (*at == seat) {
+  if (*at == holder_id) {
     table_.erase(at, place);
   } else {
-    set_value(at, place, changed({*at, seat, seat, 0}));
+    set_value(at, place, changed({*at, holder_id, holder_id, 0}));
   }
   --residencies_;
-  --fold.counts[generation_of(seat)];
+  --fold.counts[generation_of(holder_id)];
   const std::uint64_t mix = residency_mix(piece.tier, hash);
-  fold.digests[generation_of(seat)] -= mix;
-  audit_change(fold, generation_of(seat), place, -mix);
+  fold.digests[generation_of(holder_id)] -= mix;
+  audit_change(fold, generation_of(holder_id), place, -mix);
 }
 
 void ClusterIndex::gain_claim(const Piece& piece, BlockKey key, std::uint64_t place) {
-  const Seat seat = seat_of(piece.pair, piece.tier, 0);
+  const HolderId holder_id = holder_id_of(piece.holder_space, piece.tier, 0);
   HolderValue* const at = table_.find(key, place);
-  if (at != nullptr && find_seat(*at, piece.pair, piece.tier) != 0) {
+  if (at != nullptr && find_holder_id(*at, piece.holder_space, piece.tier) != 0) {
     return;
   }
   if (is_full(piece)) {
     return;
   }
   ++claims_;
-  if (at == nullptr || sets_.seats_of_pair(*at, piece.pair).empty()) {
-    ++pools_[pairs_[piece.pair].holder].claims;
+  if (at == nullptr || sets_.ids_of_holder_space(*at, piece.holder_space).empty()) {
+    ++pools_[holder_spaces_[piece.holder_space].holder].claims;
   }
   if (at == nullptr) {
-    *table_.insert(key, place) = seat;
+    *table_.insert(key, place) = holder_id;
   } else {
-    set_value(at, place, changed({*at, 1, 0, seat}));
+    set_value(at, place, changed({*at, 1, 0, holder_id}));
   }
 }
 
@@ -528,13 +531,13 @@ void ClusterIndex::withdraw_claim(const Piece& piece, BlockKey key, std::uint64_
   if (at == nullptr) {
     return;
   }
-  const std::size_t claimed = sets_.seats_of_pair(*at, piece.pair).size();
+  const std::size_t claimed = sets_.ids_of_holder_space(*at, piece.holder_space).size();
   if (claimed == 0) {
     return;
   }
   claims_ -= claimed;
-  --pools_[pairs_[piece.pair].holder].claims;
-  const Seat first = piece.pair << 4;
+  --pools_[holder_spaces_[piece.holder_space].holder].claims;
+  const HolderId first = piece.holder_space << 4;
   set_value(at, place, changed({*at, first, first | 15, 0}));
 }
 
@@ -551,12 +554,12 @@ void ClusterIndex::kill(std::uint32_t number) {
     is_referenced = is_referenced || fold.dirty != 0;
     fold = TierFold{};
   }
-  for (const std::uint32_t pair : instance.pairs) {
-    pair_numbers_.erase(std::uint64_t{number} << 32 | pairs_[pair].space);
-    pairs_[pair].live = pairs_[pair].shown = 0;
-    (is_referenced ? dead_pairs_ : free_pairs_).push_back(pair);
+  for (const std::uint32_t holder_space : instance.holder_spaces) {
+    holder_space_numbers_.erase(std::uint64_t{number} << 32 | holder_spaces_[holder_space].space);
+    holder_spaces_[holder_space].live = holder_spaces_[holder_space].visible = 0;
+    (is_referenced ? dead_holder_spaces_ : free_holder_spaces_).push_back(holder_space);
   }
-  instance.pairs.clear();
+  instance.holder_spaces.clear();
   last_instance_ = kNone;
   instance.declared.clear();
   show(instance);
@@ -565,14 +568,14 @@ void ClusterIndex::kill(std::uint32_t number) {
 }
 
 void ClusterIndex::show(Instance& instance) {
-  instance.shown = kAllSeats;
+  instance.visible = kAllVisible;
   for (std::size_t tier = 0; instance.is_withheld && tier < kTierCount; ++tier) {
     if (!instance.tiers[tier].is_pod) {
-      instance.shown = static_cast<std::uint16_t>(instance.shown & ~(0xFU << (tier * kGenerations)));
+      instance.visible = static_cast<std::uint16_t>(instance.visible & ~(0xFU << (tier * kGenerations)));
     }
   }
-  for (const std::uint32_t pair : instance.pairs) {
-    pairs_[pair].shown = pairs_[pair].live & instance.shown;
+  for (const std::uint32_t holder_space : instance.holder_spaces) {
+    holder_spaces_[holder_space].visible = holder_spaces_[holder_space].live & instance.visible;
   }
 }
 
@@ -698,10 +701,10 @@ void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generati
   TierFold& fold = instance.tiers[at_tier(tier)];
   const auto bit = static_cast<std::uint8_t>(1U << generation);
   fold.live = static_cast<std::uint8_t>(fold.live & ~bit);
-  const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
-  for (const std::uint32_t pair : instance.pairs) {
-    pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live & ~seat_bit);
-    pairs_[pair].shown = static_cast<std::uint16_t>(pairs_[pair].shown & ~seat_bit);
+  const auto visibility_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
+  for (const std::uint32_t holder_space : instance.holder_spaces) {
+    holder_spaces_[holder_space].live = static_cast<std::uint16_t>(holder_spaces_[holder_space].live & ~visibility_bit);
+    holder_spaces_[holder_space].visible = static_cast<std::uint16_t>(holder_spaces_[holder_space].visible & ~visibility_bit);
   }
   fold.audited[generation] = 0;
   if (fold.counts[generation] != 0) {
@@ -738,10 +741,11 @@ void ClusterIndex::begin_round(std::uint32_t number, Tier tier, std::uint32_t ro
   const WriteGuard change(lock_);
   fold.live = static_cast<std::uint8_t>(fold.live | 1U << generation);
   fold.generation = generation;
-  const auto seat_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
-  for (const std::uint32_t pair : instances_[number].pairs) {
-    pairs_[pair].live = static_cast<std::uint16_t>(pairs_[pair].live | seat_bit);
-    pairs_[pair].shown = static_cast<std::uint16_t>(pairs_[pair].shown | (seat_bit & instances_[number].shown));
+  const auto visibility_bit = static_cast<std::uint16_t>(1U << (at_tier(tier) * kGenerations + generation));
+  for (const std::uint32_t holder_space : instances_[number].holder_spaces) {
+    holder_spaces_[holder_space].live = static_cast<std::uint16_t>(holder_spaces_[holder_space].live | visibility_bit);
+    HolderSpace& there = holder_spaces_[holder_space];
+    there.visible = static_cast<std::uint16_t>(there.visible | (visibility_bit & instances_[number].visible));
   }
 }
 
@@ -774,7 +778,7 @@ void ClusterIndex::claim_all(std::string_view pool, const NamespaceId& id, Bytes
   const std::lock_guard turn(writer_);
   forget_batch();
   const std::uint32_t space = space_of(id);
-  add({work, kNone, space, pair_of_pool(pool_number(pool), space), Tier::kObject, hashes.data(),
+  add({work, kNone, space, holder_space_of_pool(pool_number(pool), space), Tier::kObject, hashes.data(),
        static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
   flush();
 }
@@ -790,25 +794,25 @@ void ClusterIndex::unclaim(std::string_view pool, const NamespaceId& id, Bytes h
 ClaimPart ClusterIndex::claims(std::uint64_t first, std::size_t pages) const {
   ClaimPart part;
   part.next = std::min(first, BlockTable::kRankEnd);
-  std::map<std::uint32_t, std::size_t> runs;  // pair of a pool → its run
+  std::map<std::uint32_t, std::size_t> runs;  // holder space of a pool → its run
   for (; pages > 0 && part.next != BlockTable::kRankEnd; --pages) {
     const std::lock_guard turn(writer_);  // only writers change what is read here; let go after every stretch
     part.next = table_.visit_ranks(part.next, [&](BlockKey key, std::uint64_t, const HolderValue& value) {
-      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::pair_of(value) >= pairs_.size()) {
+      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::holder_space_of(value) >= holder_spaces_.size()) {
         return;  // damaged: an audit takes it out
       }
       std::uint32_t before = kNone;
-      for (const Seat seat : sets_.seats(value)) {
-        const auto number = static_cast<std::uint32_t>(kvbm::pair_of(seat));
-        const Pair& pair = pairs_[number];
-        if (pair.is_pool == 0 || number == before) {
-          continue;  // a block claimed in two tiers is one claim: seats are sorted
+      for (const HolderId holder_id : sets_.holder_ids(value)) {
+        const auto number = static_cast<std::uint32_t>(kvbm::holder_space_of(holder_id));
+        const HolderSpace& holder_space = holder_spaces_[number];
+        if (holder_space.is_pool == 0 || number == before) {
+          continue;  // a block claimed in two tiers is one claim: holder ids are sorted
         }
         before = number;
-        const Namespace& space = spaces_[pair.space];
+        const Namespace& space = spaces_[holder_space.space];
         const auto [run, is_new] = runs.try_emplace(number, part.runs.size());
         if (is_new) {
-          part.runs.push_back({pair.holder, space.id, {}});
+          part.runs.push_back({holder_space.holder, space.id, {}});
         }
         const std::array<std::uint64_t, 2> hash{key.low ^ space.salt.low, key.high ^ space.salt.high};
         const auto* const bytes = reinterpret_cast<const std::uint8_t*>(hash.data());
@@ -824,14 +828,14 @@ ClaimPart ClusterIndex::claims(std::uint64_t first, std::size_t pages) const {
 
 bool ClusterIndex::needs_sweep() const {
   const std::lock_guard turn(writer_);
-  return has_pass_ || !dead_pairs_.empty() || !dead_generations_.empty();
+  return has_pass_ || !dead_holder_spaces_.empty() || !dead_generations_.empty();
 }
 
 bool ClusterIndex::sweep(std::size_t pages) {
   for (; pages > 0; --pages) {
     const std::lock_guard turn(writer_);  // let go after every page, so that frames are applied in between
     if (!has_pass_) {
-      if (dead_pairs_.empty() && dead_generations_.empty()) {
+      if (dead_holder_spaces_.empty() && dead_generations_.empty()) {
         return false;
       }
       begin_pass();
@@ -857,7 +861,7 @@ bool ClusterIndex::sweep(std::size_t pages) {
     }
   }
   const std::lock_guard turn(writer_);
-  return has_pass_ || !dead_pairs_.empty() || !dead_generations_.empty();
+  return has_pass_ || !dead_holder_spaces_.empty() || !dead_generations_.empty();
 }
 
 void ClusterIndex::begin_pass() {
@@ -865,14 +869,14 @@ void ClusterIndex::begin_pass() {
   ++pass_;
   pass_shard_ = pass_page_ = 0;
   pass_moves_ = table_.moves(0);
-  pass_pairs_.swap(dead_pairs_);
+  pass_holder_spaces_.swap(dead_holder_spaces_);
   pass_generations_.swap(dead_generations_);
 }
 
 void ClusterIndex::end_pass() {
   const WriteGuard change(lock_);
   has_pass_ = false;
-  free_pairs_.insert(free_pairs_.end(), pass_pairs_.begin(), pass_pairs_.end());
+  free_holder_spaces_.insert(free_holder_spaces_.end(), pass_holder_spaces_.begin(), pass_holder_spaces_.end());
   for (const DeadGeneration& dead : pass_generations_) {
     Instance& instance = instances_[dead.instance];
     if (instance.incarnation == dead.incarnation) {
@@ -880,7 +884,7 @@ void ClusterIndex::end_pass() {
       fold.dirty = static_cast<std::uint8_t>(fold.dirty & ~(1U << dead.generation));
     }
   }
-  pass_pairs_.clear();
+  pass_holder_spaces_.clear();
   pass_generations_.clear();
 }
 
@@ -899,8 +903,8 @@ HolderValue ClusterIndex::cleaned(HolderValue value) {
   if (clean_in_[number] == pass_) {
     return value;
   }
-  const auto seats = sets_.seats(value);
-  if (std::all_of(seats.begin(), seats.end(), [this](Seat seat) { return is_live(seat); })) {
+  const auto holder_ids = sets_.holder_ids(value);
+  if (std::all_of(holder_ids.begin(), holder_ids.end(), [this](HolderId holder_id) { return is_live(holder_id); })) {
     clean_in_[number] = pass_;
     return value;
   }
@@ -931,10 +935,11 @@ void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
           if (value == 0 || target == kGenerations || passes > 1) {
             return value;
           }
-          for (const std::uint32_t pair : instances_[number].pairs) {
-            for (const Seat seat : sets_.seats_of_pair(value, pair)) {
-              if (tier_of(seat) == tier && generation_of(seat) != fold.generation && generation_of(seat) != target) {
-                const HolderValue now = changed({value, seat, seat, seat_of(pair, tier, target)});
+          for (const std::uint32_t holder_space : instances_[number].holder_spaces) {
+            for (const HolderId holder_id : sets_.ids_of_holder_space(value, holder_space)) {
+              if (tier_of(holder_id) == tier && generation_of(holder_id) != fold.generation &&
+                  generation_of(holder_id) != target) {
+                const HolderValue now = changed({value, holder_id, holder_id, holder_id_of(holder_space, tier, target)});
                 sets_.release(value);
                 return now;
               }
@@ -969,17 +974,17 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
     std::vector<std::pair<BlockKey, std::uint64_t>> damaged;
     audited_before_ = table_.visit_ranks(audited_before_, [&](BlockKey key, std::uint64_t place, const HolderValue& value) {
       ++audited_blocks_;
-      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::pair_of(value) >= pairs_.size()) {
+      if ((value & kSetBit) != 0 ? !sets_.has(value) : kvbm::holder_space_of(value) >= holder_spaces_.size()) {
         damaged.emplace_back(key, place);
         return;
       }
-      for (const Seat seat : sets_.seats(value)) {
-        const Pair& pair = pairs_[kvbm::pair_of(seat)];
-        if (pair.is_pool == 0 && is_live(seat)) {
-          const BlockKey& salt = spaces_[pair.space].salt;
+      for (const HolderId holder_id : sets_.holder_ids(value)) {
+        const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
+        if (holder_space.is_pool == 0 && is_live(holder_id)) {
+          const BlockKey& salt = spaces_[holder_space.space].salt;
           const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
-          instances_[pair.holder].tiers[at_tier(tier_of(seat))].audited[generation_of(seat)] +=
-              residency_mix(tier_of(seat), reinterpret_cast<const std::uint8_t*>(hash.data()));
+          instances_[holder_space.holder].tiers[at_tier(tier_of(holder_id))].audited[generation_of(holder_id)] +=
+              residency_mix(tier_of(holder_id), reinterpret_cast<const std::uint8_t*>(hash.data()));
         }
       }
     });
@@ -1068,10 +1073,10 @@ std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std:
   const BlockKey key = key_of(space, hash);
   const HolderValue* const value = table_.find(key, table_.place(key));
   if (value != nullptr) {
-    for (const Seat seat : sets_.seats(*value)) {
-      if (is_live(seat) && is_shown(seat) != is_withheld) {
-        const Pair& pair = pairs_[kvbm::pair_of(seat)];
-        found.push_back({pair.holder, pair.is_pool != 0, tier_of(seat)});
+    for (const HolderId holder_id : sets_.holder_ids(*value)) {
+      if (is_live(holder_id) && is_visible(holder_id) != is_withheld) {
+        const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
+        found.push_back({holder_space.holder, holder_space.is_pool != 0, tier_of(holder_id)});
       }
     }
   }
@@ -1105,9 +1110,10 @@ std::array<std::uint64_t, kAnomalyCount> ClusterIndex::anomalies() const {
 
 IndexMemory ClusterIndex::memory() const {
   const ReadGuard reading(lock_);
-  const std::size_t maps = (space_numbers_.size() + pair_numbers_.size()) * 48 + instance_numbers_.size() * 96;
+  const std::size_t maps = (space_numbers_.size() + holder_space_numbers_.size()) * 48 + instance_numbers_.size() * 96;
   return {table_.bytes(), sets_.bytes(),
-          instances_.capacity() * sizeof(Instance) + pairs_.capacity() * sizeof(Pair) + spaces_.capacity() * sizeof(Namespace) +
+          instances_.capacity() * sizeof(Instance) + holder_spaces_.capacity() * sizeof(HolderSpace) +
+          spaces_.capacity() * sizeof(Namespace) +
               clean_in_.capacity() * sizeof(std::uint32_t) + maps};
 }
 
@@ -1118,12 +1124,12 @@ std::uint64_t ClusterIndex::recomputed_digest(std::uint32_t number) const {
   for (std::size_t shard = 0; shard < BlockTable::kShards; ++shard) {
     for (std::size_t page = 0; page < table_.page_count(shard); ++page) {
       table_.visit_page(shard, page, [&](BlockKey key, const HolderValue& value) {
-        for (const Seat seat : sets_.seats(value)) {
-          const Pair& pair = pairs_[kvbm::pair_of(seat)];
-          if (!pair.is_pool && pair.holder == number && is_live(seat)) {
-            const BlockKey& salt = spaces_[pair.space].salt;
+        for (const HolderId holder_id : sets_.holder_ids(value)) {
+          const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
+          if (!holder_space.is_pool && holder_space.holder == number && is_live(holder_id)) {
+            const BlockKey& salt = spaces_[holder_space.space].salt;
             const std::array<std::uint64_t, 2> hash{key.low ^ salt.low, key.high ^ salt.high};
-            digest += residency_mix(tier_of(seat), reinterpret_cast<const std::uint8_t*>(hash.data()));
+            digest += residency_mix(tier_of(holder_id), reinterpret_cast<const std::uint8_t*>(hash.data()));
           }
         }
       });

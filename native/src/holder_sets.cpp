@@ -5,10 +5,10 @@
 namespace kvbm {
 namespace {
 
-std::uint32_t hash_of(std::span<const Seat> seats) noexcept {
-  std::uint64_t hash = seats.size();
-  for (const Seat seat : seats) {
-    hash = (hash ^ seat) * 0x9E3779B97F4A7C15;
+std::uint32_t hash_of(std::span<const HolderId> holder_ids) noexcept {
+  std::uint64_t hash = holder_ids.size();
+  for (const HolderId holder_id : holder_ids) {
+    hash = (hash ^ holder_id) * 0x9E3779B97F4A7C15;
     hash ^= hash >> 29;
   }
   return static_cast<std::uint32_t>(hash ^ hash >> 32);
@@ -19,18 +19,18 @@ std::uint32_t hash_of(std::span<const Seat> seats) noexcept {
 HolderSets::Slab::~Slab() {
   for (Cell& cell : cells) {
     if (cell.count > kInline) {
-      delete[] cell.seats();
+      delete[] cell.holder_ids();
     }
   }
 }
 
 HolderSets::HolderSets() : next_free_(kSetBit), lookup_(64, 0) {}
 
-std::span<const Seat> HolderSets::seats_of_pair(const HolderValue& value, std::uint32_t pair) const noexcept {
-  const auto all = seats(value);
-  const Seat* begin = all.data();
-  const Seat* const end = all.data() + all.size();
-  const Seat first = pair << 4;
+std::span<const HolderId> HolderSets::ids_of_holder_space(const HolderValue& value, std::uint32_t holder_space) const noexcept {
+  const auto all = holder_ids(value);
+  const HolderId* begin = all.data();
+  const HolderId* const end = all.data() + all.size();
+  const HolderId first = holder_space << 4;
   if (all.size() <= 8) {
     while (begin != end && *begin < first) {
       ++begin;
@@ -38,25 +38,26 @@ std::span<const Seat> HolderSets::seats_of_pair(const HolderValue& value, std::u
   } else {
     begin = std::lower_bound(begin, end, first);
   }
-  const Seat* stop = begin;
-  while (stop != end && pair_of(*stop) == pair) {
+  const HolderId* stop = begin;
+  while (stop != end && holder_space_of(*stop) == holder_space) {
     ++stop;
   }
   return {begin, stop};
 }
 
-HolderValue HolderSets::intern(std::span<const Seat> seats) {
-  if (seats.empty()) {
+HolderValue HolderSets::intern(std::span<const HolderId> holder_ids) {
+  if (holder_ids.empty()) {
     return 0;
   }
-  if (seats.size() == 1) {
-    return seats.front();
+  if (holder_ids.size() == 1) {
+    return holder_ids.front();
   }
-  const std::uint32_t hash = hash_of(seats);
+  const std::uint32_t hash = hash_of(holder_ids);
   std::size_t at = hash & (lookup_.size() - 1);
   for (; lookup_[at] != 0; at = (at + 1) & (lookup_.size() - 1)) {
     Cell& cell = cell_of(lookup_[at]);
-    if (cell.hash == hash && cell.count == seats.size() && std::equal(seats.begin(), seats.end(), cell.seats())) {
+    if (cell.hash == hash && cell.count == holder_ids.size() &&
+        std::equal(holder_ids.begin(), holder_ids.end(), cell.holder_ids())) {
       ++cell.references;
       return lookup_[at];
     }
@@ -71,17 +72,17 @@ HolderValue HolderSets::intern(std::span<const Seat> seats) {
   if (next_free_ == kSetBit) {
     add_slab();
   }
-  Seat* const array = seats.size() > kInline ? new Seat[seats.size()] : nullptr;
+  HolderId* const array = holder_ids.size() > kInline ? new HolderId[holder_ids.size()] : nullptr;
   const HolderValue value = kSetBit | next_free_;
   Cell& cell = cell_of(value);
   next_free_ = cell.references;
   cell.references = 1;
   cell.hash = hash;
-  cell.count = static_cast<std::uint32_t>(seats.size());
-  std::copy(seats.begin(), seats.end(), array != nullptr ? array : cell.inline_seats);
+  cell.count = static_cast<std::uint32_t>(holder_ids.size());
+  std::copy(holder_ids.begin(), holder_ids.end(), array != nullptr ? array : cell.inline_ids);
   if (array != nullptr) {
-    std::memcpy(cell.inline_seats + 1, &array, sizeof array);
-    array_bytes_ += seats.size_bytes();
+    std::memcpy(cell.inline_ids + 1, &array, sizeof array);
+    array_bytes_ += holder_ids.size_bytes();
   }
   lookup_[at] = value;
   ++count_;
@@ -104,8 +105,8 @@ void HolderSets::free(HolderValue value) noexcept {
   }
   lookup_[hole] = 0;
   if (cell.count > kInline) {
-    array_bytes_ -= cell.count * sizeof(Seat);
-    delete[] cell.seats();
+    array_bytes_ -= cell.count * sizeof(HolderId);
+    delete[] cell.holder_ids();
   }
   cell.count = 0;
   cell.references = next_free_;

@@ -1,6 +1,7 @@
 #include "kvbm/ledger.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <set>
@@ -80,17 +81,19 @@ std::vector<TierSlots*> tiers_of(std::span<const Pool> pools, const Recorder& re
 template <class Done>
 void find_blocks(std::span<TierSlots* const> tiers, Bytes hashes, Done&& done) {
   const std::size_t count = hashes.size() / kHashBytes;
+  std::array<std::uint32_t, kPrefetchedBlocks> tags;
   for (std::size_t begin = 0; begin < count; begin += kPrefetchedBlocks) {
     const std::size_t end = std::min(count, begin + kPrefetchedBlocks);
     for (std::size_t at = begin; at < end && !tiers.empty(); ++at) {
-      tiers.front()->prefetch(hash_at(hashes, at));
+      tags[at - begin] = tiers.front()->tag(hash_at(hashes, at));
+      tiers.front()->prefetch(tags[at - begin]);
     }
     for (std::size_t at = begin; at < end; ++at) {
       const TierSlots* holder = nullptr;
       std::uint32_t slot = kNoSlot;
       for (auto tier = tiers.begin(); slot == kNoSlot && tier != tiers.end(); ++tier) {
         holder = *tier;
-        slot = holder->find(hash_at(hashes, at));
+        slot = holder->find_tagged(tags[at - begin], hash_at(hashes, at));
       }
       if (done(at, slot == kNoSlot ? nullptr : holder, slot)) {
         return;
@@ -135,15 +138,17 @@ void check_create(const TierSlots& tier, Bytes hashes, Bytes slots) {
 bool index_new(TierSlots& tier, Bytes hashes, Bytes slots, std::span<std::uint32_t> holders) {
   const std::size_t count = holders.size();
   bool some_known = false;
+  std::array<std::uint32_t, kPrefetchedBlocks> tags;
   for (std::size_t at = 0; at < count; ++at) {
     if (at % kPrefetchedBlocks == 0) {
       for (std::size_t next = at; next < std::min(count, at + kPrefetchedBlocks); ++next) {
-        tier.prefetch_gain(hash_at(hashes, next));
+        tags[next - at] = tier.tag(hash_at(hashes, next));
+        tier.prefetch_gain(tags[next - at], hash_at(hashes, next));
       }
     }
     const std::uint32_t slot = slot_at(slots, at);
     const bool is_own = slot < tier.size() && tier.slot(slot).state == SlotState::kAllocated;
-    const std::uint32_t holder = is_own ? tier.index(slot, hash_at(hashes, at)) : kNoSlot;
+    const std::uint32_t holder = is_own ? tier.index(slot, tags[at % kPrefetchedBlocks], hash_at(hashes, at)) : kNoSlot;
     if (!is_own || (holder != slot && tier.slot(holder).state == SlotState::kCreating)) {
       unmark(tier, slots, holders, 0, at);
       check_create(tier, hashes, slots);

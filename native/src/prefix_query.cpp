@@ -72,13 +72,13 @@ class PrefixWalk {
 
   // An instance that has every block so far.
   struct Alive {
-    std::uint32_t pair;                             // it, in this namespace
+    std::uint32_t holder_space;                             // it, in this namespace
     std::array<std::uint32_t, kTierCount> by_tier;  // its blocks so far
   };
 
   // Consecutive blocks that a cluster pool has.
   struct Stretch {
-    std::uint32_t pair;   // the pool, in this namespace
+    std::uint32_t holder_space;   // the pool, in this namespace
     std::uint32_t begin;  // first block
     std::uint32_t end;    // behind the last
   };
@@ -86,7 +86,7 @@ class PrefixWalk {
   // Kept by each thread, so that walking allocates nothing.
   struct Scratch {
     std::vector<Alive> alive;          // who has every block, once the holders have changed
-    std::vector<std::uint32_t> named;  // pairs of those who were alive after the first change, in order
+    std::vector<std::uint32_t> named;  // holder spaces of those who were alive after the first change, in order
     std::vector<Stretch> stretches;    // of all pools
     std::vector<std::uint32_t> told;   // instances in the answer, sorted
   };
@@ -118,26 +118,26 @@ class PrefixWalk {
     return sought.value;
   }
 
-  // The tiers in which a pair is among the holders: bit t for tier t.
-  unsigned tiers_of(const HolderValue& value, std::uint32_t pair) const noexcept {
+  // The tiers in which a holder space is among the holders: bit t for tier t.
+  unsigned tiers_of(const HolderValue& value, std::uint32_t holder_space) const noexcept {
     unsigned tiers = 0;
-    for (const Seat seat : index_.sets_.seats_of_pair(value, pair)) {
-      tiers |= index_.is_shown(seat) ? 1U << (seat >> 2 & 3) : 0;
+    for (const HolderId holder_id : index_.sets_.ids_of_holder_space(value, holder_space)) {
+      tiers |= index_.is_visible(holder_id) ? 1U << (holder_id >> 2 & 3) : 0;
     }
     return tiers;
   }
 
-  // Calls visit(pair, tiers) for every instance among the holders, until it returns false.
+  // Calls visit(holder space, tiers) for every instance among the holders, until it returns false.
   template <class Visit>
   void for_instances(const HolderValue& value, Visit&& visit) const {
-    const auto seats = index_.sets_.seats(value);
-    for (std::size_t at = 0; at < seats.size();) {
-      const std::uint32_t pair = kvbm::pair_of(seats[at]);
+    const auto holder_ids = index_.sets_.holder_ids(value);
+    for (std::size_t at = 0; at < holder_ids.size();) {
+      const std::uint32_t holder_space = kvbm::holder_space_of(holder_ids[at]);
       unsigned tiers = 0;
-      for (; at < seats.size() && kvbm::pair_of(seats[at]) == pair; ++at) {
-        tiers |= index_.is_shown(seats[at]) ? 1U << (seats[at] >> 2 & 3) : 0;
+      for (; at < holder_ids.size() && kvbm::holder_space_of(holder_ids[at]) == holder_space; ++at) {
+        tiers |= index_.is_visible(holder_ids[at]) ? 1U << (holder_ids[at] >> 2 & 3) : 0;
       }
-      if (tiers != 0 && !index_.pairs_[pair].is_pool && !visit(pair, tiers)) {
+      if (tiers != 0 && !index_.holder_spaces_[holder_space].is_pool && !visit(holder_space, tiers)) {
         return;
       }
     }
@@ -163,27 +163,27 @@ class PrefixWalk {
       keep_alive(value, at);
     }
     bool has_pool = false;
-    for (const std::uint32_t pair : index_.spaces_[space_].pool_pairs) {
-      has_pool = has_pool || tiers_of(value, pair) != 0;
+    for (const std::uint32_t holder_space : index_.spaces_[space_].pool_holder_spaces) {
+      has_pool = has_pool || tiers_of(value, holder_space) != 0;
     }
     return is_alive_ || has_pool;
   }
 
   void end_run(HolderValue value, std::uint32_t begin, std::uint32_t end) {
-    for (const std::uint32_t pair : index_.spaces_[space_].pool_pairs) {
-      if (tiers_of(value, pair) == 0) {
+    for (const std::uint32_t holder_space : index_.spaces_[space_].pool_holder_spaces) {
+      if (tiers_of(value, holder_space) == 0) {
         continue;
       }
       const auto known = std::find_if(work_.stretches.rbegin(), work_.stretches.rend(),
-                                      [pair](const Stretch& stretch) { return stretch.pair == pair; });
+                                      [holder_space](const Stretch& stretch) { return stretch.holder_space == holder_space; });
       if (known != work_.stretches.rend() && known->end == begin) {
         known->end = end;
       } else {
-        work_.stretches.push_back({pair, begin, end});
+        work_.stretches.push_back({holder_space, begin, end});
       }
     }
     for (Alive& one : work_.alive) {
-      one.by_tier[hottest(tiers_of(value, one.pair))] += end - begin;
+      one.by_tier[hottest(tiers_of(value, one.holder_space))] += end - begin;
     }
   }
 
@@ -193,16 +193,16 @@ class PrefixWalk {
   void leave_first(HolderValue value, std::uint32_t at) {
     is_all_of_first_ = false;
     first_end_ = at;
-    const bool is_smaller = index_.sets_.seats(value).size() < index_.sets_.seats(first_).size();
+    const bool is_smaller = index_.sets_.holder_ids(value).size() < index_.sets_.holder_ids(first_).size();
     const HolderValue fewer = is_smaller ? value : first_;
     const HolderValue others = is_smaller ? first_ : value;
-    for_instances(fewer, [&](std::uint32_t pair, unsigned tiers) {
-      const unsigned tiers_there = tiers_of(others, pair);
+    for_instances(fewer, [&](std::uint32_t holder_space, unsigned tiers) {
+      const unsigned tiers_there = tiers_of(others, holder_space);
       if (tiers_there != 0) {
-        Alive one{pair, {}};
+        Alive one{holder_space, {}};
         one.by_tier[hottest(is_smaller ? tiers_there : tiers)] = at;
         work_.alive.push_back(one);
-        work_.named.push_back(pair);
+        work_.named.push_back(holder_space);
       }
       return true;
     });
@@ -212,18 +212,18 @@ class PrefixWalk {
   void keep_alive(HolderValue value, std::uint32_t at) {
     std::size_t kept = 0;
     for (const Alive& one : work_.alive) {
-      if (tiers_of(value, one.pair) != 0) {
+      if (tiers_of(value, one.holder_space) != 0) {
         work_.alive[kept++] = one;
       } else {
-        tell(one.pair, at, one.by_tier);
+        tell(one.holder_space, at, one.by_tier);
       }
     }
     work_.alive.resize(kept);
     is_alive_ = kept != 0;
   }
 
-  void tell(std::uint32_t pair, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
-    const std::uint32_t number = index_.pairs_[pair].holder;
+  void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
+    const std::uint32_t number = index_.holder_spaces_[holder_space].holder;
     const ClusterIndex::Instance& instance = index_.instances_[number];
     answer_.instances.push_back({number, depth, by_tier, depth, is_doubtful(instance)});
   }
@@ -234,7 +234,8 @@ class PrefixWalk {
     while (goes_on) {
       goes_on = false;
       for (const Stretch& stretch : work_.stretches) {
-        if (stretch.begin <= depth && depth < stretch.end && uses(instance, index_.pairs_[stretch.pair].holder)) {
+        if (stretch.begin <= depth && depth < stretch.end &&
+            uses(instance, index_.holder_spaces_[stretch.holder_space].holder)) {
           depth = stretch.end;
           goes_on = true;
         }
@@ -253,12 +254,12 @@ class PrefixWalk {
   // Everybody who has not been told of yet. `end`: blocks that were walked.
   void finish(std::uint32_t end) {
     for (const Alive& one : work_.alive) {
-      tell(one.pair, end, one.by_tier);
+      tell(one.holder_space, end, one.by_tier);
     }
     tell_rest_of_first(is_all_of_first_ ? end : first_end_);
     for (const Stretch& stretch : work_.stretches) {
       if (stretch.begin == 0) {
-        answer_.pools.push_back({index_.pairs_[stretch.pair].holder, stretch.end});
+        answer_.pools.push_back({index_.holder_spaces_[stretch.holder_space].holder, stretch.end});
         answer_.deepest = std::max(answer_.deepest, stretch.end);
       }
     }
@@ -291,15 +292,15 @@ class PrefixWalk {
     const bool may_reach = std::any_of(work_.stretches.begin(), work_.stretches.end(), [depth](const Stretch& stretch) {
       return stretch.begin <= depth && depth < stretch.end;
     });
-    auto named = work_.named.cbegin();  // in order of the pair, like the set
-    for_instances(first_, [&](std::uint32_t pair, unsigned tiers) {
-      if (named != work_.named.cend() && *named == pair) {
+    auto named = work_.named.cbegin();  // in order of the holder space, like the set
+    for_instances(first_, [&](std::uint32_t holder_space, unsigned tiers) {
+      if (named != work_.named.cend() && *named == holder_space) {
         ++named;
         return true;
       }
       std::array<std::uint32_t, kTierCount> by_tier{};
       by_tier[hottest(tiers)] = depth;
-      tell(pair, depth, by_tier);
+      tell(holder_space, depth, by_tier);
       return may_reach || wants_more();
     });
   }

@@ -117,7 +117,7 @@ void SlotAllocator::withdraw(Recorder& recorder, TierSlots& tier, std::span<cons
     run_hashes_.clear();
     while (end < slots.size() && end - begin < kMaxRunBlocks && tier.owner_of(slots[end]) == namespace_index) {
       const std::uint8_t* const hash = tier.hash_of(slots[end++]);
-      tier.prefetch(hash);
+      tier.prefetch(tier.tag(hash));
       append(run_hashes_, hash);
     }
     const Event event = BlocksEvicted{.namespace_id = recorder.fold().namespaces()[namespace_index],

@@ -137,8 +137,8 @@ void the_dead_hold_nothing_before_and_after_a_sweep() {
   CHECK(index.residency_count() == 100);
 }
 
-void a_dead_ones_seats_are_nobody_elses() {
-  // The numbers of the dead one's seats are free for others only once no block has them any more.
+void a_dead_ones_ids_are_nobody_elses() {
+  // The numbers of the dead one's holder ids are free for others only once no block has them any more.
   ClusterIndex index(kPlenty, kSecret);
   const Buffer all = hashes_between(0, 2000);
   for (std::uint32_t life = 1; life < 40; ++life) {
@@ -162,7 +162,7 @@ void a_dead_ones_seats_are_nobody_elses() {
   CHECK(index.memory().rest <= rest + 4096 && index.block_count() == 0);
 }
 
-void seats_that_a_round_left_behind_are_nobody_elses() {
+void ids_that_a_round_left_behind_are_nobody_elses() {
   // A round withdraws everything, so nothing is counted any more, but the table has it still when the instance begins anew.
   for (const bool is_same : {false, true}) {
     ClusterIndex index(kPlenty, kSecret);
@@ -349,7 +349,7 @@ void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round() {
       value ^= HolderValue{1} << (bit - 128);
     }
     const AuditPart found = audit_all(index);
-    // The flipped seat may be another instance's.
+    // The flipped holder id may be another instance's.
     CHECK(found.differing == std::vector<std::uint32_t>{1} || (found.differing.size() == 2 && bit >= 128));
     for (std::uint32_t number = 0; number < 3; ++number) {
       const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);
@@ -838,8 +838,8 @@ int main() {
   return tests::run({{"abandoned rounds leave everything in place", abandoned_rounds_leave_everything_in_place},
                      {"rounds without a sweep keep what each stated", rounds_without_a_sweep_keep_what_each_stated},
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
-                     {"a dead one's seats are nobody else's", a_dead_ones_seats_are_nobody_elses},
-                     {"seats that a round left behind are nobody else's", seats_that_a_round_left_behind_are_nobody_elses},
+                     {"a dead one's holder ids are nobody else's", a_dead_ones_ids_are_nobody_elses},
+                     {"holder ids that a round left behind are nobody else's", ids_that_a_round_left_behind_are_nobody_elses},
                      {"a sweep misses nothing that moved amid it", a_sweep_misses_nothing_that_moved_amid_it},
                      {"a set that was made before a death is not given out after it",
                       a_set_that_was_made_before_a_death_is_not_given_out_after_it},

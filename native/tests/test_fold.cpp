@@ -1,4 +1,4 @@
-#include "kvbm/stream_fold.hpp"
+#include "kvbm/frame_fold.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -43,18 +43,18 @@ Event evicted(Bytes hashes, NamespaceId owner = kOwner) {
   return BlocksEvicted{.namespace_id = owner, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = hashes};
 }
 
-void begin(StreamFold& fold, const EpochStart& start) {
+void begin(FrameFold& fold, const EpochStart& start) {
   FoldDelta delta;
   fold.evolve(InstanceStarted{}, &start, delta);
 }
 
-FoldDelta fold(StreamFold& fold, const Event& event) {
+FoldDelta fold(FrameFold& fold, const Event& event) {
   FoldDelta delta;
   fold.evolve(event, nullptr, delta);
   return delta;
 }
 
-std::string refusal(StreamFold& fold, const Event& event) {
+std::string refusal(FrameFold& fold, const Event& event) {
   FoldDelta delta;
   try {
     fold.evolve(event, nullptr, delta);
@@ -138,7 +138,7 @@ void a_table_keeps_the_order_of_gaining_even_when_it_counts_anew() {
 
 void the_digest_is_that_of_what_is_held() {
   Random random(3);
-  StreamFold residencies(true);
+  FrameFold residencies(true);
   begin(residencies, start_of(1));
   std::map<std::uint32_t, Buffer> held;  // by slot
   for (int step = 0; step < 20'000; ++step) {
@@ -166,7 +166,7 @@ void the_digest_is_that_of_what_is_held() {
 }
 
 void strict_refuses_and_changes_nothing() {
-  StreamFold residencies(true);
+  FrameFold residencies(true);
   const Buffer one = hash_of(1);
   const Buffer two = hash_of(2);
   Buffer twice = one;
@@ -190,7 +190,7 @@ void strict_refuses_and_changes_nothing() {
 }
 
 void a_lenient_fold_applies_what_makes_sense() {
-  StreamFold residencies(false);
+  FrameFold residencies(false);
   const Buffer one = hash_of(1);
   const Buffer two = hash_of(2);
   fold(residencies, created(one, packed({3})));
@@ -208,7 +208,7 @@ void a_lenient_fold_applies_what_makes_sense() {
 }
 
 void claims_pass_through() {
-  StreamFold residencies(true);
+  FrameFold residencies(true);
   begin(residencies, start_of(1));
   const Buffer one = hash_of(1);
   CHECK(residencies.is_cluster(Tier::kObject) && !residencies.is_cluster(Tier::kNvme));
@@ -234,7 +234,7 @@ void a_frame_folds_up_to_its_illegal_event() {
   writer.write(data);
   const FrameReader reader(data, 0);
   const EpochStart start = start_of(4);
-  StreamFold residencies(true);
+  FrameFold residencies(true);
   FoldedFrame folded = residencies.evolve_frame(reader, 0, {&start, 1});
   CHECK(folded.folded == 2 && folded.illegal && folded.illegal->rule == "created-twice");
   CHECK(folded.delta.added == 1 && residencies.count() == 1);

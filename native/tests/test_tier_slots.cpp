@@ -98,7 +98,7 @@ void arriving_blocks_are_not_held() {
   tier.receive(slots[0], block(1).data());
   CHECK(tier.is_arriving(block(1).data()) && !tier.is_arriving(block(2).data()));
   CHECK(tier.find(block(1).data()) == kNoSlot && tier.counts().allocated == 2);
-  CHECK(tier.index(slots[1], block(1).data()) == slots[1]);  // created here while its copy is on its way
+  CHECK(tier.index(slots[1], tier.tag(block(1).data()), block(1).data()) == slots[1]);  // created here while its copy is on its way
   tier.mark(slots[1], SlotState::kCreating);
   gain(tier, slots[1], block(1), 0, true);
   tier.end_receiving(slots[0]);

@@ -313,7 +313,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         test="native/tests/test_cluster_index.cpp",
     ),
     "remembered_set_outlives_a_death": SourceMutant(
-        "a set made before seats died is not given out again",
+        "a set made before holder ids died is not given out again",
         _INDEX,
         "  if (change == last_change_ && last_frees_ == sets_.frees() && last_deaths_ == deaths_) {",
         "  if (change == last_change_ && last_frees_ == sets_.frees()) {",
@@ -334,14 +334,14 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         test="native/tests/test_cluster_index.cpp",
     ),
     "withheld_shown_in_a_new_space": SourceMutant(
-        "an excluded instance is not shown in a namespace that is new to it",
+        "an excluded instance is not visible in a namespace that is new to it",
         _INDEX,
-        "  pair.shown = pair.live & instance.shown;",
-        "  pair.shown = pair.live;",
+        "  holder_space.visible = holder_space.live & instance.visible;",
+        "  holder_space.visible = holder_space.live;",
         test="native/tests/test_cluster_index.cpp",
     ),
     "dead_pair_reused_before_its_sweep": SourceMutant(
-        "a pair that blocks may still name is used again once a sweep has passed",
+        "a holder space that blocks may still name is used again once a sweep has passed",
         _INDEX,
         "    is_referenced = is_referenced || fold.dirty != 0;\n",
         "",

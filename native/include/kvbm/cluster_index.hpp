@@ -3,11 +3,11 @@
 // Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
 // number of readers ask between batches. Every public function may be called from any thread.
 //
-// A residency is a *seat* (holder_sets.hpp) in the set of its block's holders. A seat whose bit in its pair's `live` mask is off
-// counts for nobody: so an instance's death, and the end of a round for what it has not stated, is a mask that changes. A sweep
-// goes through the table later and takes such seats out; until it has, their numbers are not used again.
-// What answers speak of is a second mask, `shown`: the live seats without those of instances that are withheld. Only questions look at
-// it, so withholding and returning an instance is a few words changed, and costs questions nothing.
+// A residency is a *holder id* (holder_sets.hpp) in the set of its block's holders. A holder id whose bit in its holder space's
+// `live` mask is off counts for nobody: so an instance's death, and the end of a round for what it has not stated, is a mask that
+// changes. A sweep goes through the table later and takes such ids out; until it has, their numbers are not used again.
+// What answers speak of is a second mask, `visible`: the live ids without those of instances that are withheld. Only questions look
+// at it, so withholding and returning an instance is a few words changed, and costs questions nothing.
 //
 // An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no growth changes (by
 // shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and generation; whatever changes at
@@ -141,7 +141,7 @@ struct ClaimPart {
 struct IndexMemory {
   std::uint64_t table;  // buckets of blocks
   std::uint64_t sets;   // sets of holders
-  std::uint64_t rest;   // instances, pairs, namespaces
+  std::uint64_t rest;   // instances, holder spaces, namespaces
 };
 
 class ClusterIndex {
@@ -186,7 +186,7 @@ class ClusterIndex {
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
-  // Takes out what dead seats have left, up to this many pages of the table. Whether there is more to do.
+  // Takes out what dead holder ids have left, up to this many pages of the table. Whether there is more to do.
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
 
@@ -208,7 +208,7 @@ class ClusterIndex {
   // Blocks claimed, by pool number.
   std::vector<std::uint64_t> claim_counts() const;
   std::uint64_t residency_count() const;
-  // Distinct blocks in the table; those that only dead seats had are in it until they are swept.
+  // Distinct blocks in the table; those that only dead holder ids had are in it until they are swept.
   std::uint64_t block_count() const;
   std::array<std::uint64_t, kAnomalyCount> anomalies() const;
   IndexMemory memory() const;
@@ -223,24 +223,24 @@ class ClusterIndex {
 
   static constexpr std::size_t kBatchBlocks = 64;  // blocks applied under one hold of the lock
   static constexpr std::uint8_t kGenerations = 4;
-  static constexpr std::uint16_t kAllSeats = 0xFFFF;
+  static constexpr std::uint16_t kAllVisible = 0xFFFF;
 
   struct Namespace {
     NamespaceId id;                         // its public name
     BlockKey salt;                          // secret: a block's key is its hash xor this
-    std::vector<std::uint32_t> pool_pairs;  // pairs of cluster pools
+    std::vector<std::uint32_t> pool_holder_spaces;  // holder spaces of cluster pools
   };
 
-  // A holder in a namespace.
-  struct Pair {
+  // A holder in one namespace.
+  struct HolderSpace {
     std::uint32_t holder = 0;     // number of the instance or pool
     std::uint32_t space : 31 = 0;   // number of the namespace
     std::uint32_t is_pool : 1 = 0;  // which kind of holder
-    std::uint32_t incarnation = 0;  // of the instance when the pair was made
-    std::uint16_t live = 0;       // bit (tier * 4 + generation): that seat counts
-    std::uint16_t shown = 0;      // the same: answers speak of it
+    std::uint32_t incarnation = 0;  // of the instance when the holder space was made
+    std::uint16_t live = 0;       // bit (tier * 4 + generation): that holder id counts
+    std::uint16_t visible = 0;      // the same: answers speak of it
   };
-  static_assert(sizeof(Pair) == 16);
+  static_assert(sizeof(HolderSpace) == 16);
 
   // One tier of one instance.
   struct TierFold {
@@ -272,9 +272,9 @@ class ClusterIndex {
     bool is_proven = false;                  // pools unknown, but a digest has agreed since a round ended
     bool is_waiting = false;                 // later events than the next are there already
     bool is_withheld = false;                // answers leave out what only it can read
-    std::uint16_t shown = kAllSeats;         // the bits of `Pair::live` that answers may speak of
+    std::uint16_t visible = kAllVisible;         // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
-    std::vector<std::uint32_t> pairs;        // its pairs of this incarnation
+    std::vector<std::uint32_t> holder_spaces;        // its holder spaces of this incarnation
     std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
   };
 
@@ -290,18 +290,18 @@ class ClusterIndex {
     Work work;                   // what is done with the blocks
     std::uint32_t instance;      // whose event; kNone for claims from elsewhere
     std::uint32_t space;         // namespace
-    std::uint32_t pair;          // the holder's
+    std::uint32_t holder_space;          // the holder's
     Tier tier;                   // where
     const std::uint8_t* hashes;  // packed
     std::uint32_t count;         // blocks
   };
 
-  // What to do to a set: seats from first_removed to last_removed leave it, `added` joins it unless it is 0.
+  // What to do to a set: holder ids from first_removed to last_removed leave it, `added` joins it unless it is 0.
   struct SetChange {
     HolderValue value;   // the set as it is
-    Seat first_removed;  // with last_removed below it, nothing leaves
-    Seat last_removed;
-    Seat added;
+    HolderId first_removed;  // with last_removed below it, nothing leaves
+    HolderId last_removed;
+    HolderId added;
 
     bool operator==(const SetChange&) const = default;
   };
@@ -314,9 +314,9 @@ class ClusterIndex {
   void forget_batch() noexcept;
   void run_batch();
   std::uint32_t space_of(const NamespaceId& id);
-  std::uint32_t pair_of_instance(std::uint32_t instance, std::uint32_t space);
-  std::uint32_t pair_of_pool(std::uint32_t pool, std::uint32_t space);
-  std::uint32_t new_pair(const Pair& pair);
+  std::uint32_t holder_space_of_instance(std::uint32_t instance, std::uint32_t space);
+  std::uint32_t holder_space_of_pool(std::uint32_t pool, std::uint32_t space);
+  std::uint32_t new_holder_space(const HolderSpace& holder_space);
   std::uint32_t pool_number(std::string_view name);
   void take(std::uint32_t instance, std::uint64_t epoch, const Event& event, AppliedFrame& applied,
             std::span<const std::vector<DeclaredPool>> starts, std::size_t& next_start);
@@ -335,7 +335,7 @@ class ClusterIndex {
   bool is_full(const Piece& piece);
   void kill(std::uint32_t instance);
   void declare(Instance& instance, std::span<const DeclaredPool> pools);
-  // Computes what answers may speak of, for the instance and its pairs.
+  // Computes what answers may speak of, for the instance and its holder spaces.
   void show(Instance& instance);
   void begin_audit();
   void end_audit(AuditPart& part);
@@ -353,11 +353,13 @@ class ClusterIndex {
   HolderValue cleaned(HolderValue value);
 
   // -- under lock_, shared or not --
-  bool is_live(Seat seat) const noexcept { return (pairs_[kvbm::pair_of(seat)].live >> (seat & 15) & 1) != 0; }
-  bool is_shown(Seat seat) const noexcept { return (pairs_[kvbm::pair_of(seat)].shown >> (seat & 15) & 1) != 0; }
+  bool is_live(HolderId id) const noexcept { return (holder_spaces_[kvbm::holder_space_of(id)].live >> (id & 15) & 1) != 0; }
+  bool is_visible(HolderId id) const noexcept {
+    return (holder_spaces_[kvbm::holder_space_of(id)].visible >> (id & 15) & 1) != 0;
+  }
   BlockKey key_of(std::uint32_t space, const std::uint8_t* hash) const noexcept;
-  // The live seat of a pair in a tier, or 0.
-  Seat find_seat(const HolderValue& value, std::uint32_t pair, Tier tier) const noexcept;
+  // The live holder id of a holder space in a tier, or 0.
+  HolderId find_holder_id(const HolderValue& value, std::uint32_t holder_space, Tier tier) const noexcept;
   bool is_whole(const Instance& instance) const noexcept;
   bool is_partial(const Instance& instance) const noexcept;
   std::uint32_t find_space(const NamespaceId& id) const noexcept;
@@ -386,23 +388,24 @@ class ClusterIndex {
   std::vector<Namespace> spaces_;       // by number
   std::vector<Instance> instances_;     // by number
   std::vector<Pool> pools_;             // by number
-  std::vector<Pair> pairs_;             // by number; 0 is nobody's
+  std::vector<HolderSpace> holder_spaces_;             // by number; 0 is nobody's
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
   Numbers instance_numbers_;                                              // by name
   Numbers pool_numbers_;                                                  // by name
-  std::unordered_map<std::uint64_t, std::uint32_t> pair_numbers_;  // kind and holder in the high half, namespace in the low one
-  std::vector<std::uint32_t> free_pairs_;                          // numbers to use again
+  // By kind and holder in the high half, and namespace in the low one.
+  std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
+  std::vector<std::uint32_t> free_holder_spaces_;                          // numbers to use again
 
   std::uint64_t frames_ = 0;                                // applied
   std::uint64_t residencies_ = 0;                           // live ones of all instances
   std::uint64_t claims_ = 0;                                // (pool, tier, block) claimed
   std::array<std::uint64_t, kAnomalyCount> anomalies_{};    // by rule
 
-  // The namespace and pair of the run added last, which the next run mostly has too.
+  // The namespace and holder space of the run added last, which the next run mostly has too.
   NamespaceId last_id_{};                  // the namespace
   std::uint32_t last_instance_ = kNone;    // the instance; kNone when there was none, or it has died since
   std::uint32_t last_space_ = 0;           // number of the namespace
-  std::uint32_t last_pair_ = 0;            // of the two
+  std::uint32_t last_holder_space_ = 0;            // of the two
 
   // The batch.
   std::vector<Piece> pieces_;     // what it consists of
@@ -412,9 +415,9 @@ class ClusterIndex {
   SetChange last_change_{};         // what it was
   HolderValue last_result_ = 0;     // what it gave
   std::uint64_t last_frees_ = 0;    // sets_.frees() then: results of before a free may be gone
-  std::uint64_t last_deaths_ = 0;   // deaths_ then: results hold no seats that were dead
+  std::uint64_t last_deaths_ = 0;   // deaths_ then: results hold no holder ids that were dead
   std::uint64_t deaths_ = 0;        // counts changes of live masks from on to off
-  std::vector<Seat> scratch_;       // seats of the set being made
+  std::vector<HolderId> scratch_;       // holder ids of the set being made
 
   // Deaths that the table has not forgotten yet.
   struct DeadGeneration {
@@ -423,16 +426,16 @@ class ClusterIndex {
     Tier tier;                  // where
     std::uint8_t generation;    // which
   };
-  std::vector<std::uint32_t> dead_pairs_;          // since the pass under way began
+  std::vector<std::uint32_t> dead_holder_spaces_;          // since the pass under way began
   std::vector<DeadGeneration> dead_generations_;   // the same
-  std::vector<std::uint32_t> pass_pairs_;          // before it began: free when it ends
+  std::vector<std::uint32_t> pass_holder_spaces_;          // before it began: free when it ends
   std::vector<DeadGeneration> pass_generations_;   // the same
   bool has_pass_ = false;                          // a sweep is under way
   std::size_t pass_shard_ = 0;                     // where it is
   std::size_t pass_page_ = 0;                      // and in which page
   std::uint64_t pass_moves_ = 0;                   // the shard's moves when the pass came to it
   std::uint32_t pass_ = 0;                         // its number
-  std::vector<std::uint32_t> clean_in_;            // by set number: the pass that found all its seats alive
+  std::vector<std::uint32_t> clean_in_;            // by set number: the pass that found all its holder ids alive
 
   // The audit.
   std::uint64_t audited_before_ = 0;   // blocks of lower rank have been summed; 0 before a pass

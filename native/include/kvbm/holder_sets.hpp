@@ -1,10 +1,10 @@
-// HolderSets: who holds a block, as one 32-bit value. Most blocks have one holder, and then the value is that holder's seat; other sets
+// HolderSets: who holds a block, as one 32-bit value. Most blocks have one holder, and then the value is its holder id; other sets
 // are kept once each, however many blocks have them, and the value is the set's number. So neighbours in a chain, which mostly have
 // the same holders, are equal by one comparison.
 // Made empty; lives as long as its index. Writers and readers are kept apart by its owner.
 //
-// A seat is a holder's place in a namespace: bits 4 and up are the *pair* (of a holder and a namespace), bits 2 and 3 the tier, bits 0
-// and 1 the generation. Ordered by seat, a set has all seats of a pair side by side.
+// A holder id says who holds a block where: bits 4 and up are the number of the *holder space* (a holder in one namespace), bits 2
+// and 3 the tier, bits 0 and 1 the generation. In order, a set has all ids of a holder space side by side.
 #pragma once
 
 #include <cstddef>
@@ -18,37 +18,37 @@
 
 namespace kvbm {
 
-using Seat = std::uint32_t;        // 0 is nobody's
-using HolderValue = std::uint32_t; // 0: nobody; below kSetBit: one seat; else a set
+using HolderId = std::uint32_t;        // 0 is nobody's
+using HolderValue = std::uint32_t; // 0: nobody; below kSetBit: one holder id; else a set
 
 inline constexpr std::uint32_t kSetBit = 0x80000000;
-inline constexpr std::uint32_t kMaxPairs = kSetBit >> 4;
+inline constexpr std::uint32_t kMaxHolderSpaces = kSetBit >> 4;
 
-constexpr Seat seat_of(std::uint32_t pair, Tier tier, std::uint8_t generation) noexcept {
-  return pair << 4 | static_cast<std::uint32_t>(tier) << 2 | generation;
+constexpr HolderId holder_id_of(std::uint32_t holder_space, Tier tier, std::uint8_t generation) noexcept {
+  return holder_space << 4 | static_cast<std::uint32_t>(tier) << 2 | generation;
 }
-constexpr std::uint32_t pair_of(Seat seat) noexcept { return seat >> 4; }
-constexpr Tier tier_of(Seat seat) noexcept { return static_cast<Tier>(seat >> 2 & 3); }
-constexpr std::uint8_t generation_of(Seat seat) noexcept { return seat & 3; }
+constexpr std::uint32_t holder_space_of(HolderId holder_id) noexcept { return holder_id >> 4; }
+constexpr Tier tier_of(HolderId holder_id) noexcept { return static_cast<Tier>(holder_id >> 2 & 3); }
+constexpr std::uint8_t generation_of(HolderId holder_id) noexcept { return holder_id & 3; }
 
 class HolderSets {
  public:
   HolderSets();
 
-  // The seats of a value, in order. Of a single seat the span points at `value` itself.
-  std::span<const Seat> seats(const HolderValue& value) const noexcept {
+  // The holder ids of a value, in order. Of a single holder id the span points at `value` itself.
+  std::span<const HolderId> holder_ids(const HolderValue& value) const noexcept {
     if ((value & kSetBit) == 0) {
       return {&value, value != 0 ? 1U : 0U};
     }
     const Cell& cell = cell_of(value);
-    return {cell.seats(), cell.count};
+    return {cell.holder_ids(), cell.count};
   }
 
-  // The seats of one pair, in order.
-  std::span<const Seat> seats_of_pair(const HolderValue& value, std::uint32_t pair) const noexcept;
+  // The holder ids of one holder space, in order.
+  std::span<const HolderId> ids_of_holder_space(const HolderValue& value, std::uint32_t holder_space) const noexcept;
 
-  // A value for these seats, which are in order and distinct; the caller owns one reference to it. Throws std::bad_alloc.
-  HolderValue intern(std::span<const Seat> seats);
+  // A value for these holder ids, which are in order and distinct; the caller owns one reference to it. Throws std::bad_alloc.
+  HolderValue intern(std::span<const HolderId> holder_ids);
 
   // One more block has this value; one fewer.
   void retain(HolderValue value) noexcept {
@@ -79,16 +79,16 @@ class HolderSets {
 
   struct Cell {
     std::uint32_t references = 0;   // blocks that have the set; of a free cell, the next free one
-    std::uint32_t hash = 0;         // of its seats
-    std::uint32_t count = 0;        // seats; 0 in a free cell
-    Seat inline_seats[kInline]{};   // the seats, or from the second on the address of their array
+    std::uint32_t hash = 0;         // of its holder ids
+    std::uint32_t count = 0;        // holder ids; 0 in a free cell
+    HolderId inline_ids[kInline]{};   // the holder ids, or from the second on the address of their array
 
-    const Seat* seats() const noexcept {
+    const HolderId* holder_ids() const noexcept {
       if (count <= kInline) {
-        return inline_seats;
+        return inline_ids;
       }
-      const Seat* array = nullptr;
-      std::memcpy(&array, inline_seats + 1, sizeof array);
+      const HolderId* array = nullptr;
+      std::memcpy(&array, inline_ids + 1, sizeof array);
       return array;
     }
   };

@@ -51,10 +51,13 @@ class TierSlots {
   const Slot& slot(std::uint32_t slot) const noexcept { return slots_[slot]; }
 
   // -- finding blocks
-  void prefetch(const std::uint8_t* hash) const noexcept { index_.prefetch(index_.tag(hash)); }
+  // Where a search for a hash begins; the same in all tiers of a ledger.
+  std::uint32_t tag(const std::uint8_t* hash) const noexcept { return index_.tag(hash); }
+  void prefetch(std::uint32_t tag) const noexcept { index_.prefetch(tag); }
   // The slot that holds a block, or kNoSlot.
-  std::uint32_t find(const std::uint8_t* hash) const noexcept {
-    return index_.find(index_.tag(hash), hash, [this](std::uint32_t at) { return slots_[at].hash.data(); });
+  std::uint32_t find(const std::uint8_t* hash) const noexcept { return find_tagged(tag(hash), hash); }
+  std::uint32_t find_tagged(std::uint32_t tag, const std::uint8_t* hash) const noexcept {
+    return index_.find(tag, hash, [this](std::uint32_t at) { return slots_[at].hash.data(); });
   }
   // Whether a copy brings the block here.
   bool is_arriving(const std::uint8_t* hash) const noexcept;
@@ -122,16 +125,16 @@ class TierSlots {
 
   // -- what else becomes of residencies
   // As `prefetch`, for a block that is about to be gained.
-  void prefetch_gain(const std::uint8_t* hash) const noexcept {
-    prefetch(hash);
+  void prefetch_gain(std::uint32_t tag, const std::uint8_t* hash) const noexcept {
+    prefetch(tag);
     policy_->prefetch(hash);
   }
   // A `create` marks what it looks at as `creating`, so that it finds what it was given twice, and takes the mark back.
   void mark(std::uint32_t slot, SlotState state) noexcept { slots_[slot].state = state; }
   // `find` gives this slot for the hash from now on, though it is not held yet; the slot that had it already, if one has.
-  std::uint32_t index(std::uint32_t slot, const std::uint8_t* hash) noexcept {
-    const std::uint32_t holder = index_.find_or_insert(
-        index_.tag(hash), hash, slot, [this](std::uint32_t at) { return slots_[at].hash.data(); });
+  std::uint32_t index(std::uint32_t slot, std::uint32_t tag, const std::uint8_t* hash) noexcept {
+    const std::uint32_t holder =
+        index_.find_or_insert(tag, hash, slot, [this](std::uint32_t at) { return slots_[at].hash.data(); });
     if (holder == slot) {
       std::memcpy(slots_[slot].hash.data(), hash, kHashBytes);
     }

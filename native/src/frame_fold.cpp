@@ -1,4 +1,4 @@
-#include "kvbm/stream_fold.hpp"
+#include "kvbm/frame_fold.hpp"
 
 #include <algorithm>
 
@@ -24,9 +24,9 @@ void check_layout(Bytes hashes, Bytes slots) {
 
 }  // namespace
 
-StreamFold::StreamFold(bool is_strict) : Fold(empty_tables()), strict(is_strict) {}
+FrameFold::FrameFold(bool is_strict) : Fold(empty_tables()), strict(is_strict) {}
 
-void StreamFold::evolve(const Event& event, const EpochStart* start, FoldDelta& delta) {
+void FrameFold::evolve(const Event& event, const EpochStart* start, FoldDelta& delta) {
   forget_mixes();
   std::visit(
       [&](const auto& one) {
@@ -60,7 +60,7 @@ void StreamFold::evolve(const Event& event, const EpochStart* start, FoldDelta& 
       event);
 }
 
-FoldedFrame StreamFold::evolve_frame(FrameReader reader, std::uint32_t first, std::span<const EpochStart> starts) {
+FoldedFrame FrameFold::evolve_frame(FrameReader reader, std::uint32_t first, std::span<const EpochStart> starts) {
   FoldedFrame result;
   const WireInteger frame_epoch(reader.header().epoch);
   while (const std::optional<Event> event = reader.next()) {
@@ -91,7 +91,7 @@ FoldedFrame StreamFold::evolve_frame(FrameReader reader, std::uint32_t first, st
   return result;
 }
 
-std::uint64_t StreamFold::tier_digest(Tier tier) const noexcept {
+std::uint64_t FrameFold::tier_digest(Tier tier) const noexcept {
   const ResidencyTable& here = *table(tier);
   std::uint64_t sum = 0;
   for (std::uint32_t at = 0; at < here.end(); ++at) {
@@ -102,7 +102,7 @@ std::uint64_t StreamFold::tier_digest(Tier tier) const noexcept {
   return sum;
 }
 
-std::vector<Residency> StreamFold::held(Tier tier) const {
+std::vector<Residency> FrameFold::held(Tier tier) const {
   const ResidencyTable& here = *table(tier);
   std::vector<Residency> made;
   made.reserve(here.count());
@@ -115,7 +115,7 @@ std::vector<Residency> StreamFold::held(Tier tier) const {
   return made;
 }
 
-std::size_t StreamFold::memory_bytes() const noexcept {
+std::size_t FrameFold::memory_bytes() const noexcept {
   std::size_t sum = sizeof *this;
   for (std::uint8_t tier = 0; tier < kTierCount; ++tier) {
     sum += table(static_cast<Tier>(tier))->memory_bytes();

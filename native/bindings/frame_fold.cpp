@@ -1,4 +1,4 @@
-#include "kvbm/stream_fold.hpp"
+#include "kvbm/frame_fold.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -65,7 +65,7 @@ nb::list python_anomalies(const std::vector<Anomaly>& anomalies) {
   return made;
 }
 
-nb::list evolve(StreamFold& fold, nb::handle event, const FoldClasses& classes) {
+nb::list evolve(FrameFold& fold, nb::handle event, const FoldClasses& classes) {
   Keepers keepers;
   const Event view = event_of(event, *classes.frames, keepers);
   std::optional<EpochStart> start;
@@ -77,7 +77,7 @@ nb::list evolve(StreamFold& fold, nb::handle event, const FoldClasses& classes) 
   return python_anomalies(delta.anomalies);
 }
 
-nb::object evolve_frame(StreamFold& fold, nb::handle data, std::size_t at, std::uint32_t first,
+nb::object evolve_frame(FrameFold& fold, nb::handle data, std::size_t at, std::uint32_t first,
                         const FoldClasses& classes, const ErrorClasses& errors) {
   const BufferView view(data);
   const FrameReader reader(view.bytes(), at);
@@ -113,7 +113,7 @@ nb::object evolve_frame(StreamFold& fold, nb::handle data, std::size_t at, std::
                      nb::make_tuple(delta.added, delta.withdrawn, delta.claimed, delta.unclaimed));
 }
 
-nb::dict pools(const StreamFold& fold, const FoldClasses& classes) {
+nb::dict pools(const FrameFold& fold, const FoldClasses& classes) {
   nb::dict made;
   for (const PoolStated& pool : fold.pools()) {
     const nb::object& tier = python_tier(*classes.frames, pool.tier);
@@ -123,7 +123,7 @@ nb::dict pools(const StreamFold& fold, const FoldClasses& classes) {
   return made;
 }
 
-nb::object blocks(const StreamFold& fold, Tier tier, const FoldClasses& classes) {
+nb::object blocks(const FrameFold& fold, Tier tier, const FoldClasses& classes) {
   const std::vector<Residency> held = fold.held(tier);
   const nb::bytes hashes = new_bytes(held.size() * kHashBytes);
   const nb::bytes slots = new_bytes(held.size() * sizeof(std::int64_t));
@@ -155,44 +155,44 @@ Tier tier_of(nb::handle tier) {
 
 }  // namespace
 
-void bind_stream_fold(nb::module_& module, const SharedErrors& errors) {
+void bind_frame_fold(nb::module_& module, const SharedErrors& errors) {
   const auto classes = std::make_shared<const FoldClasses>();
-  nb::class_<StreamFold>(module, "Residencies", "What one instance holds, by tier. As kvbm.core.fold.Residencies.")
+  nb::class_<FrameFold>(module, "Residencies", "What one instance holds, by tier. As kvbm.core.fold.Residencies.")
       .def(nb::init<bool>(), nb::arg("strict") = true)
-      .def_rw("strict", &StreamFold::strict)
-      .def_prop_ro("epoch", [](const StreamFold& fold) { return python_integer(fold.epoch()); })
-      .def_prop_ro("stopped", [](const StreamFold& fold) { return fold.is_stopped(); })
-      .def_prop_ro("digest", [](const StreamFold& fold) { return fold.digest(); })
-      .def_prop_ro("pools", [classes](const StreamFold& fold) { return pools(fold, *classes); })
-      .def_prop_ro("memory_bytes", &StreamFold::memory_bytes)
+      .def_rw("strict", &FrameFold::strict)
+      .def_prop_ro("epoch", [](const FrameFold& fold) { return python_integer(fold.epoch()); })
+      .def_prop_ro("stopped", [](const FrameFold& fold) { return fold.is_stopped(); })
+      .def_prop_ro("digest", [](const FrameFold& fold) { return fold.digest(); })
+      .def_prop_ro("pools", [classes](const FrameFold& fold) { return pools(fold, *classes); })
+      .def_prop_ro("memory_bytes", &FrameFold::memory_bytes)
       .def(
           "evolve",
-          [errors, classes](StreamFold& fold, nb::handle event) {
+          [errors, classes](FrameFold& fold, nb::handle event) {
             return translated(errors, [&] { return evolve(fold, event, *classes); });
           },
           nb::arg("event"))
       .def(
           "evolve_frame",
-          [errors, classes](StreamFold& fold, nb::handle data, std::size_t at, std::uint32_t first) {
+          [errors, classes](FrameFold& fold, nb::handle data, std::size_t at, std::uint32_t first) {
             return translated(errors, [&] { return evolve_frame(fold, data, at, first, *classes, *errors); });
           },
           nb::arg("data"), nb::arg("at") = 0, nb::arg("first") = 0)
       .def("count",
-           [](const StreamFold& fold, nb::handle tier) {
+           [](const FrameFold& fold, nb::handle tier) {
              return tier.is_none() ? fold.count() : fold.count(tier_of(tier));
            },
            nb::arg("tier").none() = nb::none())
-      .def("blocks", [classes](const StreamFold& fold, nb::handle tier) { return blocks(fold, tier_of(tier), *classes); },
+      .def("blocks", [classes](const FrameFold& fold, nb::handle tier) { return blocks(fold, tier_of(tier), *classes); },
            nb::arg("tier"))
-      .def("tier_digest", [](const StreamFold& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
+      .def("tier_digest", [](const FrameFold& fold, nb::handle tier) { return fold.tier_digest(tier_of(tier)); },
            nb::arg("tier"))
-      .def("is_whole", [](const StreamFold& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); }, nb::arg("tier"))
-      .def("is_cluster", [](const StreamFold& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
+      .def("is_whole", [](const FrameFold& fold, nb::handle tier) { return fold.is_whole(tier_of(tier)); }, nb::arg("tier"))
+      .def("is_cluster", [](const FrameFold& fold, nb::handle tier) { return fold.is_cluster(tier_of(tier)); },
            nb::arg("tier"))
-      .def("miss_events", [](StreamFold& fold) { fold.miss_events(); })
+      .def("miss_events", [](FrameFold& fold) { fold.miss_events(); })
       .def(
           "begin_blind",
-          [](StreamFold& fold, nb::handle epoch) {
+          [](FrameFold& fold, nb::handle epoch) {
             FoldDelta delta;
             fold.begin_blind(wire_integer(epoch), delta);
           },

@@ -1,4 +1,4 @@
-// StreamFold: the fold of a stream that is read, frame by frame: replay and recovery. Python calls it Residencies.
+// FrameFold: the fold of a stream that is read, frame by frame: replay and recovery. Python calls it Residencies.
 // Made empty, fed events in order, dropped. Its tables grow, and one thread at a time uses it.
 #pragma once
 
@@ -46,9 +46,9 @@ struct FoldedFrame {
   std::optional<Anomaly> illegal;  // strict: the rule broken by the event after them
 };
 
-class StreamFold : public Fold<ResidencyTable> {
+class FrameFold : public Fold<ResidencyTable> {
  public:
-  explicit StreamFold(bool is_strict);
+  explicit FrameFold(bool is_strict);
 
   bool strict;  // whether an event that contradicts what is held is refused; may change between events
 
