@@ -97,6 +97,8 @@ class PublishAck(msgspec.Struct):
 
 
 class Stored(NamedTuple):
+    """A message as the server keeps it."""
+
     sequence: int
     data: bytes
     headers: dict[str, str]
@@ -108,7 +110,7 @@ async def request(connection: NatsConnection, subject: str, body: dict[str, Any]
 
 
 async def ask_until(connection: NatsConnection, subject: str, data: bytes, kind: type[T], timeout_s: float) -> T:
-    """A request of the API, sent again while nobody answers it: without a leader it is dropped, or refused for now.
+    """Send a request, and again while nobody answers: without a leader it is dropped, or refused for now.
 
     Raises: AwayError: no other answer came in time.
     """
@@ -137,7 +139,7 @@ def decode(message: Msg, kind: type[T], subject: str) -> T:
 
 
 async def stream_info(connection: NatsConnection, name: str, timeout_s: float) -> StreamInfo:
-    """A stream as it is. Raises StreamError: there is none, or it is not told."""
+    """A stream as it is. Raises StreamError: there is none, or the user may not see it."""
     info = await request(connection, f"$JS.API.STREAM.INFO.{name}", {}, StreamInfo, timeout_s)
     if info.error is not None:
         raise StreamError(f"stream {name} at {connection.shown}: {info.error.description}")

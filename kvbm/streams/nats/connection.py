@@ -77,14 +77,23 @@ class _Client(CheckedClient):
 
 
 class NatsConnection:
-    """One connection, from its making to its loss; it never comes back."""
+    """One connection. One asyncio loop.
+
+    Attributes:
+        shown: the URL without users and passwords.
+        wakes: set when the connection is lost, or the server refuses something.
+        is_lent: JetStream is another account's.
+        most_in_flight: see `EventLog.most_in_flight`.
+    """
 
     def __init__(self, url: str, credentials: Credentials) -> None:
         self.url = url
         self.shown = shown(url)
         self.client = _Client()
         self.client.wants_tls = credentials.wants_tls(url)
-        self.wakes: set[asyncio.Event] = set()  # set when the connection is lost
+        self.wakes: set[asyncio.Event] = set()
+        self.is_lent = False
+        self.most_in_flight = 0
         self._is_open = False
         self._why_lost = ""
         self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}  # reply inbox → subject asked, answer
@@ -92,18 +101,17 @@ class NatsConnection:
         self._refused_subjects: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
         self._counter = itertools.count()
-        self.is_lent = False  # JetStream is another account's
-        self.most_in_flight = 0  # see `EventLog.most_in_flight`
 
     @classmethod
     async def open(cls, url: str, timeout_s: float, credentials: Credentials) -> NatsConnection:
+        """Connect. Raises StreamError: no answer in time, or the server refuses."""
         connection = cls(url, credentials)
         try:
             options = credentials.connect_options(url)
         except (
             ConfigError,
             MissingExtraError,
-        ) as error:  # found at the start by whoever has the settings; files may change
+        ) as error:  # found at the start by who has the settings; files may change
             raise StreamError(str(error)) from None
         try:
             async with asyncio.timeout(timeout_s):
@@ -160,9 +168,11 @@ class NatsConnection:
 
     @property
     def is_open(self) -> bool:
+        """Whether the connection stands, as far as is known."""
         return self._is_open and self.client.is_connected
 
     def new_inbox(self) -> str:
+        """A subject for answers that nobody else has."""
         return self.client.new_inbox()
 
     async def ask(
@@ -257,6 +267,7 @@ class NatsConnection:
             raise RefusedError(f"NATS at {self.shown} refuses: {complaint}")
 
     async def close(self) -> None:
+        """Fail what waits, wake who reads, and end the connection. Idempotent."""
         self._is_open = False
         self._fail_waiting(self._lost("closed"))
         try:
@@ -314,5 +325,6 @@ class NatsConnection:
 
 
 def error_words(error: Exception) -> str:
+    """An error of nats-py in words."""
     text = str(error).removeprefix("nats: ").rstrip(".")
     return text or type(error).__name__

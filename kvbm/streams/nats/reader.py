@@ -32,7 +32,7 @@ READER_IDLE_S = 60  # after this long without a request the server forgets a rea
 
 
 class Pull:
-    """One consumer on the server, and what it has sent: from its limits until the first thing that goes wrong."""
+    """One consumer on the server, and what it has sent. The first thing that goes wrong ends it; then another is made."""
 
     def __init__(self, connection: NatsConnection, wake: asyncio.Event) -> None:
         self.connection = connection

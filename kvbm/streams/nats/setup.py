@@ -94,18 +94,17 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
 async def ensure_stream(
     connection: NatsConnection, config: dict[str, Any], timeout_s: float, look_s: float | None = None
 ) -> StreamInfo:
-    """Make the stream, unless it is there; one that is there keeps its limits, which are its operator's. What it is now.
+    """Make a stream, unless it is there: then it keeps its limits, which are its operator's. Gives it as it is now.
 
     Args:
-        look_s: how long to wait for word of one that may be there.
+        look_s: how long to wait for the answer whether it is there; None: `timeout_s`.
+    Raises: StreamError: it cannot be made, or a stream of that name serves something else.
     """
     name = config["name"]
     info = await request(connection, f"$JS.API.STREAM.INFO.{name}", {}, StreamInfo, look_s or timeout_s)
     if info.error is not None and info.error.code == 404:
         info = await request(connection, f"$JS.API.STREAM.CREATE.{name}", config, StreamInfo, timeout_s)
-        if (
-            info.error is not None and info.error.err_code == _NAME_TAKEN
-        ):  # another made it meanwhile, with other limits
+        if info.error is not None and info.error.err_code == _NAME_TAKEN:  # another process has made it meanwhile
             info = await request(connection, f"$JS.API.STREAM.INFO.{name}", {}, StreamInfo, timeout_s)
     if info.error is not None:
         remedy = ""
