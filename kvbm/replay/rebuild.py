@@ -132,7 +132,8 @@ def rebuild(
             checkpoint,
             cluster,
             kernels,
-            new_index(capacity),
+            new_index,
+            capacity,
             connect,
             instance,
             archive,
@@ -143,14 +144,14 @@ def rebuild(
 
 class _Rebuild:
     def __init__(
-        self, source: Source, database: str, checkpoint: Path | None, cluster: str, kernels: Kernels, index: ClusterIndex,
-        connect: Connect | None, instance: str | None, archive: Path | None, is_own_stream: bool,
+        self, source: Source, database: str, checkpoint: Path | None, cluster: str, kernels: Kernels, new_index: NewIndex,
+        capacity: int, connect: Connect | None, instance: str | None, archive: Path | None, is_own_stream: bool,
     ) -> None:  # fmt: skip
         self._is_own_stream = is_own_stream
         self._source, self._database, self._checkpoint = source, database, checkpoint
         self._cluster, self._kernels, self._connect = cluster, kernels, connect
         self._instance, self._archive = instance, archive
-        self._index = index
+        self._index: ClusterIndex = new_index(capacity)
         if checkpoint is not None and not isinstance(self._index, Checkpointing):
             raise SourceError(
                 "the Python specification of the index writes no checkpoint; leave --checkpoint or --reference out"
