@@ -359,7 +359,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
     verified = verify(source, parts.kernels, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:
         _check_found(arguments.instance, [])
-    lines = [*verified.notes, verified.verdict(), *_listed(verified.findings)]
+    lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *_listed(verified.findings)]
     asked = verified.catalog
     if asked is not None:
         lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:_MOST_FINDINGS])]

@@ -47,6 +47,7 @@ class Verified(msgspec.Struct, kw_only=True):
     """What was read and what was found.
 
     Attributes:
+        fold: which one was used, "native" or "reference".
         frames, events, blocks: folded.
         repeats: frames that were seen before, byte by byte; harmless.
         stale: frames of an epoch that was over, from an instance that was shut out; no reader counts them, and they are no defect.
@@ -57,6 +58,7 @@ class Verified(msgspec.Struct, kw_only=True):
     """
 
     source: str
+    fold: str
     instances: int = 0
     epochs: int = 0
     frames: int = 0
@@ -101,11 +103,12 @@ def verify(
     After a defect the fold goes on leniently until a round has ended, so that one does not show as many.
 
     Args:
+        kernels, fold: both native or both the specification; the report has the name of `kernels`.
         instance: only this one's frames.
         located: what was read from the source, where somebody watches it pass.
         against: a catalog to compare with, asked before the reading begins.
     """
-    verifier = _Verifier(source.name, fold, kernels.decode_frame, against)
+    verifier = _Verifier(Verified(source=source.name, fold=kernels.name), fold, kernels.decode_frame, against)
     read = source.read(kernels) if located is None else located
     for item in in_order(only(read, instance), source.is_trimmed):
         verifier.take(item)
@@ -116,9 +119,11 @@ def verify(
 
 
 class _Verifier:
-    def __init__(self, name: str, new_fold: NewFold, decode_frame: DecodeFrame, against: Comparison | None) -> None:
+    def __init__(
+        self, report: Verified, new_fold: NewFold, decode_frame: DecodeFrame, against: Comparison | None
+    ) -> None:
         self._against = against
-        self.report = Verified(source=name)
+        self.report = report
         self._new_fold = new_fold
         self._decode_frame = decode_frame
         self._folds: dict[StreamKey, StreamFold] = {}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.core.backend import REFERENCE
 from kvbm.core.codec import Frame, encode_frame
-from kvbm.replay.cli import main
+from kvbm.replay.cli import Parts, main
 from kvbm.replay.scan import scan
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -44,8 +45,10 @@ def segments(folder: Path) -> list[Path]:
 def test_a_good_capture_verifies_in_one_line(capture: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(capture)]) == 0
     epochs = len({frame.epoch for frame in FRAMES})
-    expected = f"verified: 1 instance, {epochs:,} epochs, {len(FRAMES):,} frames, {EVENTS:,} events, 0 findings\n"
-    assert capsys.readouterr().out == expected
+    expected = f"verified: 1 instance, {epochs:,} epochs, {len(FRAMES):,} frames, {EVENTS:,} events, 0 findings"
+    assert capsys.readouterr().out == f"{expected} (reference fold)\n"
+    assert main(["verify", str(capture)], Parts(NATIVE, NATIVE_FOLD)) == 0
+    assert capsys.readouterr().out == f"{expected} (native fold)\n"
 
 
 def test_a_finding_is_a_sentence_with_file_byte_instance_epoch_and_offset(
@@ -128,7 +131,7 @@ def test_a_torn_tail_of_a_journal_is_said_and_is_no_error(tmp_path: Path, capsys
         assert (
             f"{last}: tail torn at byte {whole:,}: {len(torn):,} byte" in note and "after the last whole frame" in note
         )
-        assert verdict.endswith(", 0 findings")
+        assert verdict.endswith(", 0 findings (reference fold)")
         assert main(["stat", str(tmp_path)]) == 0
         assert "tail torn" in capsys.readouterr().err
 
