@@ -229,7 +229,7 @@ class Driver:
 
 
 def test_rows_are_reached_only_when_cuda_has_registered_every_byte_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbm.pools.hbm.pool import cuda
+    from kvbm.pools.hbm import cuda
 
     memory = np.zeros((8, BLOCK_BYTES), dtype=np.uint8)
     address = memory.ctypes.data
