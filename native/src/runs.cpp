@@ -13,6 +13,27 @@ void refuse_run(const char* what, std::size_t bytes, std::size_t each) {
                                       " bytes, which is no multiple of " + std::to_string(each));
 }
 
+bool are_slots_distinct(Bytes slots, std::vector<std::uint32_t>& scratch) {
+  const auto place_of = [](std::uint32_t slot) {
+    const std::uint64_t product = (std::uint64_t{slot} + 1) * 0x9E3779B97F4A7C15;
+    return product ^ (product >> 32);
+  };
+  const std::size_t count = slots.size() / kSlotBytes;
+  const std::size_t places = std::bit_ceil(count * 2 + 1);
+  scratch.assign(places, 0);
+  for (std::size_t index = 0; index < count; ++index) {
+    const std::uint32_t slot = slot_at(slots, index);
+    std::size_t at = place_of(slot) & (places - 1);
+    for (; scratch[at] != 0; at = (at + 1) & (places - 1)) {
+      if (slot_at(slots, scratch[at] - 1) == slot) {
+        return false;
+      }
+    }
+    scratch[at] = static_cast<std::uint32_t>(index + 1);
+  }
+  return true;
+}
+
 Bytes DistinctHashes::of(Bytes hashes) {
   const std::size_t count = hashes.size() / kHashBytes;
   hashes_.clear();

@@ -12,104 +12,26 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
 
-#include "kvbm/error.hpp"
+#include "kvbm/epoch_start.hpp"
 #include "kvbm/event.hpp"
 #include "kvbm/namespace_table.hpp"
 #include "kvbm/runs.hpp"
+#include "kvbm/words.hpp"
 
 namespace kvbm {
 
-enum class Reach : std::uint8_t { kInstance = 0, kPod = 1, kCluster = 2 };
-inline constexpr std::uint8_t kReachCount = 3;
-
-// Any integer MessagePack can hold, from -2**63 to 2**64 - 1: what Python decodes it does not bound further.
-class WireInteger {
- public:
-  constexpr WireInteger() noexcept = default;
-  constexpr explicit WireInteger(std::uint64_t value) noexcept : bits_(value) {}
-  constexpr static WireInteger negative(std::int64_t value) noexcept {
-    WireInteger made(static_cast<std::uint64_t>(value));
-    made.is_negative_ = value < 0;
-    return made;
-  }
-
-  constexpr bool is_zero() const noexcept { return bits_ == 0; }
-  constexpr bool is_negative() const noexcept { return is_negative_; }
-  // The value, modulo 2**64.
-  constexpr std::uint64_t bits() const noexcept { return bits_; }
-  std::string text() const;
-
-  constexpr bool operator==(const WireInteger&) const noexcept = default;
-  constexpr std::strong_ordering operator<=>(const WireInteger& other) const noexcept {
-    if (is_negative_ != other.is_negative_) {
-      return is_negative_ ? std::strong_ordering::less : std::strong_ordering::greater;
-    }
-    return bits_ <=> other.bits_;  // of two negative ones, the two's complements compare as the values do
-  }
-
- private:
-  bool is_negative_ = false;  // below 0
-  std::uint64_t bits_ = 0;    // two's complement
-};
-
-// One pool, as an instance's start declares it.
-struct PoolStated {
-  Tier tier;                          // class of medium
-  WireInteger slots;                  // how many blocks fit
-  WireInteger block_bytes;            // bytes of one block
-  Reach reach = Reach::kInstance;     // who can read it without the owner
-  std::string name;                   // of a pool of cluster reach; UTF-8
-};
-
-// An InstanceStarted, as far as a fold needs it. Its MessagePack is decoded by the caller.
-struct EpochStart {
-  WireInteger epoch;              // the new epoch
-  std::vector<PoolStated> pools;  // in the order stated
-};
-
 // Whether events are known to be legal: they were checked, or decided here. Of others, what makes sense is applied.
 enum class Legality : bool { kKnown, kUnknown };
-
-// -- words of errors ---------------------------------------------------------------------------------------------------
-
-std::string tier_name(Tier tier);
-// By its number in Event.
-const char* event_name(std::size_t event) noexcept;
-// The first 8 hex digits of a hash or an id.
-std::string shortened(const std::uint8_t* id);
-std::string slot_text(std::optional<std::uint32_t> slot);
-// Throws Error: kIllegalEvent.
-[[noreturn]] void refuse(std::string_view rule, std::string detail);
-
-template <class... Pieces>
-std::string words(const Pieces&... pieces) {
-  std::string made;
-  const auto text = [](const auto& piece) {
-    if constexpr (std::is_integral_v<std::decay_t<decltype(piece)>>) {
-      return std::to_string(piece);
-    } else {
-      return std::string(piece);
-    }
-  };
-  ((made += text(pieces)), ...);
-  return made;
-}
-
-// Whether no slot of a run is named twice.
-bool are_slots_distinct(Bytes slots, std::vector<std::uint32_t>& scratch);
 
 // `where` for who knows no more of a block than its hash.
 struct FindByHash {

@@ -55,6 +55,9 @@ inline void append(std::vector<std::uint8_t>& hashes, const std::uint8_t* hash) 
   hashes.insert(hashes.end(), hash, hash + kHashBytes);
 }
 
+// Whether no slot of a run is named twice.
+bool are_slots_distinct(Bytes slots, std::vector<std::uint32_t>& scratch);
+
 // Finds the distinct hashes of runs. Kept for its scratch; owner thread only.
 class DistinctHashes {
  public:
