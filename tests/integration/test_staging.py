@@ -1,4 +1,4 @@
-"""Lanes of staging that threads wait for. Who gets which: tests/unit/test_offload.py."""
+"""Lanes of staging that threads wait for. Who gets which: tests/unit/test_offload_queue.py."""
 
 from __future__ import annotations
 
