@@ -45,7 +45,7 @@ def words(event: Event) -> Iterator[str]:
                 yield f"{short(block)} left {event.tier.name} ({event.reason.name.lower()})"
         case InstanceStopped():
             yield "stopped"
-        # ResidenciesStated and RoundEnded list what is held, for readers that missed something; we read from the beginning
+        # ResidenciesListed and SnapshotEnded list what is held, for readers that missed something; we read from the beginning
 
 
 async def follow(url: str, instance: str) -> None:

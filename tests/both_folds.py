@@ -19,7 +19,7 @@ def both_ways(report: Callable[P, Report]) -> Callable[P, Report]:
     """A report made natively. AssertionError: it differs from the specification's."""
 
     def made(*arguments: P.args, **options: P.kwargs) -> Report:
-        native = report(*arguments, **options, kernels=NATIVE, fold=NATIVE_FOLD)  # type: ignore[arg-type]
+        native = report(*arguments, **options, backend=NATIVE, fold=NATIVE_FOLD)  # type: ignore[arg-type]
         assert native == report(*arguments, **options)
         return native
 

@@ -97,13 +97,13 @@ class _Driver:
         elif roll < 0.75:
             self.evict()
         elif roll < 0.85:
-            self.ledger.begin_round()
+            self.ledger.begin_snapshot()
         elif roll < 0.87:
             self.restart()
         elif roll < 0.9:
             space = NAMESPACES[0].id
             self.ledger.forget(Tier.OBJECT, space, chain(0, 2), EvictReason.MISSING)
-        self.ledger.step_round(self.random.randint(1, 6))
+        self.ledger.step_snapshot(self.random.randint(1, 6))
         if self.random.random() < 0.4:
             self.drain()
 
@@ -194,11 +194,11 @@ class Capture(NamedTuple):
 
 
 def make_capture(seed: int, commands: int = 60, instance: str = "one") -> Capture:
-    """What an instance records under seeded commands, with several tiers, namespaces, rounds and restarts."""
+    """What an instance records under seeded commands, with several tiers, namespaces, snapshots and restarts."""
     driver = _Driver(random.Random(seed))
     for _ in range(commands):
         driver.step()
-    while driver.ledger.step_round():
+    while driver.ledger.step_snapshot():
         pass
     driver.drain()
     return Capture(InstanceId(instance), driver.recorded, sorted(driver.cuts - {0}))

@@ -23,8 +23,8 @@ from kvbm.core.events import (
     InstanceStarted,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots, split_hashes
 from tests.ledger_driver import NAMESPACES, POOLS, chain
@@ -72,7 +72,7 @@ def held_of(index: ClusterIndex, keys: set[Key], with_claims: bool = True) -> di
 
 
 few_hashes = st.lists(st.sampled_from(split_hashes(chain(0, 4))), min_size=1, max_size=4, unique=True).map(b"".join)
-rounds = st.integers(0, 7)
+snapshots = st.integers(0, 7)
 
 
 @st.composite
@@ -92,9 +92,11 @@ def crowded_events(draw: st.DrawFn) -> Event:
         case 2:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.CLEARED, hashes=hashes)
         case 3:
-            return ResidenciesStated(namespace=namespace, tier=tier, round=draw(rounds), hashes=hashes, slots=slots)
+            return ResidenciesListed(
+                namespace=namespace, tier=tier, snapshot=draw(snapshots), hashes=hashes, slots=slots
+            )
         case 4:
-            return RoundEnded(tier=tier, round=draw(rounds), count=draw(st.integers(0, 4)))
+            return SnapshotEnded(tier=tier, snapshot=draw(snapshots), count=draw(st.integers(0, 4)))
         case _:
             pools = st.sampled_from([POOLS, POOLS[:3], (), (PoolStated(Tier.HBM, 4, 1, Reach.CLUSTER, "shared"),)])
             return InstanceStarted(epoch=Epoch(draw(st.integers(1, 3))), pools=draw(pools))

@@ -133,7 +133,7 @@ class Cluster:
         for block in split_hashes(hashes):
             self.times.pop((namespace, block), None)
 
-    def restate(self) -> None:
+    def take_snapshot(self) -> None:
         self.offset += 1
 
     def applied(self) -> Offset:

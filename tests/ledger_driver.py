@@ -134,10 +134,10 @@ class Driver:
             case ("found", prompt, depth):
                 namespace = NAMESPACES[prompt % len(NAMESPACES)].id
                 self.ledger.claim(Tier.OBJECT, namespace, chain(prompt, depth), InstanceId("i"))
-            case ("round",):
-                self.ledger.begin_round()
+            case ("snapshot",):
+                self.ledger.begin_snapshot()
             case ("step", limit):
-                self.ledger.step_round(limit)
+                self.ledger.step_snapshot(limit)
             case ("cut",):
                 self.cut()
             case ("restart",):
@@ -161,7 +161,7 @@ commands = st.one_of(
     st.tuples(st.just("expire"), st.integers(0, 9)),
     st.tuples(st.just("missing"), prompts),
     st.tuples(st.just("found"), prompts, depths),
-    st.tuples(st.just("round")),
+    st.tuples(st.just("snapshot")),
     st.tuples(st.just("step"), st.integers(1, 4)),
     st.tuples(st.just("cut")),
     st.tuples(st.just("restart")),
@@ -171,7 +171,7 @@ commands = st.one_of(
 evictions = st.sampled_from(sorted(EVICTION_POLICIES))
 
 
-def finish_round(driver: Driver, limit: int) -> None:
-    while driver.ledger.step_round(limit):
+def finish_snapshot(driver: Driver, limit: int) -> None:
+    while driver.ledger.step_snapshot(limit):
         pass
     driver.cut()

@@ -35,7 +35,7 @@ from kvbm.manager.offsets import Offsets
 from kvbm.manager.options import ManagerOptions
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import SampleSink
-from kvbm.manager.snapshot_policy import Rounds
+from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.manager.staging import Staging
 from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
@@ -81,7 +81,7 @@ def make_manager(
     event_bytes: int = 64 << 20,
     by_hand: bool = False,
     retention: JournalRetention | None = None,
-    rounds: Rounds | None = None,
+    snapshots: SnapshotPolicy | None = None,
     samples: SampleSink | None = None,
     executor: Executor | None = None,
     offsets: Offsets | None = None,
@@ -96,10 +96,10 @@ def make_manager(
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
-    stated = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
+    listed = [PoolStated(tier, count, BLOCK_BYTES) for tier, count in slots.items()]
     if objects is not None:
-        stated.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
-    ledger = new_ledger(stated, "lru", event_bytes)
+        listed.append(PoolStated(Tier.OBJECT, 0, BLOCK_BYTES, Reach.CLUSTER, objects.name))
+    ledger = new_ledger(listed, "lru", event_bytes)
     ledger.start(Epoch(epoch), [NAMESPACE])
     there = {tier for tier in offload if tier in slots or (tier == Tier.OBJECT and objects is not None)}
     manager = Manager(
@@ -109,7 +109,7 @@ def make_manager(
         ),
         locator or Nowhere(),
         ManagerOptions(
-            wait_s, clock=clock, staging=staging, retention=retention, rounds=rounds, samples=samples, executor=executor,
+            wait_s, clock=clock, staging=staging, retention=retention, snapshots=snapshots, samples=samples, executor=executor,
             offsets=offsets, run="a-run", has_stream=has_stream, budgets=budgets or {},
         ),
     )  # fmt: skip

@@ -77,8 +77,8 @@ class PlainOwner:
         if self.takes_epochs:
             self.epoch = Epoch(newer + 1)
 
-    def on_round_asked(self) -> None:
-        """See `PublisherOwner.on_round_asked`."""
+    def on_snapshot_asked(self) -> None:
+        """See `PublisherOwner.on_snapshot_asked`."""
         self.asked += 1
 
     def on_stream_state(self, state: StreamState) -> None:

@@ -17,7 +17,7 @@ def settings_of(folder: Path, url: str, cluster: str, **flags: object) -> Settin
     return load_settings(
         flags={
             "instance.data_dir": str(folder), "instance.cluster": cluster, "pools.hbm.slots": 64, "pools.hbm.device": "memory",
-            "nats.url": url, "nats.heartbeat_s": 0.2, "rounds.least_s": 0.1, **named,
+            "nats.url": url, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.1, **named,
         }
     )  # fmt: skip
 

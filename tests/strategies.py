@@ -17,8 +17,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.ids import (
@@ -112,10 +112,10 @@ def run_events(draw: st.DrawFn, ids: st.SearchStrategy[NamespaceId] = namespace_
             reason = draw(st.sampled_from(EvictReason))
             return BlocksEvicted(namespace=namespace, tier=tier, reason=reason, hashes=run)
         case _:
-            return ResidenciesStated(namespace=namespace, tier=tier, round=draw(U32), hashes=run, slots=slots)
+            return ResidenciesListed(namespace=namespace, tier=tier, snapshot=draw(U32), hashes=run, slots=slots)
 
 
-rounds_ended = st.builds(RoundEnded, tier=tiers, round=U32, count=U32)
+snapshots_ended = st.builds(SnapshotEnded, tier=tiers, snapshot=U32, count=U32)
 instances_stopped = st.builds(InstanceStopped, reason=st.sampled_from(StopReason))
 
 
@@ -123,7 +123,7 @@ instances_stopped = st.builds(InstanceStopped, reason=st.sampled_from(StopReason
 def frames(draw: st.DrawFn, max_events: int = 6) -> Frame:
     """Frames that encode: 1 to `max_events` events of any kind in up to three namespaces."""
     ids = st.sampled_from(draw(st.lists(namespace_ids, min_size=1, max_size=3)))
-    events = run_events(ids) | run_events(ids) | rounds_ended | instances_stopped | instances_started
+    events = run_events(ids) | run_events(ids) | snapshots_ended | instances_stopped | instances_started
     return Frame(
         instance=draw(instance_ids),
         epoch=draw(U64.map(Epoch)),

@@ -72,7 +72,7 @@ class Config:
     kv_cache_groups: list[Group]
     kv_cache_layout: str | None = None
     kv_tp_replicas: int = 1
-    kernel_blocks: int = 1  # pieces that the engine's kernels see of each block
+    kernel_blocks: int = 1  # pieces that the engine's backend see of each block
     tail_bytes: int = field(default=0)  # of the allocation behind all blocks
 
 

@@ -294,10 +294,10 @@ def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
         except PeerError:
             _install(python, TORCH, "--extra-index-url", TORCH_INDEX)
     _install(python, (peer.package,), *(["--no-deps"] if peer.bare else []))
-    stated = _requirements(python, peer.package.split("==", maxsplit=1)[0])
+    listed = _requirements(python, peer.package.split("==", maxsplit=1)[0])
     if peer.bare_needs:
-        _install(python, [stated.get(_plain(name), name) for name in peer.bare_needs], "--no-deps")
-    _install(python, [stated.get(_plain(name), name) for name in peer.needs])
+        _install(python, [listed.get(_plain(name), name) for name in peer.bare_needs], "--no-deps")
+    _install(python, [listed.get(_plain(name), name) for name in peer.needs])
     stamp.write_text(wanted)
     return python, time.monotonic() - began
 

@@ -143,12 +143,12 @@ class Bench:
             for side in [*sides] * 3:  # HOST is full then, and evicts as it will from here on
                 self._pair(engines[side], "HOST", True)
             began_s = time.monotonic()
-            rounds = 0
+            snapshots = 0
             while time.monotonic() - began_s < plan.throughput_s:
                 for side, found in pairs.items():
                     if not is_settled([pair.speed for pair in found], HALF_INTERVAL, LEAST_PAIRS):
-                        found.append(self._pair(engines.get(side, engines["HOST"]), side, rounds % 2 == 0))
-                rounds += 1
+                        found.append(self._pair(engines.get(side, engines["HOST"]), side, snapshots % 2 == 0))
+                snapshots += 1
                 if all(
                     is_settled([pair.speed for pair in found], HALF_INTERVAL, LEAST_PAIRS) for found in pairs.values()
                 ):

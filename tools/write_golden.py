@@ -29,8 +29,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import residency_mix
@@ -195,9 +195,9 @@ def frame(attributes: dict[str, bytes] | None = None) -> Frame:
         ),
         BlocksEvicted(namespace=first, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=run[32:]),
         BlocksEvicted(namespace=second, tier=Tier.OBJECT, reason=EvictReason.SHUTDOWN, hashes=run[48:]),
-        ResidenciesStated(namespace=first, tier=Tier.HBM, round=3, hashes=run[:32], slots=pack_slots([5, 6])),
-        ResidenciesStated(namespace=second, tier=Tier.HOST, round=2**32 - 1, hashes=run[48:]),
-        RoundEnded(tier=Tier.HBM, round=3, count=2),
+        ResidenciesListed(namespace=first, tier=Tier.HBM, snapshot=3, hashes=run[:32], slots=pack_slots([5, 6])),
+        ResidenciesListed(namespace=second, tier=Tier.HOST, snapshot=2**32 - 1, hashes=run[48:]),
+        SnapshotEnded(tier=Tier.HBM, snapshot=3, count=2),
         InstanceStopped(reason=StopReason.OVERFLOW),
     )
     return Frame(

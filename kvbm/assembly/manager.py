@@ -48,7 +48,7 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
 from kvbm.manager.publisher_port import Publishing
 from kvbm.manager.recovery import recover
-from kvbm.manager.snapshot_policy import Rounds
+from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.manager.staging import Staging
 from kvbm.manager.transfer import Pools
 from kvbm.pools.base import ObjectPool
@@ -188,7 +188,7 @@ def _open_manager(
         log.warning("namespace.unnamed", tiers=unused, notice=why)
     settings = _without_lasting(settings, namespaces, engine)
     core = core or NATIVE_CORE
-    instance, kernels = InstanceId(settings.instance.id), core.kernels
+    instance, backend = InstanceId(settings.instance.id), core.backend
     credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
@@ -196,12 +196,12 @@ def _open_manager(
         if not settings.journal.in_memory:
             make_data_dir(settings)
             journal = Journal.open(
-                journal_folder(settings), instance, kernels, _journal_options(settings.journal), run=run
+                journal_folder(settings), instance, backend, _journal_options(settings.journal), run=run
             )
             opened.callback(journal.close)
         pools = open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
-            _stated(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
+            _listed(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
         )
         for namespace in namespaces:
             ledger.assign(namespace.id, namespace.tenant)
@@ -221,14 +221,14 @@ def _open_manager(
             room_bytes = settings.journal.capacity_bytes
         elif memory is not None:
             retention = sink = MemoryRetention(memory)
-            room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but restated so that it can go
+            room_bytes = settings.journal.waiting_bytes  # not refused beyond it, but listed again so that it can go
         samples = Samples(settings.samples.rate) if settings.samples.rate and url else None
         manager = new_manager(
-            instance, settings.instance.cluster, ledger, pools, sink, kernels,
+            instance, settings.instance.cluster, ledger, pools, sink, backend,
             _offloader(settings, pools, namespaces, lasting), locator,
             ManagerOptions(
                 settings.onboard.wait_s, settings.onboard.locate_s, settings.onboard.threads, settings.offload.threads,
-                wall_clock_ns, retention=retention, rounds=Rounds(settings.rounds.least_s, room_bytes), samples=samples,
+                wall_clock_ns, retention=retention, snapshots=SnapshotPolicy(settings.snapshots.least_s, room_bytes), samples=samples,
                 run=run, has_stream=bool(url), budgets=_budgets(settings), lasting=lasting, unused=unused,
                 staging=Staging(
                     settings.offload.staging_bytes, block_bytes, settings.onboard.threads, settings.offload.threads,
@@ -315,7 +315,11 @@ def _publishing(
     )  # fmt: skip
     publisher.start()
     return Publishing(
-        publisher.notify, lambda: publisher.published, publisher.stop, publisher.round_began, lambda: publisher.trouble
+        publisher.notify,
+        lambda: publisher.published,
+        publisher.stop,
+        publisher.snapshot_began,
+        lambda: publisher.trouble,
     )
 
 
@@ -463,11 +467,11 @@ def _without_lasting(settings: Settings, namespaces: Sequence[Namespace], engine
     return msgspec.structs.replace(settings, pools=pools)
 
 
-def _stated(pools: Pools) -> list[PoolStated]:
-    stated = [PoolStated(pool.tier, pool.slots, pool.block_bytes, pool.reach) for pool in pools.slots.values()]
+def _listed(pools: Pools) -> list[PoolStated]:
+    listed = [PoolStated(pool.tier, pool.slots, pool.block_bytes, pool.reach) for pool in pools.slots.values()]
     if pools.object is not None:
-        stated.append(PoolStated(Tier.OBJECT, 0, pools.object.block_bytes, Reach.CLUSTER, pools.object.name))
-    return stated
+        listed.append(PoolStated(Tier.OBJECT, 0, pools.object.block_bytes, Reach.CLUSTER, pools.object.name))
+    return listed
 
 
 def _offloader(

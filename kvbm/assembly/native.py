@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from kvbm import _native
 from kvbm.catalog.index import NewIndex
-from kvbm.core.backend import Kernels, NewFold, NewLedger
+from kvbm.core.backend import Backend, NewFold, NewLedger
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
 from kvbm.pools.host.rows import NewArena
 from kvbm.pools.nvme.block_io import OpenEngine
 from kvbm.pools.object.coding import BlockCoder
 
-NATIVE = Kernels(
+NATIVE = Backend(
     "native",
     _native.sequence_hashes,
     _native.derived_hashes,
@@ -32,7 +32,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 class Core(NamedTuple):
     """What a manager makes of events with: the native functions, or in tests the readable ones that specify them."""
 
-    kernels: Kernels
+    backend: Backend
     new_ledger: NewLedger
     new_fold: NewFold
 

@@ -24,7 +24,15 @@ from kvbm.bench.measure import Row, percentile, rate, resident_bytes, timed
 from kvbm.bench.native import random_lines_ns
 from kvbm.catalog.index import ClusterIndex
 from kvbm.core.codec import Frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    PoolStated,
+    SnapshotEnded,
+)
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier, pack_slots
 
 INSTANCES = 16
@@ -57,9 +65,9 @@ class Writer:
         return NATIVE.encode_frame(frame)
 
     def begin(self) -> bytes:
-        """The epoch's first frame: a start and an empty round."""
+        """The epoch's first frame: a start and an empty snapshot."""
         return self.frame(
-            [InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), RoundEnded(tier=Tier.HBM, round=1, count=0)]
+            [InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0)]
         )
 
 

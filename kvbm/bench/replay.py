@@ -8,7 +8,7 @@ from pathlib import Path
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.bench.ingest import churn_frames
 from kvbm.bench.measure import Row, Sample, row_of, timed
-from kvbm.core.backend import REFERENCE, Kernels, NewFold
+from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, hash_count
 from kvbm.replay.opening import open_source
@@ -20,18 +20,18 @@ _REFERENCE_RUNS = 6_000  # the specification is slower
 
 
 def bench_replay(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
-    """Block events a second of `verify` over a journal's segments: decoding, order, legality, rounds, digests."""
+    """Block events a second of `verify` over a journal's segments: decoding, order, legality, snapshots, digests."""
     numbers: dict[str, float] = {}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
-        for name, kernels, fold, runs in (
+        for name, backend, fold, runs in (
             ("native", NATIVE, NATIVE_FOLD, _RUNS),
             ("--reference", REFERENCE, Residencies, _REFERENCE_RUNS),
         ):
             path = Path(folder) / name.strip("-")
             blocks = _write(path, runs, seed)
-            count = samples if kernels is NATIVE else 2
-            taken = [_verify(path, kernels, fold) for _ in range(count + 1)][1:]
+            count = samples if backend is NATIVE else 2
+            taken = [_verify(path, backend, fold) for _ in range(count + 1)][1:]
             values = [blocks / sample.wall_s / 1e6 for sample in taken]
             rows.append(row_of(f"kvbm-replay verify, journal segments, {name}", "M events/s", values, taken))
             numbers[f"verify_{name.strip('-')}_events_per_s"] = rows[-1].value * 1e6
@@ -53,9 +53,9 @@ def _write(folder: Path, runs: int, seed: int) -> int:
     return blocks
 
 
-def _verify(folder: Path, kernels: Kernels, fold: NewFold) -> Sample:
+def _verify(folder: Path, backend: Backend, fold: NewFold) -> Sample:
     def work() -> None:
-        verified = verify(open_source(str(folder)), kernels, fold)
+        verified = verify(open_source(str(folder)), backend, fold)
         assert not verified.findings, verified.findings[0]
 
     return timed(work)

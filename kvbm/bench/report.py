@@ -79,8 +79,8 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     ingest_events_per_s: float | None = None
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
-    withheld_s_default: float | None = None
-    withheld_s_quick: float | None = None
+    excluded_s_default: float | None = None
+    excluded_s_quick: float | None = None
     restart_ready_s: float | None = None
     gap_repaired_s: float | None = None
     nvme_read_over_fio: _Ratio = UNSET

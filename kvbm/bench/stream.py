@@ -3,7 +3,7 @@
 visible     a run created in an instance → in the catalog's answer over HTTP, while others make it 1,000 frames a second
 silent      an instance killed with -9 → left out of answers, with default and with quick heartbeats
 restart     the catalog killed with -9 while its index holds `live` residencies and events go on → ready again
-gap         a message that never arrives → its instance, with a million residencies, whole again by a round
+gap         a message that never arrives → its instance, with a million residencies, whole again by a snapshot
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FRAMES_PER_S = 1000.0
 _VISIBLE = 100  # runs timed for each sample asked for
 _HOLDERS = 10
 _GAP_BLOCKS = 1_000_000
-LEAST_S = 2.0  # between two rounds that readers ask for; the default is 10 s
+LEAST_S = 2.0  # between two snapshots that readers ask for; the default is 10 s
 
 
 def bench_stream(live: int, samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
@@ -108,7 +108,7 @@ def _silent(
         )
         rows.append(row_of(what, "s", taken))
         rows.append(Row(what="… longest", unit="s", value=max(taken)))
-        numbers[f"withheld_s_{name}"] = max(taken)
+        numbers[f"excluded_s_{name}"] = max(taken)
     return rows, numbers
 
 
@@ -134,7 +134,7 @@ def _restart(
     client.wait_ready(_FILL_WAIT_S)
     ready_s = time.perf_counter() - began_s
     found = client.instances()
-    assert not any(instance.doubtful for instance in found), "an instance is doubtful after the restart"
+    assert not any(instance.suspect for instance in found), "an instance is suspect after the restart"
     assert _held(client) >= held
     what = f"catalog killed with -9 at {held:,} residencies, events going on → ready again, process start included"
     return [Row(what=what, unit="s", value=ready_s)], {"restart_ready_s": ready_s}
@@ -149,7 +149,7 @@ def _gap(
 
 
 async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict[str, float]]:
-    """Drop one message of "holder" again and again; how long it is doubtful."""
+    """Drop one message of "holder" again and again; how long it is suspect."""
     lossy = _LossyStream(await NatsStream.connect(url, _WAIT_S))
     settings = ServiceSettings(
         nats_url=url, database_url=f"sqlite+aiosqlite:///{folder / 'gap.db'}", cluster="local", capacity=1 << 24
@@ -157,25 +157,25 @@ async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict
     service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX, stream=cast(EventStream, lossy))
     holder, other = InstanceId("holder"), InstanceId("other")
 
-    def is_doubtful(instance: InstanceId) -> bool:
-        return any(found.doubtful for found in service.queries.instances() if found.instance == instance)
+    def is_suspect(instance: InstanceId) -> bool:
+        return any(found.suspect for found in service.queries.instances() if found.instance == instance)
 
     repaired: list[float] = []
     healed: list[float] = []
     asked_us: list[float] = []
     try:
-        await _settled(lambda: service.is_ready and not is_doubtful(holder) and not is_doubtful(other))
+        await _settled(lambda: service.is_ready and not is_suspect(holder) and not is_suspect(other))
         for _ in range(max(3, samples // 2)):
-            await asyncio.sleep(LEAST_S + 0.5)  # the instance serves one round in this time
+            await asyncio.sleep(LEAST_S + 0.5)  # the instance serves one snapshot in this time
             gaps = service.numbers().gaps
             lossy.drop = holder
-            await _settled(lambda: is_doubtful(holder))
+            await _settled(lambda: is_suspect(holder))
             began_s, known_s = time.perf_counter(), 0.0
-            while is_doubtful(holder):
+            while is_suspect(holder):
                 if not known_s and service.numbers().gaps > gaps:
                     known_s = time.perf_counter()
                 asked_s = time.perf_counter()
-                assert not is_doubtful(other)
+                assert not is_suspect(other)
                 service.queries.lookup(NAMESPACE.id, bytes(HASH_BYTES))
                 asked_us.append((time.perf_counter() - asked_s) * 1e6)
                 await asyncio.sleep(0.002)
@@ -184,7 +184,7 @@ async def _repair(folder: Path, url: str, samples: int) -> tuple[list[Row], dict
             repaired.append(time.perf_counter() - known_s)
     finally:
         await service.close()
-    what = f"gap known → whole again by a round it was asked for, {_GAP_BLOCKS:,} residencies"
+    what = f"gap known → whole again by a snapshot it was asked for, {_GAP_BLOCKS:,} residencies"
     rows = [
         row_of(what, "s", repaired),
         Row(what="… longest", unit="s", value=max(repaired)),
@@ -245,7 +245,7 @@ def _flags(folder: Path, url: str, instance: str, slots: int, heartbeat_s: float
         "pools.hbm.slots": slots,
         "pools.hbm.device": "memory",
         "nats.heartbeat_s": heartbeat_s,
-        "rounds.least_s": LEAST_S,
+        "snapshots.least_s": LEAST_S,
     }
 
 

@@ -35,9 +35,9 @@ from kvbm.core.answers import (
     LookupRequest,
     NamespacesAnswer,
     ReadyAnswer,
-    RoundAnswer,
     RouteAnswer,
     RouteRequest,
+    SnapshotAnswer,
 )
 from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
@@ -137,7 +137,7 @@ class _Api:
     async def instances(self, request: Request) -> Response:
         return _json(InstancesAnswer(instances=self._service.queries.instances()))
 
-    async def ask_round(self, request: Request) -> Response:
+    async def ask_snapshot(self, request: Request) -> Response:
         instance = InstanceId(request.path_params["instance"])
         try:
             heard = await self._service.requests.ask(instance)
@@ -147,7 +147,7 @@ class _Api:
             raise ApiError(
                 404, "instance_unknown", f"no instance {instance!r} was ever heard of", "see /v1/instances for their names"
             )  # fmt: skip
-        return _json(RoundAnswer(instance=instance, heard=heard))
+        return _json(SnapshotAnswer(instance=instance, heard=heard))
 
     async def namespaces(self, request: Request) -> Response:
         return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces()))
@@ -255,9 +255,9 @@ class _Api:
         arguments = (tokens, fields.block_tokens, fields.root(secret.encode()))
         try:
             if len(tokens) > THREAD_TOKENS:
-                hashes = await asyncio.to_thread(self._service.kernels.sequence_hashes, *arguments)
+                hashes = await asyncio.to_thread(self._service.backend.sequence_hashes, *arguments)
             else:
-                hashes = self._service.kernels.sequence_hashes(*arguments)
+                hashes = self._service.backend.sequence_hashes(*arguments)
         except (LayoutError, OverflowError) as error:
             raise ApiError(422, "bad_tokens", str(error), "give token ids from 0 to 4294967295") from None
         if len(hashes) > MAX_HASHES * HASH_BYTES:
@@ -389,8 +389,8 @@ _ROUTES = (
     ),
     _Route(path="/v1/instances", handler="instances", gives=InstancesAnswer, summary="All instances."),
     _Route(
-        path="/v1/instances/{instance}/round", handler="ask_round", method="POST", gives=RoundAnswer,
-        summary="Ask an instance to restate what it holds.", errors=(404, 503),
+        path="/v1/instances/{instance}/snapshot", handler="ask_snapshot", method="POST", gives=SnapshotAnswer,
+        summary="Ask an instance to take a snapshot of what it holds.", errors=(404, 503),
     ),
     _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),

@@ -15,6 +15,7 @@ import structlog
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.lag import Backlog, StreamLag
 from kvbm.catalog.liveness import (
+    Exclude,
     HeartbeatReceived,
     Input,
     LifeState,
@@ -23,7 +24,6 @@ from kvbm.catalog.liveness import (
     StreamProgress,
     Ticked,
     Why,
-    Withhold,
     catalog_name,
     is_catalog,
 )
@@ -83,7 +83,7 @@ class HeartbeatFollower:
             self.on_heartbeat(heartbeat)
 
     async def tick(self) -> None:
-        """Withhold the silent in time, for ever."""
+        """Exclude the silent in time, for ever."""
         while True:
             self.step(Ticked())
             self._name_ignored()
@@ -140,13 +140,13 @@ class HeartbeatFollower:
     def step(self, what: Input) -> None:
         """One step of liveness; what it decides is in answers from here on."""
         for effect in self.liveness.step(time.monotonic(), what):
-            withheld = isinstance(effect, Withhold)
-            if isinstance(effect, Withhold) and effect.why is not Why.RESTARTED:
+            excluded = isinstance(effect, Exclude)
+            if isinstance(effect, Exclude) and effect.why is not Why.RESTARTED:
                 self.backlog.leave_out(effect.instance)  # no heartbeat of it comes, and it is left out of answers
-            why = effect.why.value if isinstance(effect, Withhold) else "heard"
-            self._sequencer.index.withhold(effect.instance, withheld)
+            why = effect.why.value if isinstance(effect, Exclude) else "heard"
+            self._sequencer.index.exclude(effect.instance, excluded)
             log.info(
-                "instance.withheld" if withheld else "instance.returned",
+                "instance.excluded" if excluded else "instance.returned",
                 instance=effect.instance, epoch=effect.epoch, why=why,
             )  # fmt: skip
 

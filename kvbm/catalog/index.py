@@ -28,14 +28,14 @@ class InstanceDepth(NamedTuple):
         depth: blocks it holds from the first on, in any tier, without a hole.
         by_tier: blocks of that run by the hottest tier that holds each, indexed by Tier.
         reach: where the run ends when the instance's cluster pools go on where its own tiers end; at least `depth`.
-        doubtful: events of it were missed and no round has ended since, or residencies of it were refused.
+        suspect: events of it were missed and no snapshot has ended since, or residencies of it were refused.
     """
 
     instance: InstanceId
     depth: int
     by_tier: tuple[int, int, int, int]
     reach: int
-    doubtful: bool
+    suspect: bool
 
 
 class PoolDepth(NamedTuple):
@@ -50,7 +50,7 @@ class Prefixes(NamedTuple):
 
     Attributes:
         deepest: the largest depth of all instances and pools.
-        instances, pools: those that have, or reach, at least the first block. One that is withheld counts by what others can read
+        instances, pools: those that have, or reach, at least the first block. One that is excluded counts by what others can read
             without it, and when that is not the first block, it is left out.
     """
 
@@ -66,25 +66,25 @@ class InstanceView(NamedTuple):
     """What the index knows of one instance.
 
     Attributes:
-        doubtful: see InstanceDepth; true when any of `partial`, `waiting` and `missed` is.
-        partial: residencies of it were refused at the index's capacity, so some are missing here; a round heals it only once there
+        suspect: see InstanceDepth; true when any of `partial`, `waiting` and `missed` is.
+        partial: residencies of it were refused at the index's capacity, so some are missing here; a snapshot heals it only once there
             is room.
-        digest: of what it holds, also when that is withheld.
+        digest: of what it holds, also when that is excluded.
         pools: as its start declared them; empty when no start was seen.
-        counts: blocks held by tier, cluster pools left out; withheld ones count.
-        withheld: see `ClusterIndex.withhold`.
+        counts: blocks held by tier, cluster pools left out; excluded ones count.
+        excluded: see `ClusterIndex.exclude`.
         waiting: later events than the next are there already; the next may still come.
-        missed: events were missed, or the epoch has not ended its first round: only a whole round in each tier heals it.
+        missed: events were missed, or the epoch has not ended its first snapshot: only a completed snapshot in each tier heals it.
     """
 
     epoch: Epoch
     stopped: bool
-    doubtful: bool
+    suspect: bool
     partial: bool
     digest: int
     pools: tuple[PoolStated, ...]
     counts: Mapping[Tier, int]
-    withheld: bool
+    excluded: bool
     waiting: bool
     missed: bool
 
@@ -96,7 +96,7 @@ class Audit(NamedTuple):
         is_whole: a pass over the whole table has ended with this call; only then are the others filled.
         blocks: looked at in that pass.
         differing: instances of whose residencies the table has others than the running digest was made from: memory was damaged, or
-            the index is wrong. A round heals it.
+            the index is wrong. A snapshot heals it.
         damaged: entries whose holders could not be anybody's. They were taken out, and `differing` has those who miss them.
     """
 
@@ -144,7 +144,7 @@ class ClusterIndex(Protocol):
         pools: Iterable[PoolStated] | None = None,
         likely: Iterable[PoolStated] = (),
     ) -> None:
-        """Enter an epoch whose start was not seen: nothing is held, all of it is doubtful.
+        """Enter an epoch whose start was not seen: nothing is held, all of it is suspect.
 
         Args:
             pools: what the epoch's start declared, when that is known from elsewhere; None when it is not.
@@ -152,12 +152,12 @@ class ClusterIndex(Protocol):
         """
 
     def miss(self, instance: InstanceId) -> None:
-        """Events of the instance were missed: it is doubtful until a whole round has ended."""
+        """Events of the instance were missed: it is suspect until a completed snapshot has ended."""
 
     def wait(self, instance: InstanceId, waiting: bool) -> None:
-        """Later events than the next are there already, so for now the instance is doubtful; or no longer."""
+        """Later events than the next are there already, so for now the instance is suspect; or no longer."""
 
-    def withhold(self, instance: InstanceId, withheld: bool) -> None:
+    def exclude(self, instance: InstanceId, excluded: bool) -> None:
         """Leave the instance's residencies out of every answer, or no longer.
 
         They are not forgotten: events go on being folded, and digest and counts are as ever. What others can read without it
@@ -184,7 +184,7 @@ class ClusterIndex(Protocol):
         """
 
     def sweep(self, pages: int = 256) -> bool:
-        """Free the memory of what instances that died, or rounds that ended, have left; a piece of it. Whether more is left."""
+        """Free the memory of what instances that died, or snapshots that ended, have left; a piece of it. Whether more is left."""
 
     def audit(self, pages: int = 64) -> Audit:
         """Compute the digests anew from the table, a piece at a time while events are applied, and compare at the end of each pass.
@@ -203,8 +203,8 @@ class ClusterIndex(Protocol):
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """Who holds one block, by name, hottest tier first."""
 
-    def withheld_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
-        """Who holds a block in a tier that is withheld, so that `holders` does not name it; in no order."""
+    def excluded_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
+        """Who holds a block in a tier that is excluded, so that `holders` does not name it; in no order."""
 
     def instances(self) -> list[InstanceId]:
         """Every instance that was followed and not dropped, in the order of their first event."""
@@ -234,7 +234,7 @@ class ClusterIndex(Protocol):
 NewIndex = Callable[[int], ClusterIndex]  # of a capacity: residencies and claims at most; more are refused and counted
 
 
-def is_doubtful(index: ClusterIndex, instance: InstanceId) -> bool:
-    """Whether events of the instance were missed and no round has ended since. An unknown instance is doubtful."""
+def is_suspect(index: ClusterIndex, instance: InstanceId) -> bool:
+    """Whether events of the instance were missed and no snapshot has ended since. An unknown instance is suspect."""
     view = index.view(instance)
-    return view is None or view.doubtful
+    return view is None or view.suspect

@@ -18,7 +18,7 @@ are of. Where these contradict what was read (`is_other_life`), what was read is
 whatever epoch comes next is entered.
 
 A hole in front of the reorder buffer is a *gap* once the instance's heartbeat has reported what is missing as published, and the reader
-has been at the stream's end since. Then reading goes on behind the hole, and the instance is doubtful until a round has ended. The same
+has been at the stream's end since. Then reading goes on behind the hole, and the instance is suspect until a snapshot has ended. The same
 happens when a frame's digest differs from the index's.
 """
 
@@ -62,7 +62,7 @@ log = structlog.get_logger()
 HOLE_MOST_S = 30.0  # a hole that no heartbeat explains, for its instance has died, is given up after this long at the stream's end
 REORDER_BYTES = (
     16 << 20
-)  # frames in one instance's reorder buffer; more are left to be sent again, or to the next round
+)  # frames in one instance's reorder buffer; more are left to be sent again, or to the next snapshot
 AFTER_MESSAGES = 1 << 63  # the sequence of what is found at the end of a step: it comes after each of its messages
 
 
@@ -163,7 +163,7 @@ class Changes:
         renumbered: sequences began anew: the stream's store was replaced.
         changed: instances whose rows changed, and the sequence of the last message that changed them.
         epochs, namespaces, claims: rows that are given out once, each with the sequence of the message they come from.
-        lacks_claims: events were passed over, and no round lists claims again.
+        lacks_claims: events were passed over, and no snapshot lists claims again.
         newest_wall_ns: wall time of the newest frame; 0 when none was applied.
         at: sequence of the message being read; AFTER_MESSAGES behind the last.
         settled: up to this sequence the index may be ahead of what was read, and digests prove nothing.
@@ -342,7 +342,7 @@ class InstanceSequence:
         if state.unreadable is not None and state.unreadable.version > VERSION:
             self.unreadable = state.unreadable
             return
-        self._is_lost |= state.unreadable is not None  # this kvbm can read what comes next; a round lists the rest
+        self._is_lost |= state.unreadable is not None  # this kvbm can read what comes next; a snapshot lists the rest
         if state.trouble is not None:
             self._troubles.restore(self._id, state.trouble)
         elif (view := self._index.view(self._id)) is not None and view.missed and not view.stopped:
@@ -468,7 +468,7 @@ class InstanceSequence:
         self._evidence = self._hole_since_s = None
         self._is_lost = False
         changes.lacks_claims = True
-        self._troubles.take(self._id)  # no round can heal it
+        self._troubles.take(self._id)  # no snapshot can heal it
         self._index.wait(self._id, False)
         self._index.miss(self._id)
         changes.advanced[self._id] = self.position
@@ -650,7 +650,7 @@ class InstanceSequence:
 
     def _note_start(self, frame: ScannedFrame, event: InstanceStarted, changes: Changes) -> None:
         self._joined_midstream = False
-        self._heal()  # it holds nothing, and its round follows by itself
+        self._heal()  # it holds nothing, and its snapshot follows by itself
         self.declared = frozenset(namespace.id for namespace in event.namespaces)
         self.row = msgspec.structs.replace(
             self.row, epoch=event.epoch, engine=event.engine, version=event.version, topology=event.topology,

@@ -5,15 +5,15 @@ a sender's clock is never looked at.
 
     unheard ──new pulse──► live ◄──────────new pulse──────────┐
        │                    │ not heard for liveness_s         │
-       └────────────────────┴────────────────────────────► silent ──► withheld, unless most fell silent together
+       └────────────────────┴────────────────────────────► silent ──► excluded, unless most fell silent together
 
-An instance is withheld while one of these holds, and returned when none does:
+An instance is excluded while one of these holds, and returned when none does:
 
 - *stopped*: the stream has its clean stop, and no start of a later epoch. At once.
 - *restarted*: a heartbeat, also a kept one, is of a later epoch than the stream has given yet. What the index knows is of a process
   that is gone, so it stays left out until the stream has the start, however alive the instance is.
 - *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
-- *silent*: not heard for `liveness_s`; or it was withheld when the stream began another epoch, in which it was not heard yet.
+- *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not heard yet.
 
 An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
 (`StreamProgress.run`), and `StreamProgress.life` grows when they show that what was read before is of another life; all heartbeats of that
@@ -21,14 +21,14 @@ one are forgotten then. A heartbeat of another run than the holder's that claims
 `liveness_s` is named by `ignored`: nobody is left out of the view silently.
 
 Silence counts only while the catalog gets its own pulses: it sends pulses of its own, and when they do not come back by the same server
-(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is withheld then, and when they come again,
+(for half of `liveness_s`), then it is the catalog that is cut off. Nobody is excluded then, and when they come again,
 everybody has a whole `liveness_s` anew. When most fall silent together the view is kept as well: see `_is_kept`. `freshness` says how
 old the kept view is.
 
 The stream of pulses keeps the last one of every instance, also of the dead, and gives it to each new reader. So a pulse counts as
 life only if the catalog has got a pulse of its own before (the stream has one order: what comes after its own pulse was sent after it), or if
 another pulse of that instance came before it. One that is given twice counts once. After a reconnection the last pulse of one that died
-meanwhile counts as heard when it comes: it is withheld `liveness_s` after that.
+meanwhile counts as heard when it comes: it is excluded `liveness_s` after that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LifeState(Enum):
 
 
 class Why(Enum):
-    """Why an instance is withheld."""
+    """Why an instance is excluded."""
 
     SILENT = "silent"
     STOPPED = "stopped"
@@ -82,7 +82,7 @@ class OwnPulse(NamedTuple):
 
 
 class Ticked(NamedTuple):
-    """Time has passed. Several times in each `liveness_s`: this is how late a withholding may be."""
+    """Time has passed. Several times in each `liveness_s`: this is how late a excluding may be."""
 
 
 class StreamProgress(NamedTuple):
@@ -107,7 +107,7 @@ class StreamProgress(NamedTuple):
 Input = HeartbeatReceived | OwnPulse | Ticked | StreamProgress
 
 
-class Withhold(NamedTuple):
+class Exclude(NamedTuple):
     """Leave the instance's residencies out of answers from now on."""
 
     instance: InstanceId
@@ -122,7 +122,7 @@ class Return(NamedTuple):
     epoch: Epoch
 
 
-Effect = Withhold | Return
+Effect = Exclude | Return
 
 
 class Freshness(NamedTuple):
@@ -175,8 +175,8 @@ class _Member:
         self.is_stopped = False  # in that epoch
         self.is_unreadable = False
         self.is_silent = False  # for liveness_s
-        self.awaits_heartbeat = False  # withheld when its epoch began, and no heartbeat since
-        self.why: Why | None = None  # it is withheld
+        self.awaits_heartbeat = False  # excluded when its epoch began, and no heartbeat since
+        self.why: Why | None = None  # it is excluded
         self.holder = ""  # the run that has its place on the stream
         self.life = 0
 
@@ -212,7 +212,7 @@ class Liveness:
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, None
-        ] = {}  # silent and not withheld: because most are, or until the next tick judges
+        ] = {}  # silent and not excluded: because most are, or until the next tick judges
 
     @property
     def own_pulse_s(self) -> float:
@@ -265,12 +265,12 @@ class Liveness:
         """Everyone of whom a heartbeat came or something was read."""
         return list(self._members)
 
-    def withheld(self) -> dict[InstanceId, Why]:
-        """The instances that are withheld."""
+    def excluded(self) -> dict[InstanceId, Why]:
+        """The instances that are excluded."""
         return {instance: member.why for instance, member in self._members.items() if member.why is not None}
 
     def why(self, instance: InstanceId) -> Why | None:
-        """Why an instance is withheld; None when it is not."""
+        """Why an instance is excluded; None when it is not."""
         member = self._members.get(instance)
         return None if member is None else member.why
 
@@ -422,7 +422,7 @@ class Liveness:
         return max(member.since_s, self._counting_s)
 
     def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
-        """Withhold or return what an input has changed; a silence is judged by the next tick."""
+        """Exclude or return what an input has changed; a silence is judged by the next tick."""
         if member.read_epoch is None:
             return []
         why: Why | None
@@ -443,10 +443,10 @@ class Liveness:
             self._kept[instance] = None
         if (before is None) == (why is None):
             return []
-        return [Return(instance, member.read_epoch) if why is None else Withhold(instance, member.read_epoch, why)]
+        return [Return(instance, member.read_epoch) if why is None else Exclude(instance, member.read_epoch, why)]
 
     def _judge(self, now_s: float) -> list[Effect]:
-        """Withhold those who are silent, unless most fell silent with them."""
+        """Exclude those who are silent, unless most fell silent with them."""
         heard = sorted(
             self._basis(member)
             for member in self._members.values()
@@ -459,7 +459,7 @@ class Liveness:
             if not self._is_kept(member, heard, quiet_until):
                 del self._kept[instance]
                 member.why = Why.SILENT
-                effects.append(Withhold(instance, member.newest, Why.SILENT))
+                effects.append(Exclude(instance, member.newest, Why.SILENT))
         return effects
 
     def _is_kept(self, member: _Member, heard: list[float], quiet_until: int) -> bool:
@@ -471,7 +471,7 @@ class Liveness:
         An instance that was never heard fell silent with nobody: it is kept only while nobody at all is heard.
 
         Args:
-            heard: since when those who were heard and are not withheld are silent, sorted.
+            heard: since when those who were heard and are not excluded are silent, sorted.
             quiet_until: how many of them are quiet.
         """
         if member.heard_s is None:

@@ -1,8 +1,8 @@
-"""Answers in the words of the API. Who is withheld is left out by the index itself; here it is only named."""
+"""Answers in the words of the API. Who is excluded is left out by the index itself; here it is only named."""
 
 from __future__ import annotations
 
-from kvbm.catalog.index import ClusterIndex, is_doubtful
+from kvbm.catalog.index import ClusterIndex, is_suspect
 from kvbm.core.answers import BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 
@@ -20,7 +20,7 @@ def lookup(index: ClusterIndex, namespace: NamespaceId, hashes: bytes) -> Lookup
             depth=entry.depth,
             tiers={tier.name: entry.by_tier[tier] for tier in Tier if entry.by_tier[tier]},
             reach=entry.reach,
-            doubtful=entry.doubtful,
+            suspect=entry.suspect,
         )
         for entry in found.instances
     ]
@@ -32,7 +32,7 @@ def lookup(index: ClusterIndex, namespace: NamespaceId, hashes: bytes) -> Lookup
         deepest=found.deepest,
         instances=sorted(instances, key=lambda entry: (-entry.depth, -entry.reach, entry.instance)),
         pools=sorted(pools, key=lambda entry: (-entry.depth, entry.pool)),
-        withheld=sorted(index.withheld_holders(namespace, first)) if first else [],
+        excluded=sorted(index.excluded_holders(namespace, first)) if first else [],
     )
 
 
@@ -43,7 +43,7 @@ def locate(index: ClusterIndex, namespace: NamespaceId, block: SequenceHash) -> 
             name=holder.name,
             kind="pool" if holder.is_pool else "instance",
             tier=holder.tier.name,
-            doubtful=not holder.is_pool and is_doubtful(index, InstanceId(holder.name)),
+            suspect=not holder.is_pool and is_suspect(index, InstanceId(holder.name)),
         )
         for holder in index.holders(namespace, block)
     ]

@@ -60,7 +60,7 @@ class Queries:
         answer = lookup(self._index, namespace, hashes)
         if self._backlog.behind:
             answer = msgspec.structs.replace(
-                answer, instances=[self._doubted_if_behind(one, one.instance) for one in answer.instances]
+                answer, instances=[self._suspected_if_behind(one, one.instance) for one in answer.instances]
             )
         return self._dated(answer)
 
@@ -78,19 +78,21 @@ class Queries:
             return []
         pulses = {instance: self._liveness.last(instance) for instance in candidates}
         ranked = self._router.route(now_s, task, self._index, candidates, pulses)
-        return [self._doubted_if_behind(one, one.instance) for one in ranked]
+        return [self._suspected_if_behind(one, one.instance) for one in ranked]
 
     def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
         """Who holds one block."""
         answer = locate(self._index, namespace, block)
         if self._backlog.behind:
-            holders = [one if one.kind == "pool" else self._doubted_if_behind(one, one.name) for one in answer.holders]
+            holders = [
+                one if one.kind == "pool" else self._suspected_if_behind(one, one.name) for one in answer.holders
+            ]
             answer = msgspec.structs.replace(answer, holders=holders)
         return self._dated(answer)
 
-    def _doubted_if_behind(self, answer: D, instance: str) -> D:
+    def _suspected_if_behind(self, answer: D, instance: str) -> D:
         is_behind = InstanceId(instance) in self._backlog.behind
-        return msgspec.structs.replace(answer, doubtful=True) if is_behind else answer
+        return msgspec.structs.replace(answer, suspect=True) if is_behind else answer
 
     def _dated(self, answer: A) -> A:
         """The answer with the age of a view that is kept."""
@@ -168,11 +170,11 @@ class Queries:
             published=heartbeat.published if heartbeat is not None else None,
             digest=f"{view.digest if view is not None else 0:016x}",
             applied=heartbeat.applied or None if heartbeat is not None else None,
-            doubtful=view is None or view.doubtful or instance in self._backlog.behind,
+            suspect=view is None or view.suspect or instance in self._backlog.behind,
             partial=view is not None and view.partial,
-            doubts=self._doubts(instance),
-            round_asked_s=self._requests.asker.age_s(now_s, instance),
-            withheld=why.value if (why := self._liveness.why(instance)) is not None else "",
+            suspicions=self._suspicions(instance),
+            snapshot_asked_s=self._requests.asker.age_s(now_s, instance),
+            excluded=why.value if (why := self._liveness.why(instance)) is not None else "",
             trouble=heartbeat.trouble if heartbeat is not None else "",
             run=heartbeat.run if heartbeat is not None else "",
             engine=row.engine if row is not None else "",
@@ -200,19 +202,21 @@ class Queries:
             else None,
         )
 
-    def _doubts(self, instance: InstanceId) -> list[str]:
-        """Why an instance is doubtful, in words."""
+    def _suspicions(self, instance: InstanceId) -> list[str]:
+        """Why an instance is suspect, in words."""
         view, trouble = self._index.view(instance), self._sequencer.troubles.by_instance.get(instance)
         if (unreadable := self._sequencer.unreadable(instance)) is not None:
             return [unreadable.reason()]
         if view is None:
             return ["nothing was read of it", *self._heartbeats.delays(instance)]
-        doubts = trouble.reasons() if trouble is not None else ["its first round has not ended"] if view.missed else []
+        suspicions = (
+            trouble.reasons() if trouble is not None else ["its first snapshot has not ended"] if view.missed else []
+        )
         if view.waiting:
-            doubts.append("later events came first")
+            suspicions.append("later events came first")
         if view.partial:
-            doubts.append("the catalog is at its capacity")
-        return doubts + self._heartbeats.delays(instance)
+            suspicions.append("the catalog is at its capacity")
+        return suspicions + self._heartbeats.delays(instance)
 
 
 def _same_model(a: Namespace, b: Namespace) -> bool:

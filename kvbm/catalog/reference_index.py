@@ -28,8 +28,8 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import residency_mix
@@ -43,14 +43,14 @@ class _TierFold:
     """One tier of one instance."""
 
     def __init__(self) -> None:
-        self.held: dict[_Key, int] = {}  # block → `begun` when it was last gained or stated
-        self.round = 0  # number of the round last begun
-        self.begun = 0  # rounds begun; a number that comes back is another round
-        self.stated = 0  # blocks it has stated
+        self.held: dict[_Key, int] = {}  # block → `begun` when it was last gained or listed
+        self.snapshot = 0  # number of the snapshot last begun
+        self.begun = 0  # snapshots begun; a number that comes back is another snapshot
+        self.listed = 0  # blocks it has listed
         self.is_open = False  # it has begun and not ended
-        self.is_whole = False  # nothing was missed since a round ended
+        self.is_whole = False  # nothing was missed since a snapshot ended
         self.is_partial = False  # residencies were refused
-        self.has_refused = False  # the same, since the round began
+        self.has_refused = False  # the same, since the snapshot began
 
 
 class _Instance:
@@ -60,9 +60,9 @@ class _Instance:
         self.pools: tuple[PoolStated, ...] = ()
         self.pool_names: dict[Tier, str] = {}
         self.pools_known = False
-        self.proven = False  # pools unknown, but a digest has agreed since a round ended
+        self.proven = False  # pools unknown, but a digest has agreed since a snapshot ended
         self.waiting = False
-        self.withheld = False
+        self.excluded = False
         self.digest = 0
         self.tiers = {tier: _TierFold() for tier in Tier}
 
@@ -73,7 +73,7 @@ class _Instance:
     def is_shown(self, tier: Tier) -> bool:
         """Whether answers speak of what it holds in a tier."""
         reaches = {pool.tier: pool.reach for pool in self.pools}
-        return not self.withheld or reaches.get(tier, Reach.INSTANCE) != Reach.INSTANCE
+        return not self.excluded or reaches.get(tier, Reach.INSTANCE) != Reach.INSTANCE
 
     def is_partial(self) -> bool:
         return any(fold.is_partial for fold in self.tiers.values())
@@ -83,7 +83,7 @@ class _Instance:
             return self.proven
         return all(self.tiers[pool.tier].is_whole for pool in self.pools if not self.is_cluster(pool.tier))
 
-    def is_doubtful(self) -> bool:
+    def is_suspect(self) -> bool:
         return self.waiting or self.is_partial() or not self.is_whole()
 
 
@@ -118,8 +118,8 @@ class ReferenceIndex:
                     self._begin(instance, frame.epoch, event.pools)
                 case InstanceStopped():
                     instance.stopped, stopped = True, event.reason
-                case RoundEnded():
-                    self._end_round(instance, event)
+                case SnapshotEnded():
+                    self._end_snapshot(instance, event)
                 case BlocksCreated():
                     self._add(instance, event.tier, event.namespace, event.hashes, claims)
                 case BlocksMigrated():
@@ -133,9 +133,9 @@ class ReferenceIndex:
                         self._say(instance, said, claims)
                 case BlocksEvicted():
                     self._withdraw(instance, event.tier, event.namespace, event.hashes, claims)
-                case ResidenciesStated():
+                case ResidenciesListed():
                     self._state(instance, event, claims)
-            if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
+            if not isinstance(event, InstanceStarted | InstanceStopped | SnapshotEnded):
                 blocks += len(split_hashes(event.hashes))
         return Applied(len(frame.events[skip:]), blocks, started, stopped, claims)
 
@@ -166,9 +166,9 @@ class ReferenceIndex:
         """As `ClusterIndex.wait`."""
         self._entry(instance).waiting = waiting
 
-    def withhold(self, instance: InstanceId, withheld: bool) -> None:
-        """As `ClusterIndex.withhold`."""
-        self._entry(instance).withheld = withheld
+    def exclude(self, instance: InstanceId, excluded: bool) -> None:
+        """As `ClusterIndex.exclude`."""
+        self._entry(instance).excluded = excluded
 
     def agrees(self, instance: InstanceId, digest: int) -> bool:
         """As `ClusterIndex.agrees`."""
@@ -236,9 +236,9 @@ class ReferenceIndex:
             rest = [any(claimed.get(pool, [False] * len(blocks))[at] for pool in entry.pool_names.values())
                     for at in range(depth, len(blocks))]  # fmt: skip
             reach = depth + _run(rest)
-            if depth or (reach and not entry.withheld):
+            if depth or (reach and not entry.excluded):
                 counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
-                instances.append(InstanceDepth(name, depth, counts, reach, entry.is_doubtful()))
+                instances.append(InstanceDepth(name, depth, counts, reach, entry.is_suspect()))
         if best:
             instances = sorted(instances, key=lambda entry: (-entry.depth, -entry.reach))[:best]
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
@@ -260,8 +260,8 @@ class ReferenceIndex:
         ]
         return sorted(found)
 
-    def withheld_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
-        """As `ClusterIndex.withheld_holders`."""
+    def excluded_holders(self, namespace: NamespaceId, block: SequenceHash) -> list[InstanceId]:
+        """As `ClusterIndex.excluded_holders`."""
         return [
             name
             for name, entry in self._instances.items()
@@ -280,8 +280,8 @@ class ReferenceIndex:
         declared = {pool.tier for pool in entry.pools if not entry.is_cluster(pool.tier)}
         counts = {tier: len(fold.held) for tier, fold in entry.tiers.items() if fold.held or tier in declared}
         return InstanceView(
-            entry.epoch, entry.stopped, entry.is_doubtful(), entry.is_partial(), entry.digest, entry.pools, counts,
-            entry.withheld, entry.waiting, not entry.is_whole(),
+            entry.epoch, entry.stopped, entry.is_suspect(), entry.is_partial(), entry.digest, entry.pools, counts,
+            entry.excluded, entry.waiting, not entry.is_whole(),
         )  # fmt: skip
 
     def pool_name(self, instance: InstanceId, tier: Tier) -> str | None:
@@ -345,11 +345,11 @@ class ReferenceIndex:
             else:
                 self._gain(entry, tier, namespace, block)
 
-    def _state(self, entry: _Instance, event: ResidenciesStated, claims: list[Claims]) -> None:
+    def _state(self, entry: _Instance, event: ResidenciesListed, claims: list[Claims]) -> None:
         fold = entry.tiers[event.tier]
-        self._enter_round(fold, event.round)
+        self._enter_snapshot(fold, event.snapshot)
         blocks = split_hashes(event.hashes)
-        fold.stated += len(blocks)
+        fold.listed += len(blocks)
         if entry.is_cluster(event.tier):
             self._say(entry, Claims(event.tier, event.namespace, event.hashes, False), claims)
             return
@@ -357,7 +357,7 @@ class ReferenceIndex:
             if (event.namespace, block) in fold.held:
                 fold.held[event.namespace, block] = fold.begun
             else:
-                self._anomalies["round-added"] += fold.is_whole
+                self._anomalies["snapshot-added"] += fold.is_whole
                 self._gain(entry, event.tier, event.namespace, block)
 
     def _withdraw(
@@ -372,19 +372,19 @@ class ReferenceIndex:
             else:
                 self._anomalies["evicted-unheld"] += 1
 
-    def _enter_round(self, fold: _TierFold, number: int) -> None:
-        if number != fold.round:
-            fold.round, fold.stated, fold.is_open, fold.has_refused = number, 0, True, False
+    def _enter_snapshot(self, fold: _TierFold, number: int) -> None:
+        if number != fold.snapshot:
+            fold.snapshot, fold.listed, fold.is_open, fold.has_refused = number, 0, True, False
             fold.begun += 1
 
-    def _end_round(self, entry: _Instance, event: RoundEnded) -> None:
+    def _end_snapshot(self, entry: _Instance, event: SnapshotEnded) -> None:
         fold = entry.tiers[event.tier]
-        self._enter_round(fold, event.round)
-        if not fold.is_open or fold.stated != event.count:
-            self._anomalies["round-incomplete"] += 1
+        self._enter_snapshot(fold, event.snapshot)
+        if not fold.is_open or fold.listed != event.count:
+            self._anomalies["snapshot-incomplete"] += 1
             return
         for namespace, block in [key for key, begun in fold.held.items() if begun != fold.begun]:
-            self._anomalies["round-withdrew"] += bool(fold.is_whole and event.count)
+            self._anomalies["snapshot-withdrew"] += bool(fold.is_whole and event.count)
             self._lose(entry, event.tier, namespace, block)
         fold.is_open, fold.is_whole, fold.is_partial = False, True, fold.has_refused
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_doubtful
+from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
 from kvbm.core.answers import RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
@@ -177,7 +177,7 @@ class Router:
             depth=depth,
             missing_tokens=missing,
             fetch_blocks=fetch_blocks,
-            doubtful=held.doubtful if held is not None else is_doubtful(index, instance),
+            suspect=held.suspect if held is not None else is_suspect(index, instance),
         )
 
     def _soon_depth(self, routed: _Routed, task: RoutingTask, depth: int) -> int:

@@ -24,7 +24,7 @@ class RowCollector:
         stored: sequence up to which SQL has everything; rows are gathered from there on.
 
     Attributes:
-        may_lack_claims: events were passed over, and no round lists claims again.
+        may_lack_claims: events were passed over, and no snapshot lists claims again.
     """
 
     def __init__(self, stream: str, stored: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 A message is a fence, or frames of one instance. One that names a fence of a lost history is a stray: it is ignored, and logged. What each
 frame is to its instance, and when a hole becomes a gap, `instance_sequence` decides. A step returns what it changed, also the SQL rows
-that follow from it; `row_collector` gathers these. `troubles` has everyone a round would heal.
+that follow from it; `row_collector` gathers these. `troubles` has everyone a snapshot would heal.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Sequencer:
         if heartbeat.published:
             self._follow(heartbeat.instance, heartbeat.cluster).on_heartbeat(now_s, heartbeat)
 
-    def doubt(self, instance: InstanceId) -> None:
+    def suspicion(self, instance: InstanceId) -> None:
         """What the index holds of an instance has another digest than it should, as an audit of the index has found."""
         self.index.miss(instance)
         self.troubles.note(instance).digests += 1

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import structlog
 
-from kvbm.core.backend import REFERENCE, Kernels
+from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.streams.base import EventStream
 
@@ -37,7 +37,7 @@ _BACKLOG = 2048
 
 def run(
     settings: ServiceSettings,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     new_index: NewIndex = ReferenceIndex,
     on_started: Callable[[str], None] = lambda url: None,
     make_stream: Callable[[], EventStream] | None = None,
@@ -49,7 +49,7 @@ def run(
         make_stream: called in the service's loop for the stream, instead of the NATS of the settings.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
-    asyncio.run(_serve(settings, kernels, new_index, on_started, _stop_on_signals, make_stream))
+    asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
 
 
 class CatalogThread:
@@ -62,7 +62,7 @@ class CatalogThread:
     def __init__(
         self,
         settings: ServiceSettings,
-        kernels: Kernels = REFERENCE,
+        backend: Backend = REFERENCE,
         new_index: NewIndex = ReferenceIndex,
         make_stream: Callable[[], EventStream] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class CatalogThread:
             make_stream: called in the thread's loop for the stream, instead of the NATS of the settings.
         """
         self.url = ""
-        self._settings, self._kernels, self._new_index, self._make_stream = settings, kernels, new_index, make_stream
+        self._settings, self._backend, self._new_index, self._make_stream = settings, backend, new_index, make_stream
         self._started: Future[str] = Future()
         self._ending: Callable[[], None] | None = None
         self._stop_wanted = False
@@ -118,7 +118,7 @@ class CatalogThread:
         try:
             asyncio.run(
                 _serve(
-                    self._settings, self._kernels, self._new_index, self._started.set_result, began, self._make_stream
+                    self._settings, self._backend, self._new_index, self._started.set_result, began, self._make_stream
                 )
             )
         except (KvbmError, OSError) as error:
@@ -151,7 +151,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(
     settings: ServiceSettings,
-    kernels: Kernels,
+    backend: Backend,
     new_index: NewIndex,
     on_started: Callable[[str], None],
     on_began: Callable[[uvicorn.Server, asyncio.AbstractEventLoop], None],
@@ -160,7 +160,7 @@ async def _serve(
     host, port = _host_and_port(settings.listen)
     with _bind(host, port) as listener:
         service = await CatalogService.start(
-            settings, kernels, new_index, make_stream() if make_stream is not None else None
+            settings, backend, new_index, make_stream() if make_stream is not None else None
         )
         try:
             config = uvicorn.Config(

@@ -1,7 +1,7 @@
 """The catalog without its HTTP: starts its parts, composes them, and stops them.
 
 At the start the index comes from the newest checkpoint, and the rest from the stream after it. Without one, an index that could have had
-one begins where SQL stands, with every instance in doubt, and asks them all for a round; else the stream is read from its first
+one begins where SQL stands, with every instance suspect, and asks them all for a snapshot; else the stream is read from its first
 message. Claims come from SQL in any case. What SQL has is not stored again, so that reading twice is harmless. From then on index and
 SQL go their own speed.
 """
@@ -35,7 +35,7 @@ from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.upkeep import IndexUpkeep
 from kvbm.core.answers import ReadyAnswer
-from kvbm.core.backend import REFERENCE, Kernels
+from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
@@ -62,7 +62,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
-        ask_again_s: between two requests to a doubtful instance for a round.
+        ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
     """
 
@@ -100,7 +100,7 @@ class CatalogService:
     Attributes:
         failed: set when it cannot go on; `failure` has the reason.
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
-        follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for rounds, and cares for the index.
+        follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
         queries: what it answers.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
@@ -108,11 +108,11 @@ class CatalogService:
 
     def __init__(
         self, settings: ServiceSettings, store: SqlStore, stream: EventStream, begun: _Beginning, stored: Numbering, end: int,
-        reader: EventReader, kernels: Kernels, new_index: NewIndex,
+        reader: EventReader, backend: Backend, new_index: NewIndex,
     ) -> None:  # fmt: skip
         """Prefer `CatalogService.start`."""
         self.settings = settings
-        self.kernels = kernels
+        self.backend = backend
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
         self.tasks: list[asyncio.Task[None]] = []
@@ -124,7 +124,7 @@ class CatalogService:
         applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins
         self.writer = SqlWriter(
             store, stream, self.sequencer, self.rows, stored, applying, self.degraded,
-            lambda known, namespaces: Sequencer(new_index(1), kernels.scan_frames, known, namespaces),
+            lambda known, namespaces: Sequencer(new_index(1), backend.scan_frames, known, namespaces),
             WriterOptions(settings.cluster, settings.store_every_s, claims_every_s=settings.claims_every_s),
         )  # fmt: skip
         self.heartbeats = HeartbeatFollower(
@@ -156,7 +156,7 @@ class CatalogService:
     async def start(
         cls,
         settings: ServiceSettings,
-        kernels: Kernels = REFERENCE,
+        backend: Backend = REFERENCE,
         new_index: NewIndex = ReferenceIndex,
         stream: EventStream | None = None,
     ) -> CatalogService:
@@ -177,10 +177,10 @@ class CatalogService:
         try:
             state = await stream.state(settings.connect_s)
             stored = await numbering(store, settings.cluster, state, stream)
-            begun = await _begin(settings, store, kernels, new_index, stored, stream)
+            begun = await _begin(settings, store, backend, new_index, stored, stream)
             after, fingerprint = begun.after
             reader = await stream.pull(after, settings.cluster, settings.connect_s, fingerprint)
-            service = cls(settings, store, stream, begun, stored, state.last_sequence, reader, kernels, new_index)
+            service = cls(settings, store, stream, begun, stored, state.last_sequence, reader, backend, new_index)
             service._spawn_all()
         except BaseException:
             await stream.close()
@@ -234,7 +234,7 @@ class CatalogService:
             reason = f"the catalog cannot go on: {self.failure}"
         elif self.follower.is_caught_up and not self.follower.is_ready:
             names = ", ".join(sorted(self.requests.unhealed())[:5])
-            reason = f"the stream is read; waiting for rounds of doubtful instances: {names}"
+            reason = f"the stream is read; waiting for snapshots of suspect instances: {names}"
         elif not self.follower.is_ready:
             reason = f"reading the stream: at message {self.sequencer.sequence} of {self.lag.start_end}"
         return ReadyAnswer(
@@ -253,7 +253,7 @@ class CatalogService:
         checkpoint = self.checkpointer.last if self.checkpointer is not None else None
         return CatalogNumbers(
             **msgspec.structs.asdict(self.sequencer.counters),
-            rounds_asked=self.requests.asker.asked,
+            snapshots_asked=self.requests.asker.asked,
             zombies=self.heartbeats.liveness.zombies,
             double_ids=self.heartbeats.liveness.double_ids,
             audits=self.upkeep.audits,
@@ -264,10 +264,10 @@ class CatalogService:
             archive_lost=self.archive.lost if self.archive is not None else 0,
             samples=self.archive.samples if self.archive is not None else 0,
             samples_lost=self.archive.samples_lost if self.archive is not None else 0,
-            doubtful=len(self.sequencer.troubles.by_instance),
+            suspect=len(self.sequencer.troubles.by_instance),
             behind=len(backlog.behind),
             behind_s=max((backlog.age_s(time.monotonic(), name) for name in backlog.behind), default=0.0),
-            withheld=len(self.heartbeats.liveness.withheld()),
+            excluded=len(self.heartbeats.liveness.excluded()),
             ignored=len(self.heartbeats.ignored),
             view_age_s=self.queries.view_age_s(),
             anomalies=self.index.anomalies(),
@@ -303,12 +303,12 @@ class CatalogService:
             ("hear", self.heartbeats.watch()),
             ("tick", self.heartbeats.tick()),
             ("pulse", self.heartbeats.send_pulses()),
-            ("rounds", self.requests.run()),
+            ("snapshots", self.requests.run()),
             ("store", self.writer.run()),
             ("end", self.lag.watch()),
             ("sweep", self.upkeep.sweep()),
             ("audit", self.upkeep.audit()),
-            ("doubt", self.requests.find_unended()),
+            ("suspicion", self.requests.find_unended()),
         ):
             self._spawn(name, work)
         if self.checkpointer is not None:
@@ -337,9 +337,9 @@ class CatalogService:
 
 
 async def _begin(
-    settings: ServiceSettings, store: SqlStore, kernels: Kernels, new_index: NewIndex, stored: Numbering, stream: EventStream
+    settings: ServiceSettings, store: SqlStore, backend: Backend, new_index: NewIndex, stored: Numbering, stream: EventStream
 ) -> _Beginning:  # fmt: skip
-    """The newest checkpoint, or SQL's position with everybody in doubt, or nothing and the whole stream."""
+    """The newest checkpoint, or SQL's position with everybody suspect, or nothing and the whole stream."""
     known = await store.instances()
     namespaces = [row.fields for row in await store.namespaces() if row.fields.id == row.id]
     positions = await store.instance_positions()  # before the claims: what they lie behind must be in those
@@ -351,7 +351,7 @@ async def _begin(
             lambda mark: still_holds(stream, mark),
         )  # fmt: skip
         index = loaded.held if loaded is not None else index
-    sequencer = Sequencer(index, kernels.scan_frames, known, namespaces)
+    sequencer = Sequencer(index, backend.scan_frames, known, namespaces)
     rows = RowCollector(stored.name, stored.place.sequence)
     if loaded is not None:
         sequencer.restore(loaded.state, loaded.settled)

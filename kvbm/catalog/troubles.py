@@ -1,4 +1,4 @@
-"""What a round would heal, instance by instance: who is asked for one, and why."""
+"""What a snapshot would heal, instance by instance: who is asked for one, and why."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvbm.core.ids import InstanceId
 
 
 class Trouble(msgspec.Struct, kw_only=True):
-    """What was found of an instance that a round will heal, counted by kind.
+    """What was found of an instance that a snapshot will heal, counted by kind.
 
     Attributes:
         gaps: events were missed. digests: its frames, or an audit, have another digest. joins: its epoch was joined mid-stream.
-        unended: it has needed a whole round for long, and none has ended.
+        unended: it has needed a completed snapshot for long, and none has ended.
     """
 
     gaps: int = 0
@@ -31,7 +31,7 @@ class Trouble(msgspec.Struct, kw_only=True):
         """In words."""
         words = {
             "events missed": self.gaps, "digest differs": self.digests, "joined midway": self.joins,
-            "no whole round": self.unended,
+            "no completed snapshot": self.unended,
         }  # fmt: skip
         return [reason for reason, count in words.items() if count]
 
@@ -49,7 +49,7 @@ class Troubles:
 
     @property
     def by_instance(self) -> Mapping[InstanceId, Trouble]:
-        """Everyone a round would heal, and why. Read only."""
+        """Everyone a snapshot would heal, and why. Read only."""
         return self._by_instance
 
     def note(self, instance: InstanceId) -> Trouble:
@@ -62,5 +62,5 @@ class Troubles:
         self._by_instance[instance] = trouble
 
     def take(self, instance: InstanceId) -> Trouble | None:
-        """Forget the trouble of an instance: a round has healed it, or no round can."""
+        """Forget the trouble of an instance: a snapshot has healed it, or no snapshot can."""
         return self._by_instance.pop(instance, None)

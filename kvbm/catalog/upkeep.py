@@ -22,7 +22,7 @@ class IndexUpkeep:
     """Sweeps and audits a sequencer's index. One asyncio loop.
 
     Args:
-        on_damage: called when an audit has found damage; whoever differs is doubtful then, until a round.
+        on_damage: called when an audit has found damage; whoever differs is suspect then, until a snapshot.
 
     Attributes:
         audits: passes over the whole index so far.
@@ -46,11 +46,11 @@ class IndexUpkeep:
             self.audits += found.is_whole
             for instance in found.differing:
                 sequencer.counters.digest_divergence += 1
-                sequencer.doubt(instance)
+                sequencer.suspicion(instance)
             if found.differing or found.damaged:
                 self._on_damage()
                 log.warning(
                     "index.damaged", instances=sorted(found.differing), entries=found.damaged, blocks=found.blocks,
-                    what_to_do="nothing: their rounds repair it; if it comes back, check the machine's memory",
+                    what_to_do="nothing: their snapshots repair it; if it comes back, check the machine's memory",
                 )  # fmt: skip
             await asyncio.sleep(AUDIT_PAUSE_S if found.is_whole else AUDIT_EVERY_S)

@@ -74,7 +74,7 @@ def check_settings(settings: Settings) -> None:
         ("journal.sync_interval_s", settings.journal.sync_interval_s),
         ("journal.keep_s", settings.journal.keep_s),
         ("nats.linger_s", settings.nats.linger_s),
-        ("rounds.least_s", settings.rounds.least_s),
+        ("snapshots.least_s", settings.snapshots.least_s),
         ("catalog.checkpoint_every_s", settings.catalog.checkpoint_every_s),
         ("onboard.wait_s", settings.onboard.wait_s),
         ("onboard.locate_s", settings.onboard.locate_s),

@@ -177,8 +177,8 @@ class JournalSettings(SettingsGroup, frozen=True):
         fsync: "off", "interval" or "always".
         sync_interval_s: how far apart the syncs of "interval" are at most.
         segment_bytes: size at which a new file begins.
-        capacity_bytes: room for what the instance needs of it; what a whole round has made needless goes once published, and an
-            instance begins a round by itself when half is used.
+        capacity_bytes: room for what the instance needs of it; what a completed snapshot has made needless goes once published, and an
+            instance begins a snapshot by itself when half is used.
         keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
         max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0: as
             capacity_bytes.
@@ -226,8 +226,8 @@ class NatsSettings(SettingsGroup, frozen=True):
     tls_key: str = ""
 
 
-class RoundsSettings(SettingsGroup, frozen=True):
-    """Restating what is held. `least_s`: rounds that readers ask for are at least so far apart."""
+class SnapshotsSettings(SettingsGroup, frozen=True):
+    """Snapshots of what is held. `least_s`: snapshots that readers ask for are at least so far apart."""
 
     least_s: float = 10.0
 
@@ -347,7 +347,7 @@ class Settings(SettingsGroup, frozen=True):
     onboard: OnboardSettings = OnboardSettings()
     journal: JournalSettings = JournalSettings()
     nats: NatsSettings = NatsSettings()
-    rounds: RoundsSettings = RoundsSettings()
+    snapshots: SnapshotsSettings = SnapshotsSettings()
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
     gc: GcSettings = GcSettings()

@@ -61,14 +61,14 @@ class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
         depth: blocks from the first on that it holds in any tier, without a hole.
         tiers: blocks of that run, by the hottest tier that holds each.
         reach: where the run ends when the instance's cluster pools go on where its own tiers end.
-        doubtful: events of it were missed and it has not restated what it holds since, or what it has decided is not read.
+        suspect: events of it were missed and it has not listed again what it holds since, or what it has decided is not read.
     """
 
     instance: str
     depth: int
     tiers: dict[str, int]
     reach: int
-    doubtful: bool
+    suspect: bool
 
 
 class PoolHolding(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +84,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
-        withheld: instances left out because they have stopped, fallen silent, or are of a newer kvbm.
+        excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm.
         view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
     """
 
@@ -93,7 +93,7 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     deepest: int
     instances: list[InstanceHolding]
     pools: list[PoolHolding]
-    withheld: list[str]
+    excluded: list[str]
     view_age_s: float = 0.0
 
 
@@ -116,7 +116,7 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     missing_tokens: int
     fetch_blocks: int
-    doubtful: bool
+    suspect: bool
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: str
     tier: str
-    doubtful: bool
+    suspect: bool
 
 
 class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,8 +147,8 @@ class BlockAnswer(msgspec.Struct, frozen=True, kw_only=True):
     view_age_s: float = 0.0
 
 
-class RoundAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether an instance has heard that it shall restate what it holds. It does when it may: at most once in `rounds.least_s`."""
+class SnapshotAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether an instance has heard that it shall take a snapshot of what it holds. It does when it may: at most once in `snapshots.least_s`."""
 
     instance: str
     heard: bool
@@ -173,14 +173,14 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
         epoch: its incarnation, as far as the stream was read.
         engine, version: who embeds the manager, and its version of kvbm. topology: where it stands, outermost first.
         pools: its pools, hottest first. held_blocks: blocks it holds, by tier.
-        doubtful: it may hold more or less than answers say; `doubts` says why.
+        suspect: it may hold more or less than answers say; `suspicions` says why.
         state: "live", "silent" (no heartbeat lately), "stopping", "stopped", or "unheard" (never a heartbeat).
         offset: everything before it is in the index.
         published, applied: as the last heartbeat says: what is on the stream, and what was decided; None where none says it.
         digest: 16 hex digits.
         partial: residencies of it were refused at the catalog's capacity.
-        doubts: why it is doubtful, in words. round_asked_s: seconds since the catalog last asked it for a round, while it is.
-        withheld: why it is left out of answers: "silent", "stopped", "restarted", "newer" (a newer kvbm writes what this catalog cannot read), or "".
+        suspicions: why it is suspect, in words. snapshot_asked_s: seconds since the catalog last asked it for a snapshot, while it is.
+        excluded: why it is left out of answers: "silent", "stopped", "restarted", "newer" (a newer kvbm writes what this catalog cannot read), or "".
         trouble, run: as its last heartbeat says: what it cannot do now, and which process it is.
         heartbeat_age_s, queued_tokens, running_requests, free_slots: from the last heartbeat; None without one.
     """
@@ -193,11 +193,11 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
     published: int | None
     applied: int | None
     digest: str
-    doubtful: bool
+    suspect: bool
     partial: bool
-    doubts: list[str]
-    round_asked_s: float | None
-    withheld: str
+    suspicions: list[str]
+    snapshot_asked_s: float | None
+    excluded: str
     trouble: str
     run: str
     engine: str

@@ -29,8 +29,8 @@ where they are, so a reader of before tells a newer frame from a damaged one and
     3 BlocksMigrated      u8 namespace, u8 source (255: an instance), u8 target, u8 flags (1 slots, 4 kept), u8 cause,
                           u32 count, [u8 length, instance], hashes, [slots]
     4 BlocksEvicted       u8 namespace, u8 tier, u8 reason, u32 count, hashes
-    5 ResidenciesStated   u8 namespace, u8 tier, u8 flags (1 slots), u32 round, u32 count, hashes, [slots]
-    6 RoundEnded          u8 tier, u32 round, u32 count
+    5 ResidenciesListed   u8 namespace, u8 tier, u8 flags (1 slots), u32 snapshot, u32 count, hashes, [slots]
+    6 SnapshotEnded          u8 tier, u32 snapshot, u32 count
     7 InstanceStopped     u8 reason
 """
 
@@ -64,9 +64,9 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     MigrateCause,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
     RunEvent,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, SLOT_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
@@ -83,8 +83,8 @@ _HEADER = struct.Struct("<4sHBBIIQQQQ")
 _CREATED = struct.Struct("<BBBBII")
 _MIGRATED = struct.Struct("<BBBBBBI")
 _EVICTED = struct.Struct("<BBBBI")
-_STATED = struct.Struct("<BBBBII")
-_ROUND_ENDED = struct.Struct("<BBII")
+_LISTED = struct.Struct("<BBBBII")
+_SNAPSHOT_ENDED = struct.Struct("<BBII")
 _STOPPED = struct.Struct("<BB")
 _STARTED = struct.Struct("<BI")
 _CRC = struct.Struct("<I")
@@ -203,7 +203,7 @@ class ScannedFrame(NamedTuple):
 
     Attributes:
         next_offset: the offset after the last event.
-        blocks: how many its events cover: created, migrated, evicted, stated.
+        blocks: how many its events cover: created, migrated, evicted, listed.
         at, end: where it lies in the buffer, in bytes: [at, end).
         flaw: why, though it is a good frame, it cannot be part of an instance's stream; "" when it can.
     """
@@ -225,7 +225,7 @@ class ScannedFrame(NamedTuple):
         return self.next_offset - self.first_offset
 
 
-RUN_EVENTS = (BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesStated)  # in the order of ScannedFrame.blocks
+RUN_EVENTS = (BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed)  # in the order of ScannedFrame.blocks
 
 
 def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> bytes:
@@ -283,14 +283,14 @@ def _encode_event(event: Event, namespaces: dict[bytes, int]) -> bytes:
             count = _counted(event.hashes, b"")
             index = _namespace_index(event.namespace, namespaces)
             return _EVICTED.pack(4, index, event.tier, event.reason, count) + event.hashes
-        case ResidenciesStated():
+        case ResidenciesListed():
             count = _counted(event.hashes, event.slots)
             index = _namespace_index(event.namespace, namespaces)
             flags = _SLOTS if event.slots else 0
-            head = _STATED.pack(5, index, event.tier, flags, event.round, count)
+            head = _LISTED.pack(5, index, event.tier, flags, event.snapshot, count)
             return head + event.hashes + event.slots
-        case RoundEnded():
-            return _ROUND_ENDED.pack(6, event.tier, event.round, event.count)
+        case SnapshotEnded():
+            return _SNAPSHOT_ENDED.pack(6, event.tier, event.snapshot, event.count)
         case InstanceStopped():
             return _STOPPED.pack(7, event.reason)
         case InstanceStarted():
@@ -414,7 +414,7 @@ def decode_frame(data: bytes, at: int = 0, checksum: Callable[[bytes], int] = cr
     )  # fmt: skip
     used: dict[bytes, int] = {}
     for event in events:
-        if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated):
+        if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed):
             used.setdefault(event.namespace, len(used))
     if list(used) != table:
         raise MalformedFrameError(at, "the namespace table is not in the order the events use it")
@@ -446,10 +446,10 @@ def scanned(frame: Frame, at: int, end: int) -> ScannedFrame:
     for event in frame.events:
         if isinstance(event, RUN_EVENTS):
             blocks[type(event)] += len(event.hashes) // HASH_BYTES
-    created, migrated, evicted, stated = blocks.values()
+    created, migrated, evicted, listed = blocks.values()
     return ScannedFrame(
         frame.instance, frame.epoch, frame.first_offset, frame.next_offset, frame.wall_time_ns, frame.digest,
-        (created, migrated, evicted, stated), at, end, _flaw(frame),
+        (created, migrated, evicted, listed), at, end, _flaw(frame),
     )  # fmt: skip
 
 
@@ -523,16 +523,16 @@ def _decode_event(reader: _Reader, table: list[bytes]) -> Event:
                 reason=_member(reader, EvictReason, reason), hashes=hashes,
             )  # fmt: skip
         case 5:
-            _, index, tier, flags, round_, count = reader.unpack(_STATED)
+            _, index, tier, flags, snapshot_, count = reader.unpack(_LISTED)
             _check_flags(reader, flags, _SLOTS)
             hashes, slots = _take_run(reader, count, flags)
-            return ResidenciesStated(
-                namespace=_namespace(reader, table, index), tier=_member(reader, Tier, tier), round=round_, hashes=hashes,
+            return ResidenciesListed(
+                namespace=_namespace(reader, table, index), tier=_member(reader, Tier, tier), snapshot=snapshot_, hashes=hashes,
                 slots=slots,
             )  # fmt: skip
         case 6:
-            _, tier, round_, count = reader.unpack(_ROUND_ENDED)
-            return RoundEnded(tier=_member(reader, Tier, tier), round=round_, count=count)
+            _, tier, snapshot_, count = reader.unpack(_SNAPSHOT_ENDED)
+            return SnapshotEnded(tier=_member(reader, Tier, tier), snapshot=snapshot_, count=count)
         case 7:
             _, reason = reader.unpack(_STOPPED)
             return InstanceStopped(reason=_member(reader, StopReason, reason))

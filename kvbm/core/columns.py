@@ -18,8 +18,8 @@ from kvbm.core.events import (
     Event,
     InstanceStarted,
     InstanceStopped,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, Tier, hash_count
 
@@ -51,10 +51,10 @@ EVENT_ROW = np.dtype(
         ("offset", "<u8"),  # in its instance's stream
         ("first_block", "<u8"),  # its rows of `hashes` and `slots` begin here
         ("frame", "<u4"),  # row of `frames`
-        ("count", "<u4"),  # how many they are; for RoundEnded what it counted
+        ("count", "<u4"),  # how many they are; for SnapshotEnded what it counted
         ("namespace", "<u4"),  # row of `namespaces`
         ("start", "<u4"),  # of BlocksCreated
-        ("round", "<u4"),  # of ResidenciesStated and RoundEnded
+        ("snapshot", "<u4"),  # of ResidenciesListed and SnapshotEnded
         ("other", "<u4"),  # BlocksMigrated from an instance: row of `names`; InstanceStarted: row of `starts`
         ("parent", "u1", (HASH_BYTES,)),  # of BlocksCreated
     ],
@@ -124,7 +124,7 @@ class _Table:
 
     def _add_event(self, event: Event, offset: int) -> None:
         tier = source = code = NO_CODE
-        kept, start, round_, other, parent = False, 0, 0, NO_ROW, bytes(HASH_BYTES)
+        kept, start, snapshot_, other, parent = False, 0, 0, NO_ROW, bytes(HASH_BYTES)
         namespace, hashes, slots = NO_ROW, b"", b""
         first_block = len(self._hashes) // HASH_BYTES
         match event:
@@ -143,15 +143,15 @@ class _Table:
                 hashes, slots = event.hashes, event.slots
             case BlocksEvicted():
                 kind, tier, code, hashes = 4, event.tier, event.reason, event.hashes
-            case ResidenciesStated():
-                kind, tier, round_, hashes, slots = 5, event.tier, event.round, event.hashes, event.slots
-            case RoundEnded():
-                kind, tier, round_, count = 6, event.tier, event.round, event.count
+            case ResidenciesListed():
+                kind, tier, snapshot_, hashes, slots = 5, event.tier, event.snapshot, event.hashes, event.slots
+            case SnapshotEnded():
+                kind, tier, snapshot_, count = 6, event.tier, event.snapshot, event.count
             case InstanceStopped():
                 kind, code, count = 7, event.reason, 0
             case _:
                 assert_never(event)
-        if not isinstance(event, InstanceStarted | RoundEnded | InstanceStopped):
+        if not isinstance(event, InstanceStarted | SnapshotEnded | InstanceStopped):
             count = hash_count(hashes)
             namespace = self._namespaces.setdefault(event.namespace, len(self._namespaces))
             self._hashes += hashes
@@ -159,7 +159,7 @@ class _Table:
         self._events.append(
             (
                 kind, tier, source, code, bool(slots), kept, offset, first_block, len(self.frames) - 1, count, namespace,
-                start, round_, other, np.frombuffer(parent, dtype=np.uint8),
+                start, snapshot_, other, np.frombuffer(parent, dtype=np.uint8),
             )
         )  # fmt: skip
 

@@ -129,27 +129,27 @@ class BlocksEvicted(msgspec.Struct, frozen=True, kw_only=True):
     hashes: bytes
 
 
-class ResidenciesStated(msgspec.Struct, frozen=True, kw_only=True):
-    """Held at this very offset, as part of a round."""
+class ResidenciesListed(msgspec.Struct, frozen=True, kw_only=True):
+    """Held at this very offset, as part of a snapshot."""
 
     namespace: NamespaceId
     tier: Tier
-    round: int
+    snapshot: int
     hashes: bytes
     slots: bytes = b""
 
 
-class RoundEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """What this tier neither stated nor gained since the round began is not held.
+class SnapshotEnded(msgspec.Struct, frozen=True, kw_only=True):
+    """What this tier neither listed nor gained since the snapshot began is not held.
 
-    A round begins with its first ResidenciesStated; one without any begins here, so it says that nothing is held.
+    A snapshot begins with its first ResidenciesListed; one without any begins here, so it says that nothing is held.
 
     Attributes:
-        count: blocks the round stated in this tier.
+        count: blocks the snapshot listed in this tier.
     """
 
     tier: Tier
-    round: int
+    snapshot: int
     count: int
 
 
@@ -159,8 +159,8 @@ class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: StopReason
 
 
-RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated
-Event = InstanceStarted | RunEvent | RoundEnded | InstanceStopped
+RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed
+Event = InstanceStarted | RunEvent | SnapshotEnded | InstanceStopped
 
 JANITOR = "janitor"  # the engine of an instance that serves no prompts
 MAX_RUN_BLOCKS = 1024  # a run is decided under the ledger's lock and must fit a frame, so it stays short

@@ -22,8 +22,8 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.ids import Epoch, NamespaceId, Reach, SequenceHash, Tier, short, split_hashes, split_slots
 
@@ -36,12 +36,12 @@ class Held(NamedTuple):
     Attributes:
         namespace: whose block it is.
         slot: where, or None in a tier whose slots kvbm does not own.
-        round: the round of its tier that was current when it was last gained or stated.
+        snapshot: the snapshot of its tier that was current when it was last gained or listed.
     """
 
     namespace: NamespaceId
     slot: int | None
-    round: int
+    snapshot: int
 
 
 class Change(NamedTuple):
@@ -123,7 +123,7 @@ class Residencies:
 
     `strict` refuses an event that contradicts what is held and changes nothing then: the ledger and `verify` use it. Lenient, it
     applies what makes sense, lists the rest as anomalies and stays usable: a reader that has missed events uses it until a
-    round has made it whole.
+    snapshot has made it whole.
     """
 
     def __init__(self, strict: bool = True) -> None:
@@ -133,10 +133,10 @@ class Residencies:
         self.held: dict[Tier, dict[SequenceHash, Held]] = {tier: {} for tier in Tier}
         self.digest = 0
         self.stopped = False
-        self._rounds: dict[Tier, int] = {tier: 0 for tier in Tier}  # the round last begun in a tier
-        self._stated: dict[Tier, int] = {tier: 0 for tier in Tier}  # blocks it has stated so far
+        self._snapshots: dict[Tier, int] = {tier: 0 for tier in Tier}  # the snapshot last begun in a tier
+        self._listed: dict[Tier, int] = {tier: 0 for tier in Tier}  # blocks it has listed so far
         self._open: dict[Tier, bool] = {tier: False for tier in Tier}  # it has begun and not ended
-        self._whole: dict[Tier, bool] = {tier: False for tier in Tier}  # nothing was missed since a round ended
+        self._whole: dict[Tier, bool] = {tier: False for tier in Tier}  # nothing was missed since a snapshot ended
         self._occupied: dict[Tier, dict[int, SequenceHash]] = {tier: {} for tier in Tier}
 
     def evolve(self, event: Event) -> Delta:
@@ -156,10 +156,10 @@ class Residencies:
                 self._move(event, delta)
             case BlocksEvicted():
                 self._withdraw(event.namespace, event.tier, event.hashes, delta)
-            case ResidenciesStated():
+            case ResidenciesListed():
                 self._state(event, delta)
-            case RoundEnded():
-                self._end_round(event, delta)
+            case SnapshotEnded():
+                self._end_snapshot(event, delta)
             case InstanceStopped():
                 self._end(delta)
             case _:
@@ -215,16 +215,16 @@ class Residencies:
         return pool.reach == Reach.CLUSTER if pool else tier == Tier.OBJECT
 
     def is_whole(self, tier: Tier) -> bool:
-        """Whether this reader is in step in a tier: a round has ended here and no event was missed since."""
+        """Whether this reader is in step in a tier: a snapshot has ended here and no event was missed since."""
         return self._whole[tier]
 
     def miss_events(self) -> None:
-        """Say that events were missed: every tier is doubtful until a whole round begins and ends from here on."""
+        """Say that events were missed: every tier is suspect until a completed snapshot begins and ends from here on."""
         for tier in Tier:
             self._open[tier] = self._whole[tier] = False
 
     def begin_blind(self, epoch: Epoch) -> Delta:
-        """Enter an epoch whose start was missed: nothing is held, every tier is doubtful."""
+        """Enter an epoch whose start was missed: nothing is held, every tier is suspect."""
         delta = Delta([], [], [], [], [])
         self._begin(InstanceStarted(epoch=epoch), delta)
         return delta
@@ -237,7 +237,7 @@ class Residencies:
         self.pools = {pool.tier: pool for pool in event.pools}
         self.stopped = False
         for tier in Tier:
-            self._rounds[tier] = self._stated[tier] = 0
+            self._snapshots[tier] = self._listed[tier] = 0
             self._open[tier] = self._whole[tier] = False
 
     def _end(self, delta: Delta) -> None:
@@ -253,7 +253,7 @@ class Residencies:
             if self.is_cluster(tier):
                 delta.claimed.append(Change(tier, block, namespace, None))
             elif block in self.held[tier]:
-                self._restate(tier, block, namespace, slot, delta, "created-twice")
+                self._relist(tier, block, namespace, slot, delta, "created-twice")
             else:
                 self._gain(tier, block, namespace, slot, delta)
 
@@ -274,35 +274,33 @@ class Residencies:
             else:
                 delta.anomalies.append(("evicted-unheld", f"{tier.name} does not hold {short(block)}"))
 
-    def _state(self, event: ResidenciesStated, delta: Delta) -> None:
+    def _state(self, event: ResidenciesListed, delta: Delta) -> None:
         tier = event.tier
-        if event.round != self._rounds[tier]:
-            self._rounds[tier], self._stated[tier], self._open[tier] = event.round, 0, True
+        if event.snapshot != self._snapshots[tier]:
+            self._snapshots[tier], self._listed[tier], self._open[tier] = event.snapshot, 0, True
         for block, slot in zip(split_hashes(event.hashes), _slots(event.hashes, event.slots), strict=True):
-            self._stated[tier] += 1
+            self._listed[tier] += 1
             if self.is_cluster(tier):
                 delta.claimed.append(Change(tier, block, event.namespace, None))
             elif block in self.held[tier]:
-                self._restate(tier, block, event.namespace, slot, delta, None)
+                self._relist(tier, block, event.namespace, slot, delta, None)
             else:
                 if self._whole[tier]:
-                    delta.anomalies.append(("round-added", f"{tier.name} had not held {short(block)}"))
+                    delta.anomalies.append(("snapshot-added", f"{tier.name} had not held {short(block)}"))
                 self._gain(tier, block, event.namespace, slot, delta)
 
-    def _end_round(self, event: RoundEnded, delta: Delta) -> None:
+    def _end_snapshot(self, event: SnapshotEnded, delta: Delta) -> None:
         tier = event.tier
-        if event.round != self._rounds[tier]:
-            self._rounds[tier], self._stated[tier], self._open[tier] = event.round, 0, True
-        if not self._open[tier] or self._stated[tier] != event.count:
-            detail = (
-                f"{tier.name} round {event.round} stated {self._stated[tier]} blocks here, {event.count} at its source"
-            )
-            delta.anomalies.append(("round-incomplete", detail))
+        if event.snapshot != self._snapshots[tier]:
+            self._snapshots[tier], self._listed[tier], self._open[tier] = event.snapshot, 0, True
+        if not self._open[tier] or self._listed[tier] != event.count:
+            detail = f"{tier.name} snapshot {event.snapshot} listed {self._listed[tier]} blocks here, {event.count} at its source"
+            delta.anomalies.append(("snapshot-incomplete", detail))
             return
-        for block in [block for block, held in self.held[tier].items() if held.round != event.round]:
+        for block in [block for block, held in self.held[tier].items() if held.snapshot != event.snapshot]:
             if self._whole[tier] and event.count:
-                detail = f"{tier.name} round {event.round} had not stated {short(block)}"
-                delta.anomalies.append(("round-withdrew", detail))
+                detail = f"{tier.name} snapshot {event.snapshot} had not listed {short(block)}"
+                delta.anomalies.append(("snapshot-withdrew", detail))
             self._lose(tier, block, delta)
         self._open[tier], self._whole[tier] = False, True
 
@@ -310,7 +308,7 @@ class Residencies:
         if slot is not None:
             self._vacate(tier, slot, delta)
             self._occupied[tier][slot] = block
-        self.held[tier][block] = Held(namespace, slot, self._rounds[tier])
+        self.held[tier][block] = Held(namespace, slot, self._snapshots[tier])
         self.digest = (self.digest + residency_mix(tier, block)) & _MASK
         delta.added.append(Change(tier, block, namespace, slot))
 
@@ -321,7 +319,7 @@ class Residencies:
         self.digest = (self.digest - residency_mix(tier, block)) & _MASK
         delta.withdrawn.append(Change(tier, block, held.namespace, held.slot))
 
-    def _restate(
+    def _relist(
         self, tier: Tier, block: SequenceHash, namespace: NamespaceId, slot: int | None, delta: Delta, rule: str | None
     ) -> None:
         held = self.held[tier][block]
@@ -336,7 +334,7 @@ class Residencies:
             if slot is not None:
                 self._vacate(tier, slot, delta)
                 self._occupied[tier][slot] = block
-        self.held[tier][block] = Held(namespace, slot, self._rounds[tier])
+        self.held[tier][block] = Held(namespace, slot, self._snapshots[tier])
 
     def _vacate(self, tier: Tier, slot: int, delta: Delta) -> None:
         other = self._occupied[tier].get(slot)
@@ -362,10 +360,10 @@ class Residencies:
                 self._check_move(event)
             case BlocksEvicted():
                 self._check_held("evicted-unheld", event.tier, event.hashes, event.namespace)
-            case ResidenciesStated():
+            case ResidenciesListed():
                 self._check_state(event)
-            case RoundEnded():
-                self._check_round(event)
+            case SnapshotEnded():
+                self._check_snapshot(event)
 
     def _check_move(self, event: BlocksMigrated) -> None:
         if event.source == event.target:
@@ -411,43 +409,41 @@ class Residencies:
             if other is not None and other != block:
                 raise IllegalEventError("slot-reused", f"{tier.name} slot {slot} still holds {short(other)}")
 
-    def _check_state(self, event: ResidenciesStated) -> None:
+    def _check_state(self, event: ResidenciesListed) -> None:
         tier = event.tier
         blocks = split_hashes(event.hashes)
         if len(set(blocks)) != len(blocks):
             raise IllegalEventError("repeated-in-run", f"a run in {tier.name} names a block twice")
-        self._check_round_number(tier, event.round)
+        self._check_snapshot_number(tier, event.snapshot)
         if self.is_cluster(tier):
             return
         for block, slot in zip(blocks, _slots(event.hashes, event.slots), strict=True):
             held = self.held[tier].get(block)
             if held is None and self._whole[tier]:
                 raise IllegalEventError(
-                    "round-added", f"{tier.name} round states {short(block)}, which it does not hold"
+                    "snapshot-added", f"{tier.name} snapshot states {short(block)}, which it does not hold"
                 )
             if held is not None and (held.slot != slot or held.namespace != event.namespace):
-                detail = f"{tier.name} round states {short(block)} in slot {slot}; it is in slot {held.slot}"
+                detail = f"{tier.name} snapshot states {short(block)} in slot {slot}; it is in slot {held.slot}"
                 raise IllegalEventError("moved-silently", detail)
         self._check_slots(tier, blocks, event.slots)
 
-    def _check_round_number(self, tier: Tier, number: int) -> None:
-        current = self._rounds[tier]
+    def _check_snapshot_number(self, tier: Tier, number: int) -> None:
+        current = self._snapshots[tier]
         if number < current or (number == current and not self._open[tier]):
-            raise IllegalEventError("round-went-back", f"{tier.name} round {number} after round {current}")
+            raise IllegalEventError("snapshot-went-back", f"{tier.name} snapshot {number} after snapshot {current}")
 
-    def _check_round(self, event: RoundEnded) -> None:
-        tier, current = event.tier, self._rounds[event.tier]
-        self._check_round_number(tier, event.round)
-        stated = self._stated[tier] if event.round == current else 0
-        if stated != event.count:
-            detail = f"{tier.name} round {event.round} stated {stated} blocks, its end says {event.count}"
-            raise IllegalEventError("round-incomplete", detail)
-        unstated = [block for block, held in self.held[tier].items() if held.round != event.round]
-        if unstated and not (event.count == 0 and event.round > current):
-            detail = (
-                f"{tier.name} round {event.round} skipped {len(unstated)} held blocks, the first {short(unstated[0])}"
-            )
-            raise IllegalEventError("round-withdrew", detail)
+    def _check_snapshot(self, event: SnapshotEnded) -> None:
+        tier, current = event.tier, self._snapshots[event.tier]
+        self._check_snapshot_number(tier, event.snapshot)
+        listed = self._listed[tier] if event.snapshot == current else 0
+        if listed != event.count:
+            detail = f"{tier.name} snapshot {event.snapshot} listed {listed} blocks, its end says {event.count}"
+            raise IllegalEventError("snapshot-incomplete", detail)
+        unlisted = [block for block, held in self.held[tier].items() if held.snapshot != event.snapshot]
+        if unlisted and not (event.count == 0 and event.snapshot > current):
+            detail = f"{tier.name} snapshot {event.snapshot} skipped {len(unlisted)} held blocks, the first {short(unlisted[0])}"
+            raise IllegalEventError("snapshot-withdrew", detail)
 
 
 def _slots(hashes: bytes, slots: bytes) -> list[int] | list[None]:

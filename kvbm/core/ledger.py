@@ -8,9 +8,9 @@ little-endian bytes a slot, 1 byte a tier.
 Nothing takes the events for as long as the journal's device hangs, and the engine is not held up for it: events wait in
 bounded room. One that does not fit any more is an *overflow*: the stream ends there with InstanceStopped, commands go on without
 being recorded, and durable tiers take nothing, because nobody would ever know of it. `restart` begins another epoch in place,
-with a round of all that is held, and with it the recording again.
+with a snapshot of all that is held, and with it the recording again.
 
-Parts of it: `slots` (whose each slot is), `slot_allocator` (who gets one), `copies`, `snapshots` (rounds), and `recorder` (events,
+Parts of it: `slots` (whose each slot is), `slot_allocator` (who gets one), `copies`, `snapshots` (snapshots), and `recorder` (events,
 from the fold to frames).
 """
 
@@ -175,10 +175,10 @@ class Ledger:
         version: str = "",
         recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
     ) -> None:
-        """Begin an epoch: InstanceStarted, then a round of what durable tiers have kept. Never an overflow: pools bound it.
+        """Begin an epoch: InstanceStarted, then a snapshot of what durable tiers have kept. Never an overflow: pools bound it.
 
         Args:
-            recovered: blocks in the order they are to be stated, which is the order they count as used in.
+            recovered: blocks in the order they are to be listed, which is the order they count as used in.
 
         Raises: LedgerError: the ledger has started already, or a recovered slot does not exist.
         """
@@ -199,12 +199,12 @@ class Ledger:
     def restart(self, epoch: Epoch) -> Offset:
         """Begin another epoch in place, whether the last one was stopped, has overflowed or goes on.
 
-        InstanceStarted as `start` had it, then a whole first round of what every tier holds now: by namespace, within one by slot.
-        It is never an overflow, since pools bound it. What is no event stays as it is, copies in flight among it; a round under way
+        InstanceStarted as `start` had it, then a whole first snapshot of what every tier holds now: by namespace, within one by slot.
+        It is never an overflow, since pools bound it. What is no event stays as it is, copies in flight among it; a snapshot under way
         is dropped. Offsets begin again at 0. A slot of a durable tier that holds nothing now may have held something as far as
-        the last epoch's journal goes, so it counts as withdrawn when this round ends.
+        the last epoch's journal goes, so it counts as withdrawn when this snapshot ends.
 
-        Returns: the offset after the round; once it is durable, so is all that is held.
+        Returns: the offset after the snapshot; once it is durable, so is all that is held.
         Raises: LedgerError: the ledger has not started, events wait, or the epoch is not newer; nothing has changed then.
         """
         if self._started is None:
@@ -445,14 +445,14 @@ class Ledger:
         """How many copies hold slots now."""
         return len(self._copies)
 
-    # -- rounds -------------------------------------------------------------------------------------------------------
+    # -- snapshots -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self) -> bool:
-        """Begin to state what is held; `step_round` goes on with it. False when a round is under way, or after an overflow."""
+    def begin_snapshot(self) -> bool:
+        """Begin to state what is held; `step_snapshot` goes on with it. False when a snapshot is under way, or after an overflow."""
         return self._snapshots.begin()
 
-    def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool:
-        """State up to `limit` blocks more. As `Snapshots.step`. Returns whether the round goes on."""
+    def step_snapshot(self, limit: int = MAX_RUN_BLOCKS) -> bool:
+        """State up to `limit` blocks more. As `Snapshots.step`. Returns whether the snapshot goes on."""
         return self._snapshots.step(limit)
 
     # -- numbers ------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Recorder:
         return self.overflowed and tier in DURABLE_TIERS
 
     def begin(self, event: InstanceStarted) -> list[Change]:
-        """Begin an epoch at offset 0. Soft state does not follow: blocks stay in their slots until they are stated again.
+        """Begin an epoch at offset 0. Soft state does not follow: blocks stay in their slots until they are listed again.
 
         Returns: what was held, which is not any more.
         Raises: IllegalEventError: the epoch is not newer. LayoutError: the event fits no frame. Nothing has changed then.

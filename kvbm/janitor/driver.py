@@ -297,7 +297,7 @@ class Driver:
         """Events from before something new of ours are in SQL once that is."""
         manager = self._open_manager()
         if fresh:
-            manager.restate()
+            manager.take_snapshot()
             self._emitted = Position(manager.epoch, manager.applied())
         until_s = time.monotonic() + _SQL_WAIT_S
         while self._claims.position(manager.instance) < self._emitted:

@@ -25,9 +25,9 @@ from kvbm.core.answers import (
     NamespaceSummary,
     PositionWanted,
     ReadyAnswer,
-    RoundAnswer,
     RouteAnswer,
     RouteRequest,
+    SnapshotAnswer,
 )
 from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
 from kvbm.core.backend import SequenceHashes
@@ -172,11 +172,11 @@ class CatalogClient:
         """One instance; None when the catalog does not know it."""
         return next((found for found in self.instances() if found.instance == instance), None)
 
-    def ask_round(self, instance: InstanceId | str) -> bool:
-        """Ask an instance to restate what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
-        path = f"/v1/instances/{quote(instance, safe='')}/round"
+    def ask_snapshot(self, instance: InstanceId | str) -> bool:
+        """Ask an instance to take a snapshot of what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
+        path = f"/v1/instances/{quote(instance, safe='')}/snapshot"
         status, body = self._send("POST", path, b"", self._timeout_s)
-        return self._decode(path, status, body, RoundAnswer).heard
+        return self._decode(path, status, body, SnapshotAnswer).heard
 
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""

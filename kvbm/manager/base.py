@@ -7,7 +7,7 @@ LayoutError) for an argument that cannot be used, a LedgerError for a call that 
 
 `start` makes the threads. A simulator leaves it out and drives a manager by hand, in its own time, with the same results:
 
-- `step_frames(now_s)` is one turn of the event writer: it writes what waits, begins and steps rounds, begins another epoch where
+- `step_frames(now_s)` is one turn of the event writer: it writes what waits, begins and steps snapshots, begins another epoch where
   one is due; it says when the next turn is due.
 - `offload_one()` carries out the next offload; False when none waits. It never waits for anything but its own copy.
 - loads run on the `executor` of the options, which may carry them out at once or later. What has not ended when `acquire` has
@@ -29,7 +29,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
-from kvbm.core.backend import Kernels, LedgerTwin
+from kvbm.core.backend import Backend, LedgerTwin
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
 from kvbm.core.events import EvictReason
@@ -90,14 +90,14 @@ class BlockManager:
         ledger: LedgerTwin,
         pools: Pools,
         sink: FrameSink,
-        kernels: Kernels,
+        backend: Backend,
         offloader: Offloader,
         locator: Locator,
         options: ManagerOptions = _DEFAULTS,
     ) -> None:
         self.instance, self.cluster, self.pools = instance, cluster, pools
         self.run = options.run or secrets.token_hex(8)
-        self._kernels, self._offloader, self._ledger = kernels, offloader, ledger
+        self._backend, self._offloader, self._ledger = backend, offloader, ledger
         self._wait_s, self._clock, self._wall_clock_ns = options.wait_s, options.clock, options.wall_clock_ns
         self._counters = Counters()
         self._namespaces: dict[NamespaceId, None] = {}
@@ -116,7 +116,7 @@ class BlockManager:
             instance, cluster, self.run, self._stream, self.heartbeat, options.samples, options.has_stream
         )
         self._writer = EventWriter(
-            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.rounds, options.clock
+            self._stream, sink, self._offsets, self.publisher_port, options.retention, options.snapshots, options.clock
         )
         self._executor = options.executor or Workers(options.load_threads, f"kvbm-onboard-{instance}")
         self._claims = ClaimWatch(self._stream, pools.object, offloader, options.clock)
@@ -171,7 +171,7 @@ class BlockManager:
             raise ArgumentTypeError("tokens", "is None; give a sequence of token ids")
         if isinstance(root, Namespace):
             raise ArgumentTypeError("root", "is a Namespace; give namespace.root(secret)")
-        return self._kernels.sequence_hashes(
+        return self._backend.sequence_hashes(
             tokens, checked_int(block_tokens, "block_tokens", least=1), checked_hash(root, "root")
         )
 
@@ -257,19 +257,19 @@ class BlockManager:
                 self._ledger.forget(Tier.OBJECT, namespace, hashes[at : at + RUN_BYTES], reason)
         self._stream.recorded()
 
-    def restate(self) -> None:
-        """Restate what is held, as a round in the own stream: run by run, so that the engine never waits for it.
+    def take_snapshot(self) -> None:
+        """Take a snapshot of what is held, as a snapshot in the own stream: run by run, so that the engine never waits for it.
 
         Raises: LedgerError: the manager is closed.
         """
         with self._lock:
             self._stream.require_open()
         publishing = self.publisher_port.publishing
-        if self._stream.begin_round() and publishing is not None:
-            publishing.round_began()
+        if self._stream.begin_snapshot() and publishing is not None:
+            publishing.snapshot_began()
         going_on = True
         while going_on:
-            going_on = self._stream.step_round()
+            going_on = self._stream.step_snapshot()
             self._stream.recorded()
 
     def report_load(self, queued_tokens: int, running_requests: int) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's events → the journal: the event writer, which also restates what is held and begins another epoch when one is due.
+"""The ledger's events → the journal: the event writer, which also takes a snapshot of what is held and begins another epoch when one is due.
 
 `EventWriter.step` is one turn, without sleeping: a thread of its own takes turns in production, a simulator by hand.
 """
@@ -21,12 +21,12 @@ from kvbm.manager.journal_retention import JournalRetention, NoRetention
 from kvbm.manager.ledger_stream import LedgerStream
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
-from kvbm.manager.snapshot_policy import BeginRound, Effect, Input, Rounds, Stored, Ticked, WakeAt
+from kvbm.manager.snapshot_policy import BeginSnapshot, Effect, Input, SnapshotPolicy, Stored, Ticked, WakeAt
 from kvbm.streams.base import ORIGIN, Position
 
 log = structlog.get_logger()
 
-RUNS_A_TURN = 8  # of a round, before what they recorded is written
+RUNS_A_TURN = 8  # of a snapshot, before what they recorded is written
 BACKOFF_FIRST_S = 0.1
 BACKOFF_MOST_S = 2.0
 _LOST = "frames were lost by a bug"
@@ -51,9 +51,9 @@ class EventWriter:
     """Makes events durable, frame by frame. The engine never waits for it.
 
     Nothing is taken while the device refuses what was taken before, so that what waits stays in the ledger's bounded room. When
-    that overflows, the epoch has ended; once the device takes frames again another begins, with a round of all that is held. So
+    that overflows, the epoch has ended; once the device takes frames again another begins, with a snapshot of all that is held. So
     it is when another run has the fence, and when frames were lost by a bug. The end of an epoch that could not be written is
-    given up only when nothing else would ever make room: the journal is full, its first round is in it, and all of it is published.
+    given up only when nothing else would ever make room: the journal is full, its first snapshot is in it, and all of it is published.
 
     Where nobody says how far the stream has come, what is durable counts as published, but nothing is truncated before the journal
     is half full.
@@ -63,7 +63,7 @@ class EventWriter:
         sink: where they go.
         port: the publisher's.
         retention: what the journal does beside taking frames; None where nothing outlives the process.
-        rounds: when what is held is restated; None: when somebody asks.
+        snapshots: when what is held is listed again; None: when somebody asks.
         clock: what the thread tells `step`.
         linger_s: how long the thread lets events gather before a frame is cut.
 
@@ -78,14 +78,14 @@ class EventWriter:
         offsets: Offsets,
         port: PublisherPort,
         retention: JournalRetention | None = None,
-        rounds: Rounds | None = None,
+        snapshots: SnapshotPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         linger_s: float = 0.002,
     ) -> None:
         self._stream, self._sink, self._offsets, self._port = stream, sink, offsets, port
         self._group = sink if isinstance(sink, GroupSink) else None
         self._retention: JournalRetention = retention or NoRetention()
-        self._rounds = rounds or Rounds(least_s=0.0)
+        self._snapshots = snapshots or SnapshotPolicy(least_s=0.0)
         self._clock, self._linger_s = clock, linger_s
         self.refusal = ""
         self._instance = stream.instance
@@ -93,7 +93,7 @@ class EventWriter:
         self._unwritten: deque[FrameBytes] = deque()
         self._end = ORIGIN  # of the last frame written
         self._written_bytes = 0
-        self._stored: Stored | None = None  # as the rounds were told last
+        self._stored: Stored | None = None  # as the snapshots were told last
         self._is_full = False  # it takes nothing for want of room
         self._failures = 0
         self._retry_s = float("-inf")
@@ -122,10 +122,10 @@ class EventWriter:
     # -- one turn at a time -------------------------------------------------------------------------------------------
 
     def step(self, now_s: float, runs: int = RUNS_A_TURN) -> float | None:
-        """Write what waits, go on with a round, begin another epoch: whatever is due.
+        """Write what waits, go on with a snapshot, begin another epoch: whatever is due.
 
         Args:
-            runs: steps of a round to make at most.
+            runs: steps of a snapshot to make at most.
         Returns: when the next turn is due if nothing wakes it before: `now_s` for at once, None for not at all.
         """
         published = self._port.published
@@ -139,7 +139,7 @@ class EventWriter:
                 done = self._begin_epoch(done)
             self._truncate()
             if done:
-                wakes = [self._go_on_with_rounds(now_s, runs)]
+                wakes = [self._go_on_with_snapshots(now_s, runs)]
                 done = self._drain()
                 wakes.append(self._retention.sync(now_s))
                 wake_s = min((at_s for at_s in wakes if at_s is not None), default=None)
@@ -219,18 +219,18 @@ class EventWriter:
         if not done and not self._broke and fenced_by is None and not self._may_leave_unwritten(last):
             return False
         why = "broke" if self._broke else "overflowed" if fenced_by is None else "fenced"
-        round_end, expected = self._stream.expected_round_end(), Offset(0)
-        while round_end > expected:  # more than once only if blocks of very many namespaces came meanwhile
-            expected = Offset(round_end + round_end // 4 + 16)
+        snapshot_end, expected = self._stream.expected_snapshot_end(), Offset(0)
+        while snapshot_end > expected:  # more than once only if blocks of very many namespaces came meanwhile
+            expected = Offset(snapshot_end + snapshot_end // 4 + 16)
             newest = max(self._stream.ledger.epoch, self._retention.epoch, self._end.epoch, fenced_by or last)
             epoch = Epoch(newest + 1)
             self._retention.begin_epoch(epoch, expected)
             restarted = self._stream.restart(epoch)
             if restarted is None:
                 return done
-            round_end = restarted
+            snapshot_end = restarted
         self._unwritten.clear()
-        self._offsets.begin_epoch(epoch, round_end)
+        self._offsets.begin_epoch(epoch, snapshot_end)
         self._broke = False
         if self._port.fenced_by == fenced_by:
             self._port.fenced_by = None
@@ -241,31 +241,31 @@ class EventWriter:
         published = self._port.confirmed()
         return self._is_full and self._offsets.is_whole(epoch) and (published is None or published >= self._end)
 
-    # -- rounds -------------------------------------------------------------------------------------------------------
+    # -- snapshots -------------------------------------------------------------------------------------------------------
 
-    def _go_on_with_rounds(self, now_s: float, runs: int) -> float | None:
-        """Begin a round if one is due, and make some steps of the one under way. Returns when the next turn is due."""
+    def _go_on_with_snapshots(self, now_s: float, runs: int) -> float | None:
+        """Begin a snapshot if one is due, and make some steps of the one under way. Returns when the next turn is due."""
         stream = self._stream
-        effects = self._tell_rounds(now_s, self._news_of_rounds())
-        if BeginRound() in effects and stream.begin_round():
-            self._retention.begin_round()
+        effects = self._tell_snapshots(now_s, self._news_of_snapshots())
+        if BeginSnapshot() in effects and stream.begin_snapshot():
+            self._retention.begin_snapshot()
             if self._port.publishing is not None:
-                self._port.publishing.round_began()
-            self._tell_rounds(now_s, stream.take_happened())
-        if stream.in_round:
+                self._port.publishing.snapshot_began()
+            self._tell_snapshots(now_s, stream.take_happened())
+        if stream.in_snapshot:
             for _ in range(runs):
-                if not stream.step_round():
+                if not stream.step_snapshot():
                     break
             if happened := stream.take_happened():  # else all is as it was
-                effects = self._tell_rounds(now_s, happened)
+                effects = self._tell_snapshots(now_s, happened)
         if stream.ended or stream.ledger.overflowed:
             return None
-        if stream.in_round or BeginRound() in effects:
+        if stream.in_snapshot or BeginSnapshot() in effects:
             return now_s
         return next((effect.at_s for effect in effects if isinstance(effect, WakeAt)), None)
 
-    def _news_of_rounds(self) -> list[Input]:
-        """What has come since the last turn that decides when a round begins; at least that time has passed."""
+    def _news_of_snapshots(self) -> list[Input]:
+        """What has come since the last turn that decides when a snapshot begins; at least that time has passed."""
         news = [*self._stream.take_happened(), *self._port.take_news()]
         stored = Stored(self._retention.used_bytes(), self._written_bytes)
         if stored != self._stored:
@@ -273,20 +273,20 @@ class EventWriter:
             news.append(stored)
         return news or [Ticked()]
 
-    def _tell_rounds(self, now_s: float, inputs: list[Input]) -> list[Effect]:
+    def _tell_snapshots(self, now_s: float, inputs: list[Input]) -> list[Effect]:
         effects: list[Effect] = []
         for happened in inputs:
-            effects = self._rounds.step(now_s, happened)
+            effects = self._snapshots.step(now_s, happened)
         return effects
 
     def _truncate(self) -> None:
-        """What lies before a round that is durable and published is truncatable."""
+        """What lies before a snapshot that is durable and published is truncatable."""
         published, durable = self._port.confirmed(), self._offsets.durable
         safe = durable if published is None else min(durable, published)
         whole = self._stream.take_whole(safe)
         if whole is not None:
             self._truncatable = whole.began
-        if self._truncatable > ORIGIN and (published is not None or self._rounds.is_half_full):
+        if self._truncatable > ORIGIN and (published is not None or self._snapshots.is_half_full):
             self._retention.truncate(safe, self._truncatable)
             self._truncatable = ORIGIN
 

@@ -19,21 +19,21 @@ class JournalRetention(Protocol):
     def epoch(self) -> Epoch:
         """The epoch last begun."""
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         """Persist that an epoch begins, before any of its frames. Raises JournalError or OSError: nothing has changed.
 
         Args:
-            round_end: frames that begin before it are taken also when the journal is full.
+            snapshot_end: frames that begin before it are taken also when the journal is full.
         """
 
-    def begin_round(self) -> None:
-        """What comes next begins a round."""
+    def begin_snapshot(self) -> None:
+        """What comes next begins a snapshot."""
 
     def sync(self, now_s: float) -> float | None:
         """Bring to the device what is due. Gives when more will be; None for not at all. Raises OSError."""
 
-    def truncate(self, published: Position, whole_round: Position) -> None:
-        """Forget what lies before a whole round and is published."""
+    def truncate(self, published: Position, completed_snapshot: Position) -> None:
+        """Forget what lies before a completed snapshot and is published."""
 
     def used_bytes(self) -> int:
         """How large the journal is."""
@@ -44,17 +44,17 @@ class NoRetention:
 
     epoch = Epoch(0)
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         """See `JournalRetention.begin_epoch`."""
 
-    def begin_round(self) -> None:
-        """See `JournalRetention.begin_round`."""
+    def begin_snapshot(self) -> None:
+        """See `JournalRetention.begin_snapshot`."""
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""
         return None
 
-    def truncate(self, published: Position, whole_round: Position) -> None:
+    def truncate(self, published: Position, completed_snapshot: Position) -> None:
         """See `JournalRetention.truncate`."""
 
     def used_bytes(self) -> int:
@@ -72,16 +72,16 @@ class DiskRetention:
 
     def __init__(self, journal: Journal, pool_id: str, sync_interval_s: float) -> None:
         self._journal, self._pool_id, self._sync_interval_s = journal, pool_id, sync_interval_s
-        self.begin_round = journal.roll
+        self.begin_snapshot = journal.roll
 
     @property
     def epoch(self) -> Epoch:
         """See `JournalRetention.epoch`."""
         return self._journal.epoch
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         """See `JournalRetention.begin_epoch`."""
-        self._journal.begin_epoch(epoch, self._pool_id, round_end)
+        self._journal.begin_epoch(epoch, self._pool_id, snapshot_end)
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""
@@ -90,9 +90,9 @@ class DiskRetention:
         next_s = now_s + self._sync_interval_s
         return next_s if self._journal.sync_due(next_s) else None
 
-    def truncate(self, published: Position, whole_round: Position) -> None:
+    def truncate(self, published: Position, completed_snapshot: Position) -> None:
         """See `JournalRetention.truncate`."""
-        self._journal.let_go(published, whole_round)
+        self._journal.let_go(published, completed_snapshot)
 
     def used_bytes(self) -> int:
         """See `JournalRetention.used_bytes`."""
@@ -114,20 +114,20 @@ class MemoryRetention:
         self._kept.append((Position(frame.epoch, frame.next_offset), len(frame.data)))
         self._used_bytes += len(frame.data)
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         """See `JournalRetention.begin_epoch`."""
         self.epoch = epoch
 
-    def begin_round(self) -> None:
-        """See `JournalRetention.begin_round`."""
+    def begin_snapshot(self) -> None:
+        """See `JournalRetention.begin_snapshot`."""
 
     def sync(self, now_s: float) -> float | None:
         """See `JournalRetention.sync`."""
         return None
 
-    def truncate(self, published: Position, whole_round: Position) -> None:
+    def truncate(self, published: Position, completed_snapshot: Position) -> None:
         """See `JournalRetention.truncate`."""
-        truncatable = min(published, whole_round)
+        truncatable = min(published, completed_snapshot)
         self._log.drop_before(truncatable)
         while self._kept and self._kept[0][0] <= truncatable:
             self._used_bytes -= self._kept.popleft()[1]

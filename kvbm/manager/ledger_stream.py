@@ -1,4 +1,4 @@
-"""The ledger of one instance with the lock around it, and its stream of events: its frames, its rounds, another epoch of it."""
+"""The ledger of one instance with the lock around it, and its stream of events: its frames, its snapshots, another epoch of it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = structlog.get_logger()
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 
 
-class WholeRound(NamedTuple):
-    """A round that has ended: what lies before `began` is truncatable once everything before `ended` is safe."""
+class CompletedSnapshot(NamedTuple):
+    """A snapshot that has ended: what lies before `began` is truncatable once everything before `ended` is safe."""
 
     began: Position
     ended: Position
@@ -52,9 +52,9 @@ class LedgerStream:
         self._inherited_by = 0  # the forked child this is in
         self._expire_at_s = 0.0
         self._overflow_logged = Epoch(0)
-        self._began: Position | None = None  # of the round under way
+        self._began: Position | None = None  # of the snapshot under way
         self._happened: list[Input] = []
-        self._whole: deque[WholeRound] = deque()
+        self._whole: deque[CompletedSnapshot] = deque()
         self._note_epoch(ledger.applied)
 
     # -- whoever records ----------------------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ class LedgerStream:
             return self.ledger.take_frames(self.instance, now_ns)
 
     def restart(self, epoch: Epoch) -> Offset | None:
-        """Begin another epoch in place; events that still wait are given up, since its first round says what they led to.
+        """Begin another epoch in place; events that still wait are given up, since its first snapshot says what they led to.
 
-        Returns: the offset after the round; None when the stream has ended for good.
+        Returns: the offset after the snapshot; None when the stream has ended for good.
         """
         with self.lock:
             if self.ended:
@@ -116,50 +116,50 @@ class LedgerStream:
             self._note_epoch(after)
             return after
 
-    def expected_round_end(self) -> Offset:
-        """About where the first round of an epoch that began now would end."""
+    def expected_snapshot_end(self) -> Offset:
+        """About where the first snapshot of an epoch that began now would end."""
         with self.lock:
             tiers = [self.ledger.counts(pool.tier) for pool in self.ledger.pools if pool.slots]
         return Offset(1 + sum(2 + counts.held // MAX_RUN_BLOCKS for counts in tiers))
 
-    def begin_round(self) -> bool:
-        """Begin a round; False when one is under way, or the stream has ended."""
+    def begin_snapshot(self) -> bool:
+        """Begin a snapshot; False when one is under way, or the stream has ended."""
         with self.lock:
             began = Position(self.ledger.epoch, self.ledger.applied)
-            if self.ended or not self.ledger.begin_round():
+            if self.ended or not self.ledger.begin_snapshot():
                 return False
             self._began = began
             self._happened.append(Began())
             return True
 
-    def step_round(self, limit: int = MAX_RUN_BLOCKS) -> bool:
-        """State some more of what is held; whether the round goes on."""
+    def step_snapshot(self, limit: int = MAX_RUN_BLOCKS) -> bool:
+        """State some more of what is held; whether the snapshot goes on."""
         with self.lock:
             if self.ended:
                 return False
-            going_on = self.ledger.step_round(limit)
+            going_on = self.ledger.step_snapshot(limit)
             if self._began is not None and not going_on:
                 if self.ledger.overflowed:
                     self._happened.append(Dropped())
                 else:
-                    self._whole.append(WholeRound(self._began, Position(self.ledger.epoch, self.ledger.applied)))
+                    self._whole.append(CompletedSnapshot(self._began, Position(self.ledger.epoch, self.ledger.applied)))
                     self._happened.append(Ended())
                 self._began = None
             return going_on
 
     @property
-    def in_round(self) -> bool:
-        """Whether a round is under way."""
+    def in_snapshot(self) -> bool:
+        """Whether a snapshot is under way."""
         return self._began is not None
 
     def take_happened(self) -> list[Input]:
-        """What became of rounds since the last call, whoever began or stepped them."""
+        """What became of snapshots since the last call, whoever began or stepped them."""
         with self.lock:
             happened, self._happened = self._happened, []
         return happened
 
-    def take_whole(self, safe: Position) -> WholeRound | None:
-        """The last round of which everything lies before `safe`, once."""
+    def take_whole(self, safe: Position) -> CompletedSnapshot | None:
+        """The last snapshot of which everything lies before `safe`, once."""
         if not self._whole:
             return None
         with self.lock:
@@ -169,7 +169,7 @@ class LedgerStream:
         return found
 
     def waits_for(self, position: Position) -> bool:
-        """Whether a round has ended before a position that nobody has taken."""
+        """Whether a snapshot has ended before a position that nobody has taken."""
         return any(whole.ended <= position for whole in tuple(self._whole))
 
     # -- its end ------------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ class LedgerStream:
             self.lock.release()
 
     def _note_epoch(self, after: Offset) -> None:
-        """An epoch's first round is whole as it begins."""
+        """An epoch's first snapshot is whole as it begins."""
         epoch = self.ledger.epoch
         self._happened += [Began(), Ended()]
         self._whole.clear()
-        self._whole.append(WholeRound(Position(epoch, Offset(0)), Position(epoch, after)))
+        self._whole.append(CompletedSnapshot(Position(epoch, Offset(0)), Position(epoch, after)))

@@ -11,7 +11,7 @@ from kvbm.streams.base import ORIGIN, Position
 class Offsets:
     """How far the journal has come, with waiting. Any thread may call it.
 
-    An epoch's first round states all that is held, so once it is durable nothing of the epochs before it is waited for any more,
+    An epoch's first snapshot states all that is held, so once it is durable nothing of the epochs before it is waited for any more,
     whether it was written or lost. A simulator waits in its own way by a class derived from this one.
     """
 
@@ -19,37 +19,37 @@ class Offsets:
         self._changed = threading.Condition()
         self._durable = ORIGIN
         self._ends: dict[Epoch, Offset] = {}  # how far epochs came that later ones have followed
-        self._round_end = Offset(0)  # of the newest epoch
-        self._whole = Epoch(0)  # the newest epoch whose first round is durable
+        self._snapshot_end = Offset(0)  # of the newest epoch
+        self._whole = Epoch(0)  # the newest epoch whose first snapshot is durable
 
     @property
     def durable(self) -> Position:
         """Everything before this in its epoch survives a killed process."""
         return self._durable
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
-        """A newer epoch begins, whose first round ends before `round_end`."""
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
+        """A newer epoch begins, whose first snapshot ends before `snapshot_end`."""
         with self._changed:
             self._ends = {ended: offset for ended, offset in self._ends.items() if ended >= self._whole}
             self._ends[self._durable.epoch] = self._durable.offset
-            self._durable, self._round_end = Position(epoch, Offset(0)), round_end
+            self._durable, self._snapshot_end = Position(epoch, Offset(0)), snapshot_end
 
     def advance_durable(self, epoch: Epoch, offset: Offset) -> None:
         """The journal has written everything before `offset` of an epoch."""
         with self._changed:
             self._durable = max(self._durable, Position(epoch, offset))
-            if self._durable.offset >= self._round_end:
+            if self._durable.offset >= self._snapshot_end:
                 self._whole = self._durable.epoch
             self._changed.notify_all()
 
     def is_durable(self, epoch: Epoch, offset: Offset) -> bool:
-        """Whether everything before an offset is durable, or stated again by a later epoch whose first round is."""
+        """Whether everything before an offset is durable, or listed again by a later epoch whose first snapshot is."""
         if epoch == self._durable.epoch:
             return self._durable.offset >= offset
         return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset
 
     def is_whole(self, epoch: Epoch) -> bool:
-        """Whether the first round of an epoch, or of a later one, is durable."""
+        """Whether the first snapshot of an epoch, or of a later one, is durable."""
         return self._whole >= epoch
 
     def wait_durable(self, epoch: Epoch, offset: Offset, timeout_s: float) -> bool:

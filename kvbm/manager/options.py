@@ -13,7 +13,7 @@ from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.prompt_samples import SampleSink
-from kvbm.manager.snapshot_policy import Rounds
+from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.manager.staging import Staging
 
 
@@ -27,7 +27,7 @@ class ManagerOptions(NamedTuple):
         wall_clock_ns: what frames, samples and heartbeats are stamped with.
         clock: seconds that only grow; how long blocks are kept is measured by it.
         retention: what the journal does beside taking frames; None where nothing outlives the process.
-        rounds: when what is held is restated; None: when somebody asks.
+        snapshots: when what is held is listed again; None: when somebody asks.
         samples: who is told of prompts; None: nobody.
         executor: carries out loads; None: threads of the manager's own.
         offsets: how far the journal has come.
@@ -46,7 +46,7 @@ class ManagerOptions(NamedTuple):
     wall_clock_ns: Callable[[], int] = time.time_ns
     clock: Callable[[], float] = time.monotonic
     retention: JournalRetention | None = None
-    rounds: Rounds | None = None
+    snapshots: SnapshotPolicy | None = None
     samples: SampleSink | None = None
     executor: Executor | None = None
     offsets: Offsets | None = None

@@ -19,14 +19,14 @@ class Publishing(NamedTuple):
         notify: the journal has more.
         published: how far the stream has come.
         stop: publish the rest within a timeout; whether all of it is published.
-        round_began: what comes next in the journal is a round.
+        snapshot_began: what comes next in the journal is a snapshot.
         trouble: what the stream does not take now, in words; "" when all is well.
     """
 
     notify: Callable[[], None]
     published: Callable[[], Position]
     stop: Callable[[float], bool]
-    round_began: Callable[[], None] = lambda: None
+    snapshot_began: Callable[[], None] = lambda: None
     trouble: Callable[[], str] = lambda: ""
 
 
@@ -85,8 +85,8 @@ class PublisherPort:
         self.fenced_by = max(newer, self.fenced_by or newer)
         self._stream.wake.set()
 
-    def on_round_asked(self) -> None:
-        """See `PublisherOwner.on_round_asked`."""
+    def on_snapshot_asked(self) -> None:
+        """See `PublisherOwner.on_snapshot_asked`."""
         self._asked = True
         self._stream.wake.set()
 

@@ -19,10 +19,10 @@ log = structlog.get_logger()
 def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: NewFold = Residencies) -> list[Recovered]:
     """The residencies of one durable tier when the journal ends, by namespace.
 
-    The newest epoch that ended its first round in the tier decides. An epoch that was killed before changed no slot anybody
-    relied on: a slot is overwritten only once the withdrawal of what it held is durable, and that comes after the round. So the
+    The newest epoch that ended its first snapshot in the tier decides. An epoch that was killed before changed no slot anybody
+    relied on: a slot is overwritten only once the withdrawal of what it held is durable, and that comes after the snapshot. So the
     epoch before it still holds. That is not so of an epoch whose beginning was let go, or that has lost frames: of it only what
-    a later whole round has stated is known, and without such a round nothing is.
+    a later completed snapshot has listed is known, and without such a snapshot nothing is.
 
     They are believed, not proven: each is verified against its slot's header and checksum when it is first read. A journal that
     contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no more.
@@ -45,8 +45,8 @@ def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: Ne
             entries = zip(split_hashes(blocks.hashes), owners, numbers, strict=True)
             return [Recovered(block, owner, slot) for block, owner, slot in entries if 0 <= slot < slots]
         if not is_complete or journal.was_cut(epoch):
-            log.warning("recovery.round_missing", epoch=epoch, tier=tier.name, remedy="run kvbm-replay verify")
-            return []  # its round may have been in what is gone, and slots overwritten after it
+            log.warning("recovery.snapshot_missing", epoch=epoch, tier=tier.name, remedy="run kvbm-replay verify")
+            return []  # its snapshot may have been in what is gone, and slots overwritten after it
     return []
 
 
@@ -54,7 +54,7 @@ class _Folded(NamedTuple):
     """An epoch as far as the journal has it.
 
     Attributes:
-        is_known: what the tier holds is known: a round has ended, and the digest agrees.
+        is_known: what the tier holds is known: a snapshot has ended, and the digest agrees.
         is_complete: everything from its first event on is there, but for what a torn tail may have held.
     """
 
@@ -67,7 +67,7 @@ def _fold(journal: Journal, epoch: Epoch, tier: Tier, new_fold: NewFold) -> _Fol
     """Everything the journal has of an epoch.
 
     From its first event on the fold is strict and every digest must agree. Where events are missing, at the beginning or
-    further on, it goes on leniently, and digests must agree again from the first that does after a whole round.
+    further on, it goes on leniently, and digests must agree again from the first that does after a completed snapshot.
 
     Raises: IllegalEventError: it contradicts itself.
     """

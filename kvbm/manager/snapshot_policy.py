@@ -1,4 +1,4 @@
-"""When an instance restates what it holds: a state machine without thread, clock or I/O. The event writer drives it."""
+"""When an instance takes a snapshot of what it holds: a state machine without thread, clock or I/O. The event writer drives it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple, assert_never
 
 from kvbm.streams.base import StreamState
 
-_SHARE = 4  # a whole round in every quarter of what the stream retains, and of what the journal holds
+_SHARE = 4  # a completed snapshot in every quarter of what the stream retains, and of what the journal holds
 
 
 class Asked(NamedTuple):
@@ -27,15 +27,15 @@ class Stored(NamedTuple):
 
 
 class Began(NamedTuple):
-    """A round has begun, for whatever reason. The first round of an epoch begins with it."""
+    """A snapshot has begun, for whatever reason. The first snapshot of an epoch begins with it."""
 
 
 class Ended(NamedTuple):
-    """The round that began last is whole."""
+    """The snapshot that began last is whole."""
 
 
 class Dropped(NamedTuple):
-    """The round that began last will not end: an overflow, or a new epoch."""
+    """The snapshot that began last will not end: an overflow, or a new epoch."""
 
 
 class Ticked(NamedTuple):
@@ -45,8 +45,8 @@ class Ticked(NamedTuple):
 Input = Asked | Learned | Stored | Began | Ended | Dropped | Ticked
 
 
-class BeginRound(NamedTuple):
-    """Begin a round. Answer with Began; asked for again at each step until then."""
+class BeginSnapshot(NamedTuple):
+    """Begin a snapshot. Answer with Began; asked for again at each step until then."""
 
 
 class WakeAt(NamedTuple):
@@ -55,26 +55,26 @@ class WakeAt(NamedTuple):
     at_s: float
 
 
-Effect = BeginRound | WakeAt
+Effect = BeginSnapshot | WakeAt
 
 
 class _Mark(NamedTuple):
-    """What was true when a round began."""
+    """What was true when a snapshot began."""
 
     at_s: float
     sequence: int | None  # the stream's last, as far as it was known
 
 
-class Rounds:
-    """Decides when a round begins.
+class SnapshotPolicy:
+    """Decides when a snapshot begins.
 
-    It begins when a reader asked, if the last round that was asked for began `least_s` ago; an ask in between is served then.
-    It begins when a quarter of what the stream retains has passed since the last whole round began, so that a reader who comes
+    It begins when a reader asked, if the last snapshot that was asked for began `least_s` ago; an ask in between is served then.
+    It begins when a quarter of what the stream retains has passed since the last completed snapshot began, so that a reader who comes
     late finds one: by time where the stream forgets by age, by messages where it is nearly full. And it begins when the journal is
-    half full, so that what lies before can go. One round that is whole serves all of these; one at a time is under way.
+    half full, so that what lies before can go. One snapshot that is whole serves all of these; one at a time is under way.
 
     Args:
-        least_s: between rounds that readers ask for.
+        least_s: between snapshots that readers ask for.
         capacity_bytes: what the journal may hold; 0 for no limit.
     """
 
@@ -84,7 +84,7 @@ class Rounds:
         self._asked_begun_s = float("-inf")
         self._state: StreamState | None = None
         self._used_bytes = self._written_bytes = 0
-        self._written_at_end = 0  # of the last whole round, so that a large round does not call for the next
+        self._written_at_end = 0  # of the last completed snapshot, so that a large snapshot does not call for the next
         self._under_way: _Mark | None = None
         self._whole: _Mark | None = None
 
@@ -117,12 +117,12 @@ class Rounds:
             return []
         wake_s = self._wake_s()
         if (wake_s is not None and now_s >= wake_s) or self._is_pushed_out() or self._is_crowded():
-            return [BeginRound()]
+            return [BeginSnapshot()]
         return [] if wake_s is None else [WakeAt(wake_s)]
 
     def _learn(self, state: StreamState) -> None:
         if self._state is not None and state.created != self._state.created:
-            self._asked = True  # the old store's rounds are gone with it
+            self._asked = True  # the old store's snapshots are gone with it
             self._whole = self._whole and self._whole._replace(sequence=None)
         self._state = state
         if self._whole is not None and self._whole.sequence is None:
@@ -135,14 +135,14 @@ class Rounds:
             self._asked, self._asked_begun_s = False, now_s
 
     def _wake_s(self) -> float | None:
-        """When time alone makes a round due; None: never."""
+        """When time alone makes a snapshot due; None: never."""
         times = [self._asked_begun_s + self._least_s] if self._asked else []
         if self._state is not None and self._state.max_age_s > 0 and self._whole is not None:
             times.append(self._whole.at_s + self._state.max_age_s / _SHARE)
         return min(times, default=None)
 
     def _is_pushed_out(self) -> bool:
-        """Whether the stream is nearly full and a quarter of it is newer than the last whole round."""
+        """Whether the stream is nearly full and a quarter of it is newer than the last completed snapshot."""
         state, whole = self._state, self._whole
         if state is None or whole is None or whole.sequence is None or state.max_bytes <= 0:
             return False
@@ -151,7 +151,7 @@ class Rounds:
         return is_nearly_full and (state.last_sequence - whole.sequence) * _SHARE >= max(length, _SHARE)
 
     def _is_crowded(self) -> bool:
-        """Whether the journal is half full, and a quarter of it written since the last whole round."""
+        """Whether the journal is half full, and a quarter of it written since the last completed snapshot."""
         if not self.is_half_full:
             return False
         return (self._written_bytes - self._written_at_end) * _SHARE >= self._capacity_bytes

@@ -14,7 +14,7 @@ import msgspec
 
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
-from kvbm.core.backend import REFERENCE, Kernels, NewFold
+from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
 from kvbm.core.fold import Residencies
@@ -70,7 +70,7 @@ _COMMANDS = {
         "kvbm-replay state incident.kvbm --at e3+4711 --blocks\n  kvbm-replay state /archive --at 2026-01-31T12:00:00Z --json -",
     ),
     "verify": _Command(
-        "fold every stream and name each defect: damage, holes, illegal events, skipped rounds, wrong digests",
+        "fold every stream and name each defect: damage, holes, illegal events, skipped snapshots, wrong digests",
         "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive --reference",
     ),
     "diff": _Command(
@@ -109,7 +109,7 @@ class Parts(NamedTuple):
         read_trace: reads a trace in Mooncake's format.
     """
 
-    kernels: Kernels = REFERENCE
+    backend: Backend = REFERENCE
     fold: NewFold = Residencies
     decode_columns: DecodeColumns = decode_columns
     new_index: NewIndex = ReferenceIndex
@@ -322,17 +322,17 @@ def _policies(text: str) -> list[str]:
 
 def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments)
-    located = watched(source.read(parts.kernels), source)
+    located = watched(source.read(parts.backend), source)
     with _opened(arguments.json) as file:
         out, is_json = file or sys.stdout, file is not None
-        findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, parts.kernels.decode_frame)
+        findings, notes = cat(located, out, is_json, arguments.instance, arguments.limit, parts.backend.decode_frame)
     return _end(findings, notes)
 
 
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments)
-    located = watched(source.read(parts.kernels), source)
-    stats = stats_of(source, parts.kernels, parts.fold, arguments.instance, located)
+    located = watched(source.read(parts.backend), source)
+    stats = stats_of(source, parts.backend, parts.fold, arguments.instance, located)
     _check_found(arguments.instance, stats.instances)
     _write(arguments.json, stats, stats.lines())
     return _end(stats.findings, stats.notes)
@@ -341,8 +341,8 @@ def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
 def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     at = parse_at(arguments.at) if arguments.at else END
     source = _source(arguments)
-    located = watched(source.read(parts.kernels), source)
-    states = states_at(source, at, parts.kernels, parts.fold, arguments.instance, arguments.blocks, located)
+    located = watched(source.read(parts.backend), source)
+    states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
     _check_found(arguments.instance, states.instances)
     _write(arguments.json, states, (line for state in states.instances for line in state.lines()))
     return _end(states.findings, states.notes)
@@ -355,8 +355,8 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
         against = Comparison(arguments.catalog, parts.ask(arguments.catalog), arguments.instance)
-    located = watched(source.read(parts.kernels), source)
-    verified = verify(source, parts.kernels, parts.fold, arguments.instance, located, against)
+    located = watched(source.read(parts.backend), source)
+    verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:
         _check_found(arguments.instance, [])
     lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *_listed(verified.findings)]
@@ -370,7 +370,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
 
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
     a, b = (open_source(name, arguments.timeout) for name in (arguments.a, arguments.b))
-    report = diff(a, b, parts.kernels, arguments.instance)
+    report = diff(a, b, parts.backend, arguments.instance)
     _write(arguments.json, report, report.lines())
     return 1 if report.divergences else 0
 
@@ -389,16 +389,16 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
         database=arguments.database, checkpoint=arguments.checkpoint, cluster=arguments.cluster, capacity=_CAPACITY,
         instance=arguments.instance, archive=folder if is_archive else None, is_own_stream=is_own_stream,
     )  # fmt: skip
-    report = rebuild(source, options, parts.kernels, parts.new_index, connect)
+    report = rebuild(source, options, parts.backend, parts.new_index, connect)
     _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes) or (1 if report.doubtful else 0)
+    return _end(report.findings, report.notes) or (1 if report.suspect else 0)
 
 
 def _export(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments)
-    located = watched(source.read(parts.kernels), source)
+    located = watched(source.read(parts.backend), source)
     report = export(
-        source, arguments.target, parts.kernels, parts.decode_columns, arguments.instance, arguments.blocks, located
+        source, arguments.target, parts.backend, parts.decode_columns, arguments.instance, arguments.blocks, located
     )
     _write(arguments.json, report, report.lines())
     return _end(report.findings, report.notes)
@@ -419,7 +419,7 @@ def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
 
     source = _source(arguments)
     report = serve(
-        source, _connect(arguments.to, arguments.timeout), shown(arguments.to), arguments.cluster, parts.kernels,
+        source, _connect(arguments.to, arguments.timeout), shown(arguments.to), arguments.cluster, parts.backend,
         arguments.speed, arguments.anyway, arguments.instance,
     )  # fmt: skip
     _write(arguments.json, report, report.lines())

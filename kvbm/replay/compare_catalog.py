@@ -148,7 +148,7 @@ class Comparison:
                 if name not in self._met:
                     self._met.add(name)
                     self._compare(answer, fold)
-                if not (fold.doubtful or answer.doubtful or answer.partial):
+                if not (fold.suspect or answer.suspect or answer.partial):
                     self._compare_blocks(name, end, fold.residencies)
         for absent in sorted(self._wanted.keys() - self._folds.keys()):
             one = self._wanted[absent]
@@ -165,7 +165,7 @@ class Comparison:
         deadline_s = time.monotonic() + self._wait_s
         while True:
             answer = next((one for one in self._answers() if one.instance == name), None)
-            is_there = answer is not None and (answer.epoch, answer.offset) >= end and answer.withheld != "restarted"
+            is_there = answer is not None and (answer.epoch, answer.offset) >= end and answer.excluded != "restarted"
             if is_there or time.monotonic() >= deadline_s:
                 return answer
             time.sleep(_POLL_S)
@@ -173,11 +173,11 @@ class Comparison:
     def _compare(self, answer: InstanceSummary, fold: StreamFold) -> None:
         place = Position(Epoch(answer.epoch), Offset(answer.offset))
         name = InstanceId(answer.instance)
-        if fold.doubtful or answer.doubtful or answer.partial:
+        if fold.suspect or answer.suspect or answer.partial:
             why = (
                 "its events were not all seen"
-                if fold.doubtful
-                else "the catalog says itself that it is in doubt or partial"
+                if fold.suspect
+                else "the catalog says itself that it is suspect or partial"
             )
             self.report.notes.append(f"instance {name} at {place_text(*place)}: {why}; not compared")
             return
@@ -210,8 +210,8 @@ class Comparison:
                 )  # fmt: skip
         now = self._at_least(name, end)
         moved = now is None or (now.epoch, now.offset) != end
-        if now is None or moved or now.withheld or now.state not in ("live", "unheard"):
-            state = "moved on" if now is None or moved else f"holds it for {now.withheld or now.state}"
+        if now is None or moved or now.excluded or now.state not in ("live", "unheard"):
+            state = "moved on" if now is None or moved else f"holds it for {now.excluded or now.state}"
             self.report.notes.append(f"instance {name}: the catalog {state}, so single blocks were not compared")
             return
         self.report.blocks += asked

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, DecodeFrame, Kernels
+from kvbm.core.backend import REFERENCE, Backend, DecodeFrame
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.format import counted, event_fields, event_text, place_text
@@ -99,7 +99,7 @@ class Diffed(msgspec.Struct, kw_only=True):
             yield from (f"  {line}" for line in divergence.lines())
 
 
-def diff(a: Source, b: Source, kernels: Kernels = REFERENCE, instance: str | None = None) -> Diffed:
+def diff(a: Source, b: Source, backend: Backend = REFERENCE, instance: str | None = None) -> Diffed:
     """Compare two sources, instance by instance, up to the first divergence of each.
 
     Args:
@@ -109,14 +109,14 @@ def diff(a: Source, b: Source, kernels: Kernels = REFERENCE, instance: str | Non
     report = Diffed(a=a.name, b=b.name)
     with FrameLibrary(a.name) as library_a, FrameLibrary(b.name) as library_b:
         for source, library in ((a, library_a), (b, library_b)):
-            library.fill(only(watched(source.read(kernels), source), instance), source.is_trimmed)
+            library.fill(only(watched(source.read(backend), source), instance), source.is_trimmed)
             report.notes += library.notes
             report.notes += [f"{source.name}: {finding.sentence()}" for finding in library.findings]
         pairs = _pairs(library_a.instances, library_b.instances)
         watch = Watch(f"{a.name} and {b.name}", sum(len(one or ()) for _, one, _ in pairs))
         with watch:
             for name, one, other in pairs:
-                _compare(name, one, other, report, kernels.decode_frame, watch)
+                _compare(name, one, other, report, backend.decode_frame, watch)
     if not report.events and not report.divergences:
         asked = f" of instance {instance!r}" if instance else ""
         raise SourceError(f"{a.name} and {b.name} have no events{asked} in common; kvbm-replay stat says what each has")

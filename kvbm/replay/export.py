@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from kvbm.core.backend import REFERENCE, Kernels
+from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT, FrameColumns, decode_columns
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.events import EvictReason, MigrateCause, StopReason
@@ -32,9 +32,9 @@ PARQUET_SUFFIX = ".parquet"
 _BATCH_BYTES = 8 << 20
 _PART_ROWS = 20_000_000  # of a file in a folder
 _KINDS = (
-    "", "InstanceStarted", "BlocksCreated", "BlocksMigrated", "BlocksEvicted", "ResidenciesStated", "RoundEnded", "InstanceStopped",
+    "", "InstanceStarted", "BlocksCreated", "BlocksMigrated", "BlocksEvicted", "ResidenciesListed", "SnapshotEnded", "InstanceStopped",
 )  # fmt: skip
-_CREATED, _MIGRATED, _EVICTED, _STATED, _ENDED, _STOPPED = range(2, 8)
+_CREATED, _MIGRATED, _EVICTED, _LISTED, _ENDED, _STOPPED = range(2, 8)
 _TIERS = tuple(tier.name for tier in Tier)
 _CAUSES = tuple(cause.name.lower() for cause in MigrateCause)
 _EVICT_REASONS = tuple(reason.name.lower() for reason in EvictReason)
@@ -73,7 +73,7 @@ class Exported(msgspec.Struct, kw_only=True):
 def export(
     source: Source,
     target: Path,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     decode: DecodeColumns = decode_columns,
     instance: str | None = None,
     by_block: bool = False,
@@ -91,7 +91,7 @@ def export(
     """
     report = Exported(source=source.name)
     left_out: dict[type, int] = {}
-    read = source.read(kernels) if located is None else located
+    read = source.read(backend) if located is None else located
     with _Writer(target, by_block, report) as writer:
         batch: list[bytes] = []
         size = 0
@@ -229,7 +229,7 @@ class _Tables(ABC):
                 arrow.field("tier", words), arrow.field("source", words), arrow.field("target", words),
                 arrow.field("reason", words), arrow.field("cause", words), arrow.field("kept", arrow.bool_()),
                 arrow.field("namespace", block), arrow.field("parent", block), arrow.field("start", arrow.uint32()),
-                arrow.field("round", arrow.uint32()), *self._last_fields(),
+                arrow.field("snapshot", arrow.uint32()), *self._last_fields(),
             ]
         )  # fmt: skip
 
@@ -242,12 +242,12 @@ class _Tables(ABC):
         """The columns that the shapes differ in."""
 
     def _common(self, columns: FrameColumns, events: np.ndarray) -> list[Any]:
-        """The columns of the schema up to `round`, for these events."""
+        """The columns of the schema up to `snapshot`, for these events."""
         arrow = self._arrow
         frames = columns.frames[events["frame"]]
         kinds, codes = events["kind"], events["code"]
         migrated = kinds == _MIGRATED
-        has_run = np.isin(kinds, (_CREATED, _MIGRATED, _EVICTED, _STATED))
+        has_run = np.isin(kinds, (_CREATED, _MIGRATED, _EVICTED, _LISTED))
         names = len(columns.names)
         # a source is a tier or an instance: tiers come behind the names
         sources = np.where(events["source"] == NO_CODE, events["other"], names + events["source"].astype(np.uint32))
@@ -274,7 +274,7 @@ class _Tables(ABC):
             ),
             self._hashes(events["parent"], parents),
             arrow.array(events["start"], mask=~created),
-            arrow.array(events["round"], mask=~np.isin(kinds, (_STATED, _ENDED))),
+            arrow.array(events["snapshot"], mask=~np.isin(kinds, (_LISTED, _ENDED))),
         ]  # fmt: skip
 
     def _words(self, codes: np.ndarray, words: Iterable[str], there: np.ndarray | None = None) -> Any:

@@ -13,9 +13,9 @@ from kvbm.replay.scan import NEWER, TORN
 from kvbm.replay.source import TRUNCATED, FramePlace
 
 MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
-SKIPPED, DIGEST = "skipped-round-run", "digest-mismatch"
+SKIPPED, DIGEST = "skipped-snapshot-run", "digest-mismatch"
 
-ROUND_RULES = ("round-withdrew", "round-incomplete", "round-added")
+SNAPSHOT_RULES = ("snapshot-withdrew", "snapshot-incomplete", "snapshot-added")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

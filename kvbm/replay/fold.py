@@ -1,4 +1,4 @@
-"""One instance's events, folded with as much strictness as is deserved: a tier in doubt is folded leniently until a round ends."""
+"""One instance's events, folded with as much strictness as is deserved: a suspect tier is folded leniently until a snapshot ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvbm.core.events import (
     BlocksMigrated,
     Event,
     InstanceStarted,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
@@ -32,7 +32,7 @@ class Illegal(NamedTuple):
 
 
 class StreamFold:
-    """What one instance holds, and in which tiers that is doubtful because of something missed or illegal.
+    """What one instance holds, and in which tiers that is suspect because of something missed or illegal.
 
     Args:
         new_fold: makes the fold; the specification, or its native twin.
@@ -45,23 +45,23 @@ class StreamFold:
         self._decode_frame = _decode_proven if self._is_reference else decode_frame
         self.epoch = Epoch(0)
         self.next_offset = Offset(0)
-        self.doubtful: set[Tier] = set()
+        self.suspect: set[Tier] = set()
 
     def miss(self, epoch: Epoch, next_offset: Offset) -> None:
         """Events were missed; the next one is `next_offset` of `epoch`."""
         if epoch != self.epoch:
             self._begin_blind(epoch)
         else:
-            self._doubt()
+            self._suspicion()
         self.next_offset = next_offset
 
     def evolve(self, frame: ScannedFrame, data: bytes, stop: int | None = None) -> Iterator[Illegal]:
         """Fold a frame's events, those from index `stop` on left out; exhaust it.
 
-        An illegal event is reported, folded as far as it makes sense, and leaves all tiers in doubt.
+        An illegal event is reported, folded as far as it makes sense, and leaves all tiers suspect.
         """
         first = 0
-        if stop is None and not self.doubtful and frame.epoch == self.epoch and not self._is_reference:
+        if stop is None and not self.suspect and frame.epoch == self.epoch and not self._is_reference:
             self.residencies.strict = True
             first = self.residencies.evolve_frame(data).folded
             self.next_offset = Offset(self.next_offset + first)
@@ -78,7 +78,7 @@ class StreamFold:
         if illegal is not None and isinstance(event, InstanceStarted):
             event = msgspec.structs.replace(event, epoch=frame.epoch)
         residencies = self.residencies
-        residencies.strict = illegal is None and self.doubtful.isdisjoint(_tiers(event))
+        residencies.strict = illegal is None and self.suspect.isdisjoint(_tiers(event))
         if isinstance(event, InstanceStarted) and illegal is None:
             residencies.strict = True
         try:
@@ -88,24 +88,24 @@ class StreamFold:
             residencies.strict = False
             residencies.evolve(event)
         if illegal is not None:
-            self._doubt()
+            self._suspicion()
         elif isinstance(event, InstanceStarted):
-            self.doubtful.clear()
-        elif isinstance(event, RoundEnded) and residencies.is_whole(event.tier):
-            self.doubtful.discard(event.tier)
+            self.suspect.clear()
+        elif isinstance(event, SnapshotEnded) and residencies.is_whole(event.tier):
+            self.suspect.discard(event.tier)
         self.next_offset = Offset(self.next_offset + 1)
         return illegal
 
     def agrees(self, digest: int) -> bool:
-        """Whether a frame's digest is that of what is held. Where anything is in doubt, it always is."""
+        """Whether a frame's digest is that of what is held. Where anything is suspect, it always is."""
         is_same = self.residencies.digest == digest
-        if is_same and not any(self.residencies.count(tier) for tier in self.doubtful):
-            self.doubtful.clear()  # the digest covers every tier, so these are empty indeed
-        return is_same or bool(self.doubtful)
+        if is_same and not any(self.residencies.count(tier) for tier in self.suspect):
+            self.suspect.clear()  # the digest covers every tier, so these are empty indeed
+        return is_same or bool(self.suspect)
 
     def diverge(self) -> None:
-        """What is held was found wrong; every tier is in doubt."""
-        self._doubt()
+        """What is held was found wrong; every tier is suspect."""
+        self._suspicion()
 
     def _check_beginning(self, frame: ScannedFrame, event: Event) -> IllegalEventError | None:
         """Enter the frame's epoch, which must begin with its start."""
@@ -129,13 +129,13 @@ class StreamFold:
     def _begin_blind(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self.residencies.begin_blind(epoch)
-        self._doubt()
+        self._suspicion()
 
-    def _doubt(self) -> None:
+    def _suspicion(self) -> None:
         residencies = self.residencies
         residencies.miss_events()
         known = set(residencies.pools) or set(Tier)  # without a beginning, any tier may hold something
-        self.doubtful = {t for t in Tier if (t in known or residencies.count(t)) and not residencies.is_cluster(t)}
+        self.suspect = {t for t in Tier if (t in known or residencies.count(t)) and not residencies.is_cluster(t)}
 
 
 def _decode_proven(data: bytes, at: int = 0) -> tuple[Frame, int]:
@@ -145,7 +145,12 @@ def _decode_proven(data: bytes, at: int = 0) -> tuple[Frame, int]:
 
 def _tiers(event: Event) -> tuple[Tier, ...]:
     match event:
-        case BlocksCreated(tier=tier) | BlocksEvicted(tier=tier) | ResidenciesStated(tier=tier) | RoundEnded(tier=tier):
+        case (
+            BlocksCreated(tier=tier)
+            | BlocksEvicted(tier=tier)
+            | ResidenciesListed(tier=tier)
+            | SnapshotEnded(tier=tier)
+        ):
             return (tier,)
         case BlocksMigrated(source=Tier() as source, target=target):
             return (source, target)

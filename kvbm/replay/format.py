@@ -16,8 +16,8 @@ from kvbm.core.events import (
     Event,
     InstanceStarted,
     InstanceStopped,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Offset, Tier, short, split_hashes, split_slots
 
@@ -130,10 +130,10 @@ def event_text(event: Event) -> str:
             return f"BlocksMigrated {_source(event)} → {event.target.name} {_run(event)} {event.cause.name.lower()}, {kept}"
         case BlocksEvicted():
             return f"BlocksEvicted {event.tier.name} {_run(event)} {event.reason.name.lower()}"
-        case ResidenciesStated():
-            return f"ResidenciesStated {event.tier.name} {_run(event)} round {event.round}"
-        case RoundEnded():
-            return f"RoundEnded {event.tier.name} round {event.round} of {counted(event.count, 'block')}"
+        case ResidenciesListed():
+            return f"ResidenciesListed {event.tier.name} {_run(event)} snapshot {event.snapshot}"
+        case SnapshotEnded():
+            return f"SnapshotEnded {event.tier.name} snapshot {event.snapshot} of {counted(event.count, 'block')}"
         case InstanceStopped():
             return f"InstanceStopped {event.reason.name.lower()}"
         case _:
@@ -144,7 +144,7 @@ def _source(event: BlocksMigrated) -> str:
     return event.source.name if isinstance(event.source, Tier) else f"instance {event.source}"
 
 
-def _run(event: BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated) -> str:
+def _run(event: BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed) -> str:
     first, last = event.hashes[:HASH_BYTES], event.hashes[-HASH_BYTES:]
     blocks = short(first) if first == last else f"{short(first)}…{short(last)}"
     return f"{counted(len(event.hashes) // HASH_BYTES, 'block')} [{blocks}] in {short(event.namespace)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.errors import StreamError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import FramePlace, Located, SourceError
@@ -32,7 +32,7 @@ class StreamSource:
         self._url = url
         self._timeout_s = timeout_s
 
-    def read(self, kernels: Kernels) -> Iterator[Located]:
+    def read(self, backend: Backend) -> Iterator[Located]:
         """See `Source.read`."""
         order = self.done = 0
         holders = Holders()
@@ -46,7 +46,7 @@ class StreamSource:
                         at = message.sequence
                         if at > last:
                             break
-                        for located in self._frames(message, holders, kernels, order):
+                        for located in self._frames(message, holders, backend, order):
                             yield located
                             order += 1
                         self.done += 1
@@ -72,7 +72,7 @@ class StreamSource:
             )
         return messages
 
-    def _frames(self, message: StreamMessage, holders: Holders, kernels: Kernels, order: int) -> Iterator[Located]:
+    def _frames(self, message: StreamMessage, holders: Holders, backend: Backend, order: int) -> Iterator[Located]:
         data, group = message.data, message.subject.rpartition(".")[0]
         counts, fence = holders.take(message)
         if not counts:  # here as in the catalog
@@ -86,7 +86,7 @@ class StreamSource:
             order += 1
         if is_fence(message.subject):
             return
-        for piece in scan(lambda at, size: data[at : at + size], len(data), kernels):
+        for piece in scan(lambda at, size: data[at : at + size], len(data), backend):
             found = piece.found
             if isinstance(found, Damage) and found.kind == TORN:
                 found = found._replace(kind=CORRUPT)  # a message is whole frames

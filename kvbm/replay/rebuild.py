@@ -21,13 +21,13 @@ import msgspec
 
 from kvbm.catalog.archive import ArchivePosition
 from kvbm.catalog.checkpoints import Checkpointing, Writing
-from kvbm.catalog.index import ClusterIndex, NewIndex, is_doubtful
+from kvbm.catalog.index import ClusterIndex, NewIndex, is_suspect
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.sql_rows import StoreBatch
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import numbering
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
 from kvbm.replay.findings import Finding, damage_finding, damage_text
@@ -60,7 +60,7 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     Attributes:
         stream, sequence: which stream, by its name in SQL, and where in it a catalog goes on.
         anomalies: rules that events broke, counted by name.
-        doubtful: instances whose residencies may be wrong, because the log has holes; a catalog asks them for a round.
+        suspect: instances whose residencies may be wrong, because the log has holes; a catalog asks them for a snapshot.
     """
 
     source: str
@@ -75,7 +75,7 @@ class Rebuilt(msgspec.Struct, kw_only=True):
     residencies: int = 0
     claims: int = 0
     digest_mismatches: int = 0
-    doubtful: list[InstanceId] = []
+    suspect: list[InstanceId] = []
     anomalies: dict[str, int] = {}
     findings: list[Finding] = []
     notes: list[str] = []
@@ -92,8 +92,8 @@ class Rebuilt(msgspec.Struct, kw_only=True):
             else "belongs to no stream"
         )
         yield f"  rows in {self.database}, index in {self.checkpoint or 'no checkpoint'}; it {where}"
-        if self.doubtful:
-            yield f"  in doubt, because of holes or wrong digests: {', '.join(self.doubtful)}"
+        if self.suspect:
+            yield f"  suspect, because of holes or wrong digests: {', '.join(self.suspect)}"
 
 
 class _Identity(NamedTuple):
@@ -126,7 +126,7 @@ class RebuildOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rebuild(
-    source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: OpenStream | None = None
+    source: Source, options: RebuildOptions, backend: Backend, new_index: NewIndex, connect: OpenStream | None = None
 ) -> Rebuilt:
     """Make a catalog's state from a source.
 
@@ -135,20 +135,20 @@ def rebuild(
         connect: gives the stream a catalog is to go on with.
     Raises: SourceError: the database is in use, or the stream has more than the log. CatalogError, StreamError.
     """
-    return asyncio.run(_Rebuild(source, options, kernels, new_index, connect).run())
+    return asyncio.run(_Rebuild(source, options, backend, new_index, connect).run())
 
 
 class _Rebuild:
     def __init__(
-        self, source: Source, options: RebuildOptions, kernels: Kernels, new_index: NewIndex, connect: OpenStream | None
+        self, source: Source, options: RebuildOptions, backend: Backend, new_index: NewIndex, connect: OpenStream | None
     ) -> None:
-        self._source, self._options, self._kernels, self._connect = source, options, kernels, connect
+        self._source, self._options, self._backend, self._connect = source, options, backend, connect
         self._index: ClusterIndex = new_index(options.capacity)
         if options.checkpoint is not None and not isinstance(self._index, Checkpointing):
             raise SourceError(
                 "the Python specification of the index writes no checkpoint; leave --checkpoint or --reference out"
             )
-        self._sequencer = Sequencer(self._index, kernels.scan_frames)
+        self._sequencer = Sequencer(self._index, backend.scan_frames)
         self._rows = RowCollector(REBUILT)
         self.report = Rebuilt(
             source=source.name,
@@ -173,7 +173,7 @@ class _Rebuild:
     # -- the log → index and rows -------------------------------------------------------------------------------------
 
     async def _apply(self, store: SqlStore) -> None:
-        source, report, read = self._source, self.report, self._source.read(self._kernels)
+        source, report, read = self._source, self.report, self._source.read(self._backend)
         waiting: list[Located] = []
         size = 0
         with Watch(source.name) as watch:
@@ -211,7 +211,7 @@ class _Rebuild:
         report.instances = len(self._sequencer.instances())
         report.residencies, report.claims = index.residency_count(), sum(index.claim_counts().values())
         report.anomalies = index.anomalies()
-        report.doubtful = [name for name in self._sequencer.instances() if is_doubtful(index, name)]
+        report.suspect = [name for name in self._sequencer.instances() if is_suspect(index, name)]
 
     def _step_fence(self, record: FenceRecord) -> None:
         self._sequence += 1

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
@@ -43,15 +43,15 @@ class Piece(NamedTuple):
     data: bytes
 
 
-def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
+def scan(read: ReadAt, end: int, backend: Backend) -> Iterator[Piece]:
     """The frames of the bytes [0, end), each with its position, and damage where there is none."""
     at = base = 0
     batch = b""  # the bytes from `base` on
     while at < end:
-        frames, error = kernels.scan_frames(batch, at - base)
+        frames, error = backend.scan_frames(batch, at - base)
         if not frames and (error is None or isinstance(error, TornFrameError)) and (at > base or not batch):
             base, batch = at, read(at, min(_BATCH_BYTES, end - at))
-            frames, error = kernels.scan_frames(batch)
+            frames, error = backend.scan_frames(batch)
         for frame in frames:
             yield Piece(base + frame.at, frame, batch[frame.at : frame.end])
         if frames:
@@ -72,9 +72,9 @@ def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
             at += size
             continue
         try:
-            found, data = _scan_at(read, at, end, kernels)  # it may only be longer than a batch
+            found, data = _scan_at(read, at, end, backend)  # it may only be longer than a batch
         except FrameError as refusal:
-            damage = _damage(read, at, end, kernels, refusal)
+            damage = _damage(read, at, end, backend, refusal)
             yield Piece(at, damage, b"")
             at += damage.size
         else:
@@ -82,32 +82,32 @@ def scan(read: ReadAt, end: int, kernels: Kernels) -> Iterator[Piece]:
             at += len(data)
 
 
-def _scan_at(read: ReadAt, at: int, end: int, kernels: Kernels) -> tuple[ScannedFrame, bytes]:
+def _scan_at(read: ReadAt, at: int, end: int, backend: Backend) -> tuple[ScannedFrame, bytes]:
     header = decode_header(read(at, min(_HEADER_MOST, end - at)))
     data = read(at, min(header.frame_bytes, end - at))
-    return _only_frame(data, kernels), data
+    return _only_frame(data, backend), data
 
 
-def _only_frame(data: bytes, kernels: Kernels) -> ScannedFrame:
+def _only_frame(data: bytes, backend: Backend) -> ScannedFrame:
     """The one frame these bytes are. Raises FrameError."""
-    frames, error = kernels.scan_frames(data)
+    frames, error = backend.scan_frames(data)
     if error is not None:
         raise error
     return frames[0]
 
 
-def _damage(read: ReadAt, at: int, end: int, kernels: Kernels, error: FrameError) -> Damage:
+def _damage(read: ReadAt, at: int, end: int, backend: Backend, error: FrameError) -> Damage:
     header = _guess_header(read(at, min(_HEADER_MOST, end - at)))
-    following = _next_frame(read, at, end, kernels, header)
+    following = _next_frame(read, at, end, backend, header)
     size = following - at
     if isinstance(error, NewerFrameError):
-        if any(_decodes_when_set(read, at, size, kernels, version=known) for known in range(1, VERSION + 1)):
+        if any(_decodes_when_set(read, at, size, backend, version=known) for known in range(1, VERSION + 1)):
             return Damage(
                 CORRUPT, "its version field was changed; with a version of this kvbm the checksum matches", size, header
             )
         return Damage(NEWER, error.detail, size, header)
     if isinstance(error, TornFrameError):
-        if following == end and not _decodes_when_set(read, at, size, kernels, length=size):
+        if following == end and not _decodes_when_set(read, at, size, backend, length=size):
             return Damage(TORN, error.detail, size, header)
         return Damage(CORRUPT, f"its length field was changed: {error.detail}", size, header)
     return Damage(CORRUPT, error.detail, size, header)
@@ -122,11 +122,11 @@ def _guess_header(head: bytes) -> FrameHeader | None:
 
 
 def _decodes_when_set(
-    read: ReadAt, at: int, size: int, kernels: Kernels, version: int | None = None, length: int | None = None
+    read: ReadAt, at: int, size: int, backend: Backend, version: int | None = None, length: int | None = None
 ) -> bool:
     """Whether these bytes are a good frame once a field of the header is what it should be."""
     try:
-        kernels.decode_frame(_with(read(at, size), version, length))
+        backend.decode_frame(_with(read(at, size), version, length))
     except FrameError:
         return False
     return True
@@ -137,7 +137,7 @@ def _with(data: bytes, version: int | None, length: int | None) -> bytes:
     return head + (data[8:12] if length is None else struct.pack("<I", length)) + data[12:]
 
 
-def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: FrameHeader | None) -> int:
+def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: FrameHeader | None) -> int:
     """Where reading goes on: at the end the header names, if a frame begins there, or at a good frame before that."""
     stop = end
     if header is not None:
@@ -147,7 +147,7 @@ def _next_frame(read: ReadAt, at: int, end: int, kernels: Kernels, header: Frame
     position = at + 1
     while (position := _find_magic(read, position, stop)) < stop:
         try:
-            _scan_at(read, position, end, kernels)
+            _scan_at(read, position, end, backend)
         except FrameError:
             position += 1
         else:

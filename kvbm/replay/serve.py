@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Kernels
+from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
@@ -93,7 +93,7 @@ def serve(
     connect: OpenStream,
     to: str,
     cluster: str,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     speed: float = MAX_SPEED,
     anyway: bool = False,
     instance: str | None = None,
@@ -109,16 +109,16 @@ def serve(
         instance: only this one.
     Raises: SourceError: the stream has newer events. StreamError, FencedError: it does not take them.
     """
-    begins, frames = _begins(source, kernels, instance)
-    return asyncio.run(_feed(source, connect, to, cluster, kernels, speed, anyway, instance, begins, frames))
+    begins, frames = _begins(source, backend, instance)
+    return asyncio.run(_feed(source, connect, to, cluster, backend, speed, anyway, instance, begins, frames))
 
 
-def _begins(source: Source, kernels: Kernels, instance: str | None) -> tuple[dict[InstanceId, Position], int]:
+def _begins(source: Source, backend: Backend, instance: str | None) -> tuple[dict[InstanceId, Position], int]:
     """Where each instance's events begin, and how many frames there are."""
     begins: dict[InstanceId, Position] = {}
     count = 0
     with Watch(f"{source.name}: looking") as watch:
-        for located in only(source.read(kernels), instance):
+        for located in only(source.read(backend), instance):
             frame = located.found
             watch.total, watch.done = source.total, source.done
             if isinstance(frame, ScannedFrame):
@@ -132,7 +132,7 @@ def _begins(source: Source, kernels: Kernels, instance: str | None) -> tuple[dic
 
 
 async def _feed(
-    source: Source, connect: OpenStream, to: str, cluster: str, kernels: Kernels, speed: float, anyway: bool,
+    source: Source, connect: OpenStream, to: str, cluster: str, backend: Backend, speed: float, anyway: bool,
     instance: str | None, begins: dict[InstanceId, Position], frames: int,
 ) -> Served:  # fmt: skip
     stream = await connect()
@@ -144,7 +144,7 @@ async def _feed(
         began_s = time.monotonic()
         try:
             with Watch(f"{source.name} → {to}", frames) as watch:
-                async for due in _messages(only(source.read(kernels), instance), report, speed):
+                async for due in _messages(only(source.read(backend), instance), report, speed):
                     await feeder.send(due)
                     watch.done = report.frames
                 await feeder.drain()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
@@ -73,7 +73,7 @@ class Source(Protocol):
     total: int
     done: int
 
-    def read(self, kernels: Kernels) -> Iterator[Located]:
+    def read(self, backend: Backend) -> Iterator[Located]:
         """All frames, fences and damage, once. Raises SourceError, JournalError, StreamError."""
 
 
@@ -104,7 +104,7 @@ class FileSource:
         self.done = 0
         self._files = files
 
-    def read(self, kernels: Kernels) -> Iterator[Located]:
+    def read(self, backend: Backend) -> Iterator[Located]:
         """See `Source.read`."""
         order = before = frames = 0
         for file in self._files:
@@ -119,7 +119,7 @@ class FileSource:
             try:
                 size = os.fstat(handle).st_size
                 self.total = max(self.total, before + size)
-                for piece in scan(_Window(handle).read, size, kernels):
+                for piece in scan(_Window(handle).read, size, backend):
                     self.done = before + piece.at
                     frames += bool(piece.data)  # or fences
                     yield self._located(file, piece, order)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Kernels, NewFold
+from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.codec import RUN_EVENTS, ScannedFrame
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Tier
@@ -27,7 +27,7 @@ class InstanceStat(msgspec.Struct, kw_only=True):
         repeats: frames that were there once more.
         missing_events: in no good frame, though later ones are.
         held: blocks by tier after the last event.
-        is_doubtful: events were missed, and no round has ended in some tier since.
+        is_suspect: events were missed, and no snapshot has ended in some tier since.
     """
 
     instance: InstanceId
@@ -42,7 +42,7 @@ class InstanceStat(msgspec.Struct, kw_only=True):
     first_wall_time_ns: int = 0
     last_wall_time_ns: int = 0
     held: dict[str, int] = {}
-    is_doubtful: bool = False
+    is_suspect: bool = False
 
     def block_total(self) -> int:
         """Blocks of all events together."""
@@ -61,7 +61,7 @@ class InstanceStat(msgspec.Struct, kw_only=True):
             span_s = (self.last_wall_time_ns - self.first_wall_time_ns) / 1e9
             yield f"  {time_text(self.first_wall_time_ns)} to {time_text(self.last_wall_time_ns)}, {span_s:,.3f} s"
         held = ", ".join(f"{tier} {count:,}" for tier, count in self.held.items()) or "nothing"
-        yield f"  holds {held} at the end{' (doubtful: events are missing)' if self.is_doubtful else ''}"
+        yield f"  holds {held} at the end{' (suspect: events are missing)' if self.is_suspect else ''}"
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -96,9 +96,9 @@ def size_text(size: int, blocks: int) -> str:
 class _Counter:
     """Counts one stream."""
 
-    def __init__(self, key: StreamKey, new_fold: NewFold, kernels: Kernels) -> None:
+    def __init__(self, key: StreamKey, new_fold: NewFold, backend: Backend) -> None:
         self.stat = InstanceStat(instance=key.instance, group=key.group)
-        self.fold = StreamFold(new_fold, kernels.decode_frame)
+        self.fold = StreamFold(new_fold, backend.decode_frame)
         self._epochs: set[int] = set()
 
     def take(self, frame: ScannedFrame, data: bytes) -> None:
@@ -121,13 +121,13 @@ class _Counter:
     def finish(self) -> InstanceStat:
         residencies = self.fold.residencies
         self.stat.held = {tier.name: count for tier in Tier if (count := residencies.count(tier))}
-        self.stat.is_doubtful = bool(self.fold.doubtful)
+        self.stat.is_suspect = bool(self.fold.suspect)
         return self.stat
 
 
 def stats_of(
     source: Source,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     fold: NewFold = Residencies,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
@@ -140,12 +140,12 @@ def stats_of(
     """
     stats = Stats(source=source.name)
     counters: dict[StreamKey, _Counter] = {}
-    read = source.read(kernels) if located is None else located
+    read = source.read(backend) if located is None else located
     items = in_order(only(read, instance), source.is_trimmed)
     for key, step in undamaged(items, stats.notes, stats.findings):
         counter = counters.get(key)
         if counter is None:
-            counter = counters[key] = _Counter(key, fold, kernels)
+            counter = counters[key] = _Counter(key, fold, backend)
         match step:
             case Next():
                 counter.take(step.frame, step.located.data)
@@ -157,7 +157,7 @@ def stats_of(
             case Repeat():
                 counter.stat.repeats += 1
             case LifeBegins():
-                counter.fold = StreamFold(fold, kernels.decode_frame)
+                counter.fold = StreamFold(fold, backend.decode_frame)
                 stats.notes.append(life_text(key, step))
     stats.instances = [counters[key].finish() for key in sorted(counters, key=lambda key: (key.instance, key.group))]
     return stats

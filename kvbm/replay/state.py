@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, Fold, Kernels, NewFold
+from kvbm.core.backend import REFERENCE, Backend, Fold, NewFold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import InstanceId, Tier, split_hashes
@@ -30,14 +30,14 @@ class TierState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         digest: of this tier alone; the instance's is the sum of them modulo 2**64. 16 hex digits.
-        doubtful: events were missed or illegal, and no round has ended since.
+        suspect: events were missed or illegal, and no snapshot has ended since.
         blocks: in the order of their hashes; None unless asked for.
     """
 
     tier: str
     held: int
     digest: str
-    doubtful: bool
+    suspect: bool
     blocks: list[BlockState] | None = None
 
 
@@ -47,7 +47,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group: what differs for two instances of one name; mostly "".
         wall_time_ns: of the last frame that was folded, whole or in part; 0 for none.
-        frame_digest: that frame's, if it was folded whole and nothing is in doubt; None otherwise.
+        frame_digest: that frame's, if it was folded whole and nothing is suspect; None otherwise.
     """
 
     instance: InstanceId
@@ -65,8 +65,8 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
         whose = f"{self.instance} ({self.group})" if self.group else self.instance
         yield f"{whose}: epoch {self.epoch}, before offset {self.offset:,}{when}, digest {self.digest}"
         for tier in self.tiers:
-            doubt = ", doubtful" if tier.doubtful else ""
-            yield f"  {tier.tier:<6} {counted(tier.held, 'block'):>16} held, digest {tier.digest}{doubt}"
+            suspicion = ", suspect" if tier.suspect else ""
+            yield f"  {tier.tier:<6} {counted(tier.held, 'block'):>16} held, digest {tier.digest}{suspicion}"
             for block in tier.blocks or ():
                 slot = "" if block.slot is None else f" slot {block.slot}"
                 yield f"         {block.hash} in {block.namespace[:8]}{slot}"
@@ -86,8 +86,8 @@ class States(msgspec.Struct, kw_only=True):
 class _Cut:
     """Folds one stream up to a place and no further."""
 
-    def __init__(self, at: At, new_fold: NewFold, kernels: Kernels) -> None:
-        self.fold = StreamFold(new_fold, kernels.decode_frame)
+    def __init__(self, at: At, new_fold: NewFold, backend: Backend) -> None:
+        self.fold = StreamFold(new_fold, backend.decode_frame)
         self.last: ScannedFrame | None = None
         self.is_whole_frame = False
         self._at = at
@@ -135,7 +135,7 @@ class _Cut:
 def states_at(
     source: Source,
     at: At = END,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     fold: NewFold = Residencies,
     instance: str | None = None,
     with_blocks: bool = False,
@@ -152,23 +152,23 @@ def states_at(
     """
     states = States(source=source.name)
     if at.clock_us is not None:
-        at = at.on_last_day(_last_us(source, kernels, instance))
+        at = at.on_last_day(_last_us(source, backend, instance))
         states.notes.append(
             f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches"
         )
     cuts: dict[StreamKey, _Cut] = {}
-    read = source.read(kernels) if located is None else located
+    read = source.read(backend) if located is None else located
     items = in_order(only(read, instance), source.is_trimmed)
     for key, step in undamaged(items, states.notes, states.findings):
         cut = cuts.get(key)
         if cut is None:
-            cut = cuts[key] = _Cut(at, fold, kernels)
+            cut = cuts[key] = _Cut(at, fold, backend)
         if isinstance(step, Next):
             cut.take(step.frame, step.located.data)
         elif isinstance(step, Missing | Begins):
             cut.miss(step)
         elif isinstance(step, LifeBegins):
-            cuts[key] = cut.next_life(_Cut(at, fold, kernels))
+            cuts[key] = cut.next_life(_Cut(at, fold, backend))
             states.notes.append(life_text(key, step))
     for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
         states.instances.append(_state(key, cut, with_blocks))
@@ -176,9 +176,9 @@ def states_at(
     return states
 
 
-def _last_us(source: Source, kernels: Kernels, instance: str | None) -> int:
+def _last_us(source: Source, backend: Backend, instance: str | None) -> int:
     """When the last of its frames was cut; 0 where there is none."""
-    read = (one.found for one in only(source.read(kernels), instance))
+    read = (one.found for one in only(source.read(backend), instance))
     return max((found.wall_time_ns for found in read if isinstance(found, ScannedFrame)), default=0) // 1000
 
 
@@ -198,13 +198,13 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
     fold, last = cut.fold, cut.last
     residencies = fold.residencies
     tiers = [
-        _tier_state(residencies, tier, tier in fold.doubtful, with_blocks)
+        _tier_state(residencies, tier, tier in fold.suspect, with_blocks)
         for tier in Tier
         if residencies.count(tier)
-        or tier in fold.doubtful
+        or tier in fold.suspect
         or (tier in residencies.pools and not residencies.is_cluster(tier))
     ]
-    digest = last.digest if last is not None and cut.is_whole_frame and not fold.doubtful else None
+    digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else None
     return InstanceState(
         instance=key.instance, group=key.group, epoch=fold.epoch, offset=fold.next_offset,
         wall_time_ns=last.wall_time_ns if last else 0, digest=f"{residencies.digest:016x}",
@@ -212,10 +212,10 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
     )  # fmt: skip
 
 
-def _tier_state(residencies: Fold, tier: Tier, is_doubtful: bool, with_blocks: bool) -> TierState:
+def _tier_state(residencies: Fold, tier: Tier, is_suspect: bool, with_blocks: bool) -> TierState:
     return TierState(
         tier=tier.name, held=residencies.count(tier), digest=f"{residencies.tier_digest(tier):016x}",
-        doubtful=is_doubtful, blocks=_block_states(residencies, tier) if with_blocks else None,
+        suspect=is_suspect, blocks=_block_states(residencies, tier) if with_blocks else None,
     )  # fmt: skip
 
 

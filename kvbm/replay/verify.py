@@ -1,4 +1,4 @@
-"""Is a stream true? Frames undamaged, offsets without holes, events legal, rounds complete, digests equal."""
+"""Is a stream true? Frames undamaged, offsets without holes, events legal, snapshots complete, digests equal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from kvbm.core.backend import REFERENCE, DecodeFrame, Kernels, NewFold
+from kvbm.core.backend import REFERENCE, Backend, DecodeFrame, NewFold
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.fold import Residencies
 from kvbm.replay.compare_catalog import Compared, Comparison
@@ -15,8 +15,8 @@ from kvbm.replay.findings import (
     DIGEST,
     ILLEGAL,
     MISSING,
-    ROUND_RULES,
     SKIPPED,
+    SNAPSHOT_RULES,
     Finding,
     damage_finding,
     damage_text,
@@ -92,7 +92,7 @@ class Verified(msgspec.Struct, kw_only=True):
 
 def verify(
     source: Source,
-    kernels: Kernels = REFERENCE,
+    backend: Backend = REFERENCE,
     fold: NewFold = Residencies,
     instance: str | None = None,
     located: Iterable[Located] | None = None,
@@ -100,16 +100,16 @@ def verify(
 ) -> Verified:
     """Fold every stream of a source and name each defect once.
 
-    After a defect the fold goes on leniently until a round has ended, so that one does not show as many.
+    After a defect the fold goes on leniently until a snapshot has ended, so that one does not show as many.
 
     Args:
-        kernels, fold: both native or both the specification; the report has the name of `kernels`.
+        backend, fold: both native or both the specification; the report has the name of `backend`.
         instance: only this one's frames.
         located: what was read from the source, where somebody watches it pass.
         against: a catalog to compare with, asked before the reading begins.
     """
-    verifier = _Verifier(Verified(source=source.name, fold=kernels.name), fold, kernels.decode_frame, against)
-    read = source.read(kernels) if located is None else located
+    verifier = _Verifier(Verified(source=source.name, fold=backend.name), fold, backend.decode_frame, against)
+    read = source.read(backend) if located is None else located
     for item in in_order(only(read, instance), source.is_trimmed):
         verifier.take(item)
     report = verifier.finish()
@@ -211,7 +211,7 @@ class _Verifier:
 
     def _find_illegal(self, step: Next, illegal: Illegal) -> None:
         frame, rule = step.frame, illegal.error.rule
-        kind = SKIPPED if rule in ROUND_RULES else ILLEGAL
+        kind = SKIPPED if rule in SNAPSHOT_RULES else ILLEGAL
         why = f"{illegal.event} breaks {illegal.error}"
         self._find(kind, why, step.located, frame, frame.first_offset + illegal.place, rule)
 

@@ -17,7 +17,7 @@ from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 EVENTS_PREFIX = "kvbm.v1.events"
 FENCE_PREFIX = "kvbm.v1.fence"  # in the stream of the events, so that both share one order
 PULSE_PREFIX = "kvbm.v1.pulse"
-ROUNDS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
+SNAPSHOTS_PREFIX = "kvbm.v1.rounds"  # requests to an instance, kept by nobody
 SAMPLES_PREFIX = "kvbm.v1.samples"
 MAX_NAME_BYTES = 255  # a frame's header has one byte for the length
 ASKS_KEPT = 64  # of each kind that a slow watcher has not taken yet; beyond it the oldest goes
@@ -275,16 +275,16 @@ class PublisherOwner(Protocol):
         """The sign of life to send."""
 
     def on_published(self, position: Position) -> None:
-        """The stream holds everything before this: the log may let go of what a whole round has made needless."""
+        """The stream holds everything before this: the log may let go of what a completed snapshot has made needless."""
 
     def on_fenced(self, newer: Epoch) -> None:
         """The fence is another run's, of this epoch, and that one has been silent for three heartbeats: begin a later epoch."""
 
-    def on_round_asked(self) -> None:
-        """A reader has missed events and asks for a round."""
+    def on_snapshot_asked(self) -> None:
+        """A reader has missed events and asks for a snapshot."""
 
     def on_stream_state(self, state: StreamState) -> None:
-        """What the stream holds and keeps, at each connection and then about once a minute: rounds must come often enough."""
+        """What the stream holds and keeps, at each connection and then about once a minute: snapshots must come often enough."""
 
 
 @runtime_checkable
@@ -395,14 +395,14 @@ class Heartbeats(Protocol):
 class Broadcast(Protocol):
     """Asks, notices and samples: they travel to whoever listens, and nobody keeps them."""
 
-    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """Ask an instance to restate what it holds. Whether it has heard: it answers at once and states when it may."""
+    async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """Ask an instance to take a snapshot of what it holds. Whether it has heard: it answers at once and states when it may."""
 
     async def send_notice(self, notice: Notice) -> None:
         """Tell an instance. Not acknowledged, not kept."""
 
-    def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """One item for each time somebody asks this instance for a round (None; answers the asker), or tells it something.
+    def watch_snapshot_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
+        """One item for each time somebody asks this instance for a snapshot (None; answers the asker), or tells it something.
 
         It ends with the connection and makes no new one: a publisher must learn what a new one finds before it goes on.
         """

@@ -16,9 +16,9 @@ from kvbm.streams.base import (
     ASKS_KEPT,
     ORIGIN,
     PULSE_PREFIX,
-    ROUNDS_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
+    SNAPSHOTS_PREFIX,
     START,
     AccessSample,
     EpochRuns,
@@ -285,19 +285,19 @@ class MemoryStream:
 
     # -- what nobody keeps ----------------------------------------------------------------------------------------------
 
-    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """See `Broadcast.ask_round`."""
+    async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """See `Broadcast.ask_snapshot`."""
         self._check_open()
-        return self._send(instance_subject(ROUNDS_PREFIX, cluster, instance), None)
+        return self._send(instance_subject(SNAPSHOTS_PREFIX, cluster, instance), None)
 
     async def send_notice(self, notice: Notice) -> None:
         """See `Broadcast.send_notice`."""
         self._check_open()
-        self._send(instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance), notice)
+        self._send(instance_subject(SNAPSHOTS_PREFIX, notice.cluster, notice.instance), notice)
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """See `Broadcast.watch_round_asks`."""
-        async for item in self._listen(instance_subject(ROUNDS_PREFIX, cluster, instance), ASKS_KEPT):
+    async def watch_snapshot_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
+        """See `Broadcast.watch_snapshot_asks`."""
+        async for item in self._listen(instance_subject(SNAPSHOTS_PREFIX, cluster, instance), ASKS_KEPT):
             yield item if isinstance(item, Notice) else None
 
     async def send_sample(self, sample: AccessSample) -> None:

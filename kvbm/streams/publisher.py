@@ -30,8 +30,8 @@ from kvbm.streams.publisher_messages import (
     ReadFence,
     Refused,
     ReportFenced,
-    RoundBegan,
     SetFence,
+    SnapshotBegan,
     TakeOver,
     Ticked,
     WakeAt,
@@ -114,7 +114,7 @@ class Publisher:
     the one that stands, soon and often, because a cluster's stream has a new leader within seconds. How long an acknowledgement may
     take follows from how long they took.
 
-    Every connection, round and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
+    Every connection, snapshot and epoch sets a fence, alone in flight. Behind it no message that an earlier fence let pass can be
     stored. Where another process owns the instance (`Ownership`), this one is quiet, and takes over with a later epoch only once no
     new heartbeat of the other has come for three heartbeats' time.
 
@@ -237,7 +237,7 @@ class Publisher:
                 self._compare_fence(asked, fence, effects)
             case Begun(epoch):
                 self._begin_epoch(epoch, effects)
-            case RoundBegan():
+            case SnapshotBegan():
                 self._is_fence_wanted = True
             case Kept(max_age_s):
                 self._max_age_s = max_age_s

@@ -89,8 +89,8 @@ class Begun(NamedTuple):
     epoch: Epoch
 
 
-class RoundBegan(NamedTuple):
-    """The manager begins to state what it holds: the fence is to be as young as the round."""
+class SnapshotBegan(NamedTuple):
+    """The manager begins to state what it holds: the fence is to be as young as the snapshot."""
 
 
 class Kept(NamedTuple):
@@ -119,7 +119,7 @@ Input = (
     | FencedOff
     | FenceRead
     | Begun
-    | RoundBegan
+    | SnapshotBegan
     | Kept
     | Pulse
     | Ticked

@@ -62,9 +62,9 @@ class OwnerCalls:
         """See `PublisherOwner.on_fenced`."""
         self._call("on_fenced", lambda: self._owner.on_fenced(newer))
 
-    def on_round_asked(self) -> None:
-        """See `PublisherOwner.on_round_asked`."""
-        self._call("on_round_asked", self._owner.on_round_asked)
+    def on_snapshot_asked(self) -> None:
+        """See `PublisherOwner.on_snapshot_asked`."""
+        self._call("on_snapshot_asked", self._owner.on_snapshot_asked)
 
     def on_stream_state(self, state: StreamState) -> None:
         """See `PublisherOwner.on_stream_state`."""

@@ -87,7 +87,7 @@ class StreamRequests:
         self._stream: EventStream | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # requests, each of them short
         self._watches: set[asyncio.Task[None]] = set()  # as long as the connection
-        self._asks: asyncio.Task[None] | None = None  # the watch of round requests here, also when it has ended
+        self._asks: asyncio.Task[None] | None = None  # the watch of snapshot requests here, also when it has ended
 
     @property
     def has_stream(self) -> bool:
@@ -109,7 +109,7 @@ class StreamRequests:
                 self._begin(self._ask_pulse(), self._tasks)
 
     def listen(self, is_owner: bool, is_fenced: bool) -> None:
-        """Listen for round requests while this run owns the instance: another's are not ours to answer."""
+        """Listen for snapshot requests while this run owns the instance: another's are not ours to answer."""
         if is_fenced and self._asks is not None:
             self._asks.cancel()
             self._asks = None
@@ -266,14 +266,14 @@ class StreamRequests:
 
     async def _follow_asks(self, stream: EventStream) -> None:
         try:
-            async for notice in stream.watch_round_asks(self._cluster, self._instance):
+            async for notice in stream.watch_snapshot_asks(self._cluster, self._instance):
                 if notice is None:
-                    self._owner.on_round_asked()
+                    self._owner.on_snapshot_asked()
                 elif notice.run == self._run:
                     self._reports.warn_once("instance.ignored", why=notice.why)
         except StreamError as error:
             self._reports.warn_once(
-                "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own rounds"
+                "publisher.asks_unheard", why=str(error), remedy="readers that miss events wait for its own snapshots"
             )
         else:
             if stream is self._stream:  # it is the first to know when nothing else is under way

@@ -35,8 +35,8 @@ from kvbm.streams.publisher_messages import (
     Publish,
     ReadFence,
     ReportFenced,
-    RoundBegan,
     SetFence,
+    SnapshotBegan,
     TakeOver,
     Ticked,
     WakeAt,
@@ -114,9 +114,9 @@ class PublisherThread:
             self._is_notified = True
             self._call(self._take_notice)
 
-    def round_began(self) -> None:
+    def snapshot_began(self) -> None:
         """Say that the owner begins to state what it holds: the fence is renewed with it."""
-        self._call(lambda: self._take(RoundBegan()))
+        self._call(lambda: self._take(SnapshotBegan()))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
         """Publish the rest if it can be done in time, send a last heartbeat, end the thread. Gives whether all is published."""

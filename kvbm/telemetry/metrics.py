@@ -47,7 +47,7 @@ class CatalogNumbers(NamedTuple):
     poison: int
     foreign: int
     newer: int
-    rounds_asked: int
+    snapshots_asked: int
     zombies: int
     double_ids: int
     audits: int
@@ -58,10 +58,10 @@ class CatalogNumbers(NamedTuple):
     samples_lost: int
     checkpoint_sequence: int
     archive_sequence: int
-    doubtful: int
+    suspect: int
     behind: int
     behind_s: float
-    withheld: int
+    excluded: int
     ignored: int
     view_age_s: float
     anomalies: dict[str, int]
@@ -86,17 +86,17 @@ _COUNTERS = {
     "strays": "Messages ignored because they name a fence of a history that the stream has lost.",
     "stale": "Frames ignored because they belong to an epoch that is over.",
     "holes": "Times later frames came before the next one; most are filled soon.",
-    "gaps": "Holes whose events will not come any more; the instance is doubtful until its next round.",
-    "digest_mismatches": "Frames whose digest differed from the index's; repaired by the next round.",
+    "gaps": "Holes whose events will not come any more; the instance is suspect until its next snapshot.",
+    "digest_mismatches": "Frames whose digest differed from the index's; repaired by the next snapshot.",
     "digest_divergence": "Instances of whose residencies an audit found others in memory than were applied.",
-    "gaps_repaired": "Gaps after which a round or a new epoch has made the instance whole again.",
-    "digest_repaired": "Divergences after which a round or a new epoch has made the instance whole again.",
-    "blind_starts": "Epochs whose start was not seen; whole after their next round.",
+    "gaps_repaired": "Gaps after which a snapshot or a new epoch has made the instance whole again.",
+    "digest_repaired": "Divergences after which a snapshot or a new epoch has made the instance whole again.",
+    "blind_starts": "Epochs whose start was not seen; whole after their next snapshot.",
     "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end were lost.",
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
     "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of answers.",
-    "rounds_asked": "Rounds asked of doubtful instances.",
+    "snapshots_asked": "SnapshotPolicy asked of suspect instances.",
     "zombies": "Heartbeats of epochs that are over, ignored.",
     "double_ids": "Heartbeats of a second run that claims a live instance's id and epoch, ignored.",
     "audits": "Passes of the audit over the whole index.",
@@ -115,10 +115,10 @@ _GAUGES = {
     "degraded": "1 while NATS, the database or a folder does not take what it should.",
     "checkpoint_sequence": "Sequence of the last checkpoint written.",
     "archive_sequence": "Sequence up to which the archive has everything.",
-    "doubtful": "Instances that a round would make whole.",
+    "suspect": "Instances that a snapshot would make whole.",
     "behind": "Instances that may have decided for a while what is not read: they say so, or are not heard.",
     "behind_s": "How long ago the one of them known worst was known whole.",
-    "withheld": "Instances whose residencies are left out of answers.",
+    "excluded": "Instances whose residencies are left out of answers.",
     "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
     "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is read; else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",

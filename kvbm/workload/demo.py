@@ -384,7 +384,7 @@ class Demo:
         report.digests_equal = True
         for name, engine in self._engines.items():
             engine.ask(op="settle")
-            engine.ask(op="restate")
+            engine.ask(op="take_snapshot")
             status = self._published_status(engine)
             wait_applied(self._catalog, [(InstanceId(name), status["epoch"], status["applied"])], 20.0)
             seen = self._catalog.instance(name)
@@ -417,7 +417,7 @@ class Demo:
     def _replay(self) -> dict[str, Verified]:
         journals = {f"journal of {name}": self.folder / "instances" / name / "journal" for name in ENGINES}
         sources = {"stream": self._stream_url} | {label: str(folder) for label, folder in journals.items()}
-        return {label: verify(open_source(source), kernels=NATIVE) for label, source in sources.items()}
+        return {label: verify(open_source(source), backend=NATIVE) for label, source in sources.items()}
 
 
 def table(report: Report) -> Table:

@@ -26,8 +26,8 @@ constexpr std::size_t kApplyWithoutGilBytes = 16 * 1024;
 // Frames of up to this many events are read once and their events kept; a larger frame is read twice.
 constexpr std::uint32_t kKeptEvents = 4096;
 
-const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "round-added",        "round-incomplete",
-                                                  "round-withdrew",   "unnamed-claim",  "refused-at-capacity"};
+const char* const kAnomalyNames[kAnomalyCount] = {"created-twice",    "evicted-unheld", "snapshot-added",        "snapshot-incomplete",
+                                                  "snapshot-withdrew",   "unnamed-claim",  "refused-at-capacity"};
 
 // A NamedTuple class whose instances are made without a call.
 class TupleClass {
@@ -202,14 +202,14 @@ class PythonIndex {
   void begin_blind(std::string_view name, std::uint64_t epoch, const nb::object& pools, const nb::object& likely) {
     const std::uint32_t instance = number_for(name);
     const bool is_known = !pools.is_none();
-    const auto stated = is_known ? declared(pools) : std::vector<DeclaredPool>{};
+    const auto listed = is_known ? declared(pools) : std::vector<DeclaredPool>{};
     pools_[instance] = is_known ? nb::object(nb::tuple(pools)) : nb::object(nb::make_tuple());
-    index_.begin_blind(instance, epoch, is_known ? &stated : nullptr, declared(likely));
+    index_.begin_blind(instance, epoch, is_known ? &listed : nullptr, declared(likely));
   }
 
   void miss(std::string_view name) { index_.miss(number_for(name)); }
   void wait(std::string_view name, bool is_waiting) { index_.wait(number_for(name), is_waiting); }
-  void withhold(std::string_view name, bool is_withheld) { index_.withhold(number_for(name), is_withheld); }
+  void exclude(std::string_view name, bool is_excluded) { index_.exclude(number_for(name), is_excluded); }
   bool agrees(std::string_view name, std::uint64_t digest) { return index_.agrees(number_for(name), digest); }
 
   void drop(std::string_view name) {
@@ -273,7 +273,7 @@ class PythonIndex {
       }
       NB_LIST_SET_ITEM(instances.ptr(), at++,
                        classes_.depth(name_of(one.instance), number_of(one.depth), tiers, number_of(one.reach),
-                                     flag_of(one.is_doubtful))
+                                     flag_of(one.is_suspect))
                           .release()
                           .ptr());
     }
@@ -299,7 +299,7 @@ class PythonIndex {
     return found;
   }
 
-  nb::object withheld_holders(const nb::bytes& id, const nb::bytes& hash) {
+  nb::object excluded_holders(const nb::bytes& id, const nb::bytes& hash) {
     if (packed(hash, "a block's hash").size() != kHashBytes) {
       throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
     }
@@ -337,9 +337,9 @@ class PythonIndex {
       }
     }
     number_for(name);  // an index that was loaded knows names that were not asked for yet
-    return classes_.view(number_of(state->epoch), flag_of(state->is_stopped), flag_of(state->is_doubtful),
+    return classes_.view(number_of(state->epoch), flag_of(state->is_stopped), flag_of(state->is_suspect),
                          flag_of(state->is_partial), number_of(state->digest), nb::object(pools_[instance]).release().ptr(),
-                         counts.release().ptr(), flag_of(state->is_withheld), flag_of(state->is_waiting), flag_of(state->is_missed));
+                         counts.release().ptr(), flag_of(state->is_excluded), flag_of(state->is_waiting), flag_of(state->is_missed));
   }
 
   nb::object pool_name(std::string_view name, std::uint8_t tier) {
@@ -499,8 +499,8 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
       .def("miss", [](Self& self, const std::string& name) { self.miss(name); }, nb::arg("instance"))
       .def("wait", [](Self& self, const std::string& name, bool waiting) { self.wait(name, waiting); }, nb::arg("instance"),
            nb::arg("waiting"))
-      .def("withhold", [](Self& self, const std::string& name, bool withheld) { self.withhold(name, withheld); },
-           nb::arg("instance"), nb::arg("withheld"))
+      .def("exclude", [](Self& self, const std::string& name, bool excluded) { self.exclude(name, excluded); },
+           nb::arg("instance"), nb::arg("excluded"))
       .def("audit", &Self::audit, nb::arg("pages") = 64)
       .def("agrees", [](Self& self, const std::string& name, std::uint64_t digest) { return self.agrees(name, digest); },
            nb::arg("instance"), nb::arg("digest"))
@@ -533,9 +533,9 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           },
           nb::arg("namespace"), nb::arg("block"))
       .def(
-          "withheld_holders",
+          "excluded_holders",
           [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
-            return translated(errors, [&] { return self.withheld_holders(id, block); });
+            return translated(errors, [&] { return self.excluded_holders(id, block); });
           },
           nb::arg("namespace"), nb::arg("block"))
       .def("instances", &Self::instances)

@@ -113,8 +113,8 @@ struct FrameClasses {
   StructClass<6> created{events, "BlocksCreated", {{"namespace", "tier", "hashes", "slots", "parent", "start"}}};
   StructClass<7> migrated{events, "BlocksMigrated", {{"namespace", "source", "target", "kept", "cause", "hashes", "slots"}}};
   StructClass<4> evicted{events, "BlocksEvicted", {{"namespace", "tier", "reason", "hashes"}}};
-  StructClass<5> stated{events, "ResidenciesStated", {{"namespace", "tier", "round", "hashes", "slots"}}};
-  StructClass<3> round_ended{events, "RoundEnded", {{"tier", "round", "count"}}};
+  StructClass<5> listed{events, "ResidenciesListed", {{"namespace", "tier", "snapshot", "hashes", "slots"}}};
+  StructClass<3> snapshot_ended{events, "SnapshotEnded", {{"tier", "snapshot", "count"}}};
   StructClass<1> stopped{events, "InstanceStopped", {{"reason"}}};
   StructClass<6> frame{codec, "Frame", {{"instance", "epoch", "first_offset", "wall_time_ns", "digest", "events"}}};
 
@@ -172,18 +172,18 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
                          .reason = code<EvictReason>(reason),
                          .hashes = bytes(hashes)};
   }
-  if (classes.stated.is_type_of(event)) {
-    auto [namespace_id, tier, round, hashes, slots] = classes.stated.fields(event);
-    return ResidenciesStated{.namespace_id = namespace_of(namespace_id),
+  if (classes.listed.is_type_of(event)) {
+    auto [namespace_id, tier, snapshot, hashes, slots] = classes.listed.fields(event);
+    return ResidenciesListed{.namespace_id = namespace_of(namespace_id),
                              .tier = code<Tier>(tier),
-                             .round = number<std::uint32_t>(round),
+                             .snapshot = number<std::uint32_t>(snapshot),
                              .hashes = bytes(hashes),
                              .slots = bytes(slots)};
   }
-  if (classes.round_ended.is_type_of(event)) {
-    const auto [tier, round, count] = classes.round_ended.fields(event);
-    return RoundEnded{.tier = code<Tier>(tier),
-                      .round = number<std::uint32_t>(round),
+  if (classes.snapshot_ended.is_type_of(event)) {
+    const auto [tier, snapshot, count] = classes.snapshot_ended.fields(event);
+    return SnapshotEnded{.tier = code<Tier>(tier),
+                      .snapshot = number<std::uint32_t>(snapshot),
                       .count = number<std::uint32_t>(count)};
   }
   if (classes.stopped.is_type_of(event)) {
@@ -250,13 +250,13 @@ class EventMaker {
                             copy_bytes(event.hashes));
   }
 
-  nb::object operator()(const ResidenciesStated& event) {
-    return classes_.stated(id(event.namespace_id), classes_.tier(event.tier), nb::int_(event.round),
+  nb::object operator()(const ResidenciesListed& event) {
+    return classes_.listed(id(event.namespace_id), classes_.tier(event.tier), nb::int_(event.snapshot),
                            copy_bytes(event.hashes), slots(event.slots));
   }
 
-  nb::object operator()(const RoundEnded& event) {
-    return classes_.round_ended(classes_.tier(event.tier), nb::int_(event.round), nb::int_(event.count));
+  nb::object operator()(const SnapshotEnded& event) {
+    return classes_.snapshot_ended(classes_.tier(event.tier), nb::int_(event.snapshot), nb::int_(event.count));
   }
 
   nb::object operator()(const InstanceStopped& event) { return classes_.stopped(classes_.stop_reason(event.reason)); }

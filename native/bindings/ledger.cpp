@@ -105,17 +105,17 @@ CopySource source_of(nb::handle source) {
 }
 
 std::vector<Pool> pools_of(const nb::tuple& pools, const LedgerClasses& classes) {
-  std::vector<Pool> stated;
+  std::vector<Pool> listed;
   for (nb::handle pool : pools) {
-    stated.push_back({.tier = tier_of(pool.attr("tier")),
+    listed.push_back({.tier = tier_of(pool.attr("tier")),
                       .slots = number<std::uint32_t>(pool.attr("slots")),
                       .is_cluster = pool.attr("reach").equal(classes.cluster)});
   }
-  return stated;
+  return listed;
 }
 
 std::vector<Share> shares_of(nb::handle shares) {
-  std::vector<Share> stated;
+  std::vector<Share> listed;
   for (nb::handle share : shares) {
     Share one{.tenant = std::string(utf8(share.attr("tenant"), "a tenant's name")),
               .weight = number<std::uint32_t>(share.attr("weight"))};
@@ -123,9 +123,9 @@ std::vector<Share> shares_of(nb::handle shares) {
     for (nb::handle item : share.attr("quota_slots").attr("items")()) {
       one.quota[static_cast<std::size_t>(tier_of(item[0]))] = number<std::uint32_t>(item[1]);
     }
-    stated.push_back(std::move(one));
+    listed.push_back(std::move(one));
   }
-  return stated;
+  return listed;
 }
 
 std::vector<Recovered> recovered_of(nb::handle entries) {
@@ -332,12 +332,12 @@ class PythonLedger {
 
   std::size_t copies_in_flight() const { return ledger_.copies_in_flight(); }
 
-  bool begin_round() {
-    return translated([&] { return ledger_.begin_round(); });
+  bool begin_snapshot() {
+    return translated([&] { return ledger_.begin_snapshot(); });
   }
 
-  bool step_round(std::size_t limit) {
-    return translated([&] { return ledger_.step_round(limit); });
+  bool step_snapshot(std::size_t limit) {
+    return translated([&] { return ledger_.step_snapshot(limit); });
   }
 
   nb::object counts(nb::handle tier) const {
@@ -437,8 +437,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("end_copy", &PythonLedger::end_copy, nb::arg("copy"), nb::arg("arrived"), nb::arg("cause"),
            nb::arg("kept") = true, nb::arg("pinned") = false)
       .def("copies_in_flight", &PythonLedger::copies_in_flight)
-      .def("begin_round", &PythonLedger::begin_round)
-      .def("step_round", &PythonLedger::step_round, nb::arg("limit") = kMaxRunBlocks)
+      .def("begin_snapshot", &PythonLedger::begin_snapshot)
+      .def("step_snapshot", &PythonLedger::step_snapshot, nb::arg("limit") = kMaxRunBlocks)
       .def("counts", &PythonLedger::counts, nb::arg("tier"))
       .def("assign", &PythonLedger::assign, nb::arg("namespace"), nb::arg("tenant"))
       .def("share_counts", &PythonLedger::share_counts, nb::arg("tier"));

@@ -133,11 +133,11 @@ struct RequireGood {
     require_member(evicted.reason, kEvictReasonCount);
     require_run(evicted.hashes, {}, frame);
   }
-  void operator()(const ResidenciesStated& stated) const {
-    require_member(stated.tier, kTierCount);
-    require_run(stated.hashes, stated.slots, frame);
+  void operator()(const ResidenciesListed& listed) const {
+    require_member(listed.tier, kTierCount);
+    require_run(listed.hashes, listed.slots, frame);
   }
-  void operator()(const RoundEnded& ended) const { require_member(ended.tier, kTierCount); }
+  void operator()(const SnapshotEnded& ended) const { require_member(ended.tier, kTierCount); }
   void operator()(const InstanceStopped& stopped) const { require_member(stopped.reason, kStopReasonCount); }
 };
 
@@ -206,7 +206,7 @@ std::optional<ErrorCode> header_outcome(Bytes data, std::size_t at) {
 
 void decode_headers_anywhere(Bytes data) {
   Random random(crc32c(data));
-  for (int round = 0; round < 2; ++round) {
+  for (int pass = 0; pass < 2; ++pass) {
     const std::size_t at = random.below(data.size() + 2);  // one past the end, too
     REQUIRE(header_outcome(data, at) == header_outcome(data.subspan(std::min(at, data.size())), 0));
   }

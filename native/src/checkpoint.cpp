@@ -193,8 +193,8 @@ class CheckpointWriter {
       front.text(words);
     }
     for (const auto& fold : instance.tiers) {
-      front.number(fold.round);
-      front.number(fold.stated);
+      front.number(fold.snapshot);
+      front.number(fold.listed);
       front.number(static_cast<std::uint8_t>(flag(fold.is_open, kOpen) | flag(fold.is_whole, kWhole) |
                                              flag(fold.is_declared, kDeclared) | flag(fold.is_cluster, kCluster) |
                                              flag(fold.is_partial, kPartial) | flag(fold.has_refused, kRefused) |
@@ -465,10 +465,10 @@ class CheckpointLoader {
       instance.declared.emplace_back(front.text());
     }
     for (ClusterIndex::TierFold& fold : instance.tiers) {
-      fold.round = front.number<std::uint32_t>();
-      fold.stated = front.number<std::uint64_t>();
+      fold.snapshot = front.number<std::uint32_t>();
+      fold.listed = front.number<std::uint64_t>();
       const auto tier_flags = front.number<std::uint8_t>();
-      // What a round that was under way had stated is not told apart here, so its end will not withdraw anything.
+      // What a snapshot that was under way had listed is not told apart here, so its end will not withdraw anything.
       fold.is_open = false;
       fold.is_whole = (tier_flags & kWhole) != 0;
       fold.is_declared = (tier_flags & kDeclared) != 0;

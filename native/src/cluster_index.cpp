@@ -256,18 +256,18 @@ void ClusterIndex::fold(std::uint32_t number, const Event& event, AppliedFrame& 
     } else if (source != nullptr && is_cluster(*source)) {
       run(Work::kCreate, migrated->namespace_id, *source, migrated->hashes);  // it was read there, so it is there
     }
-  } else if (const auto* const stated = std::get_if<ResidenciesStated>(&event)) {
-    applied.blocks += stated->hashes.size() / kHashBytes;
-    TierFold& fold = instance.tiers[at_tier(stated->tier)];
-    if (stated->round != fold.round) {
+  } else if (const auto* const listed = std::get_if<ResidenciesListed>(&event)) {
+    applied.blocks += listed->hashes.size() / kHashBytes;
+    TierFold& fold = instance.tiers[at_tier(listed->tier)];
+    if (listed->snapshot != fold.snapshot) {
       flush();
-      begin_round(number, stated->tier, stated->round);
+      begin_snapshot(number, listed->tier, listed->snapshot);
     }
-    fold.stated += stated->hashes.size() / kHashBytes;
-    run(Work::kState, stated->namespace_id, stated->tier, stated->hashes);
-  } else if (const auto* const ended = std::get_if<RoundEnded>(&event)) {
+    fold.listed += listed->hashes.size() / kHashBytes;
+    run(Work::kState, listed->namespace_id, listed->tier, listed->hashes);
+  } else if (const auto* const ended = std::get_if<SnapshotEnded>(&event)) {
     flush();
-    end_round(number, *ended);
+    end_snapshot(number, *ended);
   } else if (const auto* const stopped = std::get_if<InstanceStopped>(&event)) {
     flush();
     const WriteGuard change(lock_);
@@ -462,14 +462,14 @@ void ClusterIndex::gain(const Piece& piece, BlockKey key, std::uint64_t place, c
     return;
   }
   const std::uint64_t mix = residency_mix(piece.tier, hash);
-  if (old != 0) {  // stated or created again since a round began: it moves to the generation that stays
+  if (old != 0) {  // listed or created again since a snapshot began: it moves to the generation that stays
     set_value(at, place, changed({*at, old, old, holder_id}));
     --fold.counts[generation_of(old)];
     fold.digests[generation_of(old)] -= mix;
     audit_change(fold, generation_of(old), place, -mix);
   } else {
     if (piece.work == Work::kState && fold.is_whole) {
-      count(Anomaly::kRoundAdded);
+      count(Anomaly::kSnapshotAdded);
     }
     if (is_full(piece)) {
       return;
@@ -541,7 +541,7 @@ void ClusterIndex::withdraw_claim(const Piece& piece, BlockKey key, std::uint64_
   set_value(at, place, changed({*at, first, first | 15, 0}));
 }
 
-// -- epochs and rounds -------------------------------------------------------------------------------------------------
+// -- epochs and snapshots -------------------------------------------------------------------------------------------------
 
 void ClusterIndex::kill(std::uint32_t number) {
   Instance& instance = instances_[number];
@@ -569,7 +569,7 @@ void ClusterIndex::kill(std::uint32_t number) {
 
 void ClusterIndex::show(Instance& instance) {
   instance.visible = kAllVisible;
-  for (std::size_t tier = 0; instance.is_withheld && tier < kTierCount; ++tier) {
+  for (std::size_t tier = 0; instance.is_excluded && tier < kTierCount; ++tier) {
     if (!instance.tiers[tier].is_pod) {
       instance.visible = static_cast<std::uint16_t>(instance.visible & ~(0xFU << (tier * kGenerations)));
     }
@@ -579,10 +579,10 @@ void ClusterIndex::show(Instance& instance) {
   }
 }
 
-void ClusterIndex::withhold(std::uint32_t number, bool is_withheld) {
+void ClusterIndex::exclude(std::uint32_t number, bool is_excluded) {
   const std::lock_guard turn(writer_);
   const WriteGuard change(lock_);
-  instances_[number].is_withheld = is_withheld;
+  instances_[number].is_excluded = is_excluded;
   show(instances_[number]);
 }
 
@@ -671,15 +671,15 @@ bool ClusterIndex::agrees(std::uint32_t number, std::uint64_t digest) {
   const std::lock_guard turn(writer_);
   Instance& instance = instances_[number];
   std::uint64_t own = 0;
-  bool has_round = false;
+  bool has_snapshot = false;
   for (const TierFold& fold : instance.tiers) {
     for (const std::uint64_t part : fold.digests) {
       own += part;
     }
-    has_round = has_round || fold.is_whole;
+    has_snapshot = has_snapshot || fold.is_whole;
   }
   const bool is_same = own == digest;
-  if (!instance.pools_known && is_same && has_round && !instance.is_proven) {
+  if (!instance.pools_known && is_same && has_snapshot && !instance.is_proven) {
     const WriteGuard change(lock_);
     instance.is_proven = true;
   }
@@ -690,7 +690,7 @@ void ClusterIndex::drop(std::uint32_t number) {
   const std::lock_guard turn(writer_);
   const WriteGuard change(lock_);
   Instance& instance = instances_[number];
-  instance.is_withheld = false;
+  instance.is_excluded = false;
   kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;
@@ -716,12 +716,12 @@ void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generati
   ++deaths_;
 }
 
-void ClusterIndex::begin_round(std::uint32_t number, Tier tier, std::uint32_t round) {
+void ClusterIndex::begin_snapshot(std::uint32_t number, Tier tier, std::uint32_t snapshot) {
   TierFold& fold = instances_[number].tiers[at_tier(tier)];
   {
     const WriteGuard change(lock_);
-    fold.round = round;
-    fold.stated = 0;
+    fold.snapshot = snapshot;
+    fold.listed = 0;
     fold.is_open = true;
     fold.has_refused = false;
     // Generations that are empty by now are as good as never used.
@@ -749,20 +749,20 @@ void ClusterIndex::begin_round(std::uint32_t number, Tier tier, std::uint32_t ro
   }
 }
 
-void ClusterIndex::end_round(std::uint32_t number, const RoundEnded& event) {
+void ClusterIndex::end_snapshot(std::uint32_t number, const SnapshotEnded& event) {
   TierFold& fold = instances_[number].tiers[at_tier(event.tier)];
-  if (event.round != fold.round) {
-    begin_round(number, event.tier, event.round);
+  if (event.snapshot != fold.snapshot) {
+    begin_snapshot(number, event.tier, event.snapshot);
   }
   const WriteGuard change(lock_);
-  if (!fold.is_open || fold.stated != event.count) {
-    count(Anomaly::kRoundIncomplete);
+  if (!fold.is_open || fold.listed != event.count) {
+    count(Anomaly::kSnapshotIncomplete);
     return;
   }
   for (std::uint8_t generation = 0; generation < kGenerations; ++generation) {
     if (generation != fold.generation && (fold.live >> generation & 1) != 0) {
       if (fold.is_whole && event.count != 0) {
-        count(Anomaly::kRoundWithdrew, fold.counts[generation]);
+        count(Anomaly::kSnapshotWithdrew, fold.counts[generation]);
       }
       retire(number, event.tier, generation);
     }
@@ -914,7 +914,7 @@ HolderValue ClusterIndex::cleaned(HolderValue value) {
 }
 
 void ClusterIndex::sweep_all(std::uint32_t number, Tier tier) {
-  // One generation after the other moves into the first old one: rounds that were begun and given up left them.
+  // One generation after the other moves into the first old one: snapshots that were begun and given up left them.
   TierFold& fold = instances_[number].tiers[at_tier(tier)];
   std::uint8_t target = kGenerations;
   for (std::uint8_t generation = 0; generation < kGenerations && target == kGenerations; ++generation) {
@@ -988,7 +988,7 @@ AuditPart ClusterIndex::audit(std::size_t pages) {
         }
       }
     });
-    // Whoever looked these up would follow them out of bounds. Taken out they are missing, which a round heals.
+    // Whoever looked these up would follow them out of bounds. Taken out they are missing, which a snapshot heals.
     if (!damaged.empty()) {
       const WriteGuard change(lock_);
       for (const auto& [key, place] : damaged) {
@@ -1038,10 +1038,10 @@ std::optional<InstanceState> ClusterIndex::state(std::uint32_t number) const {
   state.epoch = instance.epoch;
   state.is_stopped = instance.is_stopped;
   state.is_partial = is_partial(instance);
-  state.is_withheld = instance.is_withheld;
+  state.is_excluded = instance.is_excluded;
   state.is_waiting = instance.is_waiting;
   state.is_missed = !is_whole(instance);
-  state.is_doubtful = state.is_waiting || state.is_partial || state.is_missed;
+  state.is_suspect = state.is_waiting || state.is_partial || state.is_missed;
   for (std::size_t tier = 0; tier < kTierCount; ++tier) {
     const TierFold& fold = instance.tiers[tier];
     for (std::size_t generation = 0; generation < kGenerations; ++generation) {
@@ -1063,7 +1063,7 @@ std::uint32_t ClusterIndex::pool_of(std::uint32_t number, Tier tier) const {
   return number < instances_.size() && instances_[number].is_known ? instances_[number].tiers[at_tier(tier)].pool : kNone;
 }
 
-std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash, bool is_withheld) const {
+std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded) const {
   const ReadGuard reading(lock_);
   std::vector<BlockHolder> found;
   const std::uint32_t space = find_space(id);
@@ -1074,7 +1074,7 @@ std::vector<BlockHolder> ClusterIndex::holders(const NamespaceId& id, const std:
   const HolderValue* const value = table_.find(key, table_.place(key));
   if (value != nullptr) {
     for (const HolderId holder_id : sets_.holder_ids(*value)) {
-      if (is_live(holder_id) && is_visible(holder_id) != is_withheld) {
+      if (is_live(holder_id) && is_visible(holder_id) != is_excluded) {
         const HolderSpace& holder_space = holder_spaces_[kvbm::holder_space_of(holder_id)];
         found.push_back({holder_space.holder, holder_space.is_pool != 0, tier_of(holder_id)});
       }

@@ -24,8 +24,8 @@ constexpr std::size_t kStartedBytes = 5;
 constexpr std::size_t kCreatedBytes = 12;
 constexpr std::size_t kMigratedBytes = 10;
 constexpr std::size_t kEvictedBytes = 8;
-constexpr std::size_t kStatedBytes = 12;
-constexpr std::size_t kRoundEndedBytes = 10;
+constexpr std::size_t kListedBytes = 12;
+constexpr std::size_t kSnapshotEndedBytes = 10;
 constexpr std::size_t kStoppedBytes = 2;
 
 enum class Kind : std::uint8_t {
@@ -33,8 +33,8 @@ enum class Kind : std::uint8_t {
   kCreated = 2,
   kMigrated = 3,
   kEvicted = 4,
-  kStated = 5,
-  kRoundEnded = 6,
+  kListed = 5,
+  kSnapshotEnded = 6,
   kStopped = 7,
 };
 
@@ -300,11 +300,11 @@ std::optional<Event> FrameReader::next() {
     case Kind::kEvicted:
       read(emplaced<BlocksEvicted>(event));
       return event;
-    case Kind::kStated:
-      read(emplaced<ResidenciesStated>(event));
+    case Kind::kListed:
+      read(emplaced<ResidenciesListed>(event));
       return event;
-    case Kind::kRoundEnded:
-      read(emplaced<RoundEnded>(event));
+    case Kind::kSnapshotEnded:
+      read(emplaced<SnapshotEnded>(event));
       return event;
     case Kind::kStopped:
       read(emplaced<InstanceStopped>(event));
@@ -379,9 +379,9 @@ void FrameReader::read(BlocksEvicted& event) {
   event.reason = member<EvictReason>(fields[3], kEvictReasonCount, "EvictReason", at_);
 }
 
-void FrameReader::read(ResidenciesStated& event) {
-  // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) round, [8, 12) count
-  const Bytes fields = take(kStatedBytes);
+void FrameReader::read(ResidenciesListed& event) {
+  // fields: [0] kind, [1] namespace, [2] tier, [3] flags, [4, 8) snapshot, [8, 12) count
+  const Bytes fields = take(kListedBytes);
   const std::uint8_t flags = fields[3];
   check_flags(flags, kFlagSlots, at_);
   const auto count = load<std::uint32_t>(fields.data() + 8);
@@ -389,14 +389,14 @@ void FrameReader::read(ResidenciesStated& event) {
   event.slots = take_slots(count, flags);
   event.namespace_id = namespace_at(fields[1]);
   event.tier = tier_of(fields[2], at_);
-  event.round = load<std::uint32_t>(fields.data() + 4);
+  event.snapshot = load<std::uint32_t>(fields.data() + 4);
 }
 
-void FrameReader::read(RoundEnded& event) {
-  // fields: [0] kind, [1] tier, [2, 6) round, [6, 10) count
-  const Bytes fields = take(kRoundEndedBytes);
+void FrameReader::read(SnapshotEnded& event) {
+  // fields: [0] kind, [1] tier, [2, 6) snapshot, [6, 10) count
+  const Bytes fields = take(kSnapshotEndedBytes);
   event.tier = tier_of(fields[1], at_);
-  event.round = load<std::uint32_t>(fields.data() + 2);
+  event.snapshot = load<std::uint32_t>(fields.data() + 2);
   event.count = load<std::uint32_t>(fields.data() + 6);
 }
 
@@ -448,11 +448,11 @@ std::size_t event_bytes(const Event& event) {
             check_run(evicted.hashes, {});
             return kEvictedBytes + evicted.hashes.size();
           },
-          [](const ResidenciesStated& stated) {
-            check_run(stated.hashes, stated.slots);
-            return kStatedBytes + stated.hashes.size() + stated.slots.size();
+          [](const ResidenciesListed& listed) {
+            check_run(listed.hashes, listed.slots);
+            return kListedBytes + listed.hashes.size() + listed.slots.size();
           },
-          [](const RoundEnded&) { return kRoundEndedBytes; },
+          [](const SnapshotEnded&) { return kSnapshotEndedBytes; },
           [](const InstanceStopped&) { return kStoppedBytes; },
       },
       event);
@@ -522,20 +522,20 @@ std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std:
                    pen.number(block_count(evicted.hashes));
                    pen.bytes(evicted.hashes);
                  },
-                 [&](const ResidenciesStated& stated) {
-                   pen.code(Kind::kStated);
+                 [&](const ResidenciesListed& listed) {
+                   pen.code(Kind::kListed);
                    pen.number(namespace_index);
-                   pen.code(stated.tier);
-                   pen.code(slots_flag(stated.slots));
-                   pen.number(stated.round);
-                   pen.number(block_count(stated.hashes));
-                   pen.bytes(stated.hashes);
-                   pen.bytes(stated.slots);
+                   pen.code(listed.tier);
+                   pen.code(slots_flag(listed.slots));
+                   pen.number(listed.snapshot);
+                   pen.number(block_count(listed.hashes));
+                   pen.bytes(listed.hashes);
+                   pen.bytes(listed.slots);
                  },
-                 [&](const RoundEnded& ended) {
-                   pen.code(Kind::kRoundEnded);
+                 [&](const SnapshotEnded& ended) {
+                   pen.code(Kind::kSnapshotEnded);
                    pen.code(ended.tier);
-                   pen.number(ended.round);
+                   pen.number(ended.snapshot);
                    pen.number(ended.count);
                  },
                  [&](const InstanceStopped& stopped) {

@@ -90,15 +90,15 @@ class EventAdder {
     add_run(row, event.namespace_id, event.hashes, {});
   }
 
-  void operator()(const ResidenciesStated& event) {
+  void operator()(const ResidenciesListed& event) {
     EventRow& row = add(5, static_cast<std::uint8_t>(event.tier));
-    row.round = event.round;
+    row.snapshot = event.snapshot;
     add_run(row, event.namespace_id, event.hashes, event.slots);
   }
 
-  void operator()(const RoundEnded& event) {
+  void operator()(const SnapshotEnded& event) {
     EventRow& row = add(6, static_cast<std::uint8_t>(event.tier));
-    row.round = event.round;
+    row.snapshot = event.snapshot;
     row.count = event.count;
   }
 

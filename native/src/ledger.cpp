@@ -53,7 +53,7 @@ Fold<TierSlots>::Tables tables_for(std::span<const Pool> pools, std::string_view
   return tables;
 }
 
-std::vector<PoolStated> stated(std::span<const Pool> pools) {
+std::vector<PoolStated> listed(std::span<const Pool> pools) {
   std::vector<PoolStated> made;
   for (const Pool& pool : pools) {
     made.push_back({.tier = pool.tier,
@@ -171,7 +171,7 @@ bool index_new(TierSlots& tier, Bytes hashes, Bytes slots, std::span<std::uint32
 Ledger::Ledger(std::span<const Pool> pools, std::string_view eviction, std::size_t event_bytes, std::vector<Share> shares)
     : seed_(random_word()),
       allocator_(std::move(shares)),
-      recorder_(Fold<TierSlots>(tables_for(pools, eviction, event_bytes, seed_, allocator_), stated(pools)), event_bytes),
+      recorder_(Fold<TierSlots>(tables_for(pools, eviction, event_bytes, seed_, allocator_), listed(pools)), event_bytes),
       snapshots_(tiers_of(pools, recorder_)),
       copies_(seed_),
       hottest_first_(tiers_of(pools, recorder_)),

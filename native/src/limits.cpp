@@ -8,7 +8,7 @@
 
 namespace kvbm {
 
-std::vector<double> random_lines_ns(std::size_t bytes, std::size_t lines, std::size_t rounds, std::uint64_t seed) {
+std::vector<double> random_lines_ns(std::size_t bytes, std::size_t lines, std::size_t snapshots, std::uint64_t seed) {
   constexpr std::size_t kLine = 64;
   void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
@@ -22,9 +22,9 @@ std::vector<double> random_lines_ns(std::size_t bytes, std::size_t lines, std::s
   std::mt19937_64 random(seed);
   std::vector<std::size_t> places(lines);
   std::vector<double> taken;
-  taken.reserve(rounds);
+  taken.reserve(snapshots);
   std::uint64_t sum = 0;
-  for (std::size_t round = 0; round < rounds; ++round) {
+  for (std::size_t snapshot = 0; snapshot < snapshots; ++snapshot) {
     for (std::size_t& place : places) {
       place = random() % (bytes / kLine) * kLine;
     }

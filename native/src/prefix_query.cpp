@@ -225,7 +225,7 @@ class PrefixWalk {
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const std::uint32_t number = index_.holder_spaces_[holder_space].holder;
     const ClusterIndex::Instance& instance = index_.instances_[number];
-    answer_.instances.push_back({number, depth, by_tier, depth, is_doubtful(instance)});
+    answer_.instances.push_back({number, depth, by_tier, depth, is_suspect(instance)});
   }
 
   // Where a run of `depth` blocks ends when the instance's cluster pools go on with it.
@@ -317,16 +317,16 @@ class PrefixWalk {
     std::sort(work_.told.begin(), work_.told.end());
     for (std::uint32_t number = 0; number < index_.instances_.size(); ++number) {
       const ClusterIndex::Instance& instance = index_.instances_[number];
-      if (!instance.is_known || instance.is_withheld || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
+      if (!instance.is_known || instance.is_excluded || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
-        answer_.instances.push_back({number, 0, {}, end, is_doubtful(instance)});
+        answer_.instances.push_back({number, 0, {}, end, is_suspect(instance)});
       }
     }
   }
 
-  bool is_doubtful(const ClusterIndex::Instance& instance) const noexcept {
+  bool is_suspect(const ClusterIndex::Instance& instance) const noexcept {
     return instance.is_waiting || index_.is_partial(instance) || !index_.is_whole(instance);
   }
 

@@ -10,7 +10,7 @@ namespace {
 
 // By the alternative of Event.
 constexpr const char* kEventNames[] = {"InstanceStarted", "BlocksCreated", "BlocksMigrated",  "BlocksEvicted",
-                                       "ResidenciesStated", "RoundEnded",    "InstanceStopped"};
+                                       "ResidenciesListed", "SnapshotEnded",    "InstanceStopped"};
 static_assert(std::size(kEventNames) == std::variant_size_v<Event>);
 
 }  // namespace
@@ -37,8 +37,8 @@ ScannedFrame scan_frame(FrameReader reader, std::size_t at, std::vector<Bytes>& 
       frame.blocks[1] += migrated->hashes.size() / kHashBytes;
     } else if (const auto* const evicted = std::get_if<BlocksEvicted>(&*event)) {
       frame.blocks[2] += evicted->hashes.size() / kHashBytes;
-    } else if (const auto* const stated = std::get_if<ResidenciesStated>(&*event)) {
-      frame.blocks[3] += stated->hashes.size() / kHashBytes;
+    } else if (const auto* const listed = std::get_if<ResidenciesListed>(&*event)) {
+      frame.blocks[3] += listed->hashes.size() / kHashBytes;
     }
   }
 }

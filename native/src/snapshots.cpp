@@ -9,7 +9,7 @@
 namespace kvbm {
 
 void Snapshots::state_recovered(Recorder& recorder, std::span<const std::vector<Recovered>, kTierCount> recovered) {
-  round_ = 1;
+  snapshot_ = 1;
   for (TierSlots* const tier : tiers_) {
     recover(recorder, *tier, recovered[static_cast<std::size_t>(tier->tier())]);
   }
@@ -33,7 +33,7 @@ void Snapshots::recover(Recorder& recorder, TierSlots& tier, std::span<const Rec
     }
     state_recovered_run(recorder, tier, entries.subspan(begin, end - begin), fresh);
   }
-  end_round(recorder, tier, static_cast<std::uint32_t>(entries.size()), false);
+  end_snapshot(recorder, tier, static_cast<std::uint32_t>(entries.size()), false);
   for (const std::uint32_t slot : fresh) {
     tier.enter(slot, false);
   }
@@ -51,15 +51,15 @@ void Snapshots::state_recovered_run(Recorder& recorder, const TierSlots& tier, s
       fresh.push_back(entry.slot);
     }
   }
-  const ResidenciesStated stated{.namespace_id = run.front().namespace_id,
+  const ResidenciesListed listed{.namespace_id = run.front().namespace_id,
                                 .tier = tier.tier(),
-                                .round = round_,
+                                .snapshot = snapshot_,
                                 .hashes = run_hashes_,
                                 .slots = packed(run_slots_)};
-  const Event event = stated;
+  const Event event = listed;
   const std::size_t bytes = recorder.admit(event);
-  recorder.fold().check(stated);
-  recorder.record<ResidenciesStated>(event, bytes, recorder.fold().namespaces().intern(stated.namespace_id), FindByHash{},
+  recorder.fold().check(listed);
+  recorder.record<ResidenciesListed>(event, bytes, recorder.fold().namespaces().intern(listed.namespace_id), FindByHash{},
                                      false);
 }
 
@@ -70,7 +70,7 @@ void Snapshots::begin_epoch(Recorder& recorder, std::uint64_t epoch, const Insta
     held.push_back(by_namespace(recorder, *tier));
   }
   left_.clear();
-  round_ = 1;
+  snapshot_ = 1;
   recorder.begin(epoch, event, encoded_bytes, namespaces);
   run_hashes_.clear();
   run_slots_.clear();
@@ -85,7 +85,7 @@ void Snapshots::begin_epoch(Recorder& recorder, std::uint64_t epoch, const Insta
       run_slots_.push_back(slot);
     }
     state_run(recorder, tier, false);
-    end_round(recorder, tier, static_cast<std::uint32_t>(held[at].size()), false);
+    end_snapshot(recorder, tier, static_cast<std::uint32_t>(held[at].size()), false);
   }
   for (TierSlots* const tier : tiers_) {
     if (is_durable(tier->tier())) {
@@ -118,7 +118,7 @@ bool Snapshots::begin(const Recorder& recorder) {
   if (!left_.empty() || recorder.has_overflowed()) {
     return false;
   }
-  ++round_;
+  ++snapshot_;
   for (const TierSlots* const tier : tiers_) {
     left_.push_back({.tier = tier});
   }
@@ -127,7 +127,7 @@ bool Snapshots::begin(const Recorder& recorder) {
 
 bool Snapshots::step(Recorder& recorder, std::size_t limit) {
   if (limit == 0) {
-    throw ledger_error("limit is 0; a step of a round states at least 1 block");
+    throw ledger_error("limit is 0; a step of a snapshot states at least 1 block");
   }
   if (recorder.has_overflowed()) {
     left_.clear();
@@ -136,7 +136,7 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
     return false;
   }
   limit = std::min(limit, kMaxRunBlocks);
-  RoundLeft left = left_.front();
+  SnapshotLeft left = left_.front();
   left_.pop_front();
   const TierSlots& tier = *left.tier;
   if (!left.begun) {
@@ -146,9 +146,9 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
   run_hashes_.clear();
   run_slots_.clear();
   std::size_t looks = 0;
-  std::uint32_t stated = 0;
+  std::uint32_t listed = 0;
   std::uint32_t slot = tier.next_held(left.at);
-  for (; slot != kNoSlot && stated < limit && looks < kRoundLooks; ++looks, slot = tier.next_held(slot + 1)) {
+  for (; slot != kNoSlot && listed < limit && looks < kSnapshotLooks; ++looks, slot = tier.next_held(slot + 1)) {
     if (tier.slot(slot).gained >= left.gained_before) {
       continue;
     }
@@ -157,15 +157,15 @@ bool Snapshots::step(Recorder& recorder, std::size_t limit) {
     }
     append(run_hashes_, tier.hash_of(slot));
     run_slots_.push_back(slot);
-    ++stated;
+    ++listed;
   }
   state_run(recorder, tier, true);
   left.at = slot;
-  left.count += stated;
+  left.count += listed;
   if (slot != kNoSlot) {
     left_.push_front(left);
   } else {
-    end_round(recorder, tier, left.count, true);
+    end_snapshot(recorder, tier, left.count, true);
   }
   return !left_.empty() && !recorder.has_overflowed();
 }
@@ -176,13 +176,13 @@ void Snapshots::state_run(Recorder& recorder, const TierSlots& tier, bool counte
     return;
   }
   const std::uint32_t namespace_index = tier.owner_of(run_slots_.front());
-  const Event event = ResidenciesStated{.namespace_id = recorder.fold().namespaces()[namespace_index],
+  const Event event = ResidenciesListed{.namespace_id = recorder.fold().namespaces()[namespace_index],
                                 .tier = tier.tier(),
-                                .round = round_,
+                                .snapshot = snapshot_,
                                 .hashes = run_hashes_,
                                 .slots = packed(run_slots_)};
   const std::size_t bytes = recorder.admit(event);
-  recorder.record<ResidenciesStated>(
+  recorder.record<ResidenciesListed>(
       event, bytes, namespace_index,
       [this](const TierSlots& here, std::size_t at, const std::uint8_t*, std::uint64_t) {
         return here.find_slot(run_slots_[at]);
@@ -192,9 +192,9 @@ void Snapshots::state_run(Recorder& recorder, const TierSlots& tier, bool counte
   run_slots_.clear();
 }
 
-void Snapshots::end_round(Recorder& recorder, const TierSlots& tier, std::uint32_t count, bool counted) {
-  const Event event = RoundEnded{.tier = tier.tier(), .round = round_, .count = count};
-  recorder.record<RoundEnded>(event, recorder.admit(event), 0, FindByHash{}, counted);
+void Snapshots::end_snapshot(Recorder& recorder, const TierSlots& tier, std::uint32_t count, bool counted) {
+  const Event event = SnapshotEnded{.tier = tier.tier(), .snapshot = snapshot_, .count = count};
+  recorder.record<SnapshotEnded>(event, recorder.admit(event), 0, FindByHash{}, counted);
 }
 
 }  // namespace kvbm

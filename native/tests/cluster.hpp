@@ -71,8 +71,8 @@ inline Event created(const NamespaceId& id, Tier tier, Bytes hashes) {
 inline Event evicted(const NamespaceId& id, Tier tier, Bytes hashes) {
   return BlocksEvicted{.namespace_id = id, .tier = tier, .reason = EvictReason::kCapacity, .hashes = hashes};
 }
-inline Event stated(const NamespaceId& id, Tier tier, std::uint32_t round, Bytes hashes) {
-  return ResidenciesStated{.namespace_id = id, .tier = tier, .round = round, .hashes = hashes, .slots = {}};
+inline Event listed(const NamespaceId& id, Tier tier, std::uint32_t snapshot, Bytes hashes) {
+  return ResidenciesListed{.namespace_id = id, .tier = tier, .snapshot = snapshot, .hashes = hashes, .slots = {}};
 }
 
 // One frame of one instance, its bytes its own.
@@ -120,17 +120,17 @@ inline std::vector<DeclaredPool> shared_pools(const std::string& name) {
 class Model {
  public:
   struct TierModel {
-    std::uint32_t round = 0;            // last begun
-    std::uint64_t told = 0;             // blocks it stated
+    std::uint32_t snapshot = 0;            // last begun
+    std::uint64_t told = 0;             // blocks it listed
     bool is_open = false;               // begun and not ended
-    bool is_whole = false;              // nothing missed since a round ended
+    bool is_whole = false;              // nothing missed since a snapshot ended
     bool is_declared = false;           // by the start
     bool is_cluster = false;            // and the cluster's
     bool is_partial = false;            // something was refused
-    bool has_refused = false;           // the same, since the round began
+    bool has_refused = false;           // the same, since the snapshot began
     std::string pool;                   // of claims, where known
-    std::uint64_t era = 0;              // counts begun rounds
-    std::map<Key, std::uint64_t> held;  // and in which era last stated or created
+    std::uint64_t era = 0;              // counts begun snapshots
+    std::map<Key, std::uint64_t> held;  // and in which era last listed or created
   };
   struct InstanceModel {
     std::uint64_t epoch = 0;
@@ -192,8 +192,8 @@ class Model {
   bool agrees(std::uint32_t number, std::uint64_t digest) {
     InstanceModel& instance = instances_[number];
     const bool is_same = state(number).digest == digest;
-    const bool has_round = std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierModel& tier) { return tier.is_whole; });
-    instance.is_proven = instance.is_proven || (!instance.pools_known && is_same && has_round);
+    const bool has_snapshot = std::any_of(instance.tiers.begin(), instance.tiers.end(), [](const TierModel& tier) { return tier.is_whole; });
+    instance.is_proven = instance.is_proven || (!instance.pools_known && is_same && has_snapshot);
     return is_same || state(number).is_partial || !is_whole(instance);
   }
   void drop(std::uint32_t number) {
@@ -243,7 +243,7 @@ class Model {
     }
     state.is_waiting = instance.is_waiting;
     state.is_missed = !is_whole(instance);
-    state.is_doubtful = instance.is_waiting || state.is_partial || !is_whole(instance);
+    state.is_suspect = instance.is_waiting || state.is_partial || !is_whole(instance);
     return state;
   }
 
@@ -267,7 +267,7 @@ class Model {
     return found;
   }
 
-  // (depth, by tier, reach, is doubtful) of each instance that has or reaches the first block.
+  // (depth, by tier, reach, is suspect) of each instance that has or reaches the first block.
   using Depth = std::tuple<std::uint32_t, std::array<std::uint32_t, kTierCount>, std::uint32_t, bool>;
   std::map<std::uint32_t, Depth> prefixes(const NamespaceId& id, Bytes hashes) const {
     const std::vector<Key> keys = keys_of(id, hashes);
@@ -292,7 +292,7 @@ class Model {
         ++reach;
       }
       if (reach > 0 && instance.is_known) {
-        found[number] = {depth, by_tier, reach, state(number).is_doubtful};
+        found[number] = {depth, by_tier, reach, state(number).is_suspect};
       }
     }
     return found;
@@ -410,24 +410,24 @@ class Model {
           gain(instance, moved->namespace_id, *source, moved->hashes, false);
         }
       }
-    } else if (const auto* const told = std::get_if<ResidenciesStated>(&event)) {
+    } else if (const auto* const told = std::get_if<ResidenciesListed>(&event)) {
       TierModel& tier = instance.tiers[static_cast<std::size_t>(told->tier)];
-      if (told->round != tier.round) {
-        begin_round(tier, told->round);
+      if (told->snapshot != tier.snapshot) {
+        begin_snapshot(tier, told->snapshot);
       }
       tier.told += told->hashes.size() / kHashBytes;
       gain(instance, told->namespace_id, told->tier, told->hashes, true);
-    } else if (const auto* const ended = std::get_if<RoundEnded>(&event)) {
+    } else if (const auto* const ended = std::get_if<SnapshotEnded>(&event)) {
       TierModel& tier = instance.tiers[static_cast<std::size_t>(ended->tier)];
-      if (ended->round != tier.round) {
-        begin_round(tier, ended->round);
+      if (ended->snapshot != tier.snapshot) {
+        begin_snapshot(tier, ended->snapshot);
       }
       if (!tier.is_open || tier.told != ended->count) {
-        count(Anomaly::kRoundIncomplete);
+        count(Anomaly::kSnapshotIncomplete);
         return;
       }
       const std::size_t withdrawn = std::erase_if(tier.held, [&](const auto& one) { return one.second < tier.era; });
-      count(Anomaly::kRoundWithdrew, tier.is_whole && ended->count != 0 ? withdrawn : 0);
+      count(Anomaly::kSnapshotWithdrew, tier.is_whole && ended->count != 0 ? withdrawn : 0);
       tier.is_open = false;
       tier.is_whole = true;
       tier.is_partial = tier.has_refused;
@@ -436,8 +436,8 @@ class Model {
     }
   }
 
-  static void begin_round(TierModel& tier, std::uint32_t round) {
-    tier.round = round;
+  static void begin_snapshot(TierModel& tier, std::uint32_t snapshot) {
+    tier.snapshot = snapshot;
     tier.told = 0;
     tier.is_open = true;
     tier.has_refused = false;
@@ -446,16 +446,16 @@ class Model {
 
   static bool is_claim(const TierModel& model, Tier tier) { return model.is_declared ? model.is_cluster : tier == Tier::kObject; }
 
-  void gain(InstanceModel& instance, const NamespaceId& id, Tier at, Bytes hashes, bool is_stated) {
+  void gain(InstanceModel& instance, const NamespaceId& id, Tier at, Bytes hashes, bool is_listed) {
     TierModel& tier = instance.tiers[static_cast<std::size_t>(at)];
     for_blocks(id, hashes, [&](const Key& key) {
       if (is_claim(tier, at)) {
         tier.pool.empty() ? count(Anomaly::kUnnamedClaim) : claim_one(tier.pool, at, key);
       } else if (const auto known = tier.held.find(key); known != tier.held.end()) {
-        count(Anomaly::kCreatedTwice, is_stated ? 0 : 1);
+        count(Anomaly::kCreatedTwice, is_listed ? 0 : 1);
         known->second = tier.era;
       } else {
-        count(Anomaly::kRoundAdded, is_stated && tier.is_whole ? 1 : 0);
+        count(Anomaly::kSnapshotAdded, is_listed && tier.is_whole ? 1 : 0);
         if (is_full()) {
           tier.is_partial = tier.has_refused = true;
         } else {
@@ -554,7 +554,7 @@ inline void check_prefixes(const ClusterIndex& index, const Model& model, const 
     for (std::size_t at = 0; at < answer.instances.size(); ++at) {
       const InstanceDepth& one = answer.instances[at];
       CHECK(told.insert(one.instance).second && expected.contains(one.instance));
-      CHECK(expected.at(one.instance) == Model::Depth(one.depth, one.by_tier, one.reach, one.is_doubtful));
+      CHECK(expected.at(one.instance) == Model::Depth(one.depth, one.by_tier, one.reach, one.is_suspect));
       CHECK(best == 0 || one.depth == depths[at]);
     }
     std::map<std::string, std::uint32_t> told_pools;

@@ -131,8 +131,8 @@ void refusals_leave_nothing() {
 
 void it_is_given_back() {
   const std::size_t before = descriptors();
-  for (int round = 0; round < 50; ++round) {
-    const Arena arena({.name = "test", .bytes = 4 * kMegabyte, .advise = round % 2 == 0, .threads = 2});
+  for (int pass = 0; pass < 50; ++pass) {
+    const Arena arena({.name = "test", .bytes = 4 * kMegabyte, .advise = snapshot % 2 == 0, .threads = 2});
     arena.data()[arena.bytes() - 1] = 1;
   }
   CHECK(descriptors() == before);

@@ -100,7 +100,7 @@ void an_empty_table_has_nothing_and_no_pages() {
 void a_table_has_what_was_put_and_not_erased() {
   Random random(1);
   Checked checked;
-  for (int round = 0; round < 4; ++round) {
+  for (int pass = 0; pass < 4; ++pass) {
     // Few of the shards, so that some grow over several pages; few keys, so that most come back.
     for (int step = 0; step < 30'000; ++step) {
       const BlockKey key{random.below(20'000), (kSecondSeed & ~std::uint64_t{0xFF}) ^ random.below(2)};
@@ -223,9 +223,9 @@ void churn_at_one_size_takes_no_more_memory() {
     keys.push_back(next_key());
     checked.put(keys.back(), 1);
   }
-  // A shard may have begun close below a size at which it grows; after one round all have been everywhere they will be.
+  // A shard may have begun close below a size at which it grows; after one snapshot all have been everywhere they will be.
   std::size_t bytes = 0;
-  for (int round = 0; round < 6; ++round) {
+  for (int pass = 0; pass < 6; ++pass) {
     for (BlockKey& key : keys) {
       checked.erase(key);
       key = next_key();
@@ -234,7 +234,7 @@ void churn_at_one_size_takes_no_more_memory() {
     for (std::size_t shard = 0; shard < 4; ++shard) {
       checked.table.shrink(shard);
     }
-    bytes = round == 0 ? checked.table.bytes() : bytes;
+    bytes = snapshot == 0 ? checked.table.bytes() : bytes;
     CHECK(checked.table.bytes() <= bytes + 4 * PageArena::kPageBytes);
   }
   checked.check();

@@ -120,7 +120,7 @@ struct Full {
       const Buffer others = hashes_between(0, blocks / (number + 2));
       const auto mine_count = static_cast<std::uint32_t>(mine.size() / kHashBytes);
       both(frame_of(number,
-                    {InstanceStarted{}, stated(space_id(0), Tier::kHbm, 3, mine), RoundEnded{Tier::kHbm, 3, mine_count},
+                    {InstanceStarted{}, listed(space_id(0), Tier::kHbm, 3, mine), SnapshotEnded{Tier::kHbm, 3, mine_count},
                      created(space_id(number % 3), Tier::kHost, others), created(space_id(1), Tier::kObject, others)},
                     {shared_pools(number % 2 == 0 ? "pool" : "other")}));
     }
@@ -177,20 +177,20 @@ void what_was_written_is_loaded() {
   CHECK(again.block_count() == loaded.block_count() && !again.needs_sweep());
 }
 
-void what_others_can_read_is_known_after_a_load_and_who_was_withheld_is_not() {
+void what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not() {
   ClusterIndex index(kPlenty, kSecret);
   const std::uint32_t one = index.instance("one");
   std::vector<DeclaredPool> pools = own_pools();
   pools[2].is_pod = true;
   const Buffer all = hashes_between(0, 60);
   apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(0), Tier::kNvme, hashes_between(0, 10))}, {pools});
-  index.withhold(one, true);
+  index.exclude(one, true);
   index.audit(300);
   ClusterIndex loaded(kPlenty, kSecret);
   loaded.audit(100);  // a pass over nothing, under way
   load_checkpoint(loaded, written(index));
-  CHECK(!loaded.state(one)->is_withheld && deepest_held(loaded, space_id(0), all) == 60);
-  loaded.withhold(one, true);
+  CHECK(!loaded.state(one)->is_excluded && deepest_held(loaded, space_id(0), all) == 60);
+  loaded.exclude(one, true);
   CHECK(deepest_held(loaded, space_id(0), all) == 10);
   AuditPart part;
   while (!(part = loaded.audit(1000)).is_whole) {
@@ -215,10 +215,10 @@ void a_loaded_index_goes_on() {
   ClusterIndex loaded(kPlenty, kSecret);
   load_checkpoint(loaded, written(full.index));
   const Buffer kept = hashes_between(50, 70);
-  for (std::uint32_t round = 4; round < 12; ++round) {
-    std::vector<Event> events{stated(space_id(0), Tier::kHbm, round, kept)};
-    if (round % 4 == 3) {
-      events.emplace_back(RoundEnded{Tier::kHbm, round, 20});
+  for (std::uint32_t snapshot = 4; snapshot < 12; ++snapshot) {
+    std::vector<Event> events{listed(space_id(0), Tier::kHbm, snapshot, kept)};
+    if (snapshot % 4 == 3) {
+      events.emplace_back(SnapshotEnded{Tier::kHbm, snapshot, 20});
     }
     const Frame frame = frame_of(0, events);
     apply(loaded, frame);
@@ -440,8 +440,8 @@ void a_file_that_takes_nothing_is_an_error() {
 
 int main() {
   return tests::run({{"what was written is loaded", what_was_written_is_loaded},
-                     {"what others can read is known after a load, and who was withheld is not",
-                      what_others_can_read_is_known_after_a_load_and_who_was_withheld_is_not},
+                     {"what others can read is known after a load, and who was excluded is not",
+                      what_others_can_read_is_known_after_a_load_and_who_was_excluded_is_not},
                      {"another version is refused", another_version_is_refused},
                      {"a loaded index goes on", a_loaded_index_goes_on},
                      {"what happens after the front comes by the events", what_happens_after_the_front_comes_by_the_events},

@@ -32,9 +32,9 @@ void variants_agree() {
   }
   Random random(1);
   const auto data = random.bytes(70'000);
-  for (int round = 0; round < 2'000; ++round) {
+  for (int pass = 0; pass < 2'000; ++pass) {
     const std::size_t start = random.below(64);
-    const std::size_t size = random.below(round % 8 == 0 ? data.size() - 64 : 3'000);
+    const std::size_t size = random.below(snapshot % 8 == 0 ? data.size() - 64 : 3'000);
     const auto initial = static_cast<std::uint32_t>(random.next());
     const std::span piece(data.data() + start, size);
     CHECK(crc32c_hardware(piece, initial) == crc32c_portable(piece, initial));
@@ -44,7 +44,7 @@ void variants_agree() {
 void continues() {
   Random random(2);
   const auto data = random.bytes(30'000);
-  for (int round = 0; round < 200; ++round) {
+  for (int pass = 0; pass < 200; ++pass) {
     const std::size_t cut = random.below(data.size());
     const std::span whole(data);
     CHECK(crc32c(whole.subspan(cut), crc32c(whole.first(cut))) == crc32c(whole));
@@ -54,8 +54,8 @@ void continues() {
 void parts_add_up() {
   Random random(5);
   const auto data = random.bytes(70'000);
-  for (int round = 0; round < 500; ++round) {
-    const std::span whole = std::span(data).first(random.below(round % 4 == 0 ? data.size() : 40));
+  for (int pass = 0; pass < 500; ++pass) {
+    const std::span whole = std::span(data).first(random.below(snapshot % 4 == 0 ? data.size() : 40));
     const std::size_t cut = random.below(whole.size() + 1);
     const std::span behind = whole.subspan(cut);
     CHECK((crc32c_carried(crc32c(whole.first(cut)), behind.size()) ^ crc32c(behind)) == crc32c(whole));
@@ -72,7 +72,7 @@ void many_are_carried_as_one() {
     for (int bit = 0; bit < 32; ++bit) {
       CHECK(carried(1U << bit) == crc32c_carried(1U << bit, bytes));
     }
-    for (int round = 0; round < 300; ++round) {
+    for (int pass = 0; pass < 300; ++pass) {
       const auto crc = static_cast<std::uint32_t>(random.next());
       CHECK(carried(crc) == crc32c_carried(crc, bytes));
     }
@@ -82,10 +82,10 @@ void many_are_carried_as_one() {
 void streamed_copies_are_whole() {
   Random random(6);
   const auto data = random.bytes(60'000);
-  for (int round = 0; round < 600; ++round) {
+  for (int pass = 0; pass < 600; ++pass) {
     const std::size_t begin = random.below(70);
     const std::size_t to = random.below(70);
-    const std::size_t size = random.below(round % 3 == 0 ? data.size() - 70 : 300);
+    const std::size_t size = random.below(snapshot % 3 == 0 ? data.size() - 70 : 300);
     std::vector<std::uint8_t> expected(data.size() + 70, 0x5A);
     std::copy_n(data.begin() + static_cast<std::ptrdiff_t>(begin), size, expected.begin() + static_cast<std::ptrdiff_t>(to));
     std::vector<std::uint8_t> target(expected.size(), 0x5A);

@@ -42,8 +42,8 @@ class ClusterIndexTest {
 
 namespace {
 
-std::vector<Event> round_of(const NamespaceId& id, Tier tier, std::uint32_t round, Bytes hashes) {
-  return {stated(id, tier, round, hashes), RoundEnded{tier, round, static_cast<std::uint32_t>(hashes.size() / kHashBytes)}};
+std::vector<Event> snapshot_of(const NamespaceId& id, Tier tier, std::uint32_t snapshot, Bytes hashes) {
+  return {listed(id, tier, snapshot, hashes), SnapshotEnded{tier, snapshot, static_cast<std::uint32_t>(hashes.size() / kHashBytes)}};
 }
 
 std::uint32_t depth_of(const PrefixAnswer& answer, std::uint32_t instance) {
@@ -61,10 +61,10 @@ void sweep_all(ClusterIndex& index) {
   CHECK(!index.needs_sweep());
 }
 
-// -- rounds and deaths -------------------------------------------------------------------------------------------------
+// -- snapshots and deaths -------------------------------------------------------------------------------------------------
 
-void abandoned_rounds_leave_everything_in_place() {
-  // A generation per round that was begun and not ended: there are four, so the fifth round merges the old ones.
+void abandoned_snapshots_leave_everything_in_place() {
+  // A generation per snapshot that was begun and not ended: there are four, so the fifth snapshot merges the old ones.
   for (const bool is_pass_under_way : {false, true}) {
     ClusterIndex index(kPlenty, kSecret);
     const std::uint32_t one = index.instance("one");
@@ -73,14 +73,14 @@ void abandoned_rounds_leave_everything_in_place() {
     apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
     apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all), created(space_id(1), Tier::kHbm, all)}, {own_pools()});
     const std::uint64_t digest = index.state(one)->digest;
-    for (std::uint32_t round = 1; round <= 14; ++round) {
-      if (is_pass_under_way && round % 3 == 0) {
+    for (std::uint32_t snapshot = 1; snapshot <= 14; ++snapshot) {
+      if (is_pass_under_way && snapshot % 3 == 0) {
         apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
         index.sweep(7);
       }
-      // Each round comes as far as another few blocks.
-      const Buffer some = hashes_between(round * 4 - 4, round * 4);
-      apply(index, one, {stated(space_id(0), Tier::kHbm, round, some)});
+      // Each snapshot comes as far as another few blocks.
+      const Buffer some = hashes_between(snapshot * 4 - 4, snapshot * 4);
+      apply(index, one, {listed(space_id(0), Tier::kHbm, snapshot, some)});
       CHECK(index.state(one)->digest == digest && index.recomputed_digest(one) == digest);
       CHECK(index.state(one)->counts[0] == 120);
       PrefixAnswer answer;
@@ -88,7 +88,7 @@ void abandoned_rounds_leave_everything_in_place() {
       CHECK(depth_of(answer, one) == 60 && depth_of(answer, other) == 60);
     }
     const Buffer kept = hashes_between(0, 10);
-    apply(index, one, round_of(space_id(0), Tier::kHbm, 15, kept));
+    apply(index, one, snapshot_of(space_id(0), Tier::kHbm, 15, kept));
     CHECK(index.state(one)->counts[0] == 10 && index.recomputed_digest(one) == index.state(one)->digest);
     sweep_all(index);
     CHECK(index.state(one)->counts[0] == 10 && index.recomputed_digest(one) == index.state(one)->digest);
@@ -96,19 +96,19 @@ void abandoned_rounds_leave_everything_in_place() {
   }
 }
 
-void rounds_without_a_sweep_keep_what_each_stated() {
-  // Every round withdraws half, so every generation is dead and not swept by the time it is needed again.
+void snapshots_without_a_sweep_keep_what_each_listed() {
+  // Every snapshot withdraws half, so every generation is dead and not swept by the time it is needed again.
   ClusterIndex index(kPlenty, kSecret);
   const std::uint32_t one = index.instance("one");
   apply(index, one, {InstanceStarted{}}, {own_pools()});
-  for (std::uint32_t round = 1; round <= 12; ++round) {
-    const Buffer some = hashes_between(round * 10, round * 10 + 20);
-    apply(index, one, round_of(space_id(0), Tier::kHost, round, some));
+  for (std::uint32_t snapshot = 1; snapshot <= 12; ++snapshot) {
+    const Buffer some = hashes_between(snapshot * 10, snapshot * 10 + 20);
+    apply(index, one, snapshot_of(space_id(0), Tier::kHost, snapshot, some));
     CHECK(index.state(one)->counts[1] == 20);
     CHECK(index.recomputed_digest(one) == index.state(one)->digest);
     for (std::uint64_t number = 0; number < 200; ++number) {
       const bool is_held = !index.holders(space_id(0), hash_of(number).data()).empty();
-      CHECK(is_held == (number >= round * 10 && number < round * 10 + 20));
+      CHECK(is_held == (number >= snapshot * 10 && number < snapshot * 10 + 20));
     }
   }
 }
@@ -162,15 +162,15 @@ void a_dead_ones_ids_are_nobody_elses() {
   CHECK(index.memory().rest <= rest + 4096 && index.block_count() == 0);
 }
 
-void ids_that_a_round_left_behind_are_nobody_elses() {
-  // A round withdraws everything, so nothing is counted any more, but the table has it still when the instance begins anew.
+void ids_that_a_snapshot_left_behind_are_nobody_elses() {
+  // A snapshot withdraws everything, so nothing is counted any more, but the table has it still when the instance begins anew.
   for (const bool is_same : {false, true}) {
     ClusterIndex index(kPlenty, kSecret);
     const std::uint32_t one = index.instance("one");
     const std::uint32_t next = is_same ? one : index.instance("other");
     const Buffer all = hashes_between(0, 100);
     apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
-    apply(index, one, {RoundEnded{Tier::kHbm, 1, 0}});
+    apply(index, one, {SnapshotEnded{Tier::kHbm, 1, 0}});
     CHECK(index.residency_count() == 0 && index.needs_sweep());
     apply(index, one, {InstanceStarted{}}, {own_pools()});
     const Buffer few = hashes_between(1000, 1003);
@@ -238,9 +238,9 @@ void a_set_that_was_made_before_a_death_is_not_given_out_after_it() {
   CHECK(index.block_count() == 1 && index.residency_count() == 1);
 }
 
-// -- withholding -------------------------------------------------------------------------------------------------------
+// -- excluding -------------------------------------------------------------------------------------------------------
 
-void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
+void who_is_excluded_is_in_no_answer_and_is_not_forgotten() {
   ClusterIndex index(kPlenty, kSecret);
   const std::uint32_t one = index.instance("one");
   const std::uint32_t other = index.instance("other");
@@ -252,7 +252,7 @@ void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
   apply(index, other, {InstanceStarted{}, created(space_id(0), Tier::kHost, half)}, {pools});
   index.claim("pool", space_id(0), hashes_between(0, 20));
   const std::uint64_t digest = index.state(one)->digest;
-  index.withhold(one, true);
+  index.exclude(one, true);
   PrefixAnswer answer;
   index.prefixes(space_id(0), all, 0, answer);
   CHECK(answer.deepest == 30 && answer.instances.size() == 2 && depth_of(answer, one) == 10 && depth_of(answer, other) == 30);
@@ -265,20 +265,20 @@ void who_is_withheld_is_in_no_answer_and_is_not_forgotten() {
   CHECK(index.holders(space_id(0), hash_of(40).data()).empty());
   CHECK(index.holders(space_id(0), hash_of(40).data(), true).size() == 1);
   CHECK(index.holders(space_id(0), hash_of(5).data()).size() == 3);
-  CHECK(index.state(one)->is_withheld && index.state(one)->digest == digest && index.residency_count() == 100);
-  // Sweeps, rounds, new namespaces and new epochs leave it withheld.
+  CHECK(index.state(one)->is_excluded && index.state(one)->digest == digest && index.residency_count() == 100);
+  // Sweeps, snapshots, new namespaces and new epochs leave it excluded.
   sweep_all(index);
   CHECK(index.residency_count() == 100 && index.block_count() == 60);
-  apply(index, one, round_of(space_id(0), Tier::kHbm, 7, half));
+  apply(index, one, snapshot_of(space_id(0), Tier::kHbm, 7, half));
   apply(index, one, {created(space_id(2), Tier::kHbm, all)});
   CHECK(deepest_held(index, space_id(2), all) == 0 && index.holders(space_id(0), hash_of(25).data()).size() == 1);
-  index.withhold(one, false);
+  index.exclude(one, false);
   CHECK(deepest_held(index, space_id(2), all) == 60 && index.holders(space_id(0), hash_of(25).data()).size() == 2);
-  index.withhold(one, true);
+  index.exclude(one, true);
   apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
-  CHECK(index.state(one)->is_withheld && deepest_held(index, space_id(0), all) == 30);
+  CHECK(index.state(one)->is_excluded && deepest_held(index, space_id(0), all) == 30);
   index.drop(one);
-  CHECK(index.instance("one") == one && !index.state(one)->is_withheld);
+  CHECK(index.instance("one") == one && !index.state(one)->is_excluded);
   apply(index, one, {InstanceStarted{}, created(space_id(0), Tier::kHbm, all)}, {own_pools()});
   CHECK(deepest_held(index, space_id(0), all) == 60);
 }
@@ -303,7 +303,7 @@ void an_audit_finds_nothing_while_frames_grow_and_shrink_the_table() {
     apply(index, number, {InstanceStarted{}}, {own_pools()});
   }
   int passes = 0;
-  std::uint32_t round = 0;
+  std::uint32_t snapshot = 0;
   for (int step = 0; step < 1500; ++step) {
     const auto number = static_cast<std::uint32_t>(random.below(kHolders));
     // Up to three pages a shard, then down again, twice.
@@ -312,11 +312,11 @@ void an_audit_finds_nothing_while_frames_grow_and_shrink_the_table() {
     const bool is_growing = step / 375 % 2 == 0;
     const auto tier = static_cast<Tier>(random.below(2));
     if (random.below(40) == 0) {
-      apply(index, number, round_of(space_id(0), tier, ++round, some));
+      apply(index, number, snapshot_of(space_id(0), tier, ++snapshot, some));
     } else if (random.below(is_growing ? 400 : 30) == 0) {
       apply(index, number, {InstanceStarted{}}, {own_pools()});
     } else if (random.below(4) == 0) {
-      apply(index, number, {stated(space_id(0), tier, ++round, some)});
+      apply(index, number, {listed(space_id(0), tier, ++snapshot, some)});
     } else {
       apply(index, number, {is_growing ? created(space_id(0), tier, some) : evicted(space_id(0), tier, some)});
     }
@@ -330,7 +330,7 @@ void an_audit_finds_nothing_while_frames_grow_and_shrink_the_table() {
   CHECK(audit_all(index).blocks == index.block_count());
 }
 
-void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round() {
+void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot() {
   for (unsigned bit = 0; bit < 128 + 15; bit += 5) {
     ClusterIndex index(kPlenty, kSecret);
     const Buffer all = hashes_between(0, 20'000);
@@ -354,8 +354,8 @@ void a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round() {
     for (std::uint32_t number = 0; number < 3; ++number) {
       const Buffer mine = hashes_between(number * 8000, number * 8000 + 9000);
       apply(index, number,
-            {stated(space_id(0), Tier::kHbm, 5, mine), RoundEnded{Tier::kHbm, 5, 9000}, stated(space_id(1), Tier::kHost, 5, mine),
-             RoundEnded{Tier::kHost, 5, 9000}});
+            {listed(space_id(0), Tier::kHbm, 5, mine), SnapshotEnded{Tier::kHbm, 5, 9000}, listed(space_id(1), Tier::kHost, 5, mine),
+             SnapshotEnded{Tier::kHost, 5, 9000}});
     }
     CHECK(audit_all(index).differing.empty());
     CHECK(index.holders(space_id(0), hash_of(12'345).data()).size() == 1);
@@ -388,7 +388,7 @@ void beyond_capacity_is_refused_and_said() {
   CHECK(index.anomalies()[static_cast<std::size_t>(Anomaly::kRefusedAtCapacity)] == 20);
   index.unclaim("pool", space_id(0), hashes_between(0, 10));
   const Buffer fewer = hashes_between(0, 30);
-  apply(index, one, round_of(space_id(0), Tier::kHbm, 1, fewer));
+  apply(index, one, snapshot_of(space_id(0), Tier::kHbm, 1, fewer));
   CHECK(index.state(one)->counts[0] == 30 && !index.state(one)->is_partial && index.recomputed_digest(one) == index.state(one)->digest);
 }
 
@@ -513,7 +513,7 @@ class Script {
       hashes = some_hashes();
       const NamespaceId id = space_id(random.below(kSpaces));
       const auto tier = static_cast<Tier>(random.below(kTierCount));
-      const std::uint32_t round = model.instance(number).tiers[static_cast<std::size_t>(tier)].round;
+      const std::uint32_t snapshot = model.instance(number).tiers[static_cast<std::size_t>(tier)].snapshot;
       switch (random.below(16)) {
         case 0:
           if (random.below(4) == 0) {
@@ -537,16 +537,16 @@ class Script {
           break;
         case 5:
         case 6:
-          events.push_back(stated(id, tier, round + static_cast<std::uint32_t>(random.below(2)), hashes));
+          events.push_back(listed(id, tier, snapshot + static_cast<std::uint32_t>(random.below(2)), hashes));
           break;
         case 7:
         case 8: {
-          events.push_back(stated(id, tier, round + 1, hashes));
-          events.emplace_back(RoundEnded{tier, round + 1, static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
+          events.push_back(listed(id, tier, snapshot + 1, hashes));
+          events.emplace_back(SnapshotEnded{tier, snapshot + 1, static_cast<std::uint32_t>(hashes.size() / kHashBytes)});
           break;
         }
         case 9:
-          events.emplace_back(RoundEnded{tier, round + static_cast<std::uint32_t>(random.below(2)), 0});
+          events.emplace_back(SnapshotEnded{tier, snapshot + static_cast<std::uint32_t>(random.below(2)), 0});
           break;
         case 10:
           if (random.below(8) == 0) {
@@ -674,14 +674,14 @@ void memory_stays_when_everything_is_replaced() {
     index.instance(name_of(number));
   }
   std::uint64_t first = 0;
-  for (std::uint64_t round = 0; round < 10; ++round) {
+  for (std::uint64_t snapshot = 0; snapshot < 10; ++snapshot) {
     for (std::uint32_t number = 0; number < kHolders; ++number) {
       // Each holds a part of it, so that there are many sets.
-      const Buffer hashes = hashes_between(round * kSize + number * 100, (round + 1) * kSize);
-      if (round % 2 == 0) {
+      const Buffer hashes = hashes_between(snapshot * kSize + number * 100, (snapshot + 1) * kSize);
+      if (snapshot % 2 == 0) {
         apply(index, number, {InstanceStarted{}, created(space_id(0), Tier::kHbm, hashes)}, {own_pools()});
       } else {
-        apply(index, number, round_of(space_id(0), Tier::kHbm, static_cast<std::uint32_t>(round), hashes));
+        apply(index, number, snapshot_of(space_id(0), Tier::kHbm, static_cast<std::uint32_t>(snapshot), hashes));
       }
       index.sweep(40);  // some of it in between
     }
@@ -689,8 +689,8 @@ void memory_stays_when_everything_is_replaced() {
     CHECK(index.block_count() == kSize);
     const IndexMemory memory = index.memory();
     const std::uint64_t bytes = memory.table + memory.sets + memory.rest;
-    first = round == 1 ? bytes : first;  // by then both ways have been gone
-    CHECK(round < 2 || bytes <= first + first / 10);
+    first = snapshot == 1 ? bytes : first;  // by then both ways have been gone
+    CHECK(snapshot < 2 || bytes <= first + first / 10);
   }
 }
 
@@ -723,9 +723,9 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
       hashes.reserve(held.size());
       for (const auto& [key, era] : held) {
         hashes.emplace_back(key.second.begin(), key.second.end());
-        events.push_back(stated(key.first, static_cast<Tier>(tier), 1'000'000, hashes.back()));
+        events.push_back(listed(key.first, static_cast<Tier>(tier), 1'000'000, hashes.back()));
       }
-      events.emplace_back(RoundEnded{static_cast<Tier>(tier), 1'000'000, static_cast<std::uint32_t>(held.size())});
+      events.emplace_back(SnapshotEnded{static_cast<Tier>(tier), 1'000'000, static_cast<std::uint32_t>(held.size())});
       frames.push_back(frame_of(number, events));
     }
   }
@@ -781,9 +781,9 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
     for (std::uint32_t number = 0; !is_done; number = (number + 1) % kInstances) {
       const AuditPart part = index.audit(20);
       CHECK(part.differing.empty() && part.damaged == 0);
-      index.withhold(number, true);
+      index.exclude(number, true);
       std::this_thread::yield();
-      index.withhold(number, false);
+      index.exclude(number, false);
     }
   });
   threads.emplace_back([&] {
@@ -820,7 +820,7 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
     check_all(*one, model, kMany + 60);
     check_prefixes(*one, model, space_id(1), hashes_between(0, kMany));
   }
-  // The last checkpoint that was begun before the rounds at the end, and the frames since.
+  // The last checkpoint that was begun before the snapshots at the end, and the frames since.
   const auto usable = std::find_if(checkpoints.rbegin(), checkpoints.rend(), [&](const auto& one) { return one.first <= end; });
   if (usable != checkpoints.rend()) {
     ClusterIndex loaded(kPlenty, kSecret);
@@ -835,18 +835,18 @@ void all_at_once_comes_to_what_one_thread_comes_to() {
 }  // namespace
 
 int main() {
-  return tests::run({{"abandoned rounds leave everything in place", abandoned_rounds_leave_everything_in_place},
-                     {"rounds without a sweep keep what each stated", rounds_without_a_sweep_keep_what_each_stated},
+  return tests::run({{"abandoned snapshots leave everything in place", abandoned_snapshots_leave_everything_in_place},
+                     {"snapshots without a sweep keep what each listed", snapshots_without_a_sweep_keep_what_each_listed},
                      {"the dead hold nothing before and after a sweep", the_dead_hold_nothing_before_and_after_a_sweep},
                      {"a dead one's holder ids are nobody else's", a_dead_ones_ids_are_nobody_elses},
-                     {"holder ids that a round left behind are nobody else's", ids_that_a_round_left_behind_are_nobody_elses},
+                     {"holder ids that a snapshot left behind are nobody else's", ids_that_a_snapshot_left_behind_are_nobody_elses},
                      {"a sweep misses nothing that moved amid it", a_sweep_misses_nothing_that_moved_amid_it},
                      {"a set that was made before a death is not given out after it",
                       a_set_that_was_made_before_a_death_is_not_given_out_after_it},
-                     {"who is withheld is in no answer and is not forgotten", who_is_withheld_is_in_no_answer_and_is_not_forgotten},
+                     {"who is excluded is in no answer and is not forgotten", who_is_excluded_is_in_no_answer_and_is_not_forgotten},
                      {"an audit finds nothing while frames grow and shrink the table",
                       an_audit_finds_nothing_while_frames_grow_and_shrink_the_table},
-                     {"a flipped bit of an entry is found and healed by a round", a_flipped_bit_of_an_entry_is_found_and_healed_by_a_round},
+                     {"a flipped bit of an entry is found and healed by a snapshot", a_flipped_bit_of_an_entry_is_found_and_healed_by_a_snapshot},
                      {"holders that cannot be are taken out and counted", holders_that_cannot_be_are_taken_out_and_counted},
                      {"beyond capacity is refused and said", beyond_capacity_is_refused_and_said},
                      {"claims of several tiers are one block's", claims_of_several_tiers_are_one_blocks},

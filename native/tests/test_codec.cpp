@@ -47,7 +47,7 @@ Buffer written(std::initializer_list<Event> events) {
   return out;
 }
 
-void golden_frame_round_trips() {
+void golden_frame_snapshot_trips() {
   const Buffer golden = tests::read_golden("frame_v1.bin");
   CHECK(rewritten(golden) == golden);
   const Buffer with_attributes = tests::read_golden("frame_v2.bin");
@@ -84,7 +84,7 @@ void hostile_bytes_never_crash() {
   Random random(1);
   std::size_t accepted = 0;
   std::size_t refused = 0;
-  for (int round = 0; round < 60'000; ++round) {
+  for (int pass = 0; pass < 60'000; ++pass) {
     Buffer data = golden;
     for (std::size_t change = random.below(4) + 1; change > 0; --change) {
       const std::size_t at = 6 + random.below(data.size() - 10);
@@ -151,8 +151,8 @@ void writer_refuses_what_does_not_fit() {
   CHECK(refuses(BlocksEvicted{.namespace_id = {}, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = {}}));
   CHECK(refuses(BlocksEvicted{
       .namespace_id = {}, .tier = Tier::kHbm, .reason = EvictReason::kTtl, .hashes = Bytes(bytes).first(17)}));
-  CHECK(refuses(ResidenciesStated{
-      .namespace_id = {}, .tier = Tier::kHbm, .round = 1, .hashes = two, .slots = Bytes(bytes).first(4)}));
+  CHECK(refuses(ResidenciesListed{
+      .namespace_id = {}, .tier = Tier::kHbm, .snapshot = 1, .hashes = two, .slots = Bytes(bytes).first(4)}));
   BlocksMigrated migrated{};
   migrated.hashes = two;
   migrated.source = std::string_view{};
@@ -193,7 +193,7 @@ void utf8_is_strict() {
 }  // namespace
 
 int main() {
-  return tests::run({{"the golden frame reads and writes to itself", golden_frame_round_trips},
+  return tests::run({{"the golden frame reads and writes to itself", golden_frame_snapshot_trips},
                      {"a frame cut anywhere is torn", every_truncation_is_torn},
                      {"every flipped bit is found", every_flipped_bit_is_found},
                      {"hostile bytes are refused or canonical, and never crash", hostile_bytes_never_crash},

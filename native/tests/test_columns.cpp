@@ -55,8 +55,8 @@ Runs runs_of(Bytes data) {
         add(migrated->hashes, migrated->slots);
       } else if (const auto* const evicted = std::get_if<BlocksEvicted>(&*event)) {
         add(evicted->hashes, {});
-      } else if (const auto* const stated = std::get_if<ResidenciesStated>(&*event)) {
-        add(stated->hashes, stated->slots);
+      } else if (const auto* const listed = std::get_if<ResidenciesListed>(&*event)) {
+        add(listed->hashes, listed->slots);
       }
     }
     at = reader.end();
@@ -114,7 +114,7 @@ void hostile_bytes_never_crash() {
   Random random(1);
   std::size_t accepted = 0;
   std::size_t refused = 0;
-  for (int round = 0; round < 20'000; ++round) {
+  for (int pass = 0; pass < 20'000; ++pass) {
     Buffer frame = golden;
     for (std::size_t change = random.below(4) + 1; change > 0; --change) {
       const std::size_t at = 12 + random.below(frame.size() - 16);

@@ -12,7 +12,7 @@ void words_differ_in_every_bit() {
   std::set<std::uint64_t> words;
   std::uint64_t set_once = 0;
   std::uint64_t clear_once = 0;
-  for (int round = 0; round < 64; ++round) {
+  for (int pass = 0; pass < 64; ++pass) {
     const std::uint64_t word = random_word();
     words.insert(word);
     set_once |= word;

@@ -182,8 +182,8 @@ void strict_refuses_and_changes_nothing() {
   CHECK(refusal(residencies, evicted(two)) == "evicted-unheld: HBM does not hold 02000000");
   CHECK(refusal(residencies, evicted(one, kStranger)) ==
         "foreign-namespace: 01000000 belongs to namespace 01000000, not 02000000");
-  CHECK(refusal(residencies, RoundEnded{Tier::kHbm, 1, 1}) ==
-        "round-incomplete: HBM round 1 stated 0 blocks, its end says 1");
+  CHECK(refusal(residencies, SnapshotEnded{Tier::kHbm, 1, 1}) ==
+        "snapshot-incomplete: HBM snapshot 1 listed 0 blocks, its end says 1");
   CHECK(residencies.digest() == digest && residencies.count() == 1);
   CHECK(thrown_code([&] { fold(residencies, created(Bytes(one).first(15), {})); }) == ErrorCode::kLayout);
   CHECK(thrown_code([&] { fold(residencies, created(two, Bytes(one).first(3))); }) == ErrorCode::kLayout);
@@ -201,7 +201,7 @@ void a_lenient_fold_applies_what_makes_sense() {
   CHECK(moved.anomalies == (std::vector<Anomaly>{{"created-twice", "HBM already holds 02000000"},
                                                  {"moved-silently", "HBM held 02000000 in slot 3, not None"}}));
   CHECK(fold(residencies, created(one, packed({3}))).anomalies.empty());  // so the slot is free again
-  const FoldDelta ended = fold(residencies, RoundEnded{Tier::kHbm, 1, 0});
+  const FoldDelta ended = fold(residencies, SnapshotEnded{Tier::kHbm, 1, 0});
   CHECK(ended.withdrawn == 2 && residencies.is_whole(Tier::kHbm) && residencies.digest() == 0);
   residencies.miss_events();
   CHECK(!residencies.is_whole(Tier::kHbm));

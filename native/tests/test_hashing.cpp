@@ -12,7 +12,7 @@ namespace {
 
 using Buffer = std::vector<std::uint8_t>;
 
-std::vector<HashKernel> kernels() {
+std::vector<HashKernel> backend() {
   std::vector<HashKernel> found;
   for (const HashKernel kernel : {HashKernel::kPortable, HashKernel::kAvx2, HashKernel::kSha}) {
     if (has_hash_kernel(kernel)) {
@@ -61,11 +61,11 @@ void kernels_agree() {
     const auto tokens = random_tokens(random, 7 * block_tokens + random.below(block_tokens));
     const SequenceHash root = random_root(random);
     const Buffer expected = defined_chain(tokens, block_tokens, root);
-    for (const HashKernel kernel : kernels()) {
+    for (const HashKernel kernel : backend()) {
       CHECK(chain(tokens, block_tokens, root, {}, kernel) == expected);
     }
   }
-  for (const HashKernel kernel : kernels()) {
+  for (const HashKernel kernel : backend()) {
     CHECK(chain(random_tokens(random, 500), 501, {}, {}, kernel).empty());
     CHECK(chain({}, 16, {}, {}, kernel).empty());
   }
@@ -83,7 +83,7 @@ void chains_continue() {
 
 void batches_are_chains() {
   Random random(4);
-  for (const HashKernel kernel : kernels()) {
+  for (const HashKernel kernel : backend()) {
     for (std::size_t count = 0; count <= 20; ++count) {  // fewer jobs than lanes, as many, more
       for (const std::size_t block_tokens : {std::size_t{1}, std::size_t{3}, std::size_t{11}, std::size_t{12}, std::size_t{16},
                                              std::size_t{25}, std::size_t{64}}) {
@@ -111,8 +111,8 @@ void batches_are_chains() {
 void derived_hashes_are_their_definition() {
   Random random(5);
   const SequenceHash root = random_root(random);
-  for (const HashKernel kernel : kernels()) {
-    for (std::size_t round = 0; round < 300; ++round) {
+  for (const HashKernel kernel : backend()) {
+    for (std::size_t snapshot = 0; snapshot < 300; ++snapshot) {
       const std::size_t count = random.below(20);
       const std::size_t most = 1 + random.below(140);  // past two chunks
       std::vector<Buffer> digests;
@@ -144,7 +144,7 @@ void extra_keys() {
   const std::vector<Bytes> none(3);
   const std::vector<Bytes> second{Bytes{}, Bytes(key), Bytes{}};
   const Buffer portable = chain(tokens, 4, root, second, HashKernel::kPortable);
-  for (const HashKernel kernel : kernels()) {
+  for (const HashKernel kernel : backend()) {
     const Buffer plain = chain(tokens, 4, root, {}, kernel);
     const Buffer keyed = chain(tokens, 4, root, second, kernel);
     CHECK(keyed == portable);

@@ -94,7 +94,7 @@ void sets_are_found_after_many_others_went() {
   Random random(2);
   HolderSets sets;
   std::map<HolderIds, HolderValue> kept;
-  for (int round = 0; round < 20; ++round) {
+  for (int pass = 0; pass < 20; ++pass) {
     while (kept.size() < 3000) {  // more than a slab
       const HolderIds holder_ids = some_holder_ids(random, 2 + random.below(5), 40);
       kept.try_emplace(holder_ids, 0);
@@ -122,12 +122,12 @@ void memory_does_not_grow_when_sets_come_and_go() {
   Random random(3);
   HolderSets sets;
   std::uint64_t first = 0;
-  for (int round = 0; round < 10; ++round) {
+  for (int pass = 0; pass < 10; ++pass) {
     std::vector<HolderValue> values;
     for (int at = 0; at < 2000; ++at) {
       values.push_back(sets.intern(some_holder_ids(random, 2 + static_cast<std::size_t>(at) % 8, 100'000)));
     }
-    if (round == 0) {
+    if (snapshot == 0) {
       first = sets.bytes();
     }
     CHECK(sets.bytes() <= first);  // the sizes are the same each time, the holder ids are not

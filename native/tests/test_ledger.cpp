@@ -49,7 +49,7 @@ Buffer filled(Ledger& ledger, Tier tier, const NamespaceId& id, const Buffer& ha
 
 // What all waiting frames say: names of events in order. Reads every frame to its end.
 std::vector<std::string> recorded(Ledger& ledger) {
-  constexpr const char* kNames[] = {"started", "created", "migrated", "evicted", "stated", "ended", "stopped"};
+  constexpr const char* kNames[] = {"started", "created", "migrated", "evicted", "listed", "ended", "stopped"};
   std::vector<std::string> names;
   for (const FrameBody& body : ledger.waiting_frames()) {
     FrameHeader header;
@@ -142,7 +142,7 @@ void overflow_ends_the_stream() {
   CHECK(ledger.has_overflowed() && ledger.is_stopped() && ledger.match(blocks(0, 4), false).depth == 4);
   const std::uint64_t applied = ledger.applied();
   filled(ledger, Tier::kHbm, kNamespace, blocks(9, 8));  // the engine goes on
-  CHECK(ledger.applied() == applied && !ledger.begin_round());
+  CHECK(ledger.applied() == applied && !ledger.begin_snapshot());
   CHECK(!ledger.allocate(Tier::kNvme, 1).has_value());
   CHECK(recorded(ledger).back() == "stopped");
 }
@@ -160,16 +160,16 @@ void another_epoch_begins_in_place() {
   const std::uint64_t digest = ledger.digest();
   const std::uint64_t after = ledger.restart(7, kStarted, 0);
   CHECK(after == ledger.applied() && ledger.epoch() == 7 && ledger.digest() == digest && !ledger.is_stopped());
-  CHECK((recorded(ledger) == std::vector<std::string>{"started", "stated", "stated", "ended", "ended"}));
-  CHECK(ledger.allocate(Tier::kNvme, 1).has_value() && ledger.begin_round());
+  CHECK((recorded(ledger) == std::vector<std::string>{"started", "listed", "listed", "ended", "ended"}));
+  CHECK(ledger.allocate(Tier::kNvme, 1).has_value() && ledger.begin_snapshot());
 }
 
 void steady_state_reuses_what_it_grew_to() {
   Ledger ledger = started({{Tier::kHbm, 64, false}});
   std::uint64_t digest = 0;
-  for (std::uint32_t round = 0; round < 200; ++round) {
-    filled(ledger, Tier::kHbm, round % 2 == 0 ? kNamespace : kOther, blocks(round * 16, 16));
-    if (round % 16 == 0) {
+  for (std::uint32_t snapshot = 0; snapshot < 200; ++snapshot) {
+    filled(ledger, Tier::kHbm, snapshot % 2 == 0 ? kNamespace : kOther, blocks(snapshot * 16, 16));
+    if (snapshot % 16 == 0) {
       recorded(ledger);
     }
     digest = ledger.digest();
@@ -237,8 +237,8 @@ void no_slot_is_lost(const char* eviction) {
         }
         break;
       default:
-        ledger.begin_round();
-        ledger.step_round(1 + random.below(4));
+        ledger.begin_snapshot();
+        ledger.step_snapshot(1 + random.below(4));
         ledger.clear_waiting();
         if (random.below(8) == 0) {
           ledger.restart(ledger.epoch() + 1, kStarted, 0);
@@ -283,7 +283,7 @@ int main() {
                      {"tiers hotter than asked for are not looked at", colder_tiers_are_looked_at_alone},
                      {"what is refused has changed nothing", refusals_change_nothing},
                      {"an overflow ends the stream and not the engine", overflow_ends_the_stream},
-                     {"another epoch begins in place, with a round of what is held", another_epoch_begins_in_place},
-                     {"the digest is that of what is held, round after round", steady_state_reuses_what_it_grew_to},
+                     {"another epoch begins in place, with a snapshot of what is held", another_epoch_begins_in_place},
+                     {"the digest is that of what is held, snapshot after snapshot", steady_state_reuses_what_it_grew_to},
                      {"no slot is lost, whatever is asked", no_slot_is_lost_by_either_policy}});
 }

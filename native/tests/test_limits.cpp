@@ -4,7 +4,7 @@
 
 namespace {
 
-void every_round_takes_time() {
+void every_snapshot_takes_time() {
   const auto taken = kvbm::random_lines_ns(std::size_t{1} << 20, 64, 10, 1);
   CHECK(taken.size() == 10);
   for (const double ns : taken) {
@@ -14,4 +14,4 @@ void every_round_takes_time() {
 
 }  // namespace
 
-int main() { return kvbm::tests::run({{"every round takes time", every_round_takes_time}}); }
+int main() { return kvbm::tests::run({{"every snapshot takes time", every_snapshot_takes_time}}); }

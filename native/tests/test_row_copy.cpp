@@ -65,8 +65,8 @@ void rows_arrive() {
     RowCopier copier(threads);
     CHECK(copier.threads() == threads);
     Random random(threads);
-    for (int round = 0; round < 40; ++round) {
-      copy_once(copier, random, 1 + random.below(9'000), random.below(60), round % 2 == 0);
+    for (int pass = 0; pass < 40; ++pass) {
+      copy_once(copier, random, 1 + random.below(9'000), random.below(60), snapshot % 2 == 0);
     }
   }
 }
@@ -106,7 +106,7 @@ void callers_share_the_threads() {
   for (std::uint64_t caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&copier, caller] {
       Random random(100 + caller);
-      for (int round = 0; round < 4; ++round) {
+      for (int pass = 0; pass < 4; ++pass) {
         copy_once(copier, random, 1 + random.below(300'000), 1 + random.below(4), true);
       }
     });

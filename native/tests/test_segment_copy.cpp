@@ -123,7 +123,7 @@ void threads_share_a_table() {
       for (std::int64_t slot = worker; slot < 64; slot += 4) {
         slots.push_back(slot);
       }
-      for (int round = 0; round < 10; ++round) {
+      for (int pass = 0; pass < 10; ++pass) {
         const auto rows = own.bytes(slots.size() * table.block_bytes());
         table.scatter(copier, slots, {rows.data(), table.block_bytes()}, {});
         std::vector<std::uint8_t> back(rows.size());

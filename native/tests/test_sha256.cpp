@@ -45,7 +45,7 @@ void fips_vectors() {
 void pieces_do_not_matter() {
   Random random(1);
   const auto data = random.bytes(1'000);
-  for (int round = 0; round < 300; ++round) {
+  for (int pass = 0; pass < 300; ++pass) {
     const std::size_t size = random.below(data.size());
     Sha256 whole(sha256_compress_portable);
     whole.update(Bytes(data).first(size));

@@ -33,7 +33,7 @@ void fill(TierSlots& tier) {
   }
 }
 
-void slots_go_round() {
+void slots_go_snapshot() {
   TierSlots tier(Tier::kNvme, 4, "lru", 7);
   fill(tier);
   CHECK(tier.free_count() == 0 && tier.room() == 4);
@@ -173,7 +173,7 @@ void who_is_farthest_above_its_share_gives_up_first() {
 }  // namespace
 
 int main() {
-  return tests::run({{"slots are taken in the order they became free", slots_go_round},
+  return tests::run({{"slots are taken in the order they became free", slots_go_snapshot},
                      {"a slot withdrawn while pinned is free after its last unpin", pinned_slots_wait_for_their_last_unpin},
                      {"kept blocks yield by priority, time and slot", kept_blocks_yield_in_order},
                      {"keeping again takes the later time and the higher priority", keeping_again_takes_the_later_and_the_higher},

@@ -63,7 +63,7 @@ def _slots_inside_heads(device: str) -> Layers:
 
 
 def _latent(device: str) -> Layers:
-    """MLA: an odd number of bytes a token, in tensors that do not begin at a round address."""
+    """MLA: an odd number of bytes a token, in tensors that do not begin at a snapshot address."""
     kept = [_tensor((SLOTS * 4 * 9 + 1,), torch.float16, device)[1:].view(SLOTS, 4, 9) for _ in range(3)]
     return [[PagedTensor(tensor, ("slots", "tokens", "dim"))] for tensor in kept]
 

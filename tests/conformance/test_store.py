@@ -583,7 +583,7 @@ def test_one_batch_takes_twenty_thousand_claims(database_url: str) -> None:
 def test_of_two_stores_with_the_same_batch_one_wins(database_url: str) -> None:
     async def run() -> None:
         stores = [await SqlStore.open(database_url) for _ in range(2)]
-        for sequence in range(20):  # the first round inserts the position's row, the others update it
+        for sequence in range(20):  # the first snapshot inserts the position's row, the others update it
             once = batch(sequence, sequence + 1, claims=(claim(hashes(50, seed=sequence), at_ns=sequence),))
             results = await asyncio.gather(*(store.apply(once) for store in stores))
             assert sorted(result.outcome.value for result in results) == ["applied", "repeated"]

@@ -394,16 +394,16 @@ async def until_heard(ask: Callable[[], Awaitable[bool]]) -> None:
     await eventually_async(ask, "nobody hears it")
 
 
-def test_a_round_is_asked_of_one_instance_and_answered_only_if_it_listens(run: Run, cluster: str) -> None:
+def test_a_snapshot_is_asked_of_one_instance_and_answered_only_if_it_listens(run: Run, cluster: str) -> None:
     async def work(stream: EventStream) -> None:
-        assert not await stream.ask_round(cluster, ONE)
-        asks = stream.watch_round_asks(cluster, ONE)
+        assert not await stream.ask_snapshot(cluster, ONE)
+        asks = stream.watch_snapshot_asks(cluster, ONE)
         first = asyncio.ensure_future(anext(asks))
-        await until_heard(lambda: stream.ask_round(cluster, ONE))
+        await until_heard(lambda: stream.ask_snapshot(cluster, ONE))
         await first
-        assert await stream.ask_round(cluster, ONE)
+        assert await stream.ask_snapshot(cluster, ONE)
         await anext(asks)
-        assert not await stream.ask_round(cluster, TWO)
+        assert not await stream.ask_snapshot(cluster, TWO)
 
     run(work)
 

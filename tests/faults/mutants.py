@@ -21,7 +21,7 @@ from kvbm.catalog.sequencer import Sequencer
 from kvbm.core.codec import decode_header
 from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError
-from kvbm.core.events import MigrateCause, ResidenciesStated, RoundEnded
+from kvbm.core.events import MigrateCause, ResidenciesListed, SnapshotEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
 from kvbm.core.ledger import Ledger
 from kvbm.manager.copies import CopiesInFlight
@@ -189,21 +189,21 @@ class _SkippingLedger(Ledger):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._skipped: dict[tuple[int, int], int] = {}
-        self._stated = 0
+        self._listed = 0
 
     def _wait(self, event: Any, digest: int) -> None:
-        if isinstance(event, ResidenciesStated):
-            self._stated += 1
-            if self._stated % 3 == 0:
-                key = (event.tier, event.round)
+        if isinstance(event, ResidenciesListed):
+            self._listed += 1
+            if self._listed % 3 == 0:
+                key = (event.tier, event.snapshot)
                 self._skipped[key] = self._skipped.get(key, 0) + len(event.hashes) // HASH_BYTES
                 return
-        if isinstance(event, RoundEnded) and (less := self._skipped.pop((event.tier, event.round), 0)):
-            event = RoundEnded(tier=event.tier, round=event.round, count=event.count - less)
+        if isinstance(event, SnapshotEnded) and (less := self._skipped.pop((event.tier, event.snapshot), 0)):
+            event = SnapshotEnded(tier=event.tier, snapshot=event.snapshot, count=event.count - less)
         super()._wait(event, digest)
 
 
-def _round_skips_a_run(stack: ExitStack) -> None:
+def _snapshot_skips_a_run(stack: ExitStack) -> None:
     _swap(stack, kvbm.assembly.manager, "NATIVE_CORE", assembly.NATIVE_CORE._replace(new_ledger=_SkippingLedger))
     _swap(stack, cluster_module, "READABLE", cluster_module.READABLE._replace(new_ledger=_SkippingLedger))
 
@@ -290,7 +290,7 @@ def _places_without_fingerprints(stack: ExitStack) -> None:
     _swap(stack, StreamCursor, "mark", property(lambda self: Mark(self.sequence)))
 
 
-def _withheld_never_returned(stack: ExitStack) -> None:
+def _excluded_never_returned(stack: ExitStack) -> None:
     def step(self: Any, now_s: float, what: Any) -> Any:
         return [effect for effect in original(self, now_s, what) if not isinstance(effect, Return)]
 
@@ -303,7 +303,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "no_go_back_n": Mutant("what was refused is sent again, and all behind it", _no_go_back_n, ("refuse_publishes",)),
     "no_fencing": Mutant("the server refuses whoever has lost the fence", _no_fencing, ("zombie", "twin", "freeze")),
-    "fence_never_renewed": Mutant("a fence is as young as the round", _fence_never_renewed, ("trim", *_LINKS)),
+    "fence_never_renewed": Mutant("a fence is as young as the snapshot", _fence_never_renewed, ("trim", *_LINKS)),
     "resumes_at_the_end": Mutant(
         "a new connection goes on where all is acknowledged",
         _resumes_at_the_end,
@@ -319,7 +319,9 @@ MUTANTS: dict[str, Mutant] = {
         "a slot in copy belongs to the copy", _slot_released_at_deadline, ("slow_pools",)
     ),
     "epoch_from_wall_clock": Mutant("an epoch only grows", _epoch_from_wall_clock, ("step_clock", *_PROCESSES)),
-    "round_skips_a_run": Mutant("a round states all that is held", _round_skips_a_run, ("trim", "hide_messages")),
+    "snapshot_skips_a_run": Mutant(
+        "a snapshot states all that is held", _snapshot_skips_a_run, ("trim", "hide_messages")
+    ),
     "torn_tail_accepted": Mutant("a torn tail is cut at the last whole frame", _torn_tail_accepted, ("kill_in_write",)),
     "gap_ignored": Mutant("a hole is waited at, then a gap", _gap_ignored, _GAPS),
     "digest_not_compared": Mutant("digests are compared at every frame", _digest_not_compared, ("spoil_index",)),
@@ -338,7 +340,7 @@ MUTANTS: dict[str, Mutant] = {
         ("cut_server_power", "kill_catalog"),
         run_s=2.0,
     ),
-    "withheld_never_returned": Mutant(
-        "whoever is heard again is answered of again", _withheld_never_returned, ("freeze", "cut_node")
+    "excluded_never_returned": Mutant(
+        "whoever is heard again is answered of again", _excluded_never_returned, ("freeze", "cut_node")
     ),
 }

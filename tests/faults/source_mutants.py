@@ -97,11 +97,11 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         test="tests/integration/test_journal.py::test_a_failed_sync_is_not_forgotten",
     ),
     "segments_go_unpublished": SourceMutant(
-        "a segment goes when it is published and before a whole round, not one of the two",
+        "a segment goes when it is published and before a completed snapshot, not one of the two",
         _JOURNAL,
-        "        needless = min(published, whole_round)",
-        "        needless = max(published, whole_round)",
-        test="tests/integration/test_journal.py::test_an_epochs_first_round_is_let_in_beyond_the_capacity_and_nothing_else",
+        "        needless = min(published, completed_snapshot)",
+        "        needless = max(published, completed_snapshot)",
+        test="tests/integration/test_journal.py::test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else",
     ),
     "torn_bytes_stay": SourceMutant(
         "what a failed append has left is cut before the next one",
@@ -187,14 +187,14 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _LIVENESS,
         "            member.read_epoch, member.is_stopped = epoch, stopped\n",
         "            member.read_epoch, member.is_stopped = epoch, member.is_stopped or stopped\n",
-        test="tests/unit/test_liveness.py::test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read",
+        test="tests/unit/test_liveness.py::test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_read",
     ),
     "half_is_most": SourceMutant(
         "most is more than half",
         _LIVENESS,
         "        return last - first >= LEAST_MASS and 2 * (last - first) > len(heard) - first",
         "        return last - first >= LEAST_MASS and 2 * (last - first) >= len(heard) - first",
-        test="tests/unit/test_liveness.py::test_half_that_fall_silent_together_are_withheld",
+        test="tests/unit/test_liveness.py::test_half_that_fall_silent_together_are_excluded",
     ),
     # -- SQL -------------------------------------------------------------------------------------------------------------
     "overtaken_rows_dropped": SourceMutant(
@@ -255,11 +255,11 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         test="tests/integration/test_copies.py::test_of_an_object_with_a_block_that_cannot_be_read_nothing_is_put",
     ),
     "begun_epoch_is_durable": SourceMutant(
-        "an epoch's events after its first round are durable when they are, or when a later epoch's round is",
+        "an epoch's events after its first snapshot are durable when they are, or when a later epoch's snapshot is",
         "kvbm/manager/offsets.py",
         "return self._whole > epoch or self._ends.get(epoch, Offset(0)) >= offset",
         "return self._whole >= epoch or self._ends.get(epoch, Offset(0)) >= offset",
-        test="tests/unit/test_offsets.py::test_an_offset_that_never_was_written_counts_once_a_later_round_is_whole",
+        test="tests/unit/test_offsets.py::test_an_offset_that_never_was_written_counts_once_a_later_snapshot_is_whole",
     ),
     "staged_before_its_withdrawal": SourceMutant(
         "a slot that outlives the process is written once the withdrawal of its block is durable, also through staging",
@@ -319,10 +319,10 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "  if (change == last_change_ && last_frees_ == sets_.frees()) {",
         test="native/tests/test_cluster_index.cpp",
     ),
-    "round_in_part_withdraws": SourceMutant(
-        "a round that has stated fewer than its end says withdraws nothing",
+    "snapshot_in_part_withdraws": SourceMutant(
+        "a snapshot that has listed fewer than its end says withdraws nothing",
         _INDEX,
-        "  if (!fold.is_open || fold.stated != event.count) {",
+        "  if (!fold.is_open || fold.listed != event.count) {",
         "  if (!fold.is_open) {",
         test="native/tests/test_cluster_index.cpp",
     ),
@@ -333,7 +333,7 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "",
         test="native/tests/test_cluster_index.cpp",
     ),
-    "withheld_shown_in_a_new_space": SourceMutant(
+    "excluded_shown_in_a_new_space": SourceMutant(
         "an excluded instance is not visible in a namespace that is new to it",
         _INDEX,
         "  holder_space.visible = holder_space.live & instance.visible;",

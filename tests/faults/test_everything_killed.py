@@ -42,7 +42,7 @@ def test_after_kill_9_of_everything_and_a_fresh_catalog_the_index_is_as_before(
 
     With their machines kept, the instances find their journals, and a stream that has nothing. They publish all that their
     journals have, so every claim is back before the janitor runs, those included that no stream ever had, and it finds
-    nothing; a round states what NVMe holds, block by block what each held when it died.
+    nothing; a snapshot states what NVMe holds, block by block what each held when it died.
 
     With new machines nothing is left but the bucket: nobody claims anything before the janitor has run, and it finds every object.
     """

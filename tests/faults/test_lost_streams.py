@@ -81,7 +81,7 @@ class Lost:
     def is_known(self, child: ToldWorker) -> bool:
         """Whether the catalog is sure that the instance is what this process says it is."""
         status, found = child.ask(op="status"), self.client.instance(INSTANCE)
-        return found is not None and (found.epoch, found.offset, found.digest, found.doubtful, found.withheld) == (
+        return found is not None and (found.epoch, found.offset, found.digest, found.suspect, found.excluded) == (
             status["epoch"], status["applied"], status["digest"], False, "",
         )  # fmt: skip
 

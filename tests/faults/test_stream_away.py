@@ -53,7 +53,7 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
     server = EmbeddedServer.start(disk.folder / "nats", port=port)
     flags = {
         "instance.id": "i", "instance.data_dir": str(tmp_path), "nats.url": server.url, "nats.heartbeat_s": 0.2,
-        "pools.hbm.device": "memory", "pools.hbm.slots": 16, "rounds.least_s": 1,
+        "pools.hbm.device": "memory", "pools.hbm.slots": 16, "snapshots.least_s": 1,
     }  # fmt: skip
     first = os.urandom(16 * HASH_BYTES)
     catalog, client = start_catalog_process(tmp_path / "catalog", server.url)
@@ -64,7 +64,7 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
 
             def seen() -> bool:
                 told = client.instance("i")
-                return told is not None and (told.offset, told.doubtful) == (manager.applied(), False)
+                return told is not None and (told.offset, told.suspect) == (manager.applied(), False)
 
             eventually(lambda: is_published(manager) and seen(), "the catalog does not see the instance")
             disk.fill(server.pid)
@@ -79,23 +79,25 @@ def test_a_server_that_takes_nothing_is_noticed_by_everybody(tmp_path: Path) -> 
             def is_told() -> bool:
                 told = client.instance("i")
                 assert told is not None
-                return bool(told.doubtful and told.doubts and told.trouble and told.state == "live")
+                return bool(told.suspect and told.suspicions and told.trouble and told.state == "live")
 
             eventually(is_told, "the catalog does not say that the instance is behind")
             told = client.instance("i")
             assert told is not None and told.applied == manager.applied() > told.offset
-            assert f"decided events up to offset {manager.applied()}" in told.doubts[0]
+            assert f"decided events up to offset {manager.applied()}" in told.suspicions[0]
 
-            def is_doubted() -> bool:  # what the catalog cannot know better; left out while its publisher connects anew
+            def is_suspected() -> (
+                bool
+            ):  # what the catalog cannot know better; left out while its publisher connects anew
                 for prompt in prompts[:20]:  # the server may still have taken a message or two
-                    found = [(one.doubtful, one.depth) for one in client.lookup(SPACE, prompt).instances]
+                    found = [(one.suspect, one.depth) for one in client.lookup(SPACE, prompt).instances]
                     assert found in ([], [(True, 16)])
                     holders = client.block(SPACE, prompt[:HASH_BYTES]).holders
-                    if found and [one.doubtful for one in holders] == [True]:
+                    if found and [one.suspect for one in holders] == [True]:
                         return True
                 return False
 
-            eventually(is_doubted, "the answers do not say that they are doubtful")
+            eventually(is_suspected, "the answers do not say that they are suspect")
 
             disk.free(server.pid)
             os.kill(server.pid, signal.SIGKILL)  # until it is started again it takes nothing

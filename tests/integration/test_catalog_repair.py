@@ -1,4 +1,4 @@
-"""The catalog loses nothing: gaps are repaired by rounds it asks for, restarts go on where they were, SQL catches up."""
+"""The catalog loses nothing: gaps are repaired by snapshots it asks for, restarts go on where they were, SQL catches up."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def block_hashes(first: int, end: int) -> bytes:
 
 
 class Instance:
-    """A native ledger on a stream, that serves rounds and sends heartbeats while it runs."""
+    """A native ledger on a stream, that serves snapshots and sends heartbeats while it runs."""
 
     def __init__(self, stream: Any, within: str, name: str, epoch: int = 1) -> None:
         self.stream, self.cluster, self.name, self.epoch = stream, within, InstanceId(name), Epoch(epoch)
         self.ledger = _native.Ledger(POOLS)
         self.ledger.start(self.epoch, [SPACE], ["rack-1", name], "test", "0")
-        self.rounds = 0
+        self.snapshots = 0
         self.published = Offset(0)
 
     def create(self, first: int, end: int) -> None:
@@ -101,11 +101,11 @@ class Instance:
             )
         )  # fmt: skip
 
-    async def round(self) -> None:
-        self.ledger.begin_round()
-        while self.ledger.step_round():
+    async def snapshot(self) -> None:
+        self.ledger.begin_snapshot()
+        while self.ledger.step_snapshot():
             pass
-        self.rounds += 1
+        self.snapshots += 1
         await self.publish()
 
     @contextlib.asynccontextmanager
@@ -116,8 +116,8 @@ class Instance:
                 await asyncio.sleep(beat_s)
 
         async def serve() -> None:
-            async for _ in self.stream.watch_round_asks(self.cluster, self.name):
-                await self.round()
+            async for _ in self.stream.watch_snapshot_asks(self.cluster, self.name):
+                await self.snapshot()
 
         tasks = [asyncio.create_task(beat()), asyncio.create_task(serve())]
         try:
@@ -130,7 +130,7 @@ class Instance:
     def is_whole_in(self, catalog: CatalogService) -> bool:
         view = catalog.index.view(self.name)
         is_there = catalog.sequencer.position(self.name) == (self.epoch, self.ledger.applied)
-        return is_there and view is not None and not view.doubtful and view.digest == self.ledger.digest
+        return is_there and view is not None and not view.suspect and view.digest == self.ledger.digest
 
 
 @contextlib.asynccontextmanager
@@ -197,11 +197,11 @@ def run(work: Callable[[NatsStream], Awaitable[None]], server: str) -> None:
     asyncio.run(connected())
 
 
-# -- gaps and rounds --------------------------------------------------------------------------------------------------
+# -- gaps and snapshots --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("new_index", [NATIVE_INDEX, ReferenceIndex], ids=["native", "reference"])
-def test_a_gap_is_repaired_by_a_round_the_catalog_asks_for(settings: ServiceSettings, new_index: NewIndex) -> None:
+def test_a_gap_is_repaired_by_a_snapshot_the_catalog_asks_for(settings: ServiceSettings, new_index: NewIndex) -> None:
     async def work(stream: NatsStream) -> None:
         one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
         async with catalog_on(settings, new_index) as catalog, one.alive(), two.alive():
@@ -216,10 +216,10 @@ def test_a_gap_is_repaired_by_a_round_the_catalog_asks_for(settings: ServiceSett
             await eventually_async(lambda: catalog.sequencer.counters.gaps == 1)
             await eventually_async(lambda: one.is_whole_in(catalog))
             assert catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).deepest == 30
-            assert two.is_whole_in(catalog) and two.rounds == 0
+            assert two.is_whole_in(catalog) and two.snapshots == 0
             numbers = catalog.numbers()
-            assert (numbers.gaps, numbers.gaps_repaired, numbers.doubtful) == (1, 1, 0)
-            assert one.rounds >= 1 and numbers.rounds_asked >= 1
+            assert (numbers.gaps, numbers.gaps_repaired, numbers.suspect) == (1, 1, 0)
+            assert one.snapshots >= 1 and numbers.snapshots_asked >= 1
 
     run(work, settings.nats_url)
 
@@ -232,7 +232,7 @@ def test_a_lost_end_is_found_by_the_heartbeat_and_repaired(settings: ServiceSett
             await one.publish()
             one.create(10, 20)
             await one.publish(lose=True)
-            await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            await eventually_async(lambda: one.snapshots > 0 and one.is_whole_in(catalog))
             assert catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).deepest == 20
 
     run(work, settings.nats_url)
@@ -262,9 +262,9 @@ def test_claims_of_events_that_were_missed_are_taken_from_sql(settings: ServiceS
             await one.publish(lose=True)
             one.offload(2, 4)
             await one.publish()
-            await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+            await eventually_async(lambda: one.snapshots > 0 and one.is_whole_in(catalog))
             await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(100, 105)).deepest == 5)
-            assert catalog.index.claim_counts() == {"pool": 7}  # no round states claims again
+            assert catalog.index.claim_counts() == {"pool": 7}  # no snapshot states claims again
 
     run(work, settings.nats_url)
 
@@ -328,27 +328,27 @@ def test_an_instance_that_does_not_hear_is_asked_again(settings: ServiceSettings
             one.create(0, 10)
             await one.publish(lose=True)
             one.create(10, 20)
-            await one.publish()  # joined midway, and nobody serves rounds
+            await one.publish()  # joined midway, and nobody serves snapshots
             await one.beat()
-            await eventually_async(lambda: catalog.numbers().rounds_asked >= 2)
+            await eventually_async(lambda: catalog.numbers().snapshots_asked >= 2)
             (summary,) = catalog.queries.instances()
-            assert (summary.doubts, summary.trouble, summary.run) == (
+            assert (summary.suspicions, summary.trouble, summary.run) == (
                 ["joined midway"],
                 "journal full: 3 of 4 bytes",
                 "r1",
             )
-            assert summary.round_asked_s is not None
+            assert summary.snapshot_asked_s is not None
             assert await catalog.requests.ask(one.name) is False
             assert await catalog.requests.ask(InstanceId("nobody")) is None
             async with one.alive():
                 await eventually_async(lambda: one.is_whole_in(catalog))
-            await eventually_async(lambda: catalog.queries.instances()[0].round_asked_s is None)
-            assert catalog.queries.instances()[0].doubts == []
+            await eventually_async(lambda: catalog.queries.instances()[0].snapshot_asked_s is None)
+            assert catalog.queries.instances()[0].suspicions == []
 
     run(work, settings.nats_url)
 
 
-def test_two_catalogs_are_repaired_by_the_same_rounds(settings: ServiceSettings, tmp_path: Path) -> None:
+def test_two_catalogs_are_repaired_by_the_same_snapshots(settings: ServiceSettings, tmp_path: Path) -> None:
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         other = msgspec.structs.replace(settings, checkpoints=str(tmp_path / "other"))
@@ -365,7 +365,7 @@ def test_two_catalogs_are_repaired_by_the_same_rounds(settings: ServiceSettings,
     run(work, settings.nats_url)
 
 
-def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_memory_holds_wrongly_is_suspected_and_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     class Damaged(ReferenceIndex):
         damaged = True
 
@@ -381,7 +381,7 @@ def test_what_memory_holds_wrongly_is_doubted_and_repaired(monkeypatch: pytest.M
             one.create(0, 10)
             await one.publish()
             with capture_logs() as logs:
-                await eventually_async(lambda: one.rounds > 0 and one.is_whole_in(catalog))
+                await eventually_async(lambda: one.snapshots > 0 and one.is_whole_in(catalog))
             numbers = catalog.numbers()
             assert (numbers.digest_divergence, numbers.digest_repaired) == (1, 1)
             assert sum(entry["event"] == "index.damaged" for entry in logs) == 1
@@ -437,7 +437,7 @@ def test_a_restarted_catalog_goes_on_from_its_checkpoint(settings: ServiceSettin
                 assert one.is_whole_in(second) and two.is_whole_in(second)
                 assert second.numbers().digest_mismatches == second.numbers().blind_starts == 0
                 assert second.index.claim_counts() == {"pool": 50}
-                assert one.rounds == two.rounds == 0
+                assert one.snapshots == two.snapshots == 0
         (started,) = [entry for entry in logs if entry["event"] == "catalog.started"]
         assert started["reading_after"] > 0 and started["residencies"] == 5100
 
@@ -456,7 +456,7 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
             one.ledger.evict(Tier.HBM, block_hashes(number * 100, number * 100 + 50), EvictReason.CAPACITY)
             one.create(50_000 + number * 100, 50_100 + number * 100)
             if number == 50:
-                await one.round()
+                await one.snapshot()
             await one.publish()
         await writing
         await eventually_async(lambda: one.is_whole_in(first))
@@ -465,12 +465,12 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
         async with catalog_on(settings) as second:
             assert one.is_whole_in(second)
             assert second.numbers().digest_mismatches == 0
-            assert second.numbers().anomalies.get("round-incomplete", 0) == 0
+            assert second.numbers().anomalies.get("snapshot-incomplete", 0) == 0
 
     run(work, settings.nats_url)
 
 
-def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: ServiceSettings) -> None:
+def test_without_a_checkpoint_every_instance_is_asked_for_a_snapshot(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         one, gone = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "gone")
         async with catalog_on(settings) as first:
@@ -486,7 +486,7 @@ def test_without_a_checkpoint_every_instance_is_asked_for_a_round(settings: Serv
         async with one.alive(), catalog_on(settings, ready=False) as second:
             await eventually_async(lambda: second.is_ready)
             assert second.begun_after.sequence > 0
-            assert one.is_whole_in(second) and one.rounds > 0
+            assert one.is_whole_in(second) and one.snapshots > 0
             assert second.index.claim_counts() == {"pool": 10}
             assert second.queries.lookup(SPACE.id, block_hashes(0, 100)).deepest == 100
 
@@ -503,7 +503,7 @@ def test_a_catalog_whose_instances_stay_silent_is_ready_all_the_same(settings: S
         forget_checkpoints(settings)
         await one.beat()
         async with catalog_on(msgspec.structs.replace(settings, whole_wait_s=0.3)) as second:
-            assert second.queries.instances()[0].doubtful
+            assert second.queries.instances()[0].suspect
 
     run(work, settings.nats_url)
 
@@ -889,18 +889,18 @@ def test_a_stream_gets_another_name_for_each_history_and_the_newest_counts(sqlit
 # -- life -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_logged(settings: ServiceSettings) -> None:
+def test_a_silent_instance_is_excluded_and_comes_back_and_both_are_logged(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
         quick = msgspec.structs.replace(settings, liveness_s=0.8)
         with capture_logs() as logs:
-            await withheld_and_back(quick, one, two)
+            await excluded_and_back(quick, one, two)
         said = [(entry["event"], entry["why"]) for entry in logs if entry.get("instance") == "one" and "why" in entry]
-        assert [entry for entry in said if entry[0] in ("instance.withheld", "instance.returned")] == [
-            ("instance.withheld", "silent"), ("instance.returned", "heard"), ("instance.withheld", "stopped"),
+        assert [entry for entry in said if entry[0] in ("instance.excluded", "instance.returned")] == [
+            ("instance.excluded", "silent"), ("instance.returned", "heard"), ("instance.excluded", "stopped"),
         ]  # fmt: skip
 
-    async def withheld_and_back(quick: ServiceSettings, one: Instance, two: Instance) -> None:
+    async def excluded_and_back(quick: ServiceSettings, one: Instance, two: Instance) -> None:
         async with catalog_on(quick) as catalog, two.alive():
             one.create(0, 10)
             await one.publish()
@@ -908,13 +908,13 @@ def test_a_silent_instance_is_withheld_and_comes_back_and_both_are_logged(settin
             async with one.alive():
                 await eventually_async(lambda: one.is_whole_in(catalog))
                 assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10
-            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).withheld == ["one"])
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).excluded == ["one"])
             assert catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 0
-            assert {entry.instance: entry.withheld for entry in catalog.queries.instances()} == {
+            assert {entry.instance: entry.excluded for entry in catalog.queries.instances()} == {
                 "one": "silent",
                 "two": "",
             }
-            assert catalog.numbers().withheld == 1
+            assert catalog.numbers().excluded == 1
             async with one.alive():
                 await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 10)).deepest == 10)
             one.ledger.stop()
@@ -942,23 +942,23 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
                 await stream.publish(within, one.name, data)
             one.create(20, 30)
             await one.publish()  # in a version that is known
-            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).withheld == ["one"])
+            await eventually_async(lambda: catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).excluded == ["one"])
             await eventually_async(lambda: catalog.numbers().newer == 2)
             answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 30))
             assert [(found.instance, found.depth) for found in answer.instances] == [("two", 10)]
             (shown,) = [entry for entry in catalog.queries.instances() if entry.instance == "one"]
-            assert (shown.state, shown.withheld) == ("live", "newer")
+            assert (shown.state, shown.excluded) == ("live", "newer")
             words = (
                 f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
             )
-            assert shown.doubts == [words]
+            assert shown.suspicions == [words]
             numbers = catalog.numbers()
-            assert (numbers.withheld, numbers.gaps, numbers.poison, numbers.doubtful, one.rounds) == (1, 0, 0, 0, 0)
+            assert (numbers.excluded, numbers.gaps, numbers.poison, numbers.suspect, one.snapshots) == (1, 0, 0, 0, 0)
             again = Instance(stream, within, "one", epoch=2)
             one.epoch, one.ledger = again.epoch, again.ledger
             one.create(0, 5)
             await one.publish()
-            await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().withheld)
+            await eventually_async(lambda: one.is_whole_in(catalog) and not catalog.numbers().excluded)
             depths = {
                 found.instance: found.depth for found in catalog.queries.lookup(SPACE.id, block_hashes(0, 30)).instances
             }
@@ -981,12 +981,12 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
             await eventually_async(lambda: one.is_whole_in(catalog))
             one.ledger.stop()
             await one.publish()
-            await eventually_async(lambda: catalog.heartbeats.liveness.withheld() == {"one": Why.STOPPED})
+            await eventually_async(lambda: catalog.heartbeats.liveness.excluded() == {"one": Why.STOPPED})
             await one.beat()
             await asyncio.sleep(3 * quick.liveness_s)
             answer = catalog.queries.lookup(SPACE.id, block_hashes(0, 10))
-            assert (answer.deepest, answer.withheld) == (0, ["one"])
-            assert [entry.doubtful for entry in catalog.queries.instances() if entry.instance == "one"] == [False]
+            assert (answer.deepest, answer.excluded) == (0, ["one"])
+            assert [entry.suspect for entry in catalog.queries.instances() if entry.instance == "one"] == [False]
 
     run(work, settings.nats_url)
 
@@ -1254,7 +1254,7 @@ def test_a_database_that_hangs_does_not_make_rows_pile_up(
     run(work, settings.nats_url)
 
 
-def test_an_instance_whose_first_round_never_ended_is_asked_for_one(settings: ServiceSettings) -> None:
+def test_an_instance_whose_first_snapshot_never_ended_is_asked_for_one(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         (frame,) = one.ledger.take_frames(one.name, time.time_ns())
@@ -1264,11 +1264,11 @@ def test_an_instance_whose_first_round_never_ended_is_asked_for_one(settings: Se
             await stream.publish(one.cluster, one.name, encode_frame(start))  # and the rest of its start was never cut
             await eventually_async(
                 lambda: (
-                    catalog.queries.instances()[0].doubts == ["no whole round"]
+                    catalog.queries.instances()[0].suspicions == ["no completed snapshot"]
                     if catalog.queries.instances()
                     else False
                 )
             )
-            await eventually_async(lambda: catalog.numbers().rounds_asked >= 1)
+            await eventually_async(lambda: catalog.numbers().snapshots_asked >= 1)
 
     run(work, settings.nats_url)

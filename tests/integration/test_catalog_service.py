@@ -166,7 +166,7 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
     client = running_on_both.client
     positions = prepared(running_on_both)
     found = client.lookup(SPACE, HASHES, at_least=positions, wait_s=5)
-    assert [(i.instance, i.depth, i.tiers, i.reach, i.doubtful) for i in found.instances] == [
+    assert [(i.instance, i.depth, i.tiers, i.reach, i.suspect) for i in found.instances] == [
         ("a", 5, {"HBM": 5}, 8, False),
         ("b", 2, {"HBM": 2}, 8, False),
     ]
@@ -188,7 +188,7 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
     assert client.block(SPACE, bytes(16)).holders == []
 
     a, b = client.instances()
-    assert (a.instance, a.state, a.epoch, a.offset, a.doubtful) == ("a", "unheard", 1, positions[0].offset, False)
+    assert (a.instance, a.state, a.epoch, a.offset, a.suspect) == ("a", "unheard", 1, positions[0].offset, False)
     assert a.held_blocks == {"HBM": 5, "HOST": 2}
     assert (b.topology, b.engine) == (["rack-1", "b"], "test")
     assert [pool.held_blocks for pool in b.pools] == [2, 0, 8]
@@ -241,7 +241,7 @@ def test_a_catalog_reads_its_own_writes(running: Running) -> None:
     assert running.client.lookup(SPACE, HASHES, at_least=[old]).instances[0].depth == 3
 
 
-def test_a_gap_is_doubted_until_a_round(running: Running) -> None:
+def test_a_gap_is_suspected_until_a_snapshot(running: Running) -> None:
     a = running.instance("a")
     a.create(0, 2)
     a.publish()
@@ -257,12 +257,12 @@ def test_a_gap_is_doubted_until_a_round(running: Running) -> None:
 
     eventually(is_past_the_gap)
     found = running.client.lookup(SPACE, HASHES).instances[0]
-    assert (found.depth, found.doubtful) == (2, True)
-    a.ledger.begin_round()
-    while a.ledger.step_round():
+    assert (found.depth, found.suspect) == (2, True)
+    a.ledger.begin_snapshot()
+    while a.ledger.step_snapshot():
         pass
     found = running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5).instances[0]
-    assert (found.depth, found.doubtful) == (6, False)
+    assert (found.depth, found.suspect) == (6, False)
     metrics = parsed(running.client.metrics())
     assert metrics["kvbm_catalog_gaps_total"] == 1
 
@@ -344,12 +344,12 @@ def test_a_stopped_instance_is_left_out_of_answers_until_it_is_heard_in_its_next
     a.ledger.stop()
     wanted = a.publish()
     answer = running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5)
-    assert (answer.deepest, answer.instances, answer.withheld) == (0, [], ["a"])
+    assert (answer.deepest, answer.instances, answer.excluded) == (0, [], ["a"])
     again = running.instance("a", epoch=2)
     again.create(0, 5)
     wanted = again.publish()
     a.beat()
-    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).withheld == ["a"]
+    assert running.client.lookup(SPACE, HASHES, at_least=[wanted], wait_s=5).excluded == ["a"]
     again.beat()
     eventually(lambda: running.client.lookup(SPACE, HASHES).deepest == 5)
 
@@ -461,7 +461,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
     assert set(described["paths"]) == {
         *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
         *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
-        "/v1/instances/{instance}/round",
+        "/v1/instances/{instance}/snapshot",
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "408", "413", "422", "503", "504"}
@@ -611,24 +611,24 @@ def test_a_replaced_stream_is_followed_from_its_beginning(cluster: str, sqlite_u
     assert asyncio.run(stored(sqlite_url))[1] == 10
 
 
-def test_a_round_can_be_asked_for_by_hand(running: Running) -> None:
+def test_a_snapshot_can_be_asked_for_by_hand(running: Running) -> None:
     a = running.instance("a")
     running.client.lookup(SPACE, HASHES, at_least=[a.publish()], wait_s=5)
-    assert running.client.ask_round("a") is False  # it is there, and nobody serves rounds
+    assert running.client.ask_snapshot("a") is False  # it is there, and nobody serves snapshots
     for unknown in ("nobody", "no/body"):
         with pytest.raises(CatalogRefusedError) as caught:
-            running.client.ask_round(unknown)
+            running.client.ask_snapshot(unknown)
         assert caught.value.status == 404
     asked: list[None] = []
 
     async def serve(stream: NatsStream) -> None:
-        async for _ in stream.watch_round_asks(a.cluster, a.name):
+        async for _ in stream.watch_snapshot_asks(a.cluster, a.name):
             asked.append(None)
             return
 
     serving = threading.Thread(target=a.run, args=(serve,))
     serving.start()
-    eventually(lambda: running.client.ask_round("a"))
+    eventually(lambda: running.client.ask_snapshot("a"))
     serving.join(10)
     assert asked
 

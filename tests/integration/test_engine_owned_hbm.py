@@ -97,7 +97,7 @@ def test_a_stored_prompt_comes_back_from_host_and_from_nvme_with_its_bytes(tmp_p
 
 
 @BOTH_CORES
-def test_what_the_engine_holds_is_stated_once_and_withdrawn_with_its_last_copy(tmp_path: Path, core: str) -> None:
+def test_what_the_engine_holds_is_listed_once_and_withdrawn_with_its_last_copy(tmp_path: Path, core: str) -> None:
     chain = hashes_of(1, 8)
     blocks = split_hashes(chain)
     with engine(tmp_path, core=core, pools__hbm__slots=10) as one:
@@ -122,15 +122,15 @@ def test_what_the_engine_holds_is_stated_once_and_withdrawn_with_its_last_copy(t
 
 
 @BOTH_CORES
-def test_the_journal_with_a_round_over_hbm_blocks_is_true(tmp_path: Path, core: str) -> None:
+def test_the_journal_with_a_snapshot_over_hbm_blocks_is_true(tmp_path: Path, core: str) -> None:
     with engine(tmp_path, core=core) as one:
         one.store(1, 6)
         one.compute(2, 5)
         one.empty_host()
-        one.manager.restate()
+        one.manager.take_snapshot()
         one.hits(1, 6)
         one.manager.engine_removed(hashes_of(2, 3))
-        one.manager.restate()
+        one.manager.take_snapshot()
         assert one.manager.settle(WAIT_S)
     settings = load_settings(flags={"instance.data_dir": str(tmp_path)})
     assert replay(["verify", str(journal_folder(settings))]) == 0
@@ -546,7 +546,7 @@ class Caller:
             case 1:
                 manager.engine_cleared()
             case 2:
-                manager.restate()
+                manager.take_snapshot()
             case _:
                 manager.engine_removed(hashes_of(prompt, depth))
 

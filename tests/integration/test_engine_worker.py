@@ -95,7 +95,7 @@ def test_it_answers_reuses_and_comes_back_after_kill_9_with_the_same_tokens(
         assert recovered["hits"] == {"NVME": PROMPT_BLOCKS}
         assert recovered["tokens"] == first["tokens"]
         assert back.ask(op="status")["verified_reads"] >= PROMPT_BLOCKS
-        assert back.ask(op="restate")["event"] == "done"
+        assert back.ask(op="take_snapshot")["event"] == "done"
         assert back.ask(op="stop")["event"] == "stopped"
         assert back.process.wait(ANSWER_WAIT_S) == 0
     finally:

@@ -248,7 +248,7 @@ class FakeCuda:
     def __init__(self, answer: int = 0) -> None:
         self.cuda = self
         self.registered: list[int] = []
-        self.kernels = 0
+        self.backend = 0
         self._answer = answer
 
     def is_available(self) -> bool:
@@ -269,7 +269,7 @@ class FakeCuda:
         return 0
 
     def zeros(self, count: int, device: str) -> None:
-        self.kernels += 1
+        self.backend += 1
         raise RuntimeError("CUDA error: the one that was left")
 
 
@@ -289,7 +289,7 @@ def test_memory_that_cannot_be_pinned_works_all_the_same_and_is_told(monkeypatch
     with closing(_pool()) as pool:
         assert not pool.pinned
         assert "not pinned (cudaHostRegister answers 2)" in pool.notice
-        assert cuda.kernels == 1  # or the engine's next kernel would be told of it
+        assert cuda.backend == 1  # or the engine's next kernel would be told of it
         run = random_run(2, BLOCK_BYTES)
         pool.write([0, 1], run.rows, run.proof)
         rows = run.room()

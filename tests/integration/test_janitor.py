@@ -82,7 +82,7 @@ def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_aft
         assert janitor.state == "stopped"
 
 
-def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc_and_rounds(
+def test_after_the_end_of_everything_a_fresh_catalog_has_the_same_index_after_gc_and_snapshots(
     new_store: Callable[[], Store], tmp_path: Path
 ) -> None:
     """New database, new stream: nothing is left but the store and the NVMe file of one instance."""

@@ -254,10 +254,10 @@ def test_one_manager_at_a_time_writes_also_after_the_first_was_killed(tmp_path: 
 # -- bounded -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_epochs_first_round_is_let_in_beyond_the_capacity_and_nothing_else(tmp_path: Path) -> None:
+def test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else(tmp_path: Path) -> None:
     journal = begun(tmp_path, capacity_bytes=4 * FRAME_BYTES, segment_bytes=FRAME_BYTES)
     assert journal.append_all([a_frame(at) for at in range(9)]) == 4
-    journal.begin_epoch(Epoch(2), round_end=Offset(3))
+    journal.begin_epoch(Epoch(2), snapshot_end=Offset(3))
     assert journal.append_all([a_frame(at, epoch=2) for at in range(9)]) == 3
     with pytest.raises(OSError, match="no room"):
         journal.append(a_frame(3, epoch=2))
@@ -267,7 +267,7 @@ def test_an_epochs_first_round_is_let_in_beyond_the_capacity_and_nothing_else(tm
     journal.close()
 
 
-def test_whole_segments_go_once_they_are_published_and_behind_a_whole_round(tmp_path: Path) -> None:
+def test_whole_segments_go_once_they_are_published_and_behind_a_whole_snapshot(tmp_path: Path) -> None:
     journal = begun(tmp_path, segment_bytes=1 << 20)
     for at in range(0, 12, 3):
         journal.roll()
@@ -280,8 +280,8 @@ def test_whole_segments_go_once_they_are_published_and_behind_a_whole_round(tmp_
         return Position(Epoch(1), Offset(offset))
 
     assert kept() == [0, 3, 6, 9]
-    assert journal.let_go(at(12), at(0)) == 0  # published, and no round
-    assert journal.let_go(at(0), at(12)) == 0  # a round, and nothing published
+    assert journal.let_go(at(12), at(0)) == 0  # published, and no snapshot
+    assert journal.let_go(at(0), at(12)) == 0  # a snapshot, and nothing published
     assert journal.let_go(at(12), at(5)) == 1
     assert kept() == [3, 6, 9]
     assert journal.let_go(at(8), at(12)) == 1

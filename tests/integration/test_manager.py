@@ -67,10 +67,10 @@ def test_the_journal_folds_to_the_live_state_and_digest() -> None:
     log = MemoryLog()
     objects = memory_objects(BLOCK_BYTES)
     manager = make_manager(SLOTS, sink=log, objects=objects, locator=KnowsAll())
-    for round_ in range(4):
+    for snapshot_ in range(4):
         for prompt in range(9):
-            serve(manager, prompt, 2 + (prompt + round_) % 6)
-        manager.restate()
+            serve(manager, prompt, 2 + (prompt + snapshot_) % 6)
+        manager.take_snapshot()
     assert manager.settle(5)
     digest = manager.digest()[1]
     held = {tier: set(manager.held(tier)) for tier in Tier}

@@ -116,7 +116,7 @@ def test_a_closed_manager_says_so_and_takes_back_what_it_gave() -> None:
         lambda: manager.allocate(8),
         lambda: manager.create(NAMESPACE.id, NO_PARENT, 0, hashes_of(2, 2), rest),
         lambda: manager.evict(Tier.HBM, hashes_of(1, 4)),
-        manager.restate,
+        manager.take_snapshot,
     ):
         with pytest.raises(LedgerError, match="the manager is closed"):
             call()
@@ -268,7 +268,7 @@ def test_a_journal_that_hangs_ends_the_epoch_and_not_the_engine_and_another_foll
         assert len(manager._writer._unwritten) == refused  # the rest waits in the ledger
         hangs.clear()
         eventually(lambda: manager.epoch == 2 and not manager.trouble(), "no other epoch has begun")
-        eventually(lambda: manager.durable() == manager.applied(), "its round was not written")
+        eventually(lambda: manager.durable() == manager.applied(), "its snapshot was not written")
     events = [e for f in log.read_after(Position(Epoch(1), Offset(0)), 1 << 30) for e in decode_frame(f.data)[0].events]
     assert events[ended - 1] == InstanceStopped(reason=StopReason.OVERFLOW)
     assert isinstance(events[ended], InstanceStarted)

@@ -1,4 +1,4 @@
-"""Managers on a real stream: rounds that are asked for, a small journal that never fills, and two processes with one name."""
+"""Managers on a real stream: snapshots that are asked for, a small journal that never fills, and two processes with one name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.assembly import journal_folder
 from kvbm.core.codec import Frame, decode_frame
-from kvbm.core.events import ResidenciesStated, RoundEnded
+from kvbm.core.events import ResidenciesListed, SnapshotEnded
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.streams.base import Position, is_fence
@@ -63,7 +63,7 @@ def folded(frames: list[Frame]) -> Residencies:
 async def ask(url: str, cluster: str) -> bool:
     stream = await NatsStream.connect(url, 5.0)
     try:
-        return await stream.ask_round(cluster, InstanceId("instance-0"), 5.0)
+        return await stream.ask_snapshot(cluster, InstanceId("instance-0"), 5.0)
     finally:
         await stream.close()
 
@@ -81,17 +81,17 @@ async def hear(url: str, cluster: str, epoch: Epoch, beats: int) -> None:
         await stream.close()
 
 
-def test_a_round_that_a_reader_asks_for_is_on_the_stream(tmp_path: Path, nats_url: str, cluster: str) -> None:
+def test_a_snapshot_that_a_reader_asks_for_is_on_the_stream(tmp_path: Path, nats_url: str, cluster: str) -> None:
     with opened(settings_of(tmp_path, nats_url, cluster)) as manager:
         serve(manager, 1, 40)
         eventually(lambda: is_published(manager), "the stream does not come")
         before = manager.applied()
         assert asyncio.run(ask(nats_url, cluster))
-        eventually(lambda: manager.applied() == before + 2, "no round began")
-        eventually(lambda: is_published(manager), "the round is not on the stream")
+        eventually(lambda: manager.applied() == before + 2, "no snapshot began")
+        eventually(lambda: is_published(manager), "the snapshot is not on the stream")
         frames = asyncio.run(frames_of(nats_url, cluster))
         kinds = [type(event) for frame in frames for event in frame.events][-2:]
-        assert kinds == [ResidenciesStated, RoundEnded]
+        assert kinds == [ResidenciesListed, SnapshotEnded]
         assert set(folded(frames).held[Tier.HBM]) == set(manager.held(Tier.HBM))
 
 
@@ -102,7 +102,7 @@ def test_a_journal_much_smaller_than_what_it_has_carried_takes_everything(
     with opened(settings) as manager:
         for prompt in range(400):
             serve(manager, prompt, 60)
-            if prompt % 2 == 0:  # a burst that leaves no room for a round would fill the journal for good
+            if prompt % 2 == 0:  # a burst that leaves no room for a snapshot would fill the journal for good
                 eventually(lambda: is_published(manager), "the stream does not come")
         eventually(lambda: is_published(manager) and not manager.trouble(), "the journal is in trouble")
         assert manager.epoch == 1

@@ -14,13 +14,13 @@ from structlog.testing import capture_logs
 from kvbm.assembly import NATIVE_LEDGER
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import JournalError
-from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesStated, RoundEnded, StopReason
+from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesListed, SnapshotEnded, StopReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.prompt_samples import Samples
-from kvbm.manager.snapshot_policy import Rounds
+from kvbm.manager.snapshot_policy import SnapshotPolicy
 from kvbm.streams.base import ORIGIN, Position, StreamState
 from kvbm.streams.memory import MemoryLog
 from tests.managers import NAMESPACE, hashes_of, make_manager, serve
@@ -38,7 +38,7 @@ class Disk(MemoryLog):
         self.room = 1 << 40
         self.error: Exception | None = None  # instead of taking a frame
         self.epoch_error: Exception | None = None
-        self.round_end = Offset(0)
+        self.snapshot_end = Offset(0)
         self.tried = 0
         self.truncated: list[tuple[Position, Position]] = []
         self.frames: list[FrameBytes] = []
@@ -47,27 +47,27 @@ class Disk(MemoryLog):
         self.tried += 1
         if self.error is not None:
             raise type(self.error)(*self.error.args)
-        is_first_round = frame.epoch == self.epoch and frame.first_offset < self.round_end
-        if len(frame.data) > self.room and not is_first_round:
+        is_first_snapshot = frame.epoch == self.epoch and frame.first_offset < self.snapshot_end
+        if len(frame.data) > self.room and not is_first_snapshot:
             raise OSError(errno.ENOSPC, "the journal is full")
         super().append(frame)
         self.room -= len(frame.data)
         self.frames.append(frame)
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
         if self.epoch_error is not None:
             raise self.epoch_error
         assert epoch > self.epoch
-        self.epoch, self.round_end = epoch, round_end
+        self.epoch, self.snapshot_end = epoch, snapshot_end
 
-    def begin_round(self) -> None:
+    def begin_snapshot(self) -> None:
         return
 
     def sync(self, now_s: float) -> float | None:
         return None
 
-    def truncate(self, published: Position, whole_round: Position) -> None:
-        self.truncated.append((published, whole_round))
+    def truncate(self, published: Position, completed_snapshot: Position) -> None:
+        self.truncated.append((published, completed_snapshot))
         self.room = 1 << 40
 
     def used_bytes(self) -> int:
@@ -248,13 +248,13 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
     assert driven.manager.epoch == 1  # what the journal holds may still be published, which makes room
     driven.manager.publisher_port.on_published(driven.disk.end())
     driven.turn(2)
-    assert driven.manager.epoch == 2  # its first round goes beyond the room
+    assert driven.manager.epoch == 2  # its first snapshot goes beyond the room
     driven.check()
     assert driven.manager.durable() == driven.manager.applied()
     for prompt in range(70, 90):
         serve(driven.manager, prompt, 60)
         driven.turn()
-    assert driven.manager.trouble()  # full again until the round is published
+    assert driven.manager.trouble()  # full again until the snapshot is published
     driven.manager.publisher_port.on_published(driven.disk.end())
     driven.turn(3)
     assert driven.disk.truncated[-1][1] == Position(Epoch(2), Offset(0))
@@ -271,7 +271,7 @@ def test_a_device_that_takes_no_frame_of_the_new_epoch_gets_no_third_one() -> No
     assert driven.manager.epoch == 2
     driven.overflow()
     driven.turn(20)
-    assert driven.manager.epoch == 2  # its first round is nowhere yet
+    assert driven.manager.epoch == 2  # its first snapshot is nowhere yet
     driven.disk.error = None
     driven.turn(3)
     assert driven.manager.epoch == 3
@@ -321,7 +321,7 @@ def test_an_epoch_is_above_whatever_the_journal_has_begun(driven: Driven) -> Non
     driven.check()
 
 
-def test_a_copy_of_the_last_epoch_is_written_once_the_new_epochs_round_is_durable() -> None:
+def test_a_copy_of_the_last_epoch_is_written_once_the_new_epochs_snapshot_is_durable() -> None:
     waits: list[tuple[Epoch, Offset]] = []
     begins: list[Callable[[], None]] = []
 
@@ -356,26 +356,26 @@ def test_a_copy_of_the_last_epoch_is_written_once_the_new_epochs_round_is_durabl
     driven.check()
 
 
-# -- rounds ---------------------------------------------------------------------------------------------------------------
+# -- snapshots ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() -> None:
-    driven = Driven({Tier.HBM: 4000, Tier.HOST: 32, Tier.NVME: 32}, offload=(), rounds=Rounds(10.0))
+def test_a_snapshot_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() -> None:
+    driven = Driven({Tier.HBM: 4000, Tier.HOST: 32, Tier.NVME: 32}, offload=(), snapshots=SnapshotPolicy(10.0))
     serve(driven.manager, 1, 2500)
     driven.turn()
     before = len(driven.disk.events())
-    driven.manager.publisher_port.on_round_asked()
+    driven.manager.publisher_port.on_snapshot_asked()
     assert driven.turn(runs=1) == driven.now_s  # at once again
     serve(driven.manager, 2, 40)
     driven.turn(10, runs=1)
     said = driven.disk.events()[before:]
-    stated = [
-        len(event.hashes) // 16 for event in said if isinstance(event, ResidenciesStated) and event.tier == Tier.HBM
+    listed = [
+        len(event.hashes) // 16 for event in said if isinstance(event, ResidenciesListed) and event.tier == Tier.HBM
     ]
-    assert stated == [1024, 1024, 452]  # and none of what came meanwhile
-    assert [event.tier for event in said if isinstance(event, RoundEnded)] == [Tier.HBM, Tier.HOST, Tier.NVME]
+    assert listed == [1024, 1024, 452]  # and none of what came meanwhile
+    assert [event.tier for event in said if isinstance(event, SnapshotEnded)] == [Tier.HBM, Tier.HOST, Tier.NVME]
     driven.check()
-    driven.manager.publisher_port.on_round_asked()
+    driven.manager.publisher_port.on_snapshot_asked()
     driven.turn()
     assert len(driven.disk.events()) == before + len(said)  # not so soon
     driven.now_s += 10.0
@@ -383,19 +383,19 @@ def test_a_round_that_is_asked_for_goes_run_by_run_while_the_engine_goes_on() ->
     assert len(driven.disk.events()) > before + len(said)
 
 
-def test_a_round_begins_in_a_quarter_of_what_the_stream_keeps(driven: Driven) -> None:
+def test_a_snapshot_begins_in_a_quarter_of_what_the_stream_keeps(driven: Driven) -> None:
     before = len(driven.disk.events())
     driven.manager.publisher_port.on_stream_state(StreamState(1, 5, 100, -1, 400.0, "a"))
     assert driven.manager.step_frames(driven.now_s) == 1100.0
     driven.manager.step_frames(1099.0)
     assert len(driven.disk.events()) == before
     driven.manager.step_frames(1100.0)
-    assert isinstance(driven.disk.events()[-1], RoundEnded)
+    assert isinstance(driven.disk.events()[-1], SnapshotEnded)
     driven.manager.step_frames(1101.0)
     assert len(driven.disk.events()) == before + 3
 
 
-def test_what_is_published_goes_only_behind_a_round_that_is_whole_and_published() -> None:
+def test_what_is_published_goes_only_behind_a_snapshot_that_is_whole_and_published() -> None:
     driven = Driven(offload=(), has_stream=True)
     manager, disk = driven.manager, driven.disk
     serve(manager, 1, 8)
@@ -405,13 +405,13 @@ def test_what_is_published_goes_only_behind_a_round_that_is_whole_and_published(
     driven.turn()
     assert disk.truncated == [(disk.end(), Position(Epoch(1), Offset(0)))]
     began = Position(Epoch(1), manager.applied())
-    manager.restate()
+    manager.take_snapshot()
     driven.turn()
     assert len(disk.truncated) == 1
     ended = Position(Epoch(1), manager.applied())
     manager.publisher_port.on_published(Position(ended.epoch, Offset(ended.offset - 1)))
     driven.turn()
-    assert len(disk.truncated) == 1  # the round's end is not on the stream
+    assert len(disk.truncated) == 1  # the snapshot's end is not on the stream
     manager.publisher_port.on_published(ended)
     driven.turn()
     assert disk.truncated[1:] == [(ended, began)]
@@ -507,7 +507,11 @@ class Never(Offsets):
 def test_whatever_fails_the_journal_says_in_the_end_what_is_held(seed: int) -> None:
     chance = random.Random(seed)
     driven = Driven(
-        executor=AtOnce(), rounds=Rounds(2.0, 1 << 20), has_stream=True, new_ledger=NATIVE_LEDGER, offsets=Never()
+        executor=AtOnce(),
+        snapshots=SnapshotPolicy(2.0, 1 << 20),
+        has_stream=True,
+        new_ledger=NATIVE_LEDGER,
+        offsets=Never(),
     )
     manager, disk = driven.manager, driven.disk
     for _ in range(200):
@@ -526,7 +530,7 @@ def test_whatever_fails_the_journal_says_in_the_end_what_is_held(seed: int) -> N
                 disk.epoch_error = chance.choice([None, None, JournalError("no room")])
                 disk.room = chance.choice([1 << 40, 10_000])
             case 12:
-                manager.publisher_port.on_round_asked()
+                manager.publisher_port.on_snapshot_asked()
                 if chance.randrange(4) == 0:
                     manager.publisher_port.on_fenced(Epoch(manager.epoch + chance.randrange(3)))
             case _:

@@ -715,10 +715,10 @@ def test_a_process_that_wakes_after_its_epoch_ended_stores_nothing_more(nats_url
     asyncio.run(work())
 
 
-async def ask_round(url: str, cluster: str) -> bool:
+async def ask_snapshot(url: str, cluster: str) -> bool:
     stream = await NatsStream.connect(url, WAIT_S)
     try:
-        return await stream.ask_round(cluster, ONE, WAIT_S)
+        return await stream.ask_snapshot(cluster, ONE, WAIT_S)
     finally:
         await stream.close()
 
@@ -744,7 +744,7 @@ def test_of_two_with_one_name_one_is_quiet_while_the_other_lives_and_takes_a_lat
         assert owners[1].fenced == []
         assert not comes_to(second, Position(Epoch(1), Offset(1)), 0.0)
         assert owners[1].beats == []
-        assert asyncio.run(ask_round(nats_url, cluster))
+        assert asyncio.run(ask_snapshot(nats_url, cluster))
         eventually(lambda: owners[0].asked == 1)
         assert owners[1].asked == 0
         assert capsys.readouterr().out.count("instance.fenced") == 1
@@ -974,7 +974,7 @@ def test_an_owner_that_raises_ends_nothing(nats_url: str, cluster: str, capsys: 
         publisher.stop(0.0)
 
 
-def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samples_travel(
+def test_an_owner_hears_of_snapshot_requests_and_of_the_streams_limits_and_its_samples_travel(
     nats_url: str, cluster: str
 ) -> None:
     class Sampling(PlainOwner):
@@ -994,7 +994,7 @@ def test_an_owner_hears_of_round_requests_and_of_the_streams_limits_and_its_samp
         stream = await NatsStream.connect(nats_url, WAIT_S)
         async with asyncio.timeout(WAIT_S):
             assert (await anext(stream.watch_samples(cluster))).instance == ONE
-            await eventually_async(lambda: stream.ask_round(cluster, ONE), "it does not listen")
+            await eventually_async(lambda: stream.ask_snapshot(cluster, ONE), "it does not listen")
         await stream.close()
 
     try:
@@ -1041,7 +1041,7 @@ def test_an_idle_publisher_fills_the_store_of_a_server_that_came_back_without_it
         server.stop()
 
 
-def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
+def test_a_snapshot_renews_the_fence(nats_url: str, cluster: str) -> None:
     publisher = PublisherThread(MemoryLog(), nats_url, cluster, ONE, PlainOwner(cluster, run="r"), interval_s=0.05)
     publisher.start()
 
@@ -1055,7 +1055,7 @@ def test_a_round_renews_the_fence(nats_url: str, cluster: str) -> None:
     try:
         eventually(lambda: asyncio.run(fence()) > 0)
         before = asyncio.run(fence())
-        publisher.round_began()
+        publisher.snapshot_began()
         eventually(lambda: asyncio.run(fence()) > before)
     finally:
         publisher.stop(0.0)
@@ -1225,7 +1225,7 @@ def test_a_refused_subscription_is_an_error_of_its_watcher_alone() -> None:
             stream = await NatsStream.connect(server.url.replace("://", "://all:x@"), WAIT_S)
             await stream.close()
             stream = await NatsStream.connect(server.url.replace("://", "://one:x@"), WAIT_S)
-            watching = asyncio.ensure_future(anext(stream.watch_round_asks("c", ONE)))
+            watching = asyncio.ensure_future(anext(stream.watch_snapshot_asks("c", ONE)))
             count = 0
             async with asyncio.timeout(WAIT_S):
                 while not watching.done():

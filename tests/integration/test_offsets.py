@@ -10,7 +10,7 @@ from kvbm.manager.offsets import Offsets
 ONE, TWO = Epoch(1), Epoch(2)
 
 
-def test_a_wait_ends_when_another_epochs_round_is_whole() -> None:
+def test_a_wait_ends_when_another_epochs_snapshot_is_whole() -> None:
     offsets = Offsets()
     offsets.begin_epoch(ONE, Offset(1))
     reached: list[bool] = []

@@ -58,7 +58,7 @@ for line in sys.stdin:
         while True:
             serve(manager, rng.randrange(12), rng.randrange(1, 6))
             if rng.random() < 0.02:
-                manager.restate()
+                manager.take_snapshot()
     print(pid, flush=True)
     os.waitpid(pid, 0)
     print("ended", flush=True)
@@ -210,13 +210,13 @@ def test_epochs_that_were_killed_before_they_said_anything_lose_nothing(tmp_path
         assert slots_of(manager) == held
 
 
-def test_an_epoch_killed_inside_its_first_round_loses_nothing(tmp_path: Path) -> None:
+def test_an_epoch_killed_inside_its_first_snapshot_loses_nothing(tmp_path: Path) -> None:
     held = fill(tmp_path)
     before = segments(tmp_path)[0]
     kept = before.read_bytes()
     with open_at(tmp_path):
         pass
-    before.write_bytes(kept)  # it went when the next epoch's round was whole
+    before.write_bytes(kept)  # it went when the next epoch's snapshot was whole
     last = segments(tmp_path)[-1]
     frame = whole_frames(last)[0]
     begun = Frame(
@@ -296,7 +296,7 @@ def test_a_journal_with_a_hole_gives_nothing_back(tmp_path: Path) -> None:
         assert slots_of(manager) == {}
 
 
-def test_a_damaged_round_gives_nothing_back(tmp_path: Path) -> None:
+def test_a_damaged_snapshot_gives_nothing_back(tmp_path: Path) -> None:
     fill(tmp_path)
     with open_at(tmp_path):
         pass
@@ -344,7 +344,7 @@ def test_a_stream_that_does_not_answer_holds_a_start_up_no_longer_than_told(tmp_
     manager.close(0.1)
 
 
-def test_older_epochs_stay_until_the_new_ones_round_is_on_the_stream(
+def test_older_epochs_stay_until_the_new_ones_snapshot_is_on_the_stream(
     tmp_path: Path, nats_url: str, cluster: str
 ) -> None:
     more = {"nats__enabled": True, "nats__url": nats_url, "instance__cluster": cluster, "nats__heartbeat_s": 0.02}
@@ -364,7 +364,7 @@ def test_what_one_core_has_written_the_other_recovers(tmp_path: Path) -> None:
     kept: list[dict[SequenceHash, int | None]] = []
     for number, core in enumerate(("reference", "native", "reference")):
         with open_at(tmp_path, core=core, pools__eviction="s3fifo") as manager:
-            assert manager._kernels.name == core
+            assert manager._backend.name == core
             assert not kept or slots_of(manager) == kept[-1]
             assert set(read_all(manager)) <= {ReadOutcome.GOOD}
             serve(manager, number, 5)
@@ -393,6 +393,6 @@ def test_a_restart_begins_again_with_a_journal_that_is_full(tmp_path: Path) -> N
     again = open_at(tmp_path, **more)
     eventually(
         lambda: [one for one, _, _ in segment_files(folder) if one == again.epoch],
-        "its first round is not in the journal",
+        "its first snapshot is not in the journal",
     )
     again.close(0.1)

@@ -33,7 +33,7 @@ def test_each_setting_is_on_its_page():
 
 def test_a_second_entry_on_a_line_of_attributes_is_one():
     class Kept(msgspec.Struct):
-        """What is kept. `least_s`: rounds are so far apart.
+        """What is kept. `least_s`: snapshots are so far apart.
 
         Attributes:
             first: of
@@ -44,7 +44,7 @@ def test_a_second_entry_on_a_line_of_attributes_is_one():
         "first": "of two lines.",
         "second": "of both.",
         "third": "of both.",
-        "least_s": "rounds are so far apart",
+        "least_s": "snapshots are so far apart",
     }
 
 

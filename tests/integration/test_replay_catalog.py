@@ -89,8 +89,8 @@ def beat(url: str, *streams: list[Frame]) -> None:
 
 
 def is_live(client: CatalogClient) -> bool:
-    """Whether nobody is withheld."""
-    return {one.state for one in client.instances()} == {"live"} and not any(one.withheld for one in client.instances())
+    """Whether nobody is excluded."""
+    return {one.state for one in client.instances()} == {"live"} and not any(one.excluded for one in client.instances())
 
 
 def gone_back(frames: list[Frame]) -> list[tuple[str, bytes]]:
@@ -117,7 +117,7 @@ def answers(client: CatalogClient) -> dict[str, Any]:
         "epoch",
         "offset",
         "digest",
-        "doubtful",
+        "suspect",
         "partial",
         "engine",
         "version",
@@ -194,7 +194,7 @@ def test_a_catalog_rebuilt_from_its_archive_answers_and_stores_as_the_live_one_a
         publish(fresh_nats, messages(rest), CLUSTER)
         eventually(lambda: has_all(again, ONE, TWO))
         two = again.instance("two")
-        assert two is not None and (two.digest, two.doubtful) == (f"{TWO[-1].digest:016x}", False)
+        assert two is not None and (two.digest, two.suspect) == (f"{TWO[-1].digest:016x}", False)
     said = replay(capsys, 2, *words)
     assert "has rows already" in said
 
@@ -217,12 +217,12 @@ def test_a_capture_becomes_the_state_of_a_catalog_on_a_stream_of_its_own(
     ]
     said = replay(capsys, 0, *words, "--stream", fresh_nats, "--json")
     made = json.loads(said)
-    assert (made["instances"], made["doubtful"], made["digest_mismatches"]) == (2, [], 0)
+    assert (made["instances"], made["suspect"], made["digest_mismatches"]) == (2, [], 0)
     assert made["residencies"] > 0 and made["claims"] > 0
     with catalog(fresh_nats, tmp_path, "again", checkpoints=str(tmp_path / "checkpoints")) as again:
         assert has_all(again, ONE, TWO)
         one = again.instance("one")
-        assert one is not None and (one.digest, one.doubtful) == (f"{ONE[-1].digest:016x}", False)
+        assert one is not None and (one.digest, one.suspect) == (f"{ONE[-1].digest:016x}", False)
 
 
 def test_a_catalog_rebuilt_from_the_stream_itself_goes_on_behind_what_was_read(
@@ -238,7 +238,7 @@ def test_a_catalog_rebuilt_from_the_stream_itself_goes_on_behind_what_was_read(
     publish(fresh_nats, messages(TWO[-3:]), CLUSTER)
     with catalog(fresh_nats, tmp_path, "again", checkpoints=folder) as again:
         eventually(lambda: has_all(again, ONE, TWO))
-        assert [(one.digest, one.doubtful) for one in again.instances()] == [
+        assert [(one.digest, one.suspect) for one in again.instances()] == [
             (f"{ONE[-1].digest:016x}", False), (f"{TWO[-1].digest:016x}", False),
         ]  # fmt: skip
 

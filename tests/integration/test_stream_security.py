@@ -324,14 +324,14 @@ def test_an_instance_and_the_catalog_can_do_all_they_need(secured: Secured) -> N
         message = await catalog.message(2)
         assert message is not None and await still_holds(catalog, mark_of(message))
         await stream.send_pulse(beat(A))
-        asked = asyncio.create_task(anext(aiter(stream.watch_round_asks(CLUSTER, A))))
+        asked = asyncio.create_task(anext(aiter(stream.watch_snapshot_asks(CLUSTER, A))))
         async with asyncio.timeout(WAIT_S):
             read = [message.subject for message in await reader.fetch(WAIT_S)]
             assert read == [fence_subject(CLUSTER, A), events_subject(CLUSTER, A)]
             assert await anext(aiter(catalog.watch_pulses(CLUSTER))) == beat(A)
             assert await stream.last_pulse(CLUSTER, A) == beat(A)
             assert await catalog.last_pulse(CLUSTER, A) == beat(A)
-            await eventually_async(lambda: catalog.ask_round(CLUSTER, A), "nobody hears the ask")
+            await eventually_async(lambda: catalog.ask_snapshot(CLUSTER, A), "nobody hears the ask")
             await asked
         await stream.close()
         await catalog.close()
@@ -351,7 +351,7 @@ def test_an_instance_cannot_write_for_another_and_is_told_so(secured: Secured) -
             stream.tail(CLUSTER, B),
             stream.fence(CLUSTER, B),
             stream.last_pulse(CLUSTER, B),
-            stream.ask_round(CLUSTER, B),
+            stream.ask_snapshot(CLUSTER, B),
             stream.pull(0, CLUSTER),
         ):
             with pytest.raises(StreamError, match="permissions violation"):
@@ -374,7 +374,7 @@ def test_an_instance_cannot_hear_what_another_is_answered_or_asked(secured: Secu
         stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
         with pytest.raises(StreamError, match="permissions violation"):
             async with asyncio.timeout(WAIT_S):
-                await anext(aiter(stream.watch_round_asks(CLUSTER, B)))
+                await anext(aiter(stream.watch_snapshot_asks(CLUSTER, B)))
         errors: list[Exception] = []
 
         async def keep(error: Exception) -> None:

@@ -21,7 +21,7 @@ from tests.pool_runs import SHAPE, Run, random_run
 
 GOOD, CORRUPT = ReadOutcome.GOOD, ReadOutcome.CORRUPT
 SLOTS = 64
-INJECTIONS = 10_048  # in each way; whole rounds of one for each slot
+INJECTIONS = 10_048  # in each way; completed snapshots of one for each slot
 WAYS = [("io_uring", "on"), ("io_uring", "off"), ("threads", "off")]
 
 

@@ -1,4 +1,4 @@
-"""Arbitrary command sequences: the journal replays to the live state, rounds heal readers, frames re-encode to themselves, and
+"""Arbitrary command sequences: the journal replays to the live state, snapshots heal readers, frames re-encode to themselves, and
 an overflow ends all that without touching the engine."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kvbm.core.errors import IllegalEventError
 from kvbm.core.events import (
     Event,
     InstanceStopped,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import Residencies
@@ -34,7 +34,7 @@ from tests.ledger_driver import (
     Driver,
     commands,
     evictions,
-    finish_round,
+    finish_snapshot,
 )
 
 thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -114,36 +114,36 @@ def test_an_overflow_ends_the_stream_and_nothing_else(
 
 @thorough
 @given(st.lists(commands, max_size=40), st.lists(commands, max_size=20), st.integers(1, 5))
-def test_a_round_changes_nothing_for_a_reader_in_step(
+def test_a_snapshot_changes_nothing_for_a_reader_in_step(
     before: list[tuple[Any, ...]], during: list[tuple[Any, ...]], limit: int
 ) -> None:
     driver = Driver()
     for command in before:
         driver.run(command)
-    finish_round(driver, limit)
+    finish_snapshot(driver, limit)
     strict = Residencies(strict=True)
     for event in all_events(driver):
         strict.evolve(event)
     told = len(driver.frames)
-    driver.ledger.begin_round()
+    driver.ledger.begin_snapshot()
     for command in [c for c in during if c[0] != "restart"]:
-        driver.ledger.step_round(limit)
+        driver.ledger.step_snapshot(limit)
         driver.run(command)
-    finish_round(driver, limit)
+    finish_snapshot(driver, limit)
     for event in all_events(driver, told):
-        strict.evolve(event)  # strict refuses a round that adds, moves or withdraws anything
+        strict.evolve(event)  # strict refuses a snapshot that adds, moves or withdraws anything
     assert held_by(strict) == held_by(driver.ledger.residencies)
 
 
 @thorough
 @given(st.lists(commands, max_size=40), st.lists(commands, max_size=20), st.data())
-def test_a_round_heals_a_reader_that_missed_events(
+def test_a_snapshot_heals_a_reader_that_missed_events(
     before: list[tuple[Any, ...]], during: list[tuple[Any, ...]], data: st.DataObject
 ) -> None:
     driver = Driver()
     for command in [*before, ("cut",)]:
         driver.run(command)
-    finish_round(driver, 3)
+    finish_snapshot(driver, 3)
     reader = Residencies(strict=False)
     seen = [event for frame in driver.frames if frame.epoch == driver.epoch for event in frame.events]
     missed = data.draw(st.sets(st.integers(0, max(0, len(seen) - 1))))
@@ -153,11 +153,11 @@ def test_a_round_heals_a_reader_that_missed_events(
             reader.evolve(event)
     reader.miss_events()
     told = len(driver.frames)
-    driver.ledger.begin_round()
+    driver.ledger.begin_snapshot()
     for command in [c for c in during if c[0] != "restart"]:
-        driver.ledger.step_round(2)
+        driver.ledger.step_snapshot(2)
         driver.run(command)
-    finish_round(driver, 2)
+    finish_snapshot(driver, 2)
     for event in all_events(driver, told):
         reader.evolve(event)
     assert held_by(reader) == held_by(driver.ledger.residencies)
@@ -167,34 +167,34 @@ def test_a_round_heals_a_reader_that_missed_events(
 
 @thorough
 @given(st.lists(commands, max_size=40))
-def test_a_round_that_skips_a_run_is_refused(script: list[tuple[Any, ...]]) -> None:
+def test_a_snapshot_that_skips_a_run_is_refused(script: list[tuple[Any, ...]]) -> None:
     driver = Driver()
     for command in script:
         driver.run(command)
-    finish_round(driver, 2)
+    finish_snapshot(driver, 2)
     told = len(driver.frames)
     fold = Residencies(strict=True)
     for event in all_events(driver):
         fold.evolve(event)
-    driver.ledger.begin_round()
-    finish_round(driver, 2)
+    driver.ledger.begin_snapshot()
+    finish_snapshot(driver, 2)
     events = all_events(driver, told)
-    runs = [i for i, e in enumerate(events) if isinstance(e, ResidenciesStated)]
+    runs = [i for i, e in enumerate(events) if isinstance(e, ResidenciesListed)]
     if not runs:
         return
     skipped = events.pop(runs[-1])
-    assert isinstance(skipped, ResidenciesStated)
-    ended = next(i for i, e in enumerate(events) if isinstance(e, RoundEnded) and e.tier == skipped.tier)
+    assert isinstance(skipped, ResidenciesListed)
+    ended = next(i for i, e in enumerate(events) if isinstance(e, SnapshotEnded) and e.tier == skipped.tier)
     end = events[ended]
-    assert isinstance(end, RoundEnded)
+    assert isinstance(end, SnapshotEnded)
     left = end.count - len(split_hashes(skipped.hashes))
     if not left:
-        return  # an empty round clears the tier, which is legal; the frame's digest tells
+        return  # an empty snapshot clears the tier, which is legal; the frame's digest tells
     for event in events[:ended]:
         fold.evolve(event)
     with pytest.raises(IllegalEventError) as refused:
-        fold.evolve(RoundEnded(tier=end.tier, round=end.round, count=left))
-    assert refused.value.rule == "round-withdrew"
+        fold.evolve(SnapshotEnded(tier=end.tier, snapshot=end.snapshot, count=left))
+    assert refused.value.rule == "snapshot-withdrew"
 
 
 def all_events(driver: Driver, start: int = 0) -> list[Event]:

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbm.catalog.index import ClusterIndex, Holder, is_doubtful
+from kvbm.catalog.index import ClusterIndex, Holder, is_suspect
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
@@ -18,14 +18,14 @@ from kvbm.core.events import (
     Event,
     InstanceStarted,
     InstanceStopped,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.fold import Change, Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Tier, pack_slots, split_hashes
 from kvbm.streams.base import Heartbeat, StreamMessage
 from tests.indexes import Key, Twin, crowded_events, each_twin, frame_bytes, held_of
-from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands, finish_round
+from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands, finish_snapshot
 from tests.strategies import frames as any_frames
 
 INSTANCES = [InstanceId(name) for name in ("a", "b", "c")]
@@ -151,7 +151,7 @@ def test_the_index_is_the_union_of_residencies_and_claims(
     for name, driver in zip(INSTANCES, cluster.drivers, strict=True):
         view = cluster.index.view(name)
         assert view is not None and view.digest == driver.ledger.residencies.digest
-        assert not view.doubtful
+        assert not view.suspect
         cluster.index.drop(name)
     assert indexed(cluster.index) == {key: {Holder(POOL, Tier.OBJECT, True)} for key in cluster.claims}
 
@@ -205,51 +205,51 @@ def test_prefixes_are_right_for_any_pattern_of_holes(twin: Twin, pattern: list[l
     assert answers(index, namespace, b"".join(blocks)) == expected
 
 
-withholdings = st.lists(st.tuples(st.integers(0, 79), st.integers(0, len(INSTANCES) - 1), st.booleans()), max_size=9)
+exclusions = st.lists(st.tuples(st.integers(0, 79), st.integers(0, len(INSTANCES) - 1), st.booleans()), max_size=9)
 
 
 @each_twin
 @thorough
-@given(scripts, withholdings, st.sets(st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])))
-def test_answers_are_those_of_a_cluster_without_what_is_withheld(
+@given(scripts, exclusions, st.sets(st.sampled_from([Tier.HBM, Tier.HOST, Tier.NVME])))
+def test_answers_are_those_of_a_cluster_without_what_is_excluded(
     twin: Twin,
     script: list[tuple[int, tuple[Any, ...]]],
-    withholdings: list[tuple[int, int, bool]],
+    exclusions: list[tuple[int, int, bool]],
     pods: set[Tier],
 ) -> None:
     """Whatever happens before and after: the index says what counting blocks without these residencies gives, and forgets nothing."""
     cluster = Cluster(twin)
-    withheld: set[InstanceId] = set()
+    excluded: set[InstanceId] = set()
     script = [*script, *((which, ("cut",)) for which in range(len(INSTANCES)))]
-    # The ledgers declare their own pools; what others can read is told anew, in an epoch that restates what there is.
+    # The ledgers declare their own pools; what others can read is told anew, in an epoch that takes_snapshot what there is.
     for at, (which, command) in enumerate(script):
         cluster.run(which, command)
-        for when, whose, is_withheld in withholdings:
+        for when, whose, is_excluded in exclusions:
             if when == at % 80:
-                cluster.index.withhold(INSTANCES[whose], is_withheld)
-                (withheld.add if is_withheld else withheld.discard)(INSTANCES[whose])
+                cluster.index.exclude(INSTANCES[whose], is_excluded)
+                (excluded.add if is_excluded else excluded.discard)(INSTANCES[whose])
     declare(cluster, pods)
     held = cluster.held()
     shown = {
         key: kept
         for key, holders in held.items()
-        if (kept := {h for h in holders if h.is_pool or h.name not in withheld or h.tier in pods})
+        if (kept := {h for h in holders if h.is_pool or h.name not in excluded or h.tier in pods})
     }
     assert indexed(cluster.index) == shown
     for namespace, block in ALL_KEYS:
         left_out = {h.name for h in held.get((namespace, block), set()) - shown.get((namespace, block), set())}
-        assert set(cluster.index.withheld_holders(namespace, block)) == left_out
+        assert set(cluster.index.excluded_holders(namespace, block)) == left_out
     for prompt in range(6):
         for namespace in NAMESPACES:
             expected = brute_force(shown, namespace.id, chain(prompt, 8))
-            for name in withheld:
+            for name in excluded:
                 if expected.get(name, (1,))[0] == 0:
                     del expected[name]  # it reaches only what others have
             assert answers(cluster.index, namespace.id, chain(prompt, 8)) == expected
     for name in INSTANCES:
         view = cluster.index.view(name)
-        assert view is not None and view.withheld == (name in withheld)
-        cluster.index.withhold(name, False)
+        assert view is not None and view.excluded == (name in excluded)
+        cluster.index.exclude(name, False)
     assert indexed(cluster.index) == held
 
 
@@ -271,7 +271,7 @@ def declare(cluster: Cluster, pods: set[Tier]) -> None:
 @each_twin
 @thorough
 @given(scripts, st.sets(st.integers(0, 79)))
-def test_after_lost_frames_a_round_makes_every_instance_whole(
+def test_after_lost_frames_a_snapshot_makes_every_instance_whole(
     twin: Twin, script: list[tuple[int, tuple[Any, ...]]], lost: set[int]
 ) -> None:
     cluster = Cluster(twin)
@@ -279,9 +279,9 @@ def test_after_lost_frames_a_round_makes_every_instance_whole(
         cluster.run(which, command, lose=at in lost)
     now_s = 0.0
     for which, driver in enumerate(cluster.drivers):
-        finish_round(driver, 3)
-        driver.ledger.begin_round()
-        finish_round(driver, 3)
+        finish_snapshot(driver, 3)
+        driver.ledger.begin_snapshot()
+        finish_snapshot(driver, 3)
         driver.cut()
         cluster.send(which)
         published = Heartbeat(
@@ -294,7 +294,7 @@ def test_after_lost_frames_a_round_makes_every_instance_whole(
             cluster.sequencer.step(now_s + 1.0, [], at_end=True)
             assert now_s < 1000
     assert indexed(cluster.index, with_claims=False) == cluster.held(with_claims=False)
-    assert not any(is_doubtful(cluster.index, name) for name in INSTANCES)
+    assert not any(is_suspect(cluster.index, name) for name in INSTANCES)
 
 
 class Folds:
@@ -342,7 +342,7 @@ class Folds:
 def tidy_events(draw: st.DrawFn) -> Event:
     """Of `crowded_events`, those of which fold and index say the same: no slots, and a block is in one namespace."""
     event = draw(crowded_events())
-    if isinstance(event, InstanceStarted | RoundEnded):
+    if isinstance(event, InstanceStarted | SnapshotEnded):
         return event
     changes: dict[str, Any] = {"namespace": NAMESPACES[0].id}
     if not isinstance(event, BlocksEvicted):
@@ -351,13 +351,13 @@ def tidy_events(draw: st.DrawFn) -> Event:
 
 
 def numbered(events: list[tuple[InstanceId, Event]]) -> list[tuple[InstanceId, Event]]:
-    """The same events, with a round number that was used before taken for the current one or a new one."""
+    """The same events, with a snapshot number that was used before taken for the current one or a new one."""
     last: Counter[tuple[InstanceId, Tier]] = Counter()
     done = []
     for name, event in events:
-        if isinstance(event, ResidenciesStated | RoundEnded):
-            last[name, event.tier] += event.round % 2
-            done.append((name, msgspec.structs.replace(event, round=last[name, event.tier])))
+        if isinstance(event, ResidenciesListed | SnapshotEnded):
+            last[name, event.tier] += event.snapshot % 2
+            done.append((name, msgspec.structs.replace(event, snapshot=last[name, event.tier])))
         else:
             done.append((name, event))
     return done
@@ -386,7 +386,7 @@ def test_no_sequence_of_events_parts_the_index_from_its_folds(
         }
         if fold.pools:
             own = [tier for tier in fold.pools if not fold.is_cluster(tier)]
-            assert view.doubtful == (not all(fold.is_whole(tier) for tier in own))
+            assert view.suspect == (not all(fold.is_whole(tier) for tier in own))
 
 
 @each_twin
@@ -401,7 +401,7 @@ def test_no_sequence_of_frames_breaks_the_sequencer(twin: Twin, frames: list[Fra
         )
         rows.take(sequencer.step(0.0, [message(nearer, sequence)], at_end=True))
         for event in frame.events:
-            if not isinstance(event, InstanceStarted | InstanceStopped | RoundEnded):
+            if not isinstance(event, InstanceStarted | InstanceStopped | SnapshotEnded):
                 keys |= {(event.namespace, block) for block in split_hashes(event.hashes)}
     held = held_of(sequencer.index, keys, with_claims=False)
     assert sequencer.index.residency_count() == sum(map(len, held.values()))

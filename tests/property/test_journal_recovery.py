@@ -1,4 +1,4 @@
-"""Recovery from journals that were let go behind rounds, torn and damaged, held to the whole history."""
+"""Recovery from journals that were let go behind snapshots, torn and damaged, held to the whole history."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvbm.core.events import (
     EvictReason,
     InstanceStarted,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
@@ -38,21 +38,23 @@ Slots = dict[SequenceHash, int | None]
 
 
 class Writing:
-    """Writes one epoch's frames to a journal, as a ledger would: events, and rounds between them."""
+    """Writes one epoch's frames to a journal, as a ledger would: events, and snapshots between them."""
 
     def __init__(self, journal: Journal, rng: random.Random, carried: Slots) -> None:
         self.journal, self.rng = journal, rng
         self.fold = Residencies(strict=True)
         self.held_at: dict[Offset, Slots] = {Offset(0): {}}  # after each frame
-        self.rounds: list[tuple[Offset, Offset]] = []  # where each whole round began and ended
+        self.snapshots: list[tuple[Offset, Offset]] = []  # where each completed snapshot began and ended
         self.nvme_parts: list[tuple[Offset, Offset]] = []  # and the part of it that is about NVME
-        self.first_round_end = Offset(0)
+        self.first_snapshot_end = Offset(0)
         self._events: list[Event] = []
         self._offset = Offset(0)  # of the frame that gathers
         self._number = 0
-        self._unstated: dict[Tier, list[SequenceHash] | None] = {}  # a round under way; None before a tier's first step
+        self._unlisted: dict[
+            Tier, list[SequenceHash] | None
+        ] = {}  # a snapshot under way; None before a tier's first step
         self._began = self._nvme_began = Offset(0)
-        self._stated = 0
+        self._listed = 0
         epoch = Epoch(journal.epoch + 1)
         journal.begin_epoch(epoch, POOL)
         pools = (PoolStated(Tier.HBM, SLOTS, 64, Reach.INSTANCE), PoolStated(Tier.NVME, SLOTS, 64, Reach.INSTANCE))
@@ -60,18 +62,18 @@ class Writing:
         for block, slot in carried.items():
             assert slot is not None
             self._say(self._stating(Tier.NVME, [block], pack_slots([slot]), 1))
-        self._say(RoundEnded(tier=Tier.HBM, round=1, count=0))
-        self._say(RoundEnded(tier=Tier.NVME, round=1, count=len(carried)))
+        self._say(SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0))
+        self._say(SnapshotEnded(tier=Tier.NVME, snapshot=1, count=len(carried)))
         self._number = 1
-        self.first_round_end = Offset(self._offset + len(self._events))
+        self.first_snapshot_end = Offset(self._offset + len(self._events))
 
     def step(self) -> None:
         """Say something."""
         chance = self.rng.random()
-        if self._unstated and chance < 0.3:
-            self._step_round()
-        elif not self._unstated and chance < 0.06:
-            self._begin_round()
+        if self._unlisted and chance < 0.3:
+            self._step_snapshot()
+        elif not self._unlisted and chance < 0.06:
+            self._begin_snapshot()
         elif chance < 0.6:
             self.create()
         else:
@@ -95,9 +97,9 @@ class Writing:
         return {block: held.slot for block, held in self.fold.held[Tier.NVME].items()}
 
     def let_go(self) -> None:
-        """As the manager does: behind the last whole round that is durable and, here by chance, published."""
+        """As the manager does: behind the last completed snapshot that is durable and, here by chance, published."""
         published = self.rng.choice([self._offset, Offset(self.rng.randrange(self._offset + 1))])
-        began = [begin for begin, end in self.rounds if end <= published]
+        began = [begin for begin, end in self.snapshots if end <= published]
         self.journal.let_go(
             Position(self.fold.epoch, published), Position(self.fold.epoch, max(began, default=Offset(0)))
         )
@@ -126,49 +128,49 @@ class Writing:
         if gone:
             self._say(BlocksEvicted(namespace=NAMESPACE, tier=tier, reason=EvictReason.CAPACITY, hashes=b"".join(gone)))
 
-    def _begin_round(self) -> None:
+    def _begin_snapshot(self) -> None:
         if self.rng.random() < 0.5:
-            self.cut()  # else the round begins in the middle of a frame
+            self.cut()  # else the snapshot begins in the middle of a frame
         self.journal.roll()
         self._number += 1
         self._began = Offset(self._offset + len(self._events))
-        self._unstated = {Tier.HBM: None}
-        self._stated = 0
-        self._step_round()
+        self._unlisted = {Tier.HBM: None}
+        self._listed = 0
+        self._step_snapshot()
 
-    def _step_round(self) -> None:
-        tier, left = next(iter(self._unstated.items()))
+    def _step_snapshot(self) -> None:
+        tier, left = next(iter(self._unlisted.items()))
         held = self.fold.held[tier]
         blocks = list(held) if left is None else [block for block in left if block in held]
-        there, self._unstated[tier] = blocks[:4], blocks[4:]
+        there, self._unlisted[tier] = blocks[:4], blocks[4:]
         if there:
             slots = [held[block].slot or 0 for block in there]
-            self._stated += len(there)
+            self._listed += len(there)
             self._say(self._stating(tier, there, pack_slots(slots), self._number))
-        if self._unstated[tier]:
+        if self._unlisted[tier]:
             return
-        self._say(RoundEnded(tier=tier, round=self._number, count=self._stated))
-        self._stated = 0
+        self._say(SnapshotEnded(tier=tier, snapshot=self._number, count=self._listed))
+        self._listed = 0
         if tier == Tier.HBM:
-            self._unstated = {Tier.NVME: None}
+            self._unlisted = {Tier.NVME: None}
             self._nvme_began = Offset(self._offset + len(self._events))
         else:
-            self._unstated = {}
+            self._unlisted = {}
             end = Offset(self._offset + len(self._events))
-            self.rounds.append((self._began, end))
+            self.snapshots.append((self._began, end))
             self.nvme_parts.append((self._nvme_began, end))
 
-    def _stating(self, tier: Tier, blocks: list[SequenceHash], slots: bytes, number: int) -> ResidenciesStated:
-        return ResidenciesStated(namespace=NAMESPACE, tier=tier, round=number, hashes=b"".join(blocks), slots=slots)
+    def _stating(self, tier: Tier, blocks: list[SequenceHash], slots: bytes, number: int) -> ResidenciesListed:
+        return ResidenciesListed(namespace=NAMESPACE, tier=tier, snapshot=number, hashes=b"".join(blocks), slots=slots)
 
 
 class Life(NamedTuple):
     """What one epoch said, for comparison."""
 
     held_at: dict[Offset, Slots]
-    rounds: list[tuple[Offset, Offset]]
+    snapshots: list[tuple[Offset, Offset]]
     nvme_parts: list[tuple[Offset, Offset]]
-    first_round_end: Offset
+    first_snapshot_end: Offset
 
 
 def recovered(folder: Path, fold: NewFold) -> Slots:
@@ -207,14 +209,14 @@ def expected(folder: Path, lives: dict[Epoch, Life]) -> tuple[Slots, str]:
                 break
             unbroken = first
         end = frames[-1][1]
-        if unbroken == 0 and end >= life.first_round_end:
+        if unbroken == 0 and end >= life.first_snapshot_end:
             return life.held_at[end], "whole epoch"
-        if any(unbroken <= begin and done <= end for begin, done in life.rounds):
-            return life.held_at[end], "later round"
+        if any(unbroken <= begin and done <= end for begin, done in life.snapshots):
+            return life.held_at[end], "later snapshot"
         if any(unbroken <= begin and done <= end for begin, done in life.nvme_parts):
-            return life.held_at[end], "part of a round"  # or nothing, as long as other tiers' digests do not agree
+            return life.held_at[end], "part of a snapshot"  # or nothing, as long as other tiers' digests do not agree
         if unbroken or epoch in cut:
-            return {}, "no round"
+            return {}, "no snapshot"
     return {}, "nothing"
 
 
@@ -233,7 +235,9 @@ def live(folder: Path, rng: random.Random, truncates: bool) -> dict[Epoch, Life]
                 writing.let_go()
         if rng.random() < 0.8:
             writing.cut()
-        lives[writing.fold.epoch] = Life(writing.held_at, writing.rounds, writing.nvme_parts, writing.first_round_end)
+        lives[writing.fold.epoch] = Life(
+            writing.held_at, writing.snapshots, writing.nvme_parts, writing.first_snapshot_end
+        )
         journal.close()
     return lives
 
@@ -264,9 +268,9 @@ def check(folder: Path, seed: int, damage: str) -> str:
     found = recovered(folder, NATIVE_FOLD)
     assert found == recovered(folder, Residencies)
     wanted, rule = expected(folder, lives)
-    assert found == wanted or (rule == "part of a round" and not found), f"seed {seed}, {damage}: {rule}"
+    assert found == wanted or (rule == "part of a snapshot" and not found), f"seed {seed}, {damage}: {rule}"
     if damage == "none":
-        lasting = [life for _, life in sorted(lives.items()) if max(life.held_at) >= life.first_round_end]
+        lasting = [life for _, life in sorted(lives.items()) if max(life.held_at) >= life.first_snapshot_end]
         held = lasting[-1].held_at if lasting else {Offset(0): dict[SequenceHash, int | None]()}
         assert wanted == held[max(held)], f"seed {seed}: letting go has lost something"
     return rule
@@ -279,10 +283,10 @@ def test_recovery_gives_what_the_history_says_or_nothing(tmp_path: Path, block: 
         for seed in range(8 * block, 8 * block + 8)
         for damage in ("none", "torn", "missing", "flipped")
     }
-    assert len(rules & {"whole epoch", "later round", "no round"}) >= 2, "the histories are too much alike"
+    assert len(rules & {"whole epoch", "later snapshot", "no snapshot"}) >= 2, "the histories are too much alike"
 
 
-def test_an_epoch_that_has_lost_its_round_hides_the_one_before_it(tmp_path: Path) -> None:
+def test_an_epoch_that_has_lost_its_snapshot_hides_the_one_before_it(tmp_path: Path) -> None:
     lives = []
     for seed in range(2):
         journal = Journal.open(tmp_path, INSTANCE, NATIVE, JournalOptions(segment_bytes=1))

@@ -25,8 +25,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import Residencies
@@ -112,7 +112,7 @@ def small_events(draw: st.DrawFn) -> Event:
     """Events of few hashes, slots and namespaces, so that they meet."""
     tier, namespace = draw(small_tiers), draw(owners)
     run, slots = draw(packed_runs())
-    round_ = draw(st.integers(0, 3))
+    snapshot_ = draw(st.integers(0, 3))
     match draw(st.integers(0, 19)):
         case 0:
             return InstanceStarted(
@@ -130,9 +130,9 @@ def small_events(draw: st.DrawFn) -> Event:
         case 9 | 10 | 11:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.TTL, hashes=run)
         case 12 | 13 | 14 | 15:
-            return ResidenciesStated(namespace=namespace, tier=tier, round=round_, hashes=run, slots=slots)
+            return ResidenciesListed(namespace=namespace, tier=tier, snapshot=snapshot_, hashes=run, slots=slots)
         case 16 | 17 | 18:
-            return RoundEnded(tier=tier, round=round_, count=draw(st.integers(0, 6)))
+            return SnapshotEnded(tier=tier, snapshot=snapshot_, count=draw(st.integers(0, 6)))
         case _:
             return InstanceStopped(reason=draw(st.sampled_from(StopReason)))
 
@@ -148,8 +148,8 @@ def test_any_history_folds_alike(strict: bool, is_started: bool, history: list[E
 
 
 @given(st.lists(pools_stated, max_size=6))
-def test_pools_are_kept_as_they_were_stated(stated: list[PoolStated]):
-    fold_both(True, [InstanceStarted(epoch=Epoch(1), pools=tuple(stated))])
+def test_pools_are_kept_as_they_were_listed(listed: list[PoolStated]):
+    fold_both(True, [InstanceStarted(epoch=Epoch(1), pools=tuple(listed))])
 
 
 # -- what instances do ---------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_what_is_left_of_histories_folds_alike():
             del events[: length + pick.randint(1, 10)]
             history.append(pick.choice([0, 0, 1 + len(history)]))
         broken |= set(fold_both(False, history))
-    assert broken >= {"evicted-unheld", "slot-reused", "round-incomplete"}, "or nothing was missed"
+    assert broken >= {"evicted-unheld", "slot-reused", "snapshot-incomplete"}, "or nothing was missed"
 
 
 def test_every_rule_is_met():
@@ -185,14 +185,14 @@ def test_every_rule_is_met():
         lenient |= set(fold_both(False, history))
     assert strict == {
         "epoch-not-newer", "already-stopped", "created-twice", "evicted-unheld", "migrated-unheld", "migrated-twice",
-        "moved-nowhere", "repeated-in-run", "foreign-namespace", "slot-outside", "slot-reused", "round-added",
-        "moved-silently", "round-went-back", "round-incomplete", "round-withdrew",
+        "moved-nowhere", "repeated-in-run", "foreign-namespace", "slot-outside", "slot-reused", "snapshot-added",
+        "moved-silently", "snapshot-went-back", "snapshot-incomplete", "snapshot-withdrew",
     }  # fmt: skip
     assert lenient == {
-        "created-twice", "evicted-unheld", "moved-silently", "slot-reused", "round-added", "round-incomplete",
-        "round-withdrew",
+        "created-twice", "evicted-unheld", "moved-silently", "slot-reused", "snapshot-added", "snapshot-incomplete",
+        "snapshot-withdrew",
     }  # fmt: skip
-    assert fold_both(True, [RoundEnded(tier=Tier.HBM, round=1, count=0)]) == ["not-started"]
+    assert fold_both(True, [SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0)]) == ["not-started"]
 
 
 def random_event(rng: random.Random) -> Event:
@@ -217,11 +217,11 @@ def random_event(rng: random.Random) -> Event:
         case number if number < 26:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.QUOTA, hashes=hashes)
         case number if number < 33:
-            return ResidenciesStated(
-                namespace=namespace, tier=tier, round=rng.randint(1, 4), hashes=hashes, slots=slots
+            return ResidenciesListed(
+                namespace=namespace, tier=tier, snapshot=rng.randint(1, 4), hashes=hashes, slots=slots
             )
         case _:
-            return RoundEnded(tier=tier, round=rng.randint(1, 4), count=rng.choice([0, 0, 1, 2]))
+            return SnapshotEnded(tier=tier, snapshot=rng.randint(1, 4), count=rng.choice([0, 0, 1, 2]))
 
 
 def test_thousands_of_blocks_come_and_go_alike():

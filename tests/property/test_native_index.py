@@ -27,8 +27,8 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
@@ -114,10 +114,10 @@ class Twins:
             self.native.write_checkpoint(path, note)
             self.native = _native.ClusterIndex(self.capacity)
             assert self.native.load_checkpoint(path) == note
-        # What a round that was open has stated is not in a checkpoint, nor what is soft.
+        # What a snapshot that was open has listed is not in a checkpoint, nor what is soft.
         self.model._anomalies.clear()
         for entry in self.model._instances.values():
-            entry.waiting = entry.withheld = False
+            entry.waiting = entry.excluded = False
             for fold in entry.tiers.values():
                 fold.is_open = False
 
@@ -130,9 +130,9 @@ class Twins:
                 self.both("pool_name", name, tier)
         assert held_of(self.native, KEYS) == held_of(self.model, KEYS)
         for key in KEYS:
-            left_out = self.native.withheld_holders(*key)
+            left_out = self.native.excluded_holders(*key)
             assert len(left_out) == len(set(left_out))
-            assert set(left_out) == set(self.model.withheld_holders(*key))
+            assert set(left_out) == set(self.model.excluded_holders(*key))
         assert claims_of(self.native) == claims_of(self.model)
         for space, hashes, best in queries:
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
@@ -178,20 +178,20 @@ def wild_events(draw: st.DrawFn) -> list[Event]:
         return [InstanceStarted(epoch=Epoch(draw(st.integers(1, 3))), pools=draw(st.sampled_from(DECLARED)))]
     if kind == 1:
         return [InstanceStopped(reason=StopReason.SHUTDOWN)]
-    if kind == 2:  # rounds that are begun and given up, more of them than there are generations
+    if kind == 2:  # snapshots that are begun and given up, more of them than there are generations
         first = draw(st.integers(0, 9))
-        stated = draw(st.lists(few_hashes, min_size=1, max_size=7))
+        listed = draw(st.lists(few_hashes, min_size=1, max_size=7))
         return [
-            ResidenciesStated(namespace=space, tier=tier, round=first + number, hashes=hashes)
-            for number, hashes in enumerate(stated)
+            ResidenciesListed(namespace=space, tier=tier, snapshot=first + number, hashes=hashes)
+            for number, hashes in enumerate(listed)
         ]
-    if kind in (3, 4):  # a round that ends, as often as not with the right count
-        number, stated = draw(st.integers(0, 9)), draw(st.lists(few_hashes, max_size=2))
-        count = sum(len(hashes) // 16 for hashes in stated)
+    if kind in (3, 4):  # a snapshot that ends, as often as not with the right count
+        number, listed = draw(st.integers(0, 9)), draw(st.lists(few_hashes, max_size=2))
+        count = sum(len(hashes) // 16 for hashes in listed)
         off = draw(st.sampled_from([0, 0, 0, 1]))
         return [
-            *(ResidenciesStated(namespace=space, tier=tier, round=number, hashes=hashes) for hashes in stated),
-            RoundEnded(tier=tier, round=number, count=count + off),
+            *(ResidenciesListed(namespace=space, tier=tier, snapshot=number, hashes=hashes) for hashes in listed),
+            SnapshotEnded(tier=tier, snapshot=number, count=count + off),
         ]
     return [event for event in draw(st.lists(crowded_events(), min_size=1, max_size=4)) if not is_start(event)] or [
         BlocksCreated(namespace=space, tier=tier, hashes=draw(few_hashes))
@@ -226,8 +226,8 @@ actions = st.one_of(
     st.tuples(st.just("begin_blind"), names, st.integers(1, 3).map(Epoch), st.none() | declared, declared),
     st.tuples(st.just("miss"), names),
     st.tuples(st.just("wait"), names, st.booleans()),
-    st.tuples(st.just("withhold"), names, st.booleans()),
-    st.tuples(st.just("withhold"), names, st.booleans()),
+    st.tuples(st.just("exclude"), names, st.booleans()),
+    st.tuples(st.just("exclude"), names, st.booleans()),
     st.tuples(st.just("audit"), st.integers(1, 300)),
     st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
     st.tuples(st.just("drop"), names),
@@ -270,25 +270,25 @@ def test_of_legal_streams_the_index_has_the_ledgers_digests_and_nothing_to_compl
         index.sweep(1)
     for name, driver in drivers.items():
         view = index.view(name)
-        assert view is not None and view.digest == driver.ledger.residencies.digest and not view.doubtful
+        assert view is not None and view.digest == driver.ledger.residencies.digest and not view.suspect
         held = driver.ledger.residencies.held
         assert view.counts == {pool.tier: len(held[pool.tier]) for pool in POOLS[:3]}
     assert index.anomalies() == {}
 
 
-def test_rounds_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> None:
+def test_snapshots_given_up_for_ever_are_told_apart_from_the_one_that_ends() -> None:
     twins, name = Twins(), WILD[0]
     blocks = split_hashes(chain(0, 8))
     twins.run(("events", name, [InstanceStarted(epoch=Epoch(1), pools=POOLS)], 0))
     for number in range(1, 30):
         hashes = blocks[number % 8] + blocks[(number + 3) % 8]
         twins.run(
-            ("events", name, [ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=number, hashes=hashes)], 0)
+            ("events", name, [ResidenciesListed(namespace=SPACES[0], tier=Tier.HBM, snapshot=number, hashes=hashes)], 0)
         )
         twins.check()
     ended = [
-        ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=30, hashes=blocks[5]),
-        RoundEnded(tier=Tier.HBM, round=30, count=1),
+        ResidenciesListed(namespace=SPACES[0], tier=Tier.HBM, snapshot=30, hashes=blocks[5]),
+        SnapshotEnded(tier=Tier.HBM, snapshot=30, count=1),
     ]
     twins.run(("events", name, ended, 0))
     assert twins.native.holders(SPACES[0], blocks[5]) == [Holder(name, Tier.HBM, False)]
@@ -328,7 +328,7 @@ def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) ->
         twins.both(*chance.choice([("drop", name), ("begin_blind", name, Epoch(2))]))
     twins.check(wanted)
     for name in chance.sample(crowd, 25):
-        twins.both("withhold", name, True)
+        twins.both("exclude", name, True)
     twins.check(wanted)
     twins.native.sweep(chance.randrange(300))
     twins.check(wanted)
@@ -408,10 +408,10 @@ def test_a_shard_that_moves_while_the_sweep_is_in_it_is_swept_from_its_beginning
 
 
 def busy_stream(seed: int, events: int) -> list[bytes]:
-    """Frames of three instances with many blocks: legal but for rounds that are given up, with restarts and claims."""
+    """Frames of three instances with many blocks: legal but for snapshots that are given up, with restarts and claims."""
     chance = random.Random(seed)
     held: dict[tuple[InstanceId, Tier], dict[bytes, None]] = {(name, tier): {} for name in WILD for tier in Tier}
-    rounds: Counter[tuple[InstanceId, Tier]] = Counter()
+    snapshots: Counter[tuple[InstanceId, Tier]] = Counter()
     frames = [frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=POOLS)) for name in WILD]
     for _ in range(events):
         name, tier, space = chance.choice(WILD), chance.choice(list(Tier)), chance.choice(SPACES)
@@ -428,19 +428,19 @@ def busy_stream(seed: int, events: int) -> list[bytes]:
                 evicted = BlocksEvicted(namespace=space, tier=tier, reason=EvictReason.CAPACITY, hashes=b"".join(old))
                 frames.append(frame_bytes(name, evicted))
         elif kind < 0.99:
-            rounds[name, tier] += 1
-            number, stated = rounds[name, tier], list(mine)
+            snapshots[name, tier] += 1
+            number, listed = snapshots[name, tier], list(mine)
             for owner in SPACES:
-                told = b"".join(block for block in stated if block[:1] == owner[:1])
+                told = b"".join(block for block in listed if block[:1] == owner[:1])
                 if told:
-                    event = ResidenciesStated(namespace=owner, tier=tier, round=number, hashes=told)
+                    event = ResidenciesListed(namespace=owner, tier=tier, snapshot=number, hashes=told)
                     frames.append(frame_bytes(name, event))
             if chance.random() < 0.7:
-                frames.append(frame_bytes(name, RoundEnded(tier=tier, round=number, count=len(stated))))
+                frames.append(frame_bytes(name, SnapshotEnded(tier=tier, snapshot=number, count=len(listed))))
         else:
             for gone in Tier:
                 held[name, gone].clear()
-                rounds[name, gone] = 0
+                snapshots[name, gone] = 0
             frames.append(frame_bytes(name, InstanceStarted(epoch=Epoch(1), pools=POOLS)))
     return frames
 
@@ -517,13 +517,13 @@ def test_a_checkpoint_written_while_frames_are_applied_and_all_since_is_the_live
 
 
 def test_a_checkpoint_brings_back_nobody_who_has_gone_and_was_not_swept() -> None:
-    """What a round has withdrawn, a restart has ended, or a drop."""
+    """What a snapshot has withdrawn, a restart has ended, or a drop."""
     twins, hashes = Twins(), chain(0, 4)
     created = BlocksCreated(namespace=SPACES[0], tier=Tier.HBM, hashes=hashes)
     for name in WILD:
         twins.run(("events", name, [InstanceStarted(epoch=Epoch(1), pools=POOLS), created], 0))
-    stated = ResidenciesStated(namespace=SPACES[0], tier=Tier.HBM, round=1, hashes=hashes[:16])
-    twins.run(("events", WILD[0], [stated, RoundEnded(tier=Tier.HBM, round=1, count=1)], 0))
+    listed = ResidenciesListed(namespace=SPACES[0], tier=Tier.HBM, snapshot=1, hashes=hashes[:16])
+    twins.run(("events", WILD[0], [listed, SnapshotEnded(tier=Tier.HBM, snapshot=1, count=1)], 0))
     twins.run(("events", WILD[1], [InstanceStarted(epoch=Epoch(2), pools=POOLS)], 0))
     twins.run(("drop", WILD[2]))
     twins.run(("begin_blind", WILD[3], Epoch(2)))

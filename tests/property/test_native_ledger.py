@@ -35,7 +35,7 @@ from kvbm.core.ids import (
 from kvbm.core.ledger import LEAST_EVENT_BYTES, NOT_HELD, Ledger
 from kvbm.core.policy import EVICTION_POLICIES, OTHERS, Share
 from kvbm.core.slot_allocator import Allocation
-from kvbm.core.snapshots import ROUND_LOOKS, Recovered
+from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
 
 POOLS = (
     PoolStated(Tier.HBM, 9, 64),
@@ -182,7 +182,7 @@ class Twins:
                 if self.copies:
                     self.arrive(self.copies.pop(a % len(self.copies)), b, c, d)
             case 21 | 22 | 23:
-                self.begin_round() if kind == 21 else self.step_round(1 + a % 4)
+                self.begin_snapshot() if kind == 21 else self.step_snapshot(1 + a % 4)
             case 24:
                 self.cut()
             case 25:
@@ -380,16 +380,16 @@ def test_long_runs_and_many_frames_are_cut_the_same():
         copy = twins.begin_copy(bytes([index % 2] * 16), Tier.HBM, Tier.NVME, hashes)
         twins.end_copy(copy, [True] * (len(copy.hashes) // 16), MigrateCause.OFFLOAD, kept=index % 2 == 0)
         twins.unpin(Tier.HBM, slots)
-    twins.begin_round()
-    while twins.step_round():
+    twins.begin_snapshot()
+    while twins.step_snapshot():
         pass
     twins.recover()
     assert len(twins.frames) > 5
     twins.verify()
 
 
-def test_rounds_over_large_pools_are_stepped_and_restarted_the_same():
-    count = 2 * ROUND_LOOKS
+def test_snapshots_over_large_pools_are_stepped_and_restarted_the_same():
+    count = 2 * SNAPSHOT_LOOKS
     twins = Twins("lru", pools=(PoolStated(Tier.HBM, count + 70, 64), PoolStated(Tier.NVME, 3, 64)))
     twins.start(Epoch(1))
 
@@ -400,18 +400,18 @@ def test_rounds_over_large_pools_are_stepped_and_restarted_the_same():
         return hashes
 
     older = [fill(1 + at, 64, bytes([at // 64 % 3] * 16)) for at in range(0, count, 64)]
-    twins.begin_round()
-    twins.step_round(1000)
+    twins.begin_snapshot()
+    twins.step_snapshot(1000)
     for run in older[:-9]:
         twins.evict(Tier.HBM, run[32:], EvictReason.CLEARED)
     fill(1 << 20, count // 2 - 500, b"n" * 16)
-    while twins.step_round(100):
+    while twins.step_snapshot(100):
         pass
     twins.cut()
     assert sum(frame.next_offset - frame.first_offset for frame in twins.frames) > 300
     twins.begin_another(1)
-    twins.begin_round()
-    while twins.step_round(5000):
+    twins.begin_snapshot()
+    while twins.step_snapshot(5000):
         pass
     twins.verify()
 
@@ -441,8 +441,8 @@ def test_neither_does_anything_before_its_start():
     twins.step((0, 1, 3, 0, 0))
     twins.stop()
     twins.forget(Tier.OBJECT, NAMESPACES[0].id, BLOCKS[0], EvictReason.MISSING)
-    twins.begin_round()
-    twins.step_round()
+    twins.begin_snapshot()
+    twins.step_snapshot()
     assert twins.take_frames(INSTANCE, 7) == []
 
 

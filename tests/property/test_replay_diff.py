@@ -18,7 +18,7 @@ from kvbm.core.events import (
     EvictReason,
     InstanceStarted,
     InstanceStopped,
-    RoundEnded,
+    SnapshotEnded,
 )
 from kvbm.core.ids import Tier
 from kvbm.replay.diff import EVENT, diff
@@ -34,7 +34,7 @@ def changed(event: Event, pick: random.Random) -> Event:
             return msgspec.structs.replace(event, engine=event.engine + "x")
         case BlocksCreated() if pick.random() < 0.5:
             return msgspec.structs.replace(event, start=event.start + 1)
-        case RoundEnded() | InstanceStopped():
+        case SnapshotEnded() | InstanceStopped():
             return BlocksEvicted(namespace=NAMESPACE, tier=Tier.HBM, reason=EvictReason.TTL, hashes=some_hash("d"))
         case _:
             hashes = bytearray(event.hashes)
@@ -78,8 +78,8 @@ def test_a_planted_divergence_is_found_at_its_exact_offset(tmp_path: Path, seed:
     (archive / f"{1:020d}.kvbm").write_bytes(packed(frames[:half]))
     (archive / f"{half + 1:020d}.kvbm").write_bytes(packed(frames[half:]))
     file.write_bytes(packed(mixed([planted.frames(), other.frames()], pick)))
-    kernels = pick.choice([NATIVE, REFERENCE])
-    report = diff(open_source(str(archive)), open_source(str(file)), kernels)
+    backend = pick.choice([NATIVE, REFERENCE])
+    report = diff(open_source(str(archive)), open_source(str(file)), backend)
     (found,) = report.divergences
     assert (found.kind, found.instance, found.epoch, found.offset) == (EVENT, "one", epoch, offset)
     assert found.a.event == event_text(event)

@@ -21,8 +21,8 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     MigrateCause,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier, pack_slots
 from kvbm.replay.findings import Finding, exit_code
@@ -123,14 +123,14 @@ def test_a_repeat_with_other_bytes_is_a_conflict_and_the_first_is_believed(tmp_p
 def changed_event(event: Event) -> Event:
     """Another event that encodes as well."""
     match event:
-        case BlocksCreated() | BlocksMigrated() | BlocksEvicted() | ResidenciesStated():
+        case BlocksCreated() | BlocksMigrated() | BlocksEvicted() | ResidenciesListed():
             return msgspec.structs.replace(event, hashes=some_hash("changed") + event.hashes[HASH_BYTES:])
-        case RoundEnded():
+        case SnapshotEnded():
             return msgspec.structs.replace(event, count=event.count + 1)
         case InstanceStarted():
             return msgspec.structs.replace(event, engine="another")
         case InstanceStopped():
-            return RoundEnded(tier=Tier.HBM, round=7, count=0)
+            return SnapshotEnded(tier=Tier.HBM, snapshot=7, count=0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -210,31 +210,31 @@ def check_place(finding: Finding, capture: Capture, index: int) -> None:
 
 
 class SkippedRun(NamedTuple):
-    """A statement of a round that can be left out, and the end of its round."""
+    """A statement of a snapshot that can be left out, and the end of its snapshot."""
 
-    stated: int
+    listed: int
     ended: int
     blocks: int
 
 
 def skippable(capture: Capture) -> Iterator[SkippedRun]:
-    """Statements of rounds that restate something known, whose last block is still held when the round ends."""
+    """Statements of snapshots that take_snapshot something known, whose last block is still held when the snapshot ends."""
     last_ended: dict[tuple[Tier, int], int] = {}
     for index in reversed(range(len(capture.recorded))):
         event = capture.recorded[index].event
-        if isinstance(event, RoundEnded):
+        if isinstance(event, SnapshotEnded):
             last_ended[event.tier, capture.recorded[index].epoch] = index
-        if isinstance(event, ResidenciesStated):
+        if isinstance(event, ResidenciesListed):
             ended = last_ended.get((event.tier, capture.recorded[index].epoch), 0)
             if not ended:
                 continue
             whole = {
                 entry.event.tier
                 for entry in capture.recorded[:index]
-                if entry.epoch == capture.recorded[index].epoch and isinstance(entry.event, RoundEnded)
+                if entry.epoch == capture.recorded[index].epoch and isinstance(entry.event, SnapshotEnded)
             }
             end = capture.recorded[ended].event
-            assert isinstance(end, RoundEnded) and end.round == event.round
+            assert isinstance(end, SnapshotEnded) and end.snapshot == event.snapshot
             run = len(event.hashes) // HASH_BYTES
             touched = b"".join(
                 entry.event.hashes
@@ -247,40 +247,40 @@ def skippable(capture: Capture) -> Iterator[SkippedRun]:
 
 @pytest.mark.parametrize("how", ["removed", "shrunk", "not counted"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_round_that_skips_a_run_is_found_at_its_end(tmp_path: Path, seed: int, how: str) -> None:
+def test_a_snapshot_that_skips_a_run_is_found_at_its_end(tmp_path: Path, seed: int, how: str) -> None:
     capture = make_capture(seed, commands=120)
     skipped = random.Random(seed).choice(list(skippable(capture)))
-    stated, ended = capture.recorded[skipped.stated].event, capture.recorded[skipped.ended].event
-    assert isinstance(stated, ResidenciesStated) and isinstance(ended, RoundEnded)
+    listed, ended = capture.recorded[skipped.listed].event, capture.recorded[skipped.ended].event
+    assert isinstance(listed, ResidenciesListed) and isinstance(ended, SnapshotEnded)
     if how == "shrunk" and skipped.blocks > 1:
-        less = msgspec.structs.replace(stated, hashes=stated.hashes[:-HASH_BYTES], slots=stated.slots[:-4])
-        changed = capture.replace({skipped.stated: less, skipped.ended: counted(ended, 1)})
+        less = msgspec.structs.replace(listed, hashes=listed.hashes[:-HASH_BYTES], slots=listed.slots[:-4])
+        changed = capture.replace({skipped.listed: less, skipped.ended: counted(ended, 1)})
         index = skipped.ended
     else:
         end = ended if how == "not counted" else counted(ended, skipped.blocks)
-        changed = capture.replace({skipped.stated: None, skipped.ended: end})
+        changed = capture.replace({skipped.listed: None, skipped.ended: end})
         index = skipped.ended - 1
     finding = only_finding(verify_bytes(tmp_path, packed(changed.frames())))
     check_place(finding, changed, index)
-    rule = "round-incomplete" if how == "not counted" else "round-withdrew"
-    assert (finding.kind, finding.rule) == ("skipped-round-run", rule)
+    rule = "snapshot-incomplete" if how == "not counted" else "snapshot-withdrew"
+    assert (finding.kind, finding.rule) == ("skipped-snapshot-run", rule)
 
 
-def counted(ended: RoundEnded, less: int) -> RoundEnded:
+def counted(ended: SnapshotEnded, less: int) -> SnapshotEnded:
     return msgspec.structs.replace(ended, count=ended.count - less)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_round_that_states_what_was_not_held_is_found_at_that_statement(tmp_path: Path, seed: int) -> None:
+def test_a_snapshot_that_states_what_was_not_held_is_found_at_that_statement(tmp_path: Path, seed: int) -> None:
     capture = make_capture(seed, commands=120)
-    stated_at = random.Random(seed).choice(list(skippable(capture))).stated
-    stated = capture.recorded[stated_at].event
-    assert isinstance(stated, ResidenciesStated)
-    more = msgspec.structs.replace(stated, hashes=some_hash("x") + stated.hashes[HASH_BYTES:])
-    changed = capture.replace({stated_at: more})
+    listed_at = random.Random(seed).choice(list(skippable(capture))).listed
+    listed = capture.recorded[listed_at].event
+    assert isinstance(listed, ResidenciesListed)
+    more = msgspec.structs.replace(listed, hashes=some_hash("x") + listed.hashes[HASH_BYTES:])
+    changed = capture.replace({listed_at: more})
     finding = only_finding(verify_bytes(tmp_path, packed(changed.frames())))
-    check_place(finding, changed, stated_at)
-    assert (finding.kind, finding.rule) == ("skipped-round-run", "round-added")
+    check_place(finding, changed, listed_at)
+    assert (finding.kind, finding.rule) == ("skipped-snapshot-run", "snapshot-added")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -303,7 +303,7 @@ def test_a_creation_that_was_never_recorded_is_found_by_the_digest_or_what_follo
     ]
     changed = capture.replace({random.Random(seed).choice(created): None})
     report = verify_bytes(tmp_path, packed(changed.frames()))
-    assert only_finding(report).kind in ("digest-mismatch", "illegal-event", "skipped-round-run")
+    assert only_finding(report).kind in ("digest-mismatch", "illegal-event", "skipped-snapshot-run")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -314,7 +314,7 @@ def test_frames_of_an_epoch_that_is_over_are_counted_and_do_not_count(tmp_path: 
     last = max(number for number, frame in enumerate(frames) if frame.epoch == old)
     zombie = Frame(
         instance=capture.instance, epoch=old, first_offset=frames[last].next_offset, wall_time_ns=1,
-        digest=frames[last].digest, events=(RoundEnded(tier=Tier.HBM, round=99, count=0),),
+        digest=frames[last].digest, events=(SnapshotEnded(tier=Tier.HBM, snapshot=99, count=0),),
     )  # fmt: skip
     at = random.Random(seed).randint(last + 2, len(frames))
     good = verify_bytes(tmp_path, packed(frames))
@@ -392,24 +392,24 @@ def test_two_defects_are_two_findings_each_in_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_once_every_tier_has_ended_a_round_a_second_defect_is_found_again(tmp_path: Path, seed: int) -> None:
+def test_once_every_tier_has_ended_a_snapshot_a_second_defect_is_found_again(tmp_path: Path, seed: int) -> None:
     capture = make_capture(seed, commands=150)
     evicted = BlocksEvicted(namespace=NAMESPACE, tier=Tier.HBM, reason=EvictReason.TTL, hashes=some_hash("x"))
-    first = 6  # after InstanceStarted and the three ends of the first round
+    first = 6  # after InstanceStarted and the three ends of the first snapshot
     if capture.recorded[first].epoch != capture.recorded[0].epoch:
         return
-    begun: set[tuple[Tier, int]] = set()  # rounds that began and ended after the first defect, so that they heal
+    begun: set[tuple[Tier, int]] = set()  # snapshots that began and ended after the first defect, so that they heal
     healed: set[Tier] = set()
-    stated = [entry.event for entry in capture.recorded[:first] if isinstance(entry.event, ResidenciesStated)]
-    before = {restates(event) for event in stated}
+    listed = [entry.event for entry in capture.recorded[:first] if isinstance(entry.event, ResidenciesListed)]
+    before = {takes_snapshot(event) for event in listed}
     for second in range(first, len(capture.recorded)):
         epoch, event, _ = capture.recorded[second]
         is_new_epoch = epoch != capture.recorded[0].epoch
         if (is_new_epoch or len(healed) == 3) and capture.recorded[second - 1].epoch == epoch:
             break
-        if isinstance(event, ResidenciesStated) and not is_new_epoch and restates(event) not in before:
-            begun.add(restates(event))
-        if isinstance(event, RoundEnded) and (event.count == 0 or (event.tier, event.round) in begun):
+        if isinstance(event, ResidenciesListed) and not is_new_epoch and takes_snapshot(event) not in before:
+            begun.add(takes_snapshot(event))
+        if isinstance(event, SnapshotEnded) and (event.count == 0 or (event.tier, event.snapshot) in begun):
             healed.add(event.tier)
     changed = capture.insert(second, evicted).insert(first, evicted)
     report = verify_bytes(tmp_path, packed(changed.frames()))
@@ -417,8 +417,8 @@ def test_once_every_tier_has_ended_a_round_a_second_defect_is_found_again(tmp_pa
     check_place(report.findings[0], changed, first)
 
 
-def restates(event: ResidenciesStated) -> tuple[Tier, int]:
-    return event.tier, event.round
+def takes_snapshot(event: ResidenciesListed) -> tuple[Tier, int]:
+    return event.tier, event.snapshot
 
 
 @pytest.mark.parametrize("seed", range(10))

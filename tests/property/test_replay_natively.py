@@ -46,7 +46,7 @@ def test_a_native_report_that_differs_is_noticed() -> None:
     class Named(msgspec.Struct):
         fold: str
 
-    def report(same: bool, kernels: object = None, fold: object = None) -> Named:
+    def report(same: bool, backend: object = None, fold: object = None) -> Named:
         return Named("" if same else str(fold))
 
     assert both_ways(report)(True) == Named("")

@@ -9,7 +9,7 @@
     > keep HBM A 3 10 [50]                 keep three blocks until second 10, priority 0 or as given;  > expire 10
     > allocate HBM 2 / release HBM 0 1 / pin HBM 0 / unpin HBM 0 / create HBM A 0:2 in 0 1
     > evict HOST A 2 / missing A 1 / claim janitor A 2 / match A 3 / holders A 3 / counts HBM / shares HBM
-    > round / step 2                       begin a round / state a run of at most two blocks
+    > snapshot / step 2                       begin a snapshot / state a run of at most two blocks
     > stop / restart 2                     end the stream / begin epoch 2 in place
     > recover 7 NVME A0@3 on HBM=2 NVME=4  begin epoch 7 after a crash, in which NVME has kept A0 in slot 3
     > tenants a=2,NVME=4 b=1               the next pools are shared: weight 2 and a quota of 4 slots; a/A is prompt A of tenant a
@@ -41,8 +41,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.ids import (
@@ -119,10 +119,12 @@ class Scenario:
                 return f"{name} {source} to {event.target.name} ({how}): {self.run_words(event.hashes, event.slots)}"
             case BlocksEvicted():
                 return f"{name} {event.tier.name} ({event.reason.name.lower()}): {self.run_words(event.hashes, b'')}"
-            case ResidenciesStated():
-                return f"{name} {event.tier.name} round {event.round}: {self.run_words(event.hashes, event.slots)}"
-            case RoundEnded():
-                return f"{name} {event.tier.name} round {event.round}: {event.count} stated"
+            case ResidenciesListed():
+                return (
+                    f"{name} {event.tier.name} snapshot {event.snapshot}: {self.run_words(event.hashes, event.slots)}"
+                )
+            case SnapshotEnded():
+                return f"{name} {event.tier.name} snapshot {event.snapshot}: {event.count} listed"
             case InstanceStopped() if event.reason != StopReason.SHUTDOWN:
                 return f"{name} ({event.reason.name.lower()})"
             case _:
@@ -141,7 +143,7 @@ class Scenario:
     def begin(
         self, words: Sequence[str], epoch: int = 1, recovered: Mapping[Tier, Sequence[Recovered]] | None = None
     ) -> None:
-        stated, eviction, room = [], "lru", 64
+        listed, eviction, room = [], "lru", 64
         for word in words:
             tier, _, slots = word.partition("=")
             if tier in EVICTION_POLICIES:
@@ -150,8 +152,8 @@ class Scenario:
                 room = int(slots)
             else:
                 reach = Reach.INSTANCE if slots else Reach.CLUSTER
-                stated.append(PoolStated(Tier[tier], int(slots or 0), 64, reach, "" if slots else "s3://scenario"))
-        self.ledger = self.new_ledger(stated, eviction, room << 20, self.shares)
+                listed.append(PoolStated(Tier[tier], int(slots or 0), 64, reach, "" if slots else "s3://scenario"))
+        self.ledger = self.new_ledger(listed, eviction, room << 20, self.shares)
         self.ledger.start(Epoch(epoch), [NAMESPACE], recovered=recovered)
 
     def do_pools(self, *words: str) -> None:
@@ -275,11 +277,11 @@ class Scenario:
             f"{one.tenant} {one.held}" + ("" if one.quota_slots is None else f" of {one.quota_slots}") for one in counts
         )
 
-    def do_round(self) -> str:
-        return "begun" if self.ledger.begin_round() else "one is under way"
+    def do_snapshot(self) -> str:
+        return "begun" if self.ledger.begin_snapshot() else "one is under way"
 
     def do_step(self, limit: str) -> str:
-        return "goes on" if self.ledger.step_round(int(limit)) else "ended"
+        return "goes on" if self.ledger.step_snapshot(int(limit)) else "ended"
 
     def do_restart(self, epoch: str) -> str:
         return f"offset {self.ledger.restart(Epoch(int(epoch)))} comes next"

@@ -18,8 +18,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import Residencies, residency_mix
@@ -61,17 +61,17 @@ def migrated(
     )  # fmt: skip
 
 
-def stated(
-    round_: int, hashes: bytes, slots: list[int], tier: Tier = HBM, namespace: NamespaceId = MINE
-) -> ResidenciesStated:
-    return ResidenciesStated(namespace=namespace, tier=tier, round=round_, hashes=hashes, slots=pack_slots(slots))
+def listed(
+    snapshot_: int, hashes: bytes, slots: list[int], tier: Tier = HBM, namespace: NamespaceId = MINE
+) -> ResidenciesListed:
+    return ResidenciesListed(namespace=namespace, tier=tier, snapshot=snapshot_, hashes=hashes, slots=pack_slots(slots))
 
 
-def ended(round_: int, count: int, tier: Tier = HBM) -> RoundEnded:
-    return RoundEnded(tier=tier, round=round_, count=count)
+def ended(snapshot_: int, count: int, tier: Tier = HBM) -> SnapshotEnded:
+    return SnapshotEnded(tier=tier, snapshot=snapshot_, count=count)
 
 
-# An instance in step: its first round was empty, blocks 1 and 2 are in HBM slots 0 and 1, block 2 in HOST slot 3 as well.
+# An instance in step: its first snapshot was empty, blocks 1 and 2 are in HBM slots 0 and 1, block 2 in HOST slot 3 as well.
 BEFORE: list[Event] = [
     started(),
     ended(1, 0),
@@ -79,7 +79,7 @@ BEFORE: list[Event] = [
     created(blocks(1, 2), [0, 1]),
     migrated(blocks(2), [3]),
 ]
-OPEN_ROUND: list[Event] = [stated(2, blocks(1), [0])]
+OPEN_SNAPSHOT: list[Event] = [listed(2, blocks(1), [0])]
 STOPPED: list[Event] = [InstanceStopped(reason=StopReason.SHUTDOWN)]
 
 
@@ -105,7 +105,7 @@ REFUSED: list[tuple[str, list[Event], Event]] = [
     ("repeated-in-run", BEFORE, created(blocks(3, 4), [2, 2])),
     ("repeated-in-run", BEFORE, evicted(blocks(1, 1))),
     ("repeated-in-run", BEFORE, migrated(blocks(1, 1), [0, 1])),
-    ("repeated-in-run", BEFORE, stated(2, blocks(1, 1), [0, 0])),
+    ("repeated-in-run", BEFORE, listed(2, blocks(1, 1), [0, 0])),
     ("repeated-in-run", BEFORE, created(blocks(3, 3), [], OBJECT)),
     ("evicted-unheld", BEFORE, evicted(blocks(1, 3))),
     ("foreign-namespace", BEFORE, evicted(blocks(1), namespace=OTHER)),
@@ -113,14 +113,14 @@ REFUSED: list[tuple[str, list[Event], Event]] = [
     ("migrated-unheld", BEFORE, migrated(blocks(3), [0])),
     ("migrated-twice", BEFORE, migrated(blocks(2), [0])),
     ("slot-reused", BEFORE, migrated(blocks(1), [3])),
-    ("round-added", BEFORE, stated(2, blocks(3), [2])),
-    ("moved-silently", BEFORE, stated(2, blocks(1), [3])),
-    ("moved-silently", BEFORE, stated(2, blocks(1), [0], namespace=OTHER)),
-    ("round-went-back", BEFORE, stated(1, blocks(1), [0])),
-    ("round-went-back", BEFORE, ended(1, 2)),
-    ("round-incomplete", BEFORE + OPEN_ROUND, ended(2, 2)),
-    ("round-incomplete", BEFORE, ended(2, 1)),
-    ("round-withdrew", BEFORE + OPEN_ROUND, ended(2, 1)),
+    ("snapshot-added", BEFORE, listed(2, blocks(3), [2])),
+    ("moved-silently", BEFORE, listed(2, blocks(1), [3])),
+    ("moved-silently", BEFORE, listed(2, blocks(1), [0], namespace=OTHER)),
+    ("snapshot-went-back", BEFORE, listed(1, blocks(1), [0])),
+    ("snapshot-went-back", BEFORE, ended(1, 2)),
+    ("snapshot-incomplete", BEFORE + OPEN_SNAPSHOT, ended(2, 2)),
+    ("snapshot-incomplete", BEFORE, ended(2, 1)),
+    ("snapshot-withdrew", BEFORE + OPEN_SNAPSHOT, ended(2, 1)),
 ]
 
 
@@ -139,9 +139,9 @@ LENIENT: list[tuple[str, Event, set[int]]] = [
     ("moved-silently", created(blocks(1), [3]), {1, 2}),
     ("slot-reused", created(blocks(3), [1]), {1, 3}),
     ("evicted-unheld", evicted(blocks(1, 3)), {2}),
-    ("round-added", stated(2, blocks(3), [2]), {1, 2, 3}),
-    ("moved-silently", stated(2, blocks(1), [3]), {1, 2}),
-    ("round-incomplete", ended(2, 2), {1, 2}),
+    ("snapshot-added", listed(2, blocks(3), [2]), {1, 2, 3}),
+    ("moved-silently", listed(2, blocks(1), [3]), {1, 2}),
+    ("snapshot-incomplete", ended(2, 2), {1, 2}),
 ]
 
 
@@ -156,16 +156,16 @@ def test_lenient_applies_what_makes_sense_and_lists_the_rule(rule: str, event: E
     assert all(made.slot_owner(HBM, slot) is None for slot in range(4) if slot not in occupied)
 
 
-def test_lenient_withdraws_what_a_round_left_out_and_says_so() -> None:
-    made = fold(BEFORE + OPEN_ROUND, strict=False)
+def test_lenient_withdraws_what_a_snapshot_left_out_and_says_so() -> None:
+    made = fold(BEFORE + OPEN_SNAPSHOT, strict=False)
     delta = made.evolve(ended(2, 1))
     assert [change.hash for change in delta.withdrawn] == [block(2)]
-    assert [name for name, _ in delta.anomalies] == ["round-withdrew"]
+    assert [name for name, _ in delta.anomalies] == ["snapshot-withdrew"]
 
 
 def test_legal_events_have_no_anomalies_in_either_mode() -> None:
     events = [
-        *BEFORE, migrated(blocks(1), [0], kept=False), evicted(blocks(2)), stated(2, blocks(1, 2), [0, 3], HOST),
+        *BEFORE, migrated(blocks(1), [0], kept=False), evicted(blocks(2)), listed(2, blocks(1, 2), [0, 3], HOST),
         created(blocks(4), [0]), ended(2, 2, HOST), *STOPPED, started(2),
     ]  # fmt: skip
     strict, lenient = Residencies(strict=True), Residencies(strict=False)
@@ -198,7 +198,7 @@ def test_claims_pass_through_and_are_held_by_nobody() -> None:
     assert (made.held[OBJECT], made.digest) == ({}, digest)
     read = migrated(blocks(5), [3], source=OBJECT, target=HBM)
     assert [change.hash for change in fold(BEFORE).evolve(read).claimed] == [block(5)]  # what was read there is there
-    for event in (stated(1, blocks(1), [], OBJECT), ended(1, 1, OBJECT), stated(2, blocks(2), [], OBJECT)):
+    for event in (listed(1, blocks(1), [], OBJECT), ended(1, 1, OBJECT), listed(2, blocks(2), [], OBJECT)):
         assert made.evolve(event).withdrawn == []
     assert (made.held[OBJECT], made.digest) == ({}, digest)
     assert made.evolve(started(2)).unclaimed == []
@@ -211,25 +211,25 @@ def test_a_new_epoch_withdraws_everything() -> None:
     ]  # fmt: skip
 
 
-def test_a_round_in_the_midst_of_events_counts_what_was_gained_since_it_began() -> None:
+def test_a_snapshot_in_the_midst_of_events_counts_what_was_gained_since_it_began() -> None:
     made = fold(BEFORE)
-    for event in (stated(2, blocks(1), [0]), created(blocks(3), [2]), evicted(blocks(2)), ended(2, 1)):
+    for event in (listed(2, blocks(1), [0]), created(blocks(3), [2]), evicted(blocks(2)), ended(2, 1)):
         assert made.evolve(event).anomalies == []
     assert set(made.held[HBM]) == {block(1), block(3)}
 
 
-def test_an_empty_round_clears_a_tier() -> None:
+def test_an_empty_snapshot_clears_a_tier() -> None:
     made = fold(BEFORE)
     assert [change.hash for change in made.evolve(ended(2, 0)).withdrawn] == [block(1), block(2)]
     assert set(made.held[HOST]) == {block(2)}
 
 
-def test_a_reader_that_missed_events_is_whole_after_the_next_whole_round_and_not_after_one_under_way() -> None:
-    made = fold([*BEFORE, *OPEN_ROUND], strict=False)
+def test_a_reader_that_missed_events_is_whole_after_the_next_whole_snapshot_and_not_after_one_under_way() -> None:
+    made = fold([*BEFORE, *OPEN_SNAPSHOT], strict=False)
     made.miss_events()
-    assert [name for name, _ in made.evolve(ended(2, 1)).anomalies] == ["round-incomplete"]
+    assert [name for name, _ in made.evolve(ended(2, 1)).anomalies] == ["snapshot-incomplete"]
     assert not made.is_whole(HBM)
-    made.evolve(stated(3, blocks(1), [0]))
+    made.evolve(listed(3, blocks(1), [0]))
     delta = made.evolve(ended(3, 1))
     assert (delta.anomalies, [change.hash for change in delta.withdrawn]) == ([], [block(2)])
     assert made.is_whole(HBM)

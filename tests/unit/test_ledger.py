@@ -17,8 +17,8 @@ from kvbm.core.events import (
     InstanceStopped,
     MigrateCause,
     PoolStated,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import Residencies
@@ -36,7 +36,7 @@ from kvbm.core.ids import (
     split_slots,
 )
 from kvbm.core.ledger import LEAST_EVENT_BYTES, Ledger
-from kvbm.core.snapshots import ROUND_LOOKS, Recovered
+from kvbm.core.snapshots import SNAPSHOT_LOOKS, Recovered
 from tests.held import recomputed_digest, slot_of
 
 NAMESPACE = Namespace(model="m", block_tokens=16)
@@ -298,14 +298,14 @@ def test_a_copy_to_the_object_pool_is_a_claim() -> None:
 # -- the life of the stream ---------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_begins_with_a_round_of_what_was_kept() -> None:
+def test_an_epoch_begins_with_a_snapshot_of_what_was_kept() -> None:
     ledger = Ledger([PoolStated(HBM, 2, 64), PoolStated(NVME, 4, 64)])
     kept = [
         Recovered(block, NAMESPACE.id, slot) for block, slot in zip(split_hashes(blocks(1, 2)), (3, 1), strict=True)
     ]
     ledger.start(Epoch(5), [NAMESPACE], recovered={NVME: kept})
     events = said(ledger)
-    assert [type(event) for event in events] == [InstanceStarted, RoundEnded, ResidenciesStated, RoundEnded]
+    assert [type(event) for event in events] == [InstanceStarted, SnapshotEnded, ResidenciesListed, SnapshotEnded]
     assert ledger.counts(NVME) == (4, 2, 2, 2, 0)
     with pytest.raises(LedgerError, match="restart begins another"):
         ledger.start(Epoch(6))
@@ -337,21 +337,21 @@ def test_events_whose_frame_cannot_be_cut_wait_on() -> None:
     assert [type(event) for event in said(ledger)] == [BlocksCreated]
 
 
-def test_a_round_states_what_is_held_while_commands_go_on() -> None:
+def test_a_snapshot_states_what_is_held_while_commands_go_on() -> None:
     ledger = make_ledger()
     fill(ledger, blocks(1, 2, 3))
     reader = Residencies(strict=True)
     reader.evolve(InstanceStarted(epoch=Epoch(1), pools=ledger.pools))
     for tier in (HBM, HOST, NVME):
-        reader.evolve(RoundEnded(tier=tier, round=1, count=0))
-    assert ledger.begin_round()
-    assert not ledger.begin_round()
-    assert ledger.step_round(1)
+        reader.evolve(SnapshotEnded(tier=tier, snapshot=1, count=0))
+    assert ledger.begin_snapshot()
+    assert not ledger.begin_snapshot()
+    assert ledger.step_snapshot(1)
     ledger.evict(HBM, blocks(2), EvictReason.CLEARED)
     fill(ledger, blocks(4, 5))
-    while ledger.step_round(1):
+    while ledger.step_snapshot(1):
         pass
-    assert not ledger.step_round()
+    assert not ledger.step_snapshot()
     for event in said(ledger):
         reader.evolve(event)
     assert reader.held == ledger.residencies.held
@@ -536,7 +536,7 @@ def test_an_overflow_ends_the_stream_and_the_engine_goes_on() -> None:
     assert ledger.stopped
     assert (
         len(events) == applied - 5
-    )  # InstanceStarted and a round of three tiers, one of them with a block, came before
+    )  # InstanceStarted and a snapshot of three tiers, one of them with a block, came before
     assert events[-1] == InstanceStopped(reason=StopReason.OVERFLOW)
     assert sum(map(encoded_bytes, events)) <= LEAST_EVENT_BYTES
     assert sum(map(encoded_bytes, events)) > LEAST_EVENT_BYTES - 200  # no room was left unused
@@ -575,7 +575,7 @@ def test_durable_tiers_take_nothing_after_an_overflow() -> None:
         assert ledger.begin_copy(NAMESPACE.id, HBM, target, blocks(1, 2)) is None
     assert ledger.allocate(NVME, 1) is None
     assert ledger.counts(HBM).evictable == len(ledger.held(HBM)) // 16
-    assert not ledger.begin_round()
+    assert not ledger.begin_snapshot()
 
 
 def test_a_durable_slot_whose_withdrawal_overflows_is_not_written() -> None:
@@ -592,14 +592,14 @@ def test_a_durable_slot_whose_withdrawal_overflows_is_not_written() -> None:
     slots_are_whole(ledger)
 
 
-def test_a_round_ends_with_the_overflow() -> None:
+def test_a_snapshot_ends_with_the_overflow() -> None:
     ledger = make_ledger()
     fill(ledger, blocks(9))
-    ledger.begin_round()
-    ledger.step_round(1)
+    ledger.begin_snapshot()
+    ledger.step_snapshot(1)
     ledger.evict(HBM, blocks(9), EvictReason.CLEARED)
     overflow(ledger)
-    assert not ledger.step_round(1)
+    assert not ledger.step_snapshot(1)
     assert isinstance(said(ledger)[-1], InstanceStopped)
 
 
@@ -691,7 +691,7 @@ def test_another_epoch_restates_all_that_is_held_and_records_again() -> None:
     assert isinstance(said(ledger)[-1], BlocksMigrated)
 
 
-def test_an_epoch_in_place_is_stated_by_namespace_and_never_an_overflow() -> None:
+def test_an_epoch_in_place_is_listed_by_namespace_and_never_an_overflow() -> None:
     count = 2 * LEAST_EVENT_BYTES // 16
     ledger = Ledger([PoolStated(HBM, count, 64)], event_bytes=LEAST_EVENT_BYTES)
     ledger.start(Epoch(1))
@@ -704,9 +704,9 @@ def test_an_epoch_in_place_is_stated_by_namespace_and_never_an_overflow() -> Non
         said(ledger)
     ledger.restart(Epoch(2))
     assert not ledger.overflowed
-    stated = [event for event in said(ledger) if isinstance(event, ResidenciesStated)]
-    assert [event.namespace for event in stated] == sorted(event.namespace for event in stated)
-    assert {len(event.hashes) // 16 for event in stated} == {1024}
+    listed = [event for event in said(ledger) if isinstance(event, ResidenciesListed)]
+    assert [event.namespace for event in listed] == sorted(event.namespace for event in listed)
+    assert {len(event.hashes) // 16 for event in listed} == {1024}
 
 
 def test_what_is_no_event_survives_another_epoch() -> None:
@@ -732,7 +732,7 @@ def test_what_is_no_event_survives_another_epoch() -> None:
     assert [type(event) for event in said(ledger)][-2:] == [BlocksMigrated, BlocksCreated]
 
 
-def test_a_durable_slot_that_holds_nothing_is_written_only_after_the_epochs_round() -> None:
+def test_a_durable_slot_that_holds_nothing_is_written_only_after_the_epochs_snapshot() -> None:
     ledger = make_ledger([Recovered(block(number), NAMESPACE.id, number - 1) for number in (1, 2)])
     fill(ledger, blocks(5))
     overflow(ledger)
@@ -744,17 +744,17 @@ def test_a_durable_slot_that_holds_nothing_is_written_only_after_the_epochs_roun
     assert (split_slots(copy.target_slots), copy.epoch, copy.after) == ([0], 2, after)
 
 
-def test_a_round_under_way_is_dropped_by_another_epoch() -> None:
+def test_a_snapshot_under_way_is_dropped_by_another_epoch() -> None:
     ledger = make_ledger()
     fill(ledger, blocks(1, 2, 3))
-    ledger.begin_round()
-    ledger.step_round(1)
+    ledger.begin_snapshot()
+    ledger.step_snapshot(1)
     said(ledger)
     ledger.restart(Epoch(2))
     said(ledger)
-    assert not ledger.step_round()
+    assert not ledger.step_snapshot()
     assert said(ledger) == []
-    assert ledger.begin_round()
+    assert ledger.begin_snapshot()
 
 
 def test_another_epoch_is_refused_while_events_wait_or_when_it_is_not_newer() -> None:
@@ -770,17 +770,17 @@ def test_another_epoch_is_refused_while_events_wait_or_when_it_is_not_newer() ->
     assert (ledger.epoch, ledger.applied) == (3, 2)
 
 
-def test_a_step_of_a_round_looks_at_so_many_slots_and_no_more() -> None:
-    ledger = Ledger([PoolStated(HBM, 3 * ROUND_LOOKS, 64)])
+def test_a_step_of_a_snapshot_looks_at_so_many_slots_and_no_more() -> None:
+    ledger = Ledger([PoolStated(HBM, 3 * SNAPSHOT_LOOKS, 64)])
     ledger.start(Epoch(1))
     fill(ledger, blocks(1))
-    fill(ledger, blocks(*range(10, 10 + 2 * ROUND_LOOKS)))
-    ledger.begin_round()
-    ledger.step_round(1)
-    ledger.evict(HBM, blocks(*range(10, 10 + 2 * ROUND_LOOKS)), EvictReason.CLEARED)
-    fill(ledger, blocks(*range(100_000, 100_000 + 2 * ROUND_LOOKS)))  # gained since: need no statement
+    fill(ledger, blocks(*range(10, 10 + 2 * SNAPSHOT_LOOKS)))
+    ledger.begin_snapshot()
+    ledger.step_snapshot(1)
+    ledger.evict(HBM, blocks(*range(10, 10 + 2 * SNAPSHOT_LOOKS)), EvictReason.CLEARED)
+    fill(ledger, blocks(*range(100_000, 100_000 + 2 * SNAPSHOT_LOOKS)))  # gained since: need no statement
     said(ledger)
-    assert ledger.step_round()
+    assert ledger.step_snapshot()
     assert said(ledger) == []
-    assert not ledger.step_round()
-    assert said(ledger) == [RoundEnded(tier=HBM, round=2, count=1)]
+    assert not ledger.step_snapshot()
+    assert said(ledger) == [SnapshotEnded(tier=HBM, snapshot=2, count=1)]

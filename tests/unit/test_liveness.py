@@ -1,4 +1,4 @@
-"""Liveness: who is withheld when, in numbers one can follow; then any interleaving of anything."""
+"""Liveness: who is excluded when, in numbers one can follow; then any interleaving of anything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.catalog.liveness import (
+    Exclude,
     HeartbeatReceived,
     Input,
     LifeState,
@@ -18,7 +19,6 @@ from kvbm.catalog.liveness import (
     StreamProgress,
     Ticked,
     Why,
-    Withhold,
     catalog_name,
     is_catalog,
 )
@@ -35,17 +35,17 @@ class Watch:
 
     def __init__(self, liveness_s: float = 4.0) -> None:
         self.liveness = Liveness(liveness_s)
-        self.withheld: dict[InstanceId, Why] = {}
+        self.excluded: dict[InstanceId, Why] = {}
         self.sent = 0
 
     def step(self, now_s: float, what: Input) -> None:
         for effect in self.liveness.step(now_s, what):
-            if isinstance(effect, Withhold):
-                assert effect.instance not in self.withheld
-                self.withheld[effect.instance] = effect.why
+            if isinstance(effect, Exclude):
+                assert effect.instance not in self.excluded
+                self.excluded[effect.instance] = effect.why
             else:
-                del self.withheld[effect.instance]
-        assert set(self.withheld) == set(self.liveness.withheld())
+                del self.excluded[effect.instance]
+        assert set(self.excluded) == set(self.liveness.excluded())
 
     def hear(self, now_s: float, *instances: InstanceId, epoch: int = 1, run: str = "", stopping: bool = False) -> None:
         for instance in instances:
@@ -80,20 +80,20 @@ def five(liveness_s: float = 4.0) -> Watch:
     watch = Watch(liveness_s)
     watch.follow(0.0, A, B, C, D, E)
     watch.run(0.0, 10.0, [A, B, C, D, E])
-    assert not watch.withheld
+    assert not watch.excluded
     return watch
 
 
-def test_one_that_dies_is_withheld_after_liveness_s_and_returned_when_it_is_heard() -> None:
+def test_one_that_dies_is_excluded_after_liveness_s_and_returned_when_it_is_heard() -> None:
     watch = five()
     watch.run(10.0, 13.0, [A, B, C, D])  # E was last heard at 9
-    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+    assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
     watch.run(13.0, 13.2, [A, B, C, D])
-    assert watch.withheld == {E: Why.SILENT} and watch.liveness.state(E) is LifeState.SILENT
+    assert watch.excluded == {E: Why.SILENT} and watch.liveness.state(E) is LifeState.SILENT
     assert watch.liveness.candidates() == [A, B, C, D]
     assert watch.liveness.freshness(13.1).age_s == 0
     watch.hear(13.5, E)
-    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+    assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
 
 
 def test_below_a_second_when_it_is_configured() -> None:
@@ -105,69 +105,69 @@ def test_below_a_second_when_it_is_configured() -> None:
         watch.step(now_s, OwnPulse())
         watch.hear(now_s, A, *([B] if now_s <= 2 else []))
         watch.step(now_s, Ticked())
-        assert (B in watch.withheld) == (now_s >= 2.75)
+        assert (B in watch.excluded) == (now_s >= 2.75)
 
 
-def test_a_clean_stop_is_withheld_at_once_and_stray_pulses_of_it_change_nothing() -> None:
+def test_a_clean_stop_is_excluded_at_once_and_stray_pulses_of_it_change_nothing() -> None:
     watch = five()
     watch.hear(10.0, E, stopping=True)
     assert watch.liveness.state(E) is LifeState.STOPPING and E not in watch.liveness.candidates()
     watch.follow(10.1, E, stopped=True)
-    assert watch.withheld == {E: Why.STOPPED} and watch.liveness.state(E) is LifeState.STOPPED
+    assert watch.excluded == {E: Why.STOPPED} and watch.liveness.state(E) is LifeState.STOPPED
     watch.hear(10.2, E, stopping=True)
     watch.run(11.0, 20.0, [A, B, C, D])
-    assert watch.withheld == {E: Why.STOPPED} and watch.liveness.freshness(20.0).age_s <= 1
+    assert watch.excluded == {E: Why.STOPPED} and watch.liveness.freshness(20.0).age_s <= 1
 
 
-def test_a_start_is_withheld_until_it_was_heard_and_a_pulse_until_its_start_was_read() -> None:
+def test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_read() -> None:
     stopped = five()
     stopped.follow(10.0, E, stopped=True)
     stopped.follow(11.0, E, epoch=2)
-    assert E in stopped.withheld
+    assert E in stopped.excluded
     stopped.hear(11.1, E, epoch=2)
-    assert not stopped.withheld
+    assert not stopped.excluded
     killed = five()
     killed.hear(10.0, E, epoch=2)  # the stream has only told of its first epoch, whose process this proves to be gone
-    assert killed.withheld == {E: Why.RESTARTED} and killed.liveness.state(E) is LifeState.LIVE
+    assert killed.excluded == {E: Why.RESTARTED} and killed.liveness.state(E) is LifeState.LIVE
     killed.follow(10.1, E, epoch=2)
-    assert not killed.withheld
+    assert not killed.excluded
 
 
-def test_one_whose_epoch_is_unreadable_is_withheld_however_alive_and_still_a_candidate() -> None:
+def test_one_whose_epoch_is_unreadable_is_excluded_however_alive_and_still_a_candidate() -> None:
     watch = five()
     watch.step(10.0, StreamProgress(E, Epoch(1), False, unreadable=True))
-    assert watch.withheld == {E: Why.NEWER} and watch.liveness.state(E) is LifeState.LIVE
+    assert watch.excluded == {E: Why.NEWER} and watch.liveness.state(E) is LifeState.LIVE
     assert E in watch.liveness.candidates()  # it serves; only what it holds is not known
     watch.hear(10.1, E, epoch=2)
-    assert watch.withheld == {E: Why.NEWER}
+    assert watch.excluded == {E: Why.NEWER}
     watch.follow(10.2, E, epoch=2)
-    assert not watch.withheld
+    assert not watch.excluded
     watch.step(
         10.3, StreamProgress(InstanceId("f"), Epoch(0), False, unreadable=True)
     )  # of which nothing at all could be read
-    assert watch.withheld == {InstanceId("f"): Why.NEWER}
+    assert watch.excluded == {InstanceId("f"): Why.NEWER}
 
 
-def test_one_withheld_that_restarts_is_not_returned_by_its_old_self() -> None:
+def test_one_excluded_that_restarts_is_not_returned_by_its_old_self() -> None:
     watch = five()
     watch.run(10.0, 15.0, [A, B, C, D])
     watch.follow(15.0, E, epoch=2)
     watch.hear(15.1, E, epoch=1)
-    assert E in watch.withheld and watch.liveness.zombies == 1
+    assert E in watch.excluded and watch.liveness.zombies == 1
     watch.hear(15.2, E, epoch=2)
-    assert not watch.withheld
+    assert not watch.excluded
 
 
 def test_a_later_epoch_that_was_only_announced_and_fell_silent_gives_way_to_the_one_that_goes_on() -> None:
     watch = five()
     watch.hear(10.0, E, epoch=2)  # another process of this name, that dies before it has said anything on the stream
     watch.hear(10.1, E, epoch=1)
-    assert watch.withheld == {E: Why.RESTARTED} and watch.liveness.zombies == 1
+    assert watch.excluded == {E: Why.RESTARTED} and watch.liveness.zombies == 1
     watch.run(10.2, 17.0, [A, B, C, D])
     watch.hear(17.1, E, epoch=1)
-    assert not watch.withheld and watch.liveness.state(E) is LifeState.LIVE
+    assert not watch.excluded and watch.liveness.state(E) is LifeState.LIVE
     watch.hear(17.2, E, epoch=2)  # unless it comes back
-    assert watch.withheld == {E: Why.RESTARTED}
+    assert watch.excluded == {E: Why.RESTARTED}
 
 
 def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
@@ -180,9 +180,9 @@ def test_of_two_runs_of_one_epoch_the_first_counts_while_it_lives() -> None:
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "x"
     watch.run(0.3, 4.2, [B])
-    assert watch.withheld == {A: Why.SILENT}  # the other's pulses are no life of this one
+    assert watch.excluded == {A: Why.SILENT}  # the other's pulses are no life of this one
     watch.hear(4.3, A, run="y")
-    assert not watch.withheld and watch.liveness.double_ids == 1
+    assert not watch.excluded and watch.liveness.double_ids == 1
 
 
 def test_kept_pulses_are_no_life() -> None:
@@ -191,9 +191,9 @@ def test_kept_pulses_are_no_life() -> None:
     watch.follow(0.0, A, B)
     assert watch.liveness.state(A) is LifeState.UNHEARD and watch.liveness.last(A) is not None
     watch.run(0.0, 3.9, [B])
-    assert not watch.withheld and watch.liveness.state(B) is LifeState.LIVE
+    assert not watch.excluded and watch.liveness.state(B) is LifeState.LIVE
     watch.run(3.9, 4.2, [B])
-    assert watch.withheld == {A: Why.SILENT} and watch.liveness.state(A) is LifeState.UNHEARD
+    assert watch.excluded == {A: Why.SILENT} and watch.liveness.state(A) is LifeState.UNHEARD
 
 
 def test_a_pulse_given_twice_counts_once() -> None:
@@ -205,19 +205,19 @@ def test_a_pulse_given_twice_counts_once() -> None:
     for second in range(1, 6):
         watch.step(second, pulse)
         watch.run(second, second + 1, [B])
-    assert watch.withheld == {A: Why.SILENT}
+    assert watch.excluded == {A: Why.SILENT}
 
 
-def test_nobody_is_withheld_while_the_catalog_is_cut_off_and_everybody_has_a_period_anew() -> None:
+def test_nobody_is_excluded_while_the_catalog_is_cut_off_and_everybody_has_a_period_anew() -> None:
     watch = five()
     watch.run(10.0, 60.0, own=False)
-    assert not watch.withheld
+    assert not watch.excluded
     fresh = watch.liveness.freshness(60.0)
     assert fresh.age_s == pytest.approx(51.0) and "own pulse" in fresh.why
     watch.run(60.0, 63.9, [A, B, C, D])
-    assert not watch.withheld
+    assert not watch.excluded
     watch.run(63.9, 64.2, [A, B, C, D])
-    assert set(watch.withheld) == {E}
+    assert set(watch.excluded) == {E}
 
 
 def test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts() -> None:
@@ -226,83 +226,83 @@ def test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_ca
     watch.run(0.0, 10.0, [A, B])
     watch.run(10.0, 10.5, [B])  # A was last heard at 9, the catalog itself at 10
     watch.run(10.5, 20.0, own=False)
-    assert not watch.withheld  # at 13, when A has been silent for 4 s, the catalog has not heard itself for 3
+    assert not watch.excluded  # at 13, when A has been silent for 4 s, the catalog has not heard itself for 3
     watch.run(20.0, 23.9, [B])
-    assert not watch.withheld
+    assert not watch.excluded
     watch.run(23.9, 24.2, [B])
-    assert watch.withheld == {A: Why.SILENT}
+    assert watch.excluded == {A: Why.SILENT}
 
 
 def test_a_stop_is_heeded_also_by_a_catalog_that_is_cut_off() -> None:
     watch = five()
     watch.run(10.0, 20.0, own=False)
     watch.follow(20.0, E, stopped=True)
-    assert set(watch.withheld) == {E}
+    assert set(watch.excluded) == {E}
 
 
 def test_when_most_fall_silent_together_the_view_is_kept_until_they_are_no_longer_most() -> None:
     watch = five()
     watch.run(10.0, 30.0, [A, B])
-    assert not watch.withheld and watch.liveness.state(C) is LifeState.SILENT
+    assert not watch.excluded and watch.liveness.state(C) is LifeState.SILENT
     fresh = watch.liveness.freshness(30.0)
     assert fresh.age_s == pytest.approx(21.0) and "3 instances" in fresh.why
     assert watch.liveness.candidates() == [A, B]
     watch.run(30.0, 31.0, [A, B, C])
-    assert set(watch.withheld) == {D, E}
+    assert set(watch.excluded) == {D, E}
     assert watch.liveness.freshness(30.9).age_s == 0
 
 
-def test_half_that_fall_silent_together_are_withheld() -> None:
+def test_half_that_fall_silent_together_are_excluded() -> None:
     watch = five()
     watch.follow(10.0, InstanceId("f"))
     watch.run(10.0, 15.0, [A, B, C, D, E, InstanceId("f")])
     watch.run(15.0, 18.2, [A, B, C])
-    assert set(watch.withheld) == {D, E, InstanceId("f")}
+    assert set(watch.excluded) == {D, E, InstanceId("f")}
 
 
-def test_one_that_dies_while_others_are_kept_is_withheld() -> None:
+def test_one_that_dies_while_others_are_kept_is_excluded() -> None:
     watch = five()
     watch.run(10.0, 30.0, [A, B])
     watch.run(30.0, 35.0, [A])
-    assert set(watch.withheld) == {B}
+    assert set(watch.excluded) == {B}
 
 
-def test_two_of_two_that_die_are_withheld() -> None:
+def test_two_of_two_that_die_are_excluded() -> None:
     watch = Watch()
     watch.follow(0.0, A, B)
     watch.run(0.0, 5.0, [A, B])
     watch.run(5.0, 8.2)
-    assert set(watch.withheld) == {A, B}
+    assert set(watch.excluded) == {A, B}
     assert watch.liveness.candidates() == [A, B]  # a prompt has to go somewhere
 
 
-def test_many_that_died_long_ago_are_withheld_when_few_are_heard_and_kept_when_nobody_is() -> None:
+def test_many_that_died_long_ago_are_excluded_when_few_are_heard_and_kept_when_nobody_is() -> None:
     dead = [InstanceId(f"dead-{number}") for number in range(50)]
     watch = Watch()
     watch.hear(0.0, *dead)
     watch.follow(0.0, A, *dead)
     watch.run(0.0, 10.0)
-    assert not watch.withheld and watch.liveness.freshness(10.0).age_s > 9
+    assert not watch.excluded and watch.liveness.freshness(10.0).age_s > 9
     watch.run(10.0, 10.2, [A])
-    assert set(watch.withheld) == set(dead)
+    assert set(watch.excluded) == set(dead)
 
 
-def test_an_instance_the_stream_has_not_told_of_has_nothing_to_withhold() -> None:
+def test_an_instance_the_stream_has_not_told_of_has_nothing_to_exclude() -> None:
     watch = five()
     unknown = InstanceId("unknown")
     watch.hear(10.0, unknown)
     assert unknown in watch.liveness.candidates()
     watch.run(10.0, 20.0, [A, B, C, D, E])
-    assert not watch.withheld and watch.liveness.state(unknown) is LifeState.SILENT
+    assert not watch.excluded and watch.liveness.state(unknown) is LifeState.SILENT
     watch.follow(20.0, unknown)
     watch.run(20.0, 20.2, [A, B, C, D, E])
-    assert set(watch.withheld) == {unknown}
+    assert set(watch.excluded) == {unknown}
 
 
 def test_effects_name_the_epoch_the_stream_has_told() -> None:
     liveness = Liveness()
     liveness.step(0.0, StreamProgress(A, Epoch(7), False))
-    assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Withhold(A, Epoch(7), Why.STOPPED)]
+    assert liveness.step(0.1, StreamProgress(A, Epoch(7), True)) == [Exclude(A, Epoch(7), Why.STOPPED)]
     assert liveness.step(0.2, StreamProgress(A, Epoch(8), False)) == []
     assert liveness.step(0.3, OwnPulse()) == []
     assert liveness.step(0.4, HeartbeatReceived(beat(A, 1, epoch=8))) == [Return(A, Epoch(8))]
@@ -339,7 +339,7 @@ def fed(action: tuple[object, ...], number: int, clock: int = 0) -> Input:
 
 @thorough
 @given(steps)
-def test_whoever_is_heard_in_time_in_an_epoch_the_stream_has_is_never_withheld(
+def test_whoever_is_heard_in_time_in_an_epoch_the_stream_has_is_never_excluded(
     script: list[tuple[float, tuple[object, ...]]],
 ) -> None:
     """Whatever the others do, and the catalog. A is heard every second in its one epoch."""
@@ -351,16 +351,16 @@ def test_whoever_is_heard_in_time_in_an_epoch_the_stream_has_is_never_withheld(
         while heard_s + 1.0 <= until_s:
             heard_s += 1.0
             watch.hear(heard_s, A)
-            assert A not in watch.withheld
+            assert A not in watch.excluded
         now_s = until_s
         watch.step(now_s, fed(action, number))
-        assert A not in watch.withheld
+        assert A not in watch.excluded
         assert watch.liveness.state(A) in (LifeState.LIVE, LifeState.UNHEARD)
 
 
 @thorough
 @given(steps, st.integers(0, 9))
-def test_whoever_falls_silent_alone_is_withheld_in_time(
+def test_whoever_falls_silent_alone_is_excluded_in_time(
     script: list[tuple[float, tuple[object, ...]]], phase: int
 ) -> None:
     """After any past: it and four others are heard in a new epoch, then it alone no longer."""
@@ -384,10 +384,10 @@ def test_whoever_falls_silent_alone_is_withheld_in_time(
             watch.step(now_s, OwnPulse())
             watch.hear(now_s, *others, epoch=9)
         watch.step(now_s, Ticked())
-        if A in watch.withheld and silent_s is None:
+        if A in watch.excluded and silent_s is None:
             silent_s = now_s - last_s
     assert silent_s is not None and silent_s + 1e-9 >= 4.0 and silent_s <= 4.0 + TICK_S + 1e-9
-    assert not set(others) & set(watch.withheld)
+    assert not set(others) & set(watch.excluded)
 
 
 @thorough
@@ -408,7 +408,7 @@ def test_the_clocks_of_senders_change_nothing(
 
 @thorough
 @given(steps)
-def test_while_the_catalog_does_not_hear_itself_nobody_is_withheld_for_silence(
+def test_while_the_catalog_does_not_hear_itself_nobody_is_excluded_for_silence(
     script: list[tuple[float, tuple[object, ...]]],
 ) -> None:
     watch = Watch()
@@ -416,11 +416,11 @@ def test_while_the_catalog_does_not_hear_itself_nobody_is_withheld_for_silence(
     for number, (pause_s, action) in enumerate(script):
         now_s += pause_s
         what = fed(action, number)
-        before = dict(watch.withheld)
+        before = dict(watch.excluded)
         if isinstance(what, OwnPulse):
             own_s = now_s
         watch.step(now_s, what)
-        newly = {name for name, why in watch.withheld.items() if why is Why.SILENT and name not in before}
+        newly = {name for name, why in watch.excluded.items() if why is Why.SILENT and name not in before}
         assert not newly or now_s - own_s < 2.0
 
 
@@ -444,9 +444,9 @@ def test_another_life_of_a_smaller_epoch_is_heard_and_its_older_self_is_not() ->
     watch.step(10.2, StreamProgress(A, Epoch(1), False, "new", 1))
     watch.hear(10.3, A, epoch=1, run="new")
     watch.hear(10.4, A, epoch=5, run="old")  # thaws, and has not seen yet that its place is another's
-    assert watch.withheld == {A: Why.RESTARTED}  # for all that is known it may have begun since
+    assert watch.excluded == {A: Why.RESTARTED}  # for all that is known it may have begun since
     watch.hear(11.3, A, epoch=1, run="new")
-    assert not watch.withheld and watch.liveness.state(A) is LifeState.LIVE
+    assert not watch.excluded and watch.liveness.state(A) is LifeState.LIVE
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "new"
 
@@ -460,7 +460,7 @@ def test_whoever_is_ignored_for_long_is_named_until_nothing_more_comes() -> None
         watch.hear(second + 0.5, A, epoch=1 + 4 * (second % 2), run="stranger")  # of an older epoch, and of the same
         assert set(watch.liveness.ignored(second + 0.5)) == ({A} if second >= 4 else set())
     assert watch.liveness.ignored(7.6)[A].run == "stranger"
-    assert not watch.liveness.ignored(11.6) and not watch.withheld
+    assert not watch.liveness.ignored(11.6) and not watch.excluded
 
 
 def test_one_pulse_of_a_zombie_names_nobody() -> None:

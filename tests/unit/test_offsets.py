@@ -19,7 +19,7 @@ def test_an_offset_is_durable_once_its_epoch_has_reached_it() -> None:
     assert offsets.durable == (1, 5)
 
 
-def test_an_offset_that_never_was_written_counts_once_a_later_round_is_whole() -> None:
+def test_an_offset_that_never_was_written_counts_once_a_later_snapshot_is_whole() -> None:
     offsets = Offsets()
     offsets.begin_epoch(ONE, Offset(4))
     offsets.advance_durable(ONE, Offset(5))
@@ -41,7 +41,7 @@ def test_an_offset_of_a_later_epoch_is_not_durable_because_an_earlier_one_came_f
     offsets.advance_durable(ONE, Offset(100))
     offsets.begin_epoch(TWO, Offset(3))
     assert not offsets.is_durable(TWO, Offset(1))
-    offsets.begin_epoch(THREE, Offset(3))  # the round of the second was never written
+    offsets.begin_epoch(THREE, Offset(3))  # the snapshot of the second was never written
     assert not offsets.is_durable(TWO, Offset(1))
     assert offsets.is_durable(ONE, Offset(100))
     offsets.advance_durable(THREE, Offset(3))

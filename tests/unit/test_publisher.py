@@ -47,8 +47,8 @@ from kvbm.streams.publisher_messages import (
     ReadFence,
     Refused,
     ReportFenced,
-    RoundBegan,
     SetFence,
+    SnapshotBegan,
     TakeOver,
     Ticked,
     WakeAt,
@@ -417,8 +417,8 @@ def test_a_fence_that_is_not_acknowledged_in_time_ends_in_a_new_connection() -> 
 # -- the fence ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("happened", [RoundBegan(), Begun(Epoch(2))])
-def test_a_round_and_a_new_epoch_move_the_fence_once_all_that_is_in_flight_is_acknowledged(happened: Input) -> None:
+@pytest.mark.parametrize("happened", [SnapshotBegan(), Begun(Epoch(2))])
+def test_a_snapshot_and_a_new_epoch_move_the_fence_once_all_that_is_in_flight_is_acknowledged(happened: Input) -> None:
     frames = log_of(*frames_of(2))
     driven = Driven(frames, message_bytes=SIZE)
     sent = of_kind(driven.begin(), Publish)
@@ -755,7 +755,7 @@ def run_world(choice: random.Random, steps: int, with_losses: bool, with_others:
         elif kind < 0.93:
             world.begin_epoch(world.epoch + 1, world.publisher.is_fenced or choice.random() < 0.8)
         elif kind < 0.95:
-            world.step(RoundBegan())
+            world.step(SnapshotBegan())
         elif kind < 0.97:
             world.fence = None  # it aged out
         elif kind < 0.985 and with_others:
@@ -871,11 +871,11 @@ def test_messages_that_take_longer_than_expected_are_given_more_time_each_time()
 
 def test_a_fence_that_is_pushed_out_again_and_again_costs_few_attempts_though_messages_are_stored_between() -> None:
     driven = Driven(log_of(*frames_of(400)), message_bytes=SIZE)
-    effects, rounds, fence = driven.begin(), 0, 100
-    while driven.now_s < 60.0 and rounds < 1000:
+    effects, snapshots, fence = driven.begin(), 0, 100
+    while driven.now_s < 60.0 and snapshots < 1000:
         sent = of_kind(effects, Publish)
         if sent:
-            rounds += 1
+            snapshots += 1
             driven.step(Acked(sent[0].attempt))
             effects = driven.step(FencedOff(sent[1].attempt, "pushed out"))
             continue
@@ -886,7 +886,7 @@ def test_a_fence_that_is_pushed_out_again_and_again_costs_few_attempts_though_me
             effects = driven.step(FenceSet(wanted.attempt, Fence(Epoch(1), "me", fence)))
             continue
         effects = driven.wait(effects)
-    assert rounds < 100
+    assert snapshots < 100
 
 
 def test_no_more_messages_are_under_way_than_the_stream_bears() -> None:

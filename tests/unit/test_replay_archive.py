@@ -17,8 +17,8 @@ from kvbm.core.events import (
     Event,
     InstanceStarted,
     InstanceStopped,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.fold import Residencies
@@ -129,9 +129,11 @@ def created(slot: int) -> BlocksCreated:
     return BlocksCreated(namespace=NAMESPACE, tier=Tier.HBM, hashes=chain(slot, 3)[-16:], slots=pack_slots([slot]))
 
 
-def stated(slot: int, number: int) -> ResidenciesStated:
+def listed(slot: int, number: int) -> ResidenciesListed:
     block = created(slot)
-    return ResidenciesStated(namespace=NAMESPACE, tier=Tier.HBM, round=number, hashes=block.hashes, slots=block.slots)
+    return ResidenciesListed(
+        namespace=NAMESPACE, tier=Tier.HBM, snapshot=number, hashes=block.hashes, slots=block.slots
+    )
 
 
 @pytest.mark.parametrize("end", [[(1, InstanceStopped(reason=StopReason.OVERFLOW))], []])
@@ -139,32 +141,35 @@ def test_an_epoch_begun_in_place_restates_what_is_held_and_is_legal(
     tmp_path: Path, end: list[tuple[int, Event]]
 ) -> None:
     events: list[tuple[int, Event]] = [(1, started(1)), (1, created(0)), (1, created(2)), *end]
-    events += [(2, started(2)), (2, stated(0, 1)), (2, created(4)), (2, stated(2, 1)), (2, stated(4, 1))]
-    events += [(2, RoundEnded(tier=Tier.HBM, round=1, count=3)), (2, created(6))]
+    events += [(2, started(2)), (2, listed(0, 1)), (2, created(4)), (2, listed(2, 1)), (2, listed(4, 1))]
+    events += [(2, SnapshotEnded(tier=Tier.HBM, snapshot=1, count=3)), (2, created(6))]
     capture = recorded(events)
     path = tmp_path / "a.kvbm"
     path.write_bytes(b"".join(encode_frame(frame) for frame in capture.frames()))
     report = verified(path)
     assert (report.findings, report.epochs, report.events) == ([], 2, len(events))
     lost = next(
-        index for index, (epoch, event) in enumerate(events) if epoch == 2 and isinstance(event, ResidenciesStated)
+        index for index, (epoch, event) in enumerate(events) if epoch == 2 and isinstance(event, ResidenciesListed)
     )
     path.write_bytes(b"".join(encode_frame(frame) for frame in capture.replace({lost: None}).frames()))
     (found,) = verified(path).findings
-    assert found.epoch == 2 and found.kind in ("digest-mismatch", "skipped-round-run")
+    assert found.epoch == 2 and found.kind in ("digest-mismatch", "skipped-snapshot-run")
 
 
-def test_an_epoch_whose_beginning_was_let_go_is_trusted_from_the_end_of_its_first_whole_round_on(
+def test_an_epoch_whose_beginning_was_let_go_is_trusted_from_the_end_of_its_first_whole_snapshot_on(
     tmp_path: Path,
 ) -> None:
     events: list[tuple[int, Event]] = [(1, started(1)), *((1, created(slot)) for slot in (0, 2, 4))]
-    events += [(1, stated(slot, 1)) for slot in (0, 2, 4)] + [(1, RoundEnded(tier=Tier.HBM, round=1, count=3))]
+    events += [(1, listed(slot, 1)) for slot in (0, 2, 4)] + [(1, SnapshotEnded(tier=Tier.HBM, snapshot=1, count=3))]
     before = len(events)
     events += [(1, created(slot)) for slot in (6, 8, 10)]
     capture = recorded(events)
     folder = tmp_path / "archive"
     folder.mkdir()
-    for first in (4, 5):  # with the round's beginning, and without: then it has not begun here, and nothing is trusted
+    for first in (
+        4,
+        5,
+    ):  # with the snapshot's beginning, and without: then it has not begun here, and nothing is trusted
         frames = capture.frames()[first:]
         (folder / f"{1:020d}.kvbm").write_bytes(b"".join(encode_frame(frame) for frame in frames))
         report = verified(folder)

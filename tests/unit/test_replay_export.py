@@ -19,8 +19,8 @@ from kvbm.core.events import (
     Event,
     InstanceStopped,
     MigrateCause,
-    ResidenciesStated,
-    RoundEnded,
+    ResidenciesListed,
+    SnapshotEnded,
     StopReason,
 )
 from kvbm.core.ids import NO_PARENT, InstanceId, Tier, split_hashes, split_slots
@@ -37,13 +37,13 @@ FRAMES = make_capture(7, commands=120).frames() + make_capture(8, 120, instance=
 def row_of(frame: Frame, offset: int, event: Event) -> dict[str, Any]:
     """The row an event is to be, said without columns."""
     row: dict[str, Any] = dict.fromkeys(
-        ("tier", "source", "target", "reason", "cause", "kept", "namespace", "parent", "start", "round", "count")
+        ("tier", "source", "target", "reason", "cause", "kept", "namespace", "parent", "start", "snapshot", "count")
     )
     row |= {
         "instance": frame.instance, "epoch": frame.epoch, "offset": offset, "wall_time_ns": frame.wall_time_ns,
         "event": type(event).__name__, "blocks": [], "slots": [],
     }  # fmt: skip
-    if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesStated):
+    if isinstance(event, BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed):
         row["namespace"], row["blocks"] = event.namespace, list(split_hashes(event.hashes))
         row["count"] = len(row["blocks"])
         slots = b"" if isinstance(event, BlocksEvicted) else event.slots
@@ -58,10 +58,10 @@ def row_of(frame: Frame, offset: int, event: Event) -> dict[str, Any]:
             row |= {"cause": event.cause.name.lower(), "kept": event.kept}
         case BlocksEvicted():
             row |= {"tier": event.tier.name, "reason": event.reason.name.lower()}
-        case ResidenciesStated():
-            row |= {"tier": event.tier.name, "round": event.round}
-        case RoundEnded():
-            row |= {"tier": event.tier.name, "round": event.round, "count": event.count}
+        case ResidenciesListed():
+            row |= {"tier": event.tier.name, "snapshot": event.snapshot}
+        case SnapshotEnded():
+            row |= {"tier": event.tier.name, "snapshot": event.snapshot, "count": event.count}
         case InstanceStopped():
             row["reason"] = event.reason.name.lower()
     return row

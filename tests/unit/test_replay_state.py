@@ -9,7 +9,7 @@ import pytest
 
 from kvbm.core.codec import Frame
 from kvbm.core.errors import ConfigError
-from kvbm.core.events import RoundEnded
+from kvbm.core.events import SnapshotEnded
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, Offset, Tier
 from kvbm.replay.format import At, parse_at, place_text, time_text
@@ -41,7 +41,7 @@ def check_state(state: InstanceState, fold: Residencies) -> None:
         held = {(block.hex(), entry.namespace.hex(), entry.slot) for block, entry in fold.held[tier].items()}
         assert shown[tier.name] == held
     assert sum(int(tier.digest, 16) for tier in state.tiers) % (1 << 64) == fold.digest
-    assert not any(tier.doubtful for tier in state.tiers)
+    assert not any(tier.suspect for tier in state.tiers)
 
 
 def test_the_state_at_every_offset_is_that_of_a_plain_fold(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_offset_beyond_the_stream_is_said_and_the_end_is_shown(tmp_path: Path
     assert before.instances[0].tiers == [] and "nothing is known" in before.notes[0]
 
 
-def test_after_a_hole_a_tier_is_doubtful_until_a_round_has_ended_in_it(tmp_path: Path) -> None:
+def test_after_a_hole_a_tier_is_suspect_until_a_snapshot_has_ended_in_it(tmp_path: Path) -> None:
     for seed in range(12):
         capture = make_capture(seed)
         frames = capture.frames()
@@ -99,20 +99,20 @@ def test_after_a_hole_a_tier_is_doubtful_until_a_round_has_ended_in_it(tmp_path:
             continue
         path = write(tmp_path, frames[:number] + frames[number + 1 :])
         epoch, hole = frames[number].epoch, frames[number].next_offset
-        assert all(tier.doubtful for tier in states(path, place_text(epoch, hole)).instances[0].tiers)
+        assert all(tier.suspect for tier in states(path, place_text(epoch, hole)).instances[0].tiers)
         for later in frames[number + 1 :]:
             if later.epoch != epoch:
                 break
             (state,) = states(path, place_text(epoch, later.next_offset)).instances
-            ended = rounds_ended(capture, epoch, hole, later.next_offset)
-            assert {Tier[tier.tier] for tier in state.tiers if not tier.doubtful} <= ended
-            if not any(tier.doubtful for tier in state.tiers):
+            ended = snapshots_ended(capture, epoch, hole, later.next_offset)
+            assert {Tier[tier.tier] for tier in state.tiers if not tier.suspect} <= ended
+            if not any(tier.suspect for tier in state.tiers):
                 assert state.frame_digest == state.digest
 
 
-def rounds_ended(capture: Capture, epoch: Epoch, first: Offset, end: Offset) -> set[Tier]:
+def snapshots_ended(capture: Capture, epoch: Epoch, first: Offset, end: Offset) -> set[Tier]:
     events = [entry.event for entry in capture.recorded if entry.epoch == epoch]
-    return {event.tier for event in events[first:end] if isinstance(event, RoundEnded)}
+    return {event.tier for event in events[first:end] if isinstance(event, SnapshotEnded)}
 
 
 def test_stat_counts_what_is_there(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Routing: each part of the cost, by numbers one can check by hand; then lookup's withholding."""
+"""Routing: each part of the cost, by numbers one can check by hand; then lookup's excluding."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from kvbm.catalog.liveness import (
     LIVENESS_S,
+    Exclude,
     HeartbeatReceived,
     Input,
     LastHeartbeat,
@@ -16,7 +17,6 @@ from kvbm.catalog.liveness import (
     OwnPulse,
     StreamProgress,
     Ticked,
-    Withhold,
 )
 from kvbm.catalog.lookup import lookup
 from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
@@ -221,7 +221,7 @@ class Heads:
 
     def step(self, now_s: float, what: Input) -> None:
         for effect in self.liveness.step(now_s, what):
-            self.index.withhold(effect.instance, isinstance(effect, Withhold))
+            self.index.exclude(effect.instance, isinstance(effect, Exclude))
 
     def tell(self, now_s: float, instance: InstanceId, *events: Event) -> None:
         self.index.apply(frame_bytes(instance, *events))
@@ -238,7 +238,7 @@ class Heads:
 
 
 @each_twin
-def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) -> None:
+def test_only_the_live_are_candidates_and_the_silent_are_excluded(twin: Twin) -> None:
     heads = Heads(twin, A, B, C)
     heads.hear(beat(A, 0.5))
     for second in (1.0, 2.0, 3.0):
@@ -252,18 +252,18 @@ def test_only_the_live_are_candidates_and_the_silent_are_withheld(twin: Twin) ->
     assert heads.liveness.state(C) is LifeState.STOPPING
     answer = lookup(heads.index, SPACE, hashes(1))
     assert [entry.instance for entry in answer.instances] == ["b", "c"]
-    assert answer.withheld == ["a"]
-    assert lookup(heads.index, SPACE, hashes(2)).withheld == []
+    assert answer.excluded == ["a"]
+    assert lookup(heads.index, SPACE, hashes(2)).excluded == []
 
 
 @each_twin
-def test_a_route_counts_nothing_that_is_withheld(twin: Twin) -> None:
+def test_a_route_counts_nothing_that_is_excluded(twin: Twin) -> None:
     cluster = Cluster(twin)
     cluster.hold(B, Tier.HBM, 1, 2, 3)
-    cluster.index.withhold(B, True)
+    cluster.index.exclude(B, True)
     found = cluster.rank(0.0, ask(1, 2, 3))
     assert (found[B].depth, found[B].recompute_s) == (0, found[A].recompute_s)
-    cluster.index.withhold(B, False)
+    cluster.index.exclude(B, False)
     assert cluster.rank(0.0, ask(1, 2, 3))[B].depth == 3
 
 
@@ -284,7 +284,7 @@ def test_without_any_heartbeat_those_known_and_not_stopped_are_candidates(twin: 
     assert heads.liveness.candidates() == [A, B]
     heads.tell(1.0, B, InstanceStopped(reason=StopReason.SHUTDOWN))
     assert heads.liveness.candidates() == [A]
-    assert lookup(heads.index, SPACE, hashes(1)).withheld == ["b"]
+    assert lookup(heads.index, SPACE, hashes(1)).excluded == ["b"]
     heads.tell(1.0, A, InstanceStopped(reason=StopReason.SHUTDOWN))
     assert heads.liveness.candidates() == []
 

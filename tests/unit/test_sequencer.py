@@ -10,7 +10,7 @@ import pytest
 
 from kvbm import _native
 from kvbm.catalog import instance_sequence
-from kvbm.catalog.index import ClusterIndex, is_doubtful
+from kvbm.catalog.index import ClusterIndex, is_suspect
 from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Changes
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
@@ -62,9 +62,9 @@ class Instance:
         self.ledger.end_copy(copy, [True] * len(numbers), MigrateCause.OFFLOAD)
         return self.cut()
 
-    def round(self) -> Frame:
-        self.ledger.begin_round()
-        while self.ledger.step_round():
+    def snapshot(self) -> Frame:
+        self.ledger.begin_snapshot()
+        while self.ledger.step_snapshot():
             pass
         return self.cut()
 
@@ -110,8 +110,8 @@ class Reader:
         view = self.index.view(instance.name)
         return view is not None and view.digest == instance.ledger.residencies.digest
 
-    def is_doubtful(self) -> bool:
-        return is_doubtful(self.index, ONE)
+    def is_suspect(self) -> bool:
+        return is_suspect(self.index, ONE)
 
 
 def five_frames() -> tuple[Instance, list[Frame]]:
@@ -129,7 +129,7 @@ def test_frames_in_order_are_applied_and_positions_follow(twin: Twin) -> None:
     assert step.advanced == {ONE: Position(Epoch(1), instance.ledger.applied)}
     assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4, 5) == 4
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
     assert reader.sequencer.counters.frames == 5
     assert reader.sequencer.counters.blocks == 4
 
@@ -159,11 +159,11 @@ def test_a_publisher_that_goes_back_leaves_no_trace(twin: Twin) -> None:
     reader = Reader(twin.sequencer())
     step = reader.read(f[0], f[1], f[3], f[4], at_end=True)
     assert step.advanced[ONE] == (1, f[1].next_offset)
-    assert reader.is_doubtful()
+    assert reader.is_suspect()
     assert reader.depth(1, 2, 3, 4) == 1
     reader.read(f[2])
     assert reader.in_step(instance)
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
     reader.read(f[3], f[4], now_s=100.0, at_end=True)
     counters = reader.sequencer.counters
     assert (counters.holes, counters.gaps, counters.repeats) == (1, 0, 2)
@@ -181,7 +181,7 @@ def test_a_hole_becomes_a_gap_when_a_heartbeat_lies_past_it_and_the_reader_is_at
     step = reader.read(now_s=51.5, at_end=True)
     assert [(gap.expected, gap.resumed) for gap in step.gaps] == [((1, f[2].first_offset), (1, f[3].first_offset))]
     assert reader.sequencer.counters.gaps == 1
-    assert reader.is_doubtful()
+    assert reader.is_suspect()
     assert reader.sequencer.position(ONE) == (1, instance.ledger.applied)
     assert reader.depth(1, 2, 3, 4) == 1
     reader.sequencer.on_heartbeat(60.0, instance.heartbeat())
@@ -223,7 +223,7 @@ def test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again
     reader.read_bytes(*map(_native.encode_frame, behind))  # the publisher has gone back
     assert reader.sequencer.position(ONE).offset == behind[-1].next_offset
     assert reader.sequencer.counters.blocks == (1 + len(behind)) * blocks
-    assert reader.sequencer.counters.gaps == 0 and not reader.is_doubtful()
+    assert reader.sequencer.counters.gaps == 0 and not reader.is_suspect()
 
 
 def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -> None:
@@ -239,19 +239,19 @@ def test_what_was_let_go_behind_a_hole_is_a_gap_where_it_does_not_come_again() -
     reader.sequencer.on_heartbeat(0.0, published)
     (gap,) = reader.read(now_s=2.0, at_end=True).gaps
     assert (gap.expected, gap.resumed) == (reached, None)
-    assert reader.is_doubtful()
+    assert reader.is_suspect()
 
 
 @each_twin
-def test_a_round_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
+def test_a_snapshot_after_a_gap_makes_the_instance_whole_again(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
     reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
-    assert reader.is_doubtful()
-    reader.read(instance.round())
-    assert not reader.is_doubtful()
+    assert reader.is_suspect()
+    reader.read(instance.snapshot())
+    assert not reader.is_suspect()
     assert reader.depth(1, 2, 3, 4) == 4
     assert reader.in_step(instance)
 
@@ -292,14 +292,14 @@ def test_of_a_frame_that_was_read_in_part_only_the_rest_is_applied(twin: Twin) -
     reader.read(f[0], f[1], f[3], f[4])
     reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
     reader.read(now_s=2.0, at_end=True)
-    assert reader.is_doubtful()
-    whole = instance.round()
+    assert reader.is_suspect()
+    whole = instance.snapshot()
     assert len(whole.events) > 2
     before = reader.sequencer.counters.events
     reader.read(msgspec.structs.replace(whole, events=whole.events[:2]))
     reader.read(whole)  # cut otherwise by a publisher that began anew
     assert reader.sequencer.counters.events == before + len(whole.events)
-    assert not reader.is_doubtful() and reader.in_step(instance)  # what was stated twice would not add up
+    assert not reader.is_suspect() and reader.in_step(instance)  # what was listed twice would not add up
 
 
 @each_twin
@@ -341,21 +341,21 @@ def test_a_new_epoch_begins_empty_and_the_old_one_is_stale(twin: Twin) -> None:
     assert reader.depth(8) == 1
     assert reader.sequencer.counters.stale == 1
     assert reader.sequencer.position(ONE) == (2, new.ledger.applied)
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
 
 
 @each_twin
-def test_an_epoch_joined_mid_stream_is_doubtful_until_a_round(twin: Twin) -> None:
+def test_an_epoch_joined_mid_stream_is_suspect_until_a_snapshot(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(*f[2:])
     assert reader.depth(2, 3, 4) == 3
     assert reader.depth(1) == 0
-    assert reader.is_doubtful()
+    assert reader.is_suspect()
     assert reader.sequencer.counters.blind_starts == 1
-    reader.read(instance.round())
+    reader.read(instance.snapshot())
     assert reader.depth(1, 2, 3, 4) == 4
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
 
 
 @each_twin
@@ -364,7 +364,7 @@ def test_an_epoch_whose_start_was_not_yet_there_is_read_again_from_its_start(twi
     reader = Reader(twin.sequencer())
     reader.read(*f[1:3], *f)
     assert reader.in_step(instance)
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
     assert reader.depth(1, 2, 3, 4) == 4
 
 
@@ -378,8 +378,8 @@ def test_what_sql_knows_of_an_epoch_names_the_pools_its_lost_start_declared(twin
     later = Reader(twin.sequencer(known=batch.instances))
     later.read(instance.offload(1, 2))
     assert later.index.claim_counts() == {"pool": 2}
-    later.read(instance.round())
-    assert not later.is_doubtful()
+    later.read(instance.snapshot())
+    assert not later.is_suspect()
     forgetful = Reader(twin.sequencer())
     forgetful.read(instance.offload(3))
     assert forgetful.index.anomalies() == {"unnamed-claim": 1}
@@ -444,16 +444,16 @@ def test_a_frame_that_cannot_be_this_instances_is_refused(
 
 
 @each_twin
-def test_a_digest_that_differs_makes_the_instance_doubtful_until_a_round(twin: Twin) -> None:
+def test_a_digest_that_differs_makes_the_instance_suspect_until_a_snapshot(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
     assert reader.sequencer.counters.digest_mismatches == 1
-    assert reader.is_doubtful()
+    assert reader.is_suspect()
     reader.read(instance.create(6))
     assert reader.sequencer.counters.digest_mismatches == 1
-    reader.read(instance.round())
-    assert not reader.is_doubtful()
+    reader.read(instance.snapshot())
+    assert not reader.is_suspect()
 
 
 @each_twin
@@ -568,7 +568,7 @@ def test_claims_in_the_reorder_buffer_outlive_the_epoch_that_went_on_behind_a_ho
     batch = reader.take_batch()
     assert batch is not None
     assert [run.hashes for run in batch.claims] == [hashes(1)]
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
 
 
 @each_twin
@@ -592,7 +592,7 @@ def test_a_hole_nobody_speaks_of_is_given_up_in_the_end(twin: Twin) -> None:
     assert not reader.read(now_s=HOLE_MOST_S - 1, at_end=True).gaps
     (gap,) = reader.read(now_s=HOLE_MOST_S, at_end=True).gaps
     assert gap.resumed == Position(Epoch(1), f[4].first_offset)
-    assert is_doubtful(reader.index, ONE)
+    assert is_suspect(reader.index, ONE)
     batch = reader.take_batch()
     assert batch is not None
     assert batch.stream_sequence == 4
@@ -633,7 +633,7 @@ def test_a_stream_that_begins_anew_is_told(twin: Twin) -> None:
 
 
 @each_twin
-def test_a_gap_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
+def test_a_gap_is_a_trouble_until_a_snapshot_and_counts_as_repaired_then(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(f[0], f[1], f[3], f[4])
@@ -646,20 +646,20 @@ def test_a_gap_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin
     }
     reader.read(instance.create(6))
     assert reader.sequencer.troubles.by_instance
-    reader.read(instance.round())
+    reader.read(instance.snapshot())
     assert not reader.sequencer.troubles.by_instance
     assert reader.sequencer.counters.gaps_repaired == reader.sequencer.counters.gaps == 1
 
 
 @each_twin
-def test_a_divergence_is_a_trouble_until_a_round_and_counts_as_repaired_then(twin: Twin) -> None:
+def test_a_divergence_is_a_trouble_until_a_snapshot_and_counts_as_repaired_then(twin: Twin) -> None:
     instance, f = five_frames()
     reader = Reader(twin.sequencer())
     reader.read(*f[:4], msgspec.structs.replace(f[4], digest=f[4].digest ^ 1))
     assert reader.sequencer.troubles.by_instance[ONE].reasons() == ["digest differs"]
-    reader.sequencer.doubt(ONE)
+    reader.sequencer.suspicion(ONE)
     assert reader.sequencer.troubles.by_instance[ONE].found == 2
-    reader.read(instance.round())
+    reader.read(instance.snapshot())
     assert not reader.sequencer.troubles.by_instance
     assert reader.sequencer.counters.digest_repaired == 2
 
@@ -687,7 +687,7 @@ def test_an_old_epochs_lost_end_is_forgotten_when_the_newer_one_is_said_to_be_pu
     reader.read(*new.frames, new.create(7), at_end=True, now_s=1.3)
     assert not reader.read(now_s=50.0, at_end=True).gaps
     assert reader.sequencer.counters.gaps == 0
-    assert not reader.is_doubtful()
+    assert not reader.is_suspect()
 
 
 @each_twin
@@ -701,7 +701,7 @@ def test_a_heartbeat_of_an_older_epoch_says_nothing_of_the_newer(twin: Twin) -> 
 
 
 @each_twin
-def test_an_epoch_that_was_never_restated_after_sql_alone_is_doubtful_until_its_round(twin: Twin) -> None:
+def test_an_epoch_that_was_never_restated_after_sql_alone_is_suspect_until_its_snapshot(twin: Twin) -> None:
     instance, f = five_frames()
     first = Reader(twin.sequencer())
     first.read(*f)
@@ -711,12 +711,12 @@ def test_an_epoch_that_was_never_restated_after_sql_alone_is_doubtful_until_its_
     later.sequencer.restore_positions(Mark(5), batch.positions)
     later.sequence = 5
     assert later.sequencer.position(ONE) == (1, instance.ledger.applied)
-    assert later.is_doubtful() and later.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
+    assert later.is_suspect() and later.sequencer.troubles.by_instance[ONE].reasons() == ["joined midway"]
     later.read(instance.create(6))
     assert later.sequencer.counters.gaps == later.sequencer.counters.holes == 0
-    later.read(instance.round())
+    later.read(instance.snapshot())
     assert later.depth(1, 2, 3, 4) == 4
-    assert not later.is_doubtful() and not later.sequencer.troubles.by_instance
+    assert not later.is_suspect() and not later.sequencer.troubles.by_instance
 
 
 @each_twin
@@ -783,7 +783,7 @@ def test_a_sequencer_goes_on_from_its_state_and_its_indexs_checkpoint(tmp_path: 
     assert two.sequencer.declared(ONE) == one.sequencer.declared(ONE)
     two.read(f[3], f[4])
     assert two.in_step(instance)
-    assert not two.is_doubtful()
+    assert not two.is_suspect()
     assert two.sequencer.counters.digest_mismatches == 0
     two.read(msgspec.structs.replace(instance.create(9), digest=1))
     assert two.sequencer.counters.digest_mismatches == 1
@@ -813,7 +813,7 @@ def test_frames_behind_a_hole_are_not_in_a_checkpoint_and_come_again_or_are_a_ga
 
 
 @each_twin
-def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twin: Twin) -> None:
+def test_an_instance_whose_index_wants_a_snapshot_is_in_trouble_after_a_restore(twin: Twin) -> None:
     _, f = five_frames()
     one = Reader(twin.sequencer())
     one.read(*f)
@@ -821,7 +821,7 @@ def test_an_instance_whose_index_wants_a_round_is_in_trouble_after_a_restore(twi
     one.index.miss(ONE)  # an audit found it between the state and the checkpoint's front
     two = Reader(twin.sequencer(one.index))
     two.sequencer.restore(state, settled=5)
-    assert two.sequencer.troubles.by_instance[ONE].reasons() == ["no whole round"]
+    assert two.sequencer.troubles.by_instance[ONE].reasons() == ["no completed snapshot"]
 
 
 # -- lives ----------------------------------------------------------------------------------------------------------------
@@ -845,10 +845,10 @@ def test_an_epoch_of_a_smaller_number_counts_when_a_fence_says_whose_it_is(twin:
     reader.read(*new.frames)
     assert reader.sequencer.counters.stale == 2 and reader.depth(1, 2) == 2  # nothing says that these are another's
     life(reader, 1, "new")
-    assert reader.depth(1, 2) == 0 and reader.is_doubtful()
+    assert reader.depth(1, 2) == 0 and reader.is_suspect()
     reader.read(*new.frames)
     assert reader.sequencer.position(ONE) == (1, new.ledger.applied)
-    assert reader.in_step(new) and not reader.is_doubtful()
+    assert reader.in_step(new) and not reader.is_suspect()
     assert (reader.depth(1, 2), reader.depth(3)) == (0, 1)
     assert reader.sequencer.ownership(ONE) == ("new", 1) and reader.sequencer.counters.lives == 1
 
@@ -864,7 +864,7 @@ def test_an_epoch_of_one_number_that_two_runs_began_is_read_of_the_one_that_has_
     reader.read(*first.frames)
     life(reader, 3, "second", ((2, "second"), (3, "second")))
     reader.read(*second.frames)
-    assert reader.in_step(second) and not reader.is_doubtful()
+    assert reader.in_step(second) and not reader.is_suspect()
     assert (reader.depth(1, 2, 3), reader.depth(4)) == (0, 1)
 
 
@@ -883,7 +883,7 @@ def test_what_the_life_before_called_published_is_not_waited_for(twin: Twin, is_
     reader.sequencer.on_heartbeat(21.0, said)  # a zombie's, or one that was kept
     reader.read(*new.frames, new.create(3), at_end=True, now_s=21.0)
     assert not reader.read(now_s=50.0, at_end=True).gaps
-    assert reader.in_step(new) and not reader.is_doubtful()
+    assert reader.in_step(new) and not reader.is_suspect()
 
 
 @each_twin
@@ -908,7 +908,7 @@ def test_a_restart_goes_on_with_the_log_that_was_read(twin: Twin) -> None:
     life(reader, 2, "before")
     reader.read(*instance.frames)
     life(reader, 3, "after", ((2, "before"), (3, "after")))
-    assert reader.depth(1) == 1 and not reader.is_doubtful()
+    assert reader.depth(1) == 1 and not reader.is_suspect()
     instance.create(2)
     reader.read(instance.frames[-1])
     assert reader.in_step(instance)
@@ -949,15 +949,15 @@ def test_a_message_whose_fence_had_its_number_in_another_history_is_a_stray(twin
     send(reader, Fence(Epoch(1), "new", 1), *new.frames)
     send(reader, Fence(Epoch(1), "old", 1), *old.frames[:2], late)
     assert reader.sequencer.counters.strays == 3
-    assert reader.in_step(new) and not reader.is_doubtful()
+    assert reader.in_step(new) and not reader.is_suspect()
     assert (reader.depth(3), reader.depth(1, 2)) == (1, 0)
     send(reader, Fence(Epoch(1), "new", 1), new.create(5))
-    assert reader.in_step(new) and not reader.is_doubtful()
+    assert reader.in_step(new) and not reader.is_suspect()
 
 
 @each_twin
 def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before(twin: Twin) -> None:
-    """What its messages name is proof; until it restates what it holds, what is known of it is a part."""
+    """What its messages name is proof; until it takes a snapshot of what it holds, what is known of it is a part."""
     reader, older, newer = Reader(twin.sequencer()), Instance(epoch=2), Instance(epoch=3)
     older.create(1, 2)
     newer.create(3)
@@ -970,9 +970,9 @@ def test_a_fence_that_the_server_has_lost_gives_the_place_back_to_the_run_before
     send(reader, Fence(Epoch(2), "older", 1), older.create(4))
     assert reader.sequencer.counters.lives == 1
     assert reader.sequencer.ownership(ONE).run == "older"
-    assert reader.depth(3) == 0 and reader.is_doubtful()
-    send(reader, Fence(Epoch(2), "older", 1), older.round())
-    assert reader.in_step(older) and not reader.is_doubtful()
+    assert reader.depth(3) == 0 and reader.is_suspect()
+    send(reader, Fence(Epoch(2), "older", 1), older.snapshot())
+    assert reader.in_step(older) and not reader.is_suspect()
     assert (reader.depth(1, 2), reader.depth(4)) == (2, 1)
 
 
@@ -1002,7 +1002,7 @@ def test_who_began_an_epoch_is_known_after_a_checkpoint_and_from_sql(twin: Twin)
         later.sequence = 3
         life(later, 2, "second")
         later.read(*second.frames)
-        assert later.in_step(second) and not later.is_doubtful()
+        assert later.in_step(second) and not later.is_suspect()
         assert (later.depth(1, 2), later.depth(3)) == (0, 1)
 
 
@@ -1049,12 +1049,12 @@ def test_an_epoch_with_a_newer_frame_is_unreadable_and_the_next_one_is_read(twin
     assert found is not None and found.reason() == (
         f"epoch 1 has frames of version {VERSION + 1}; this catalog reads up to {VERSION}: upgrade the catalog"
     )
-    reader.read(one.create(3), one.round(), at_end=True)
+    reader.read(one.create(3), one.snapshot(), at_end=True)
     reader.sequencer.on_heartbeat(5.0, one.heartbeat())
     assert reader.read(now_s=60.0, at_end=True).gaps == []  # no endless gaps
     counters = reader.sequencer.counters
     assert (counters.newer, counters.poison, counters.gaps, counters.holes) == (3, 0, 0, 0)
-    assert reader.sequencer.troubles.by_instance == {}  # nobody asks for a round that cannot be read
+    assert reader.sequencer.troubles.by_instance == {}  # nobody asks for a snapshot that cannot be read
     assert reader.sequencer.position(ONE) == read
     reader.read(*later.frames, later.create(4))
     assert reader.sequencer.unreadable(ONE) is None
@@ -1101,7 +1101,7 @@ def test_a_version_that_damage_has_changed_is_poison(twin: Twin) -> None:
     assert (reader.sequencer.counters.poison, reader.sequencer.counters.newer) == (1, 0)
 
 
-def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_a_round(
+def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Instance()
@@ -1125,7 +1125,7 @@ def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_
     monkeypatch.setattr(instance_sequence, "VERSION", VERSION + 1)
     upgraded = Reader(restored())
     assert upgraded.sequencer.unreadable(ONE) is None
-    assert upgraded.sequencer.troubles.by_instance[ONE].reasons() == ["no whole round"]
-    upgraded.read(one.create(3), one.round())
+    assert upgraded.sequencer.troubles.by_instance[ONE].reasons() == ["no completed snapshot"]
+    upgraded.read(one.create(3), one.snapshot())
     assert upgraded.sequencer.troubles.by_instance == {}
     assert upgraded.sequencer.index.agrees(ONE, one.frames[-1].digest)

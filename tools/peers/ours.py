@@ -11,7 +11,15 @@ from peers.workload import BLOCK_TOKENS, INSTANCES, POOL_SLOTS, RUN_BLOCKS, Life
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
 from kvbm.core.codec import Frame
-from kvbm.core.events import BlocksCreated, BlocksEvicted, Event, EvictReason, InstanceStarted, PoolStated, RoundEnded
+from kvbm.core.events import (
+    BlocksCreated,
+    BlocksEvicted,
+    Event,
+    EvictReason,
+    InstanceStarted,
+    PoolStated,
+    SnapshotEnded,
+)
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier
 
 _NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=BLOCK_TOKENS)
@@ -72,9 +80,9 @@ class OurStreams:
 
     def beginnings(self) -> list[bytes]:
         """The first frame of every instance."""
-        round_ended = RoundEnded(tier=Tier.HBM, round=1, count=0)
+        snapshot_ended = SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0)
         return [
-            stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), round_ended]) for stream in self._streams
+            stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), snapshot_ended]) for stream in self._streams
         ]
 
     def mail(self, step: Step, form: str) -> list[bytes]:

@@ -4,7 +4,7 @@ In, one object a line:
     {"op": "submit", "id": "r1", "tokens": [..], "max_new_tokens": 16, "reuse": true}
     {"op": "settle"}   answer when no offload waits or runs
     {"op": "clear"}    evict every unpinned block from HBM, so that the next hit comes from a colder tier
-    {"op": "restate"}  restate what is held, as a round
+    {"op": "take_snapshot"}  take a snapshot of what is held, as a snapshot
     {"op": "status"}   offsets, digest, counters
     {"op": "stop"}     or the end of the input
 Out: {"event": "ready" | "finished" | "done" | "status" | "error" | "stopped", …}.
@@ -176,13 +176,13 @@ class Worker:
                     op="clear",
                     evicted=self.manager.evict(Tier.HBM, b"".join(self.manager.held(Tier.HBM))),
                 )
-            case "restate":
-                self.manager.restate()
-                self._say(event="done", op="restate")
+            case "take_snapshot":
+                self.manager.take_snapshot()
+                self._say(event="done", op="take_snapshot")
             case "status":
                 self._say(event="status", **self.status())
             case other:
-                known = "submit, settle, clear, restate, status, stop"
+                known = "submit, settle, clear, take_snapshot, status, stop"
                 self._say(event="error", message=f"there is no command {other!r}; use one of {known}")
 
     def status(self) -> dict[str, Any]:

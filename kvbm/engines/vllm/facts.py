@@ -59,7 +59,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any, machine: str) -> dict[str, 
 
     Args:
         vllm_config, kv_cache_config: vLLM's VllmConfig and KVCacheConfig.
-        machine: as `machine_words` says it: the inside of a block is the business of vLLM's kernels.
+        machine: as `machine_words` says it: the inside of a block is the business of vLLM's backend.
     """
     model, config = vllm_config.model_config, vllm_config
     hf = model.hf_config.to_dict()
@@ -98,7 +98,7 @@ def digest_of(facts: Mapping[str, Any]) -> str:
 
 
 def machine_words() -> str:
-    """vLLM's version and the device it computes on: what decides how its kernels lay out the inside of a block.
+    """vLLM's version and the device it computes on: what decides how its backend lay out the inside of a block.
 
     Raises: ModuleNotFoundError: there is no vLLM.
     """

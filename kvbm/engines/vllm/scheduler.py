@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.engines.vllm.adapters import Adapters
 from kvbm.engines.vllm.load_planner import LoadPlanner
 from kvbm.engines.vllm.metadata import Answers, HostShare, Plan, Ranks
@@ -65,7 +65,7 @@ class Scheduler:
     def __init__(
         self,
         manager: EngineHbmManager,
-        kernels: Kernels,
+        backend: Backend,
         groups: Sequence[Group],
         namespaces_of: Callable[..., Sequence[GroupNamespace]],
         ranks: Ranks,
@@ -76,7 +76,7 @@ class Scheduler:
     ) -> None:
         self.manager = manager
         self.refusal = ""
-        self._derive = kernels.derived_hashes
+        self._derive = backend.derived_hashes
         self._groups, self._host, self._clock = groups, host, clock
         self._adapters = Adapters(ranks.ranks)
         self._numbers = Numbers()
@@ -90,7 +90,7 @@ class Scheduler:
             manager, groups, self._derive, align_tokens, ranks.ranks, self.requests, self._numbers, next_job
         )
         self.stores = StorePlanner(
-            manager, kernels, groups, ranks, self.requests, self._numbers, rules, next_job, clock
+            manager, backend, groups, ranks, self.requests, self._numbers, rules, next_job, clock
         )
 
     def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
 from kvbm.engines.vllm.metadata import Job, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers
@@ -68,7 +68,7 @@ class StorePlanner:
     def __init__(
         self,
         manager: EngineHbmManager,
-        kernels: Kernels,
+        backend: Backend,
         groups: Sequence[Group],
         ranks: Ranks,
         requests: Requests,
@@ -78,7 +78,7 @@ class StorePlanner:
         clock: Callable[[], float],
     ) -> None:
         self._manager, self._groups, self._ranks, self._requests = manager, groups, ranks, requests
-        self._derive, self._join = kernels.derived_hashes, kernels.joined_checksums
+        self._derive, self._join = backend.derived_hashes, backend.joined_checksums
         self._numbers, self._rules, self._next_job, self._clock = numbers, rules, next_job, clock
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()

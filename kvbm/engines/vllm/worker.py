@@ -300,7 +300,7 @@ def _one_memory(config: CacheConfig, regions: BlockRegions, kv_caches: Mapping[s
 
 
 def _check_place(name: str, view: torch.Tensor, offset: int, block_stride: int, blocks: int) -> None:
-    """Refuse a layer that is not where the configuration places it. The engine's kernels may see a block as several."""
+    """Refuse a layer that is not where the configuration places it. The engine's backend may see a block as several."""
     element_bytes = view.element_size()
     begin = view.storage_offset() * element_bytes
     pieces, rest = divmod(view.shape[0], blocks)

@@ -22,7 +22,7 @@ from typing import BinaryIO, TypeVar
 
 import structlog
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, InstanceId, Offset
@@ -58,7 +58,7 @@ class Journal:
         self,
         folder: Path,
         instance: InstanceId,
-        kernels: Kernels,
+        backend: Backend,
         lock_file: BinaryIO,
         options: JournalOptions,
         device: Device,
@@ -68,14 +68,14 @@ class Journal:
         self.folder = folder
         self.instance = instance
         self.epoch = Epoch(0)
-        self._kernels = kernels
+        self._backend = backend
         self._options = options
         self._device = device
         self._lock_file = lock_file
         self._run = run
         self._writing = threading.RLock()  # taken before every other lock
         self._segments = Segments()
-        self._writer = SegmentWriter(folder, self._segments, kernels, options, device, clock)
+        self._writer = SegmentWriter(folder, self._segments, backend, options, device, clock)
         self._reader = JournalReader(self._segments)
         self._history = History(options.retention, device)
         self._begun = Begun(instance)
@@ -86,7 +86,7 @@ class Journal:
         cls,
         folder: Path,
         instance: InstanceId,
-        kernels: Kernels,
+        backend: Backend,
         options: JournalOptions = JournalOptions(),  # noqa: B008 - immutable
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -115,7 +115,7 @@ class Journal:
             raise JournalError(
                 f"journal folder {folder} is in use by another manager; give each instance its own folder, or stop the other"
             ) from None
-        journal = cls(folder, instance, kernels, lock_file, options, device or OsDevice(), clock, run)
+        journal = cls(folder, instance, backend, lock_file, options, device or OsDevice(), clock, run)
         try:
             journal._load()
         except OSError as error:
@@ -155,24 +155,24 @@ class Journal:
     def _load(self) -> None:
         for unfinished in self.folder.glob("*.new"):
             self._device.remove(unfinished)
-        self._begun = read_begun(self.folder, self.instance, self._kernels.crc32c)
+        self._begun = read_begun(self.folder, self.instance, self._backend.crc32c)
         kept = segment_files(self.folder, KEPT_SUFFIX)
         self._history.load(path for _, _, path in kept)
         self.epoch = Epoch(max(self._begun.epoch, *(epoch for epoch, _, _ in kept), 0))
-        for segment in load_segments(self.folder, self.instance, self._kernels):
+        for segment in load_segments(self.folder, self.instance, self._backend):
             self._segments.add(segment)
             self.epoch = max(self.epoch, segment.epoch)
         self._history.trim(self._segments.used_bytes)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: Epoch, pool_id: str = "", round_end: Offset | None = None) -> None:
+    def begin_epoch(self, epoch: Epoch, pool_id: str = "", snapshot_end: Offset | None = None) -> None:
         """Persist that an epoch has begun, before any of its events.
 
         Args:
             pool_id: name of the durable pool whose slots its events will speak of, "" for none.
-            round_end: frames that begin before it may exceed the capacity: without its first round an epoch is of no use, and
-                the round is what lets older segments go.
+            snapshot_end: frames that begin before it may exceed the capacity: without its first snapshot an epoch is of no use, and
+                the snapshot is what lets older segments go.
         Raises: JournalError: it is not newer, or no room.
         """
         with self._writing:
@@ -183,7 +183,7 @@ class Journal:
             runs = {begun: self.run_of(begun) for begun in epochs} | {epoch: self._run}
             named = {int(begun): run for begun, run in runs.items() if run}
             begun = Begun(self.instance, epoch, pool_id, since, named)
-            data = begun.encoded(self._kernels.crc32c)
+            data = begun.encoded(self._backend.crc32c)
             try:
                 self._with_room(lambda: write_file(self._device, self.folder / EPOCH_FILE, [memoryview(data)]))
             except OSError as error:
@@ -191,7 +191,7 @@ class Journal:
                     f"{self.folder / EPOCH_FILE} cannot be written ({error.strerror}); make room or choose another folder"
                 ) from None
             self._begun, self.epoch = begun, epoch
-            self._writer.begin_epoch(epoch, round_end or Offset(0))
+            self._writer.begin_epoch(epoch, snapshot_end or Offset(0))
 
     def runs(self) -> dict[Epoch, str]:
         """The epochs here whose beginner is known, and the run of the process that began each, as in `Fence.run`."""
@@ -202,7 +202,7 @@ class Journal:
         return self._begun.runs.get(epoch, "")
 
     def roll(self) -> None:
-        """Begin a new segment with the next append, as when a round begins: what is before it can then go as a whole."""
+        """Begin a new segment with the next append, as when a snapshot begins: what is before it can then go as a whole."""
         with self._writing:
             self._writer.roll()
 
@@ -250,17 +250,17 @@ class Journal:
             self._with_room(self._writer.settle)
             self._with_room(self._writer.sync)
 
-    def let_go(self, published: Position, whole_round: Position) -> int:
-        """Make history of the segments nobody needs: all of whose frames are on the stream and before a whole round. Gives how many.
+    def let_go(self, published: Position, completed_snapshot: Position) -> int:
+        """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed snapshot. Gives how many.
 
         What may not stay as history is deleted. The segment being written stays. May wait for a sync, because what makes them
         needless has to be on the device first.
 
         Args:
             published: everything before it is on the stream.
-            whole_round: where the last round began that is whole, durable and published.
+            completed_snapshot: where the last snapshot began that is whole, durable and published.
         """
-        needless = min(published, whole_round)
+        needless = min(published, completed_snapshot)
         with self._writing:
             count = self._segments.count_before(needless, keeps_last=self._writer.is_writing)
             if not count:
@@ -306,7 +306,7 @@ class Journal:
         Raises: FrameError: the file has changed since it was opened. OSError.
         """
         for segment, size in self._segments.of_epoch(epoch):
-            for _, frames, data, error in scan_file(segment.path, size, self._kernels):
+            for _, frames, data, error in scan_file(segment.path, size, self._backend):
                 for frame in frames:
                     yield frame, data
                 if error is not None:

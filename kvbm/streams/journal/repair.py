@@ -7,7 +7,7 @@ from pathlib import Path
 
 import structlog
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import MAX_FRAME_BYTES, VERSION
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError
 from kvbm.core.ids import InstanceId, Offset
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 _COPY_BYTES = 4 << 20  # copied at once
 
 
-def load_segments(folder: Path, instance: InstanceId, kernels: Kernels) -> list[Segment]:
+def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[Segment]:
     """The segments of a folder, in order, each cut at the end of its last whole frame.
 
     Raises: JournalError: a segment is another instance's, was written by a newer kvbm, or a file's name is not a segment's.
@@ -30,12 +30,12 @@ def load_segments(folder: Path, instance: InstanceId, kernels: Kernels) -> list[
         following = files[index + 1] if index + 1 < len(files) else None
         until = following[1] if following is not None and following[0] == epoch else None
         segment = Segment(path, epoch, first)
-        _scan(segment, until, instance, kernels)
+        _scan(segment, until, instance, backend)
         found.append(segment)
     return found
 
 
-def _scan(segment: Segment, until: Offset | None, instance: InstanceId, kernels: Kernels) -> None:
+def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend: Backend) -> None:
     """Find a segment's frames, and cut what are none.
 
     Args:
@@ -44,7 +44,7 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, kernels:
     """
     error: FrameError | None = None
     has_repeats = False
-    for _, frames, _, why_ended in scan_file(segment.path, None, kernels):
+    for _, frames, _, why_ended in scan_file(segment.path, None, backend):
         error = why_ended
         if frames and frames[0].instance != instance:
             raise JournalError(
@@ -59,7 +59,7 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, kernels:
         if has_repeats:
             break
     is_first = not segment.size  # behind older frames it is damage: one kvbm writes one file
-    if isinstance(error, NewerFrameError) and is_first and not _is_flipped_version(segment.path, kernels):
+    if isinstance(error, NewerFrameError) and is_first and not _is_flipped_version(segment.path, backend):
         raise JournalError(
             f"{segment.path} was written by a newer kvbm (frame version {error.version}, this one reads up to "
             f"{VERSION}); upgrade kvbm or use another folder"
@@ -74,13 +74,13 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, kernels:
         segment.damaged_bytes = segment.damaged_path.stat().st_size
 
 
-def _is_flipped_version(path: Path, kernels: Kernels) -> bool:
+def _is_flipped_version(path: Path, backend: Backend) -> bool:
     """Whether the first frame of a file is a good one but for its version: then that was changed, and nobody newer wrote it."""
     with open(path, "rb") as file:
         head = file.read(12)
         data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
     of_known = (data[:4] + version.to_bytes(2, "little") + data[6:] for version in range(1, VERSION + 1))
-    return any(kernels.scan_frames(one)[0] for one in of_known)
+    return any(backend.scan_frames(one)[0] for one in of_known)
 
 
 def _cut(segment: Segment, error: FrameError) -> None:

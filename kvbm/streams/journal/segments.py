@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import MAX_FRAME_BYTES, FrameBytes, ScannedFrame
 from kvbm.core.errors import FrameError, JournalError, TornFrameError
 from kvbm.core.ids import Epoch, Offset
@@ -196,7 +196,7 @@ def segment_path(folder: Path, epoch: Epoch, first_offset: Offset) -> Path:
 
 
 def scan_file(
-    path: Path, size: int | None, kernels: Kernels
+    path: Path, size: int | None, backend: Backend
 ) -> Iterator[tuple[int, list[ScannedFrame], bytes, FrameError | None]]:
     """A file's good frames, piece by piece: where the piece begins, its frames (placed in it), its bytes, and after the last one
     why reading ended before the end.
@@ -209,7 +209,7 @@ def scan_file(
         at, window = 0, _WINDOW_BYTES
         while at < size:
             data = os.pread(file.fileno(), min(window, size - at), at)
-            frames, error = kernels.scan_frames(data)
+            frames, error = backend.scan_frames(data)
             if isinstance(error, TornFrameError) and data and at + len(data) < size and window < MAX_FRAME_BYTES:
                 window = _WINDOW_BYTES if frames else 2 * window  # the piece ends, not the file
                 error = None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvbm.core.backend import Kernels
+from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import Epoch, Offset
@@ -65,14 +65,14 @@ class SegmentWriter:
         self,
         folder: Path,
         segments: Segments,
-        kernels: Kernels,
+        backend: Backend,
         options: JournalOptions,
         device: Device,
         clock: Callable[[], float],
     ) -> None:
         self._folder = folder
         self._segments = segments
-        self._kernels = kernels
+        self._backend = backend
         self._options = options
         self._device = device
         self._clock = clock
@@ -88,9 +88,9 @@ class SegmentWriter:
         """Whether the last segment is open."""
         return self._file is not None
 
-    def begin_epoch(self, epoch: Epoch, round_end: Offset) -> None:
-        """Begin a new segment with the next append, and let frames in beyond the capacity that begin before `round_end`."""
-        self._free_until = Position(epoch, round_end)
+    def begin_epoch(self, epoch: Epoch, snapshot_end: Offset) -> None:
+        """Begin a new segment with the next append, and let frames in beyond the capacity that begin before `snapshot_end`."""
+        self._free_until = Position(epoch, snapshot_end)
         self._rolls = True
 
     def roll(self) -> None:
@@ -197,7 +197,7 @@ class SegmentWriter:
             raise FullError(
                 errno.ENOSPC,
                 f"journal folder {self._folder} holds {self._segments.used_bytes} bytes, and journal.capacity_bytes is "
-                f"{self._options.capacity_bytes}: no room for {len(frame.data)} more until a whole round is published",
+                f"{self._options.capacity_bytes}: no room for {len(frame.data)} more until a completed snapshot is published",
             )
 
     # -- segments -------------------------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ class SegmentWriter:
         with open(segment.path, "rb") as source:
             source.seek(segment.synced)
             data = source.read(segment.size - segment.synced)
-        frames, error = self._kernels.scan_frames(data)
+        frames, error = self._backend.scan_frames(data)
         if error is not None or not frames:
             log.error(
                 "journal.frames_lost", segment=str(segment.path), at=segment.synced, lost_bytes=len(data),
                 why=error.detail if error else "the file is shorter than it was",
-                remedy="replace the device; readers of the stream see a gap and are made whole by a round",
+                remedy="replace the device; readers of the stream see a gap and are made whole by a snapshot",
             )  # fmt: skip
         instead: list[Segment] = []
         if frames:
@@ -259,7 +259,7 @@ class SegmentWriter:
             instead.append(fresh)
         if segment.synced:
             kept = Segment(segment.path, segment.epoch, segment.first_offset)
-            for _, earlier, _, _ in scan_file(segment.path, segment.synced, self._kernels):
+            for _, earlier, _, _ in scan_file(segment.path, segment.synced, self._backend):
                 for frame in earlier:
                     kept.add(frame.first_offset, frame.next_offset, frame.end - frame.at)
             self._device.truncate(file, segment.synced)

@@ -15,8 +15,8 @@ from kvbm.streams.base import (
     EVENTS_PREFIX,
     FENCE_PREFIX,
     PULSE_PREFIX,
-    ROUNDS_PREFIX,
     SAMPLES_PREFIX,
+    SNAPSHOTS_PREFIX,
     cluster_filter,
     instance_subject,
 )
@@ -39,10 +39,10 @@ def catalog_inbox(cluster: str | None) -> str:
 
 def instance_permissions(cluster: str, instance: str) -> dict[str, Any]:
     """What the server should let an instance do, as nats-server's configuration has it. Raises ConfigError: an impossible name."""
-    rounds = instance_subject(ROUNDS_PREFIX, cluster, instance)
+    snapshots = instance_subject(SNAPSHOTS_PREFIX, cluster, instance)
     return {
         "publish": {"allow": [*_lent_to_instance(cluster, instance), f"{JS_API}.STREAM.INFO.{STREAM}"]},
-        "subscribe": {"allow": [f"{instance_inbox(cluster, instance)}.>", rounds]},
+        "subscribe": {"allow": [f"{instance_inbox(cluster, instance)}.>", snapshots]},
         "allow_responses": {"max": 1, "expires": "5s"},
     }
 
@@ -69,7 +69,7 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     It makes both streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
-    allowed = [cluster_filter(prefix, cluster) for prefix in (ROUNDS_PREFIX, PULSE_PREFIX)]
+    allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX)]
     for stream in (STREAM, PULSE):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
@@ -112,7 +112,7 @@ def server_config(cluster: str, users: Sequence[ServerUser]) -> str:
         account = f"KVBM-{user.instance}"
         permissions = instance_permissions(cluster, user.instance)
         offered = _lent_to_instance(cluster, user.instance)
-        asked = instance_subject(ROUNDS_PREFIX, cluster, user.instance)
+        asked = instance_subject(SNAPSHOTS_PREFIX, cluster, user.instance)
         exports += [{"service": _true_subject(subject), "accounts": [account]} for subject in offered]
         imports.append({"service": {"account": account, "subject": asked}})
         accounts[account] = {

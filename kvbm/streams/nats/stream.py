@@ -10,9 +10,9 @@ from kvbm.core.ids import Epoch, InstanceId
 from kvbm.streams.base import (
     ASKS_KEPT,
     ORIGIN,
-    ROUNDS_PREFIX,
     SAMPLES_KEPT,
     SAMPLES_PREFIX,
+    SNAPSHOTS_PREFIX,
     AccessSample,
     EpochRuns,
     Fence,
@@ -201,22 +201,22 @@ class NatsStream:
 
     # -- what nobody keeps --------------------------------------------------------------------------------------------
 
-    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        """See `Broadcast.ask_round`."""
+    async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        """See `Broadcast.ask_snapshot`."""
         try:
-            await self._connections.now.ask(instance_subject(ROUNDS_PREFIX, cluster, instance), b"", timeout_s)
+            await self._connections.now.ask(instance_subject(SNAPSHOTS_PREFIX, cluster, instance), b"", timeout_s)
         except (NobodyError, LateError):
             return False
         return True
 
     async def send_notice(self, notice: Notice) -> None:
         """See `Broadcast.send_notice`."""
-        subject = instance_subject(ROUNDS_PREFIX, notice.cluster, notice.instance)
+        subject = instance_subject(SNAPSHOTS_PREFIX, notice.cluster, notice.instance)
         await self._connections.now.send(subject, msgspec.msgpack.encode(notice))
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
-        """See `Broadcast.watch_round_asks`."""
-        subject = instance_subject(ROUNDS_PREFIX, cluster, instance)
+    async def watch_snapshot_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
+        """See `Broadcast.watch_snapshot_asks`."""
+        subject = instance_subject(SNAPSHOTS_PREFIX, cluster, instance)
         async for message in listen(self._connections, subject, ASKS_KEPT, reconnects=False):
             if not message.data:
                 yield None

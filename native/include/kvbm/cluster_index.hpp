@@ -4,10 +4,10 @@
 // number of readers ask between batches. Every public function may be called from any thread.
 //
 // A residency is a *holder id* (holder_sets.hpp) in the set of its block's holders. A holder id whose bit in its holder space's
-// `live` mask is off counts for nobody: so an instance's death, and the end of a round for what it has not stated, is a mask that
+// `live` mask is off counts for nobody: so an instance's death, and the end of a snapshot for what it has not listed, is a mask that
 // changes. A sweep goes through the table later and takes such ids out; until it has, their numbers are not used again.
-// What answers speak of is a second mask, `visible`: the live ids without those of instances that are withheld. Only questions look
-// at it, so withholding and returning an instance is a few words changed, and costs questions nothing.
+// What answers speak of is a second mask, `visible`: the live ids without those of instances that are excluded. Only questions look
+// at it, so excluding and returning an instance is a few words changed, and costs questions nothing.
 //
 // An *audit* proves that the running digests are those of the table. It goes through the blocks in an order that no growth changes (by
 // shard and place), a stretch at a time, and sums the mixes of what it finds, by instance, tier and generation; whatever changes at
@@ -40,16 +40,16 @@ struct DeclaredPool {
   bool is_cluster;    // whether it is everybody's: then its blocks are claims, and their holder is the pool
   std::string name;   // of a cluster pool
   std::string words{};  // the whole declaration, in bytes of the caller's that the index keeps and gives back
-  bool is_pod = false;  // whether others read it without its owner: then it is never withheld
+  bool is_pod = false;  // whether others read it without its owner: then it is never excluded
 };
 
 // What an event broke; counted.
 enum class Anomaly : std::uint8_t {
   kCreatedTwice,
   kEvictedUnheld,
-  kRoundAdded,
-  kRoundIncomplete,
-  kRoundWithdrew,
+  kSnapshotAdded,
+  kSnapshotIncomplete,
+  kSnapshotWithdrew,
   kUnnamedClaim,
   kRefusedAtCapacity,
 };
@@ -61,7 +61,7 @@ struct InstanceDepth {
   std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
-  bool is_doubtful;                                    // events of it were missed
+  bool is_suspect;                                    // events of it were missed
 };
 
 // How many blocks of a prefix, from the first on, a cluster pool is claimed to hold.
@@ -105,11 +105,11 @@ struct InstanceState {
   std::uint64_t epoch = 0;                                // its epoch
   std::uint64_t digest = 0;                               // of what it holds
   bool is_stopped = false;                                // it ended cleanly
-  bool is_doubtful = false;                               // events were missed, wait, or were refused
+  bool is_suspect = false;                               // events were missed, wait, or were refused
   bool is_partial = false;                                // residencies were refused at the cap
-  bool is_withheld = false;                               // answers leave out what only it can read
+  bool is_excluded = false;                               // answers leave out what only it can read
   bool is_waiting = false;                                // later events than the next are there already
-  bool is_missed = false;                                 // events were missed and no round has ended since
+  bool is_missed = false;                                 // events were missed and no snapshot has ended since
   std::array<std::uint64_t, kTierCount> counts{};         // blocks held by tier
   std::array<bool, kTierCount> is_listed{};               // tiers that it declared or holds blocks in, cluster pools left out
 
@@ -170,7 +170,7 @@ class ClusterIndex {
   AppliedFrame apply(std::uint32_t instance, std::uint64_t epoch, std::span<const Event> events,
                      std::span<const std::vector<DeclaredPool>> starts);
 
-  // Enters an epoch whose start was not seen: nothing is held, all of it is doubtful.
+  // Enters an epoch whose start was not seen: nothing is held, all of it is suspect.
   // pools: what its start declared, when that is known. likely: the best guess for the names of its claims' pools otherwise.
   void begin_blind(std::uint32_t instance, std::uint64_t epoch, const std::vector<DeclaredPool>* pools,
                    std::span<const DeclaredPool> likely);
@@ -178,7 +178,7 @@ class ClusterIndex {
   void wait(std::uint32_t instance, bool is_waiting);
   bool agrees(std::uint32_t instance, std::uint64_t digest);
   // Leaves what the instance has in tiers that only it can read out of answers, or no longer. Holds until told otherwise or dropped.
-  void withhold(std::uint32_t instance, bool is_withheld);
+  void exclude(std::uint32_t instance, bool is_excluded);
   void drop(std::uint32_t instance);
   void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
   void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
@@ -197,8 +197,8 @@ class ClusterIndex {
 
   // best: how many instances, the deepest first; 0 for all, in no order. Ties are in no order.
   void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const;
-  // is_withheld: those that answers leave out instead.
-  std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_withheld = false) const;
+  // is_excluded: those that answers leave out instead.
+  std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;
   // The pools of an instance in its caller's words; empty when no start was seen.
   std::vector<std::string> declared_pools(std::uint32_t instance) const;
@@ -244,16 +244,16 @@ class ClusterIndex {
 
   // One tier of one instance.
   struct TierFold {
-    std::uint64_t stated = 0;                               // blocks the round has stated
-    std::uint32_t round = 0;                                // the round last begun
+    std::uint64_t listed = 0;                               // blocks the snapshot has listed
+    std::uint32_t snapshot = 0;                                // the snapshot last begun
     bool is_open = false;                                   // it has begun and not ended
-    bool is_whole = false;                                  // nothing was missed since a round ended
+    bool is_whole = false;                                  // nothing was missed since a snapshot ended
     bool is_declared = false;                               // the start named a pool in this tier
     bool is_cluster = false;                                // and it is the cluster's
     bool is_pod = false;                                    // or others of the pod can read it
     bool is_partial = false;                                // residencies were refused
-    bool has_refused = false;                               // the same, since the round began
-    std::uint8_t generation = 0;                            // of what is gained or stated now
+    bool has_refused = false;                               // the same, since the snapshot began
+    std::uint8_t generation = 0;                            // of what is gained or listed now
     std::uint8_t live = 1;                                  // bit g: residencies of generation g count
     std::uint8_t dirty = 0;                                 // bit g: dead, and the sweep has not been everywhere since
     std::uint32_t pool = kNone;                             // number of the cluster pool, where its name is known
@@ -269,9 +269,9 @@ class ClusterIndex {
     bool is_known = false;                   // not dropped
     bool is_stopped = false;                 // it ended cleanly
     bool pools_known = false;                // its start, or somebody who has seen it, told the pools
-    bool is_proven = false;                  // pools unknown, but a digest has agreed since a round ended
+    bool is_proven = false;                  // pools unknown, but a digest has agreed since a snapshot ended
     bool is_waiting = false;                 // later events than the next are there already
-    bool is_withheld = false;                // answers leave out what only it can read
+    bool is_excluded = false;                // answers leave out what only it can read
     std::uint16_t visible = kAllVisible;         // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;        // its holder spaces of this incarnation
@@ -343,8 +343,8 @@ class ClusterIndex {
   void audit_change(TierFold& fold, std::size_t generation, std::uint64_t place, std::uint64_t mix) noexcept {
     fold.audited[generation] += BlockTable::rank(place) < audited_before_ ? mix : 0;
   }
-  void begin_round(std::uint32_t instance, Tier tier, std::uint32_t round);
-  void end_round(std::uint32_t instance, const RoundEnded& event);
+  void begin_snapshot(std::uint32_t instance, Tier tier, std::uint32_t snapshot);
+  void end_snapshot(std::uint32_t instance, const SnapshotEnded& event);
   void retire(std::uint32_t instance, Tier tier, std::uint8_t generation);
   void sweep_page(std::size_t shard, std::size_t page);
   void begin_pass();

@@ -66,8 +66,8 @@ class FrameReader {
   void read(BlocksCreated& event);
   void read(BlocksMigrated& event);
   void read(BlocksEvicted& event);
-  void read(ResidenciesStated& event);
-  void read(RoundEnded& event);
+  void read(ResidenciesListed& event);
+  void read(SnapshotEnded& event);
   void read(InstanceStopped& event);
   void finish();
 

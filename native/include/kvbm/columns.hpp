@@ -43,10 +43,10 @@ struct EventRow {
   std::uint64_t offset;          // in the stream
   std::uint64_t first_block;     // its rows of `hashes` and `slots` begin here
   std::uint32_t frame;           // row of `frames`
-  std::uint32_t count;           // its blocks; what RoundEnded counted
+  std::uint32_t count;           // its blocks; what SnapshotEnded counted
   std::uint32_t namespace_row;   // row of `namespaces`
   std::uint32_t start;           // of BlocksCreated
-  std::uint32_t round;           // of ResidenciesStated and RoundEnded
+  std::uint32_t snapshot;           // of ResidenciesListed and SnapshotEnded
   std::uint32_t other;           // row of `names` or of `starts`
   SequenceHash parent;           // of BlocksCreated
 };

@@ -55,7 +55,7 @@ struct PoolStated {
 // An InstanceStarted, as far as a fold needs it. Its MessagePack is decoded by the caller.
 struct EpochStart {
   WireInteger epoch;              // the new epoch
-  std::vector<PoolStated> pools;  // in the order stated
+  std::vector<PoolStated> pools;  // in the order listed
 };
 
 }  // namespace kvbm

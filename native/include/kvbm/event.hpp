@@ -80,20 +80,20 @@ struct BlocksEvicted {
   Bytes hashes;              // packed, never empty
 };
 
-// Held at this very offset, as part of a round.
-struct ResidenciesStated {
+// Held at this very offset, as part of a snapshot.
+struct ResidenciesListed {
   NamespaceId namespace_id;  // whose blocks
   Tier tier;                 // where they are
-  std::uint32_t round;       // the round
+  std::uint32_t snapshot;       // the snapshot
   Bytes hashes;              // packed, never empty
   Bytes slots;               // packed, or empty
 };
 
-// What this tier neither stated nor gained since the round began is not held.
-struct RoundEnded {
+// What this tier neither listed nor gained since the snapshot began is not held.
+struct SnapshotEnded {
   Tier tier;            // the tier
-  std::uint32_t round;  // the round
-  std::uint32_t count;  // blocks the round stated in this tier
+  std::uint32_t snapshot;  // the snapshot
+  std::uint32_t count;  // blocks the snapshot listed in this tier
 };
 
 // The instance ended cleanly.
@@ -101,7 +101,7 @@ struct InstanceStopped {
   StopReason reason;  // why
 };
 
-using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesStated, RoundEnded,
+using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded,
                            InstanceStopped>;
 inline constexpr std::size_t kEvicted = 3;  // number of BlocksEvicted in Event
 static_assert(std::is_same_v<std::variant_alternative_t<kEvicted, Event>, BlocksEvicted>);

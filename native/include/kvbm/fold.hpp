@@ -56,9 +56,9 @@ class Fold {
   Table* table(Tier tier) const noexcept { return tables_[static_cast<std::size_t>(tier)].get(); }
   std::size_t count() const noexcept;
   std::size_t count(Tier tier) const noexcept { return table(tier) != nullptr ? table(tier)->count() : 0; }
-  bool is_whole(Tier tier) const noexcept { return rounds_[static_cast<std::size_t>(tier)].is_whole; }
+  bool is_whole(Tier tier) const noexcept { return snapshots_[static_cast<std::size_t>(tier)].is_whole; }
   bool is_cluster(Tier tier) const noexcept { return is_cluster_[static_cast<std::size_t>(tier)]; }
-  // The pools of the epoch, a tier once, in the order first stated.
+  // The pools of the epoch, a tier once, in the order first listed.
   const std::vector<PoolStated>& pools() const noexcept { return pools_; }
   NamespaceTable& namespaces() noexcept { return namespaces_; }
   const NamespaceTable& namespaces() const noexcept { return namespaces_; }
@@ -78,14 +78,14 @@ class Fold {
     withdraw<kLegality>(event.tier, event.hashes, where, listener);
   }
   template <Legality kLegality, class Where, class Listener>
-  void apply(const ResidenciesStated& event, std::uint32_t owner, Where&& where, Listener& listener);
+  void apply(const ResidenciesListed& event, std::uint32_t owner, Where&& where, Listener& listener);
   template <Legality kLegality, class Where, class Listener>
-  void apply(const RoundEnded& event, std::uint32_t, Where&&, Listener& listener);
+  void apply(const SnapshotEnded& event, std::uint32_t, Where&&, Listener& listener);
   template <Legality kLegality, class Where, class Listener>
   void apply(const InstanceStopped&, std::uint32_t, Where&&, Listener&) {
     stopped_ = true;
   }
-  // Says that events were missed: every tier is doubtful until a whole round begins and ends from here on.
+  // Says that events were missed: every tier is suspect until a completed snapshot begins and ends from here on.
   void miss_events() noexcept;
 
   // -- what is illegal; all throw Error: kIllegalEvent
@@ -96,8 +96,8 @@ class Fold {
     check_distinct(event.tier, event.hashes);
     check_held("evicted-unheld", event.tier, event.hashes, event.namespace_id);
   }
-  void check(const ResidenciesStated& event);
-  void check(const RoundEnded& event) const;
+  void check(const ResidenciesListed& event);
+  void check(const SnapshotEnded& event) const;
   void check(const InstanceStopped&) const {}
   // Any event but a start, by its number in Event: the epoch has begun and not stopped.
   void check_open(std::size_t event) const {
@@ -114,16 +114,16 @@ class Fold {
   void forget_mixes() noexcept { mixed_.reset(); }
 
  private:
-  // What is known of one tier's rounds.
-  struct Round {
-    std::uint32_t number = 0;  // the round last begun
-    std::uint64_t stated = 0;  // blocks it has stated so far
+  // What is known of one tier's snapshots.
+  struct Snapshot {
+    std::uint32_t number = 0;  // the snapshot last begun
+    std::uint64_t listed = 0;  // blocks it has listed so far
     bool is_open = false;      // it has begun and not ended
-    bool is_whole = false;     // nothing was missed since a round ended
+    bool is_whole = false;     // nothing was missed since a snapshot ended
   };
 
-  Round& round_of(Tier tier) noexcept { return rounds_[static_cast<std::size_t>(tier)]; }
-  const Round& round_of(Tier tier) const noexcept { return rounds_[static_cast<std::size_t>(tier)]; }
+  Snapshot& snapshot_of(Tier tier) noexcept { return snapshots_[static_cast<std::size_t>(tier)]; }
+  const Snapshot& snapshot_of(Tier tier) const noexcept { return snapshots_[static_cast<std::size_t>(tier)]; }
   void set_pools(std::vector<PoolStated> pools);
   // Computes the mixes of a run in a tier, and has its table's lines come into the cache.
   void mix(Tier tier, Bytes hashes);
@@ -147,22 +147,22 @@ class Fold {
   void withdraw(Tier tier, Bytes hashes, Where&& where, Listener& listener);
   template <class Listener>
   void gain(Table& here, const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner, std::optional<std::uint32_t> slot,
-            std::uint32_t round, Listener& listener);
+            std::uint32_t snapshot, Listener& listener);
   template <class Listener>
   void lose(Table& here, std::uint32_t position, std::uint64_t mix, Listener& listener);
   template <class Listener>
-  void restate(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot, bool is_twice,
+  void take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot, bool is_twice,
                Listener& listener);
   template <class Listener>
   void vacate(Tier tier, std::uint32_t slot, Listener& listener);
-  // Whether a round begins here.
-  bool enter_round(Tier tier, std::uint32_t number) noexcept;
+  // Whether a snapshot begins here.
+  bool enter_snapshot(Tier tier, std::uint32_t number) noexcept;
 
   [[noreturn]] void refuse_closed(std::size_t event) const;
   void check_held(const char* rule, Tier tier, Bytes hashes, const NamespaceId& id);
   void check_gain(const char* rule, Tier tier, Bytes hashes, Bytes slots);
   void check_slots(Tier tier, Bytes hashes, Bytes slots);
-  void check_round_number(Tier tier, std::uint32_t number) const;
+  void check_snapshot_number(Tier tier, std::uint32_t number) const;
 
   WireInteger epoch_;                          // the epoch last begun, 0 before the first
   std::vector<PoolStated> pools_;              // its pools
@@ -170,7 +170,7 @@ class Fold {
   bool stopped_ = false;                       // it has ended cleanly
   std::uint64_t digest_ = 0;                   // sum of the mixes of all residencies
   Tables tables_;                              // what each tier holds
-  std::array<Round, kTierCount> rounds_;       // by tier
+  std::array<Snapshot, kTierCount> snapshots_;       // by tier
   NamespaceTable namespaces_;                  // of what is held
   std::vector<std::uint64_t> mixes_;           // of the run at hand
   std::optional<Tier> mixed_;                  // the tier they are for, while they are those of the event at hand
@@ -189,7 +189,7 @@ void Fold<Table>::begin(const EpochStart& start, Listener& listener) {
       table->clear();
     }
   }
-  rounds_.fill({});
+  snapshots_.fill({});
   if constexpr (!Table::kKeepsBlocks) {
     namespaces_.clear();
   }
@@ -212,12 +212,12 @@ void Fold<Table>::apply(const BlocksMigrated& event, std::uint32_t owner, Where&
 
 template <class Table>
 template <Legality kLegality, class Where, class Listener>
-void Fold<Table>::apply(const ResidenciesStated& event, std::uint32_t owner, Where&& where, Listener& listener) {
+void Fold<Table>::apply(const ResidenciesListed& event, std::uint32_t owner, Where&& where, Listener& listener) {
   const Tier tier = event.tier;
   const std::size_t count = event.hashes.size() / kHashBytes;
-  enter_round(tier, event.round);
-  Round& round = round_of(tier);
-  round.stated += count;
+  enter_snapshot(tier, event.snapshot);
+  Snapshot& snapshot = snapshot_of(tier);
+  snapshot.listed += count;
   if (is_cluster(tier)) {
     listener.on_claimed(count);
     return;
@@ -231,52 +231,52 @@ void Fold<Table>::apply(const ResidenciesStated& event, std::uint32_t owner, Whe
     const std::optional<std::uint32_t> slot = slot_if_any(event.slots, index);
     if constexpr (kLegality == Legality::kUnknown) {
       if (position != Table::kNone) {
-        restate(tier, position, owner, slot, false, listener);
+        take_snapshot(tier, position, owner, slot, false, listener);
         continue;
       }
-      if (round.is_whole) {
-        listener.on_anomaly("round-added", words(tier_name(tier), " had not held ", shortened(hash)));
+      if (snapshot.is_whole) {
+        listener.on_anomaly("snapshot-added", words(tier_name(tier), " had not held ", shortened(hash)));
       }
       if (slot) {
         vacate(tier, *slot, listener);
       }
     } else if (position != Table::kNone) {
-      here.set_round(position, round.number);
+      here.set_snapshot(position, snapshot.number);
       continue;
     }
-    gain(here, hash, mix, owner, slot, round.number, listener);
+    gain(here, hash, mix, owner, slot, snapshot.number, listener);
   }
 }
 
 template <class Table>
 template <Legality kLegality, class Where, class Listener>
-void Fold<Table>::apply(const RoundEnded& event, std::uint32_t, Where&&, Listener& listener) {
+void Fold<Table>::apply(const SnapshotEnded& event, std::uint32_t, Where&&, Listener& listener) {
   const Tier tier = event.tier;
-  const bool is_new = enter_round(tier, event.round);
-  Round& round = round_of(tier);
+  const bool is_new = enter_snapshot(tier, event.snapshot);
+  Snapshot& snapshot = snapshot_of(tier);
   if constexpr (kLegality == Legality::kUnknown) {
-    if (!round.is_open || round.stated != event.count) {
-      listener.on_anomaly("round-incomplete", words(tier_name(tier), " round ", event.round, " stated ", round.stated,
+    if (!snapshot.is_open || snapshot.listed != event.count) {
+      listener.on_anomaly("snapshot-incomplete", words(tier_name(tier), " snapshot ", event.snapshot, " listed ", snapshot.listed,
                                                     " blocks here, ", event.count, " at its source"));
       return;
     }
     if (Table* const here = table(tier)) {
-      for (const std::uint32_t at : here->in_order([&](const auto& one) { return one.round != event.round; })) {
-        if (round.is_whole && event.count != 0) {
-          listener.on_anomaly("round-withdrew", words(tier_name(tier), " round ", event.round, " had not stated ",
+      for (const std::uint32_t at : here->in_order([&](const auto& one) { return one.snapshot != event.snapshot; })) {
+        if (snapshot.is_whole && event.count != 0) {
+          listener.on_anomaly("snapshot-withdrew", words(tier_name(tier), " snapshot ", event.snapshot, " had not listed ",
                                                       shortened(here->hash_of(at))));
         }
         lose(*here, at, residency_mix(tier, here->hash_of(at)), listener);
       }
     }
-  } else if (is_new && event.count == 0 && count(tier) > 0) {  // any other has stated all that is held
+  } else if (is_new && event.count == 0 && count(tier) > 0) {  // any other has listed all that is held
     Table& here = *table(tier);
     for (const std::uint32_t at : here.held()) {
       lose(here, at, residency_mix(tier, here.hash_of(at)), listener);
     }
   }
-  round.is_open = false;
-  round.is_whole = true;
+  snapshot.is_open = false;
+  snapshot.is_whole = true;
 }
 
 template <class Table>
@@ -289,7 +289,7 @@ void Fold<Table>::add(std::uint32_t owner, Tier tier, Bytes hashes, Bytes slots,
   }
   prepare(tier, hashes);
   Table& here = *table(tier);
-  const std::uint32_t round = round_of(tier).number;
+  const std::uint32_t snapshot = snapshot_of(tier).number;
   for (std::size_t index = 0; index < count; ++index) {
     const std::uint8_t* const hash = hash_at(hashes, index);
     const std::uint64_t mix = mix_of(tier, hash, index);
@@ -297,14 +297,14 @@ void Fold<Table>::add(std::uint32_t owner, Tier tier, Bytes hashes, Bytes slots,
     if constexpr (kLegality == Legality::kUnknown) {
       const std::uint32_t position = here.find(hash, mix);
       if (position != Table::kNone) {
-        restate(tier, position, owner, slot, true, listener);
+        take_snapshot(tier, position, owner, slot, true, listener);
         continue;
       }
       if (slot) {
         vacate(tier, *slot, listener);
       }
     }
-    gain(here, hash, mix, owner, slot, round, listener);
+    gain(here, hash, mix, owner, slot, snapshot, listener);
   }
 }
 
@@ -335,8 +335,8 @@ void Fold<Table>::withdraw(Tier tier, Bytes hashes, Where&& where, Listener& lis
 template <class Table>
 template <class Listener>
 void Fold<Table>::gain(Table& here, const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner,
-                       std::optional<std::uint32_t> slot, std::uint32_t round, Listener& listener) {
-  here.insert(hash, mix, owner, slot, round);
+                       std::optional<std::uint32_t> slot, std::uint32_t snapshot, Listener& listener) {
+  here.insert(hash, mix, owner, slot, snapshot);
   digest_ += mix;
   listener.on_gained(here);
 }
@@ -351,7 +351,7 @@ void Fold<Table>::lose(Table& here, std::uint32_t position, std::uint64_t mix, L
 
 template <class Table>
 template <class Listener>
-void Fold<Table>::restate(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot,
+void Fold<Table>::take_snapshot(Tier tier, std::uint32_t position, std::uint32_t owner, std::optional<std::uint32_t> slot,
                           bool is_twice, Listener& listener) {
   Table& here = *table(tier);
   if (is_twice) {
@@ -366,7 +366,7 @@ void Fold<Table>::restate(Tier tier, std::uint32_t position, std::uint32_t owner
     }
     here.move(position, owner, slot);
   }
-  here.set_round(position, round_of(tier).number);
+  here.set_snapshot(position, snapshot_of(tier).number);
 }
 
 template <class Table>
@@ -382,21 +382,21 @@ void Fold<Table>::vacate(Tier tier, std::uint32_t slot, Listener& listener) {
 }
 
 template <class Table>
-bool Fold<Table>::enter_round(Tier tier, std::uint32_t number) noexcept {
-  Round& round = round_of(tier);
-  if (number == round.number) {
+bool Fold<Table>::enter_snapshot(Tier tier, std::uint32_t number) noexcept {
+  Snapshot& snapshot = snapshot_of(tier);
+  if (number == snapshot.number) {
     return false;
   }
-  round.number = number;
-  round.stated = 0;
-  round.is_open = true;
+  snapshot.number = number;
+  snapshot.listed = 0;
+  snapshot.is_open = true;
   return true;
 }
 
 template <class Table>
 void Fold<Table>::miss_events() noexcept {
-  for (Round& round : rounds_) {
-    round.is_open = round.is_whole = false;
+  for (Snapshot& snapshot : snapshots_) {
+    snapshot.is_open = snapshot.is_whole = false;
   }
 }
 
@@ -414,13 +414,13 @@ void Fold<Table>::set_pools(std::vector<PoolStated> pools) {
   pools_.clear();
   is_cluster_.fill(false);
   is_cluster_[static_cast<std::size_t>(Tier::kObject)] = true;  // unless a pool says otherwise
-  for (PoolStated& stated : pools) {
-    is_cluster_[static_cast<std::size_t>(stated.tier)] = stated.reach == Reach::kCluster;
-    const auto same = std::ranges::find(pools_, stated.tier, &PoolStated::tier);
+  for (PoolStated& listed : pools) {
+    is_cluster_[static_cast<std::size_t>(listed.tier)] = listed.reach == Reach::kCluster;
+    const auto same = std::ranges::find(pools_, listed.tier, &PoolStated::tier);
     if (same == pools_.end()) {
-      pools_.push_back(std::move(stated));
+      pools_.push_back(std::move(listed));
     } else {
-      *same = std::move(stated);
+      *same = std::move(listed);
     }
   }
 }
@@ -483,10 +483,10 @@ void Fold<Table>::check_source(const BlocksMigrated& event) {
 }
 
 template <class Table>
-void Fold<Table>::check(const ResidenciesStated& event) {
+void Fold<Table>::check(const ResidenciesListed& event) {
   const Tier tier = event.tier;
   check_distinct(tier, event.hashes);
-  check_round_number(tier, event.round);
+  check_snapshot_number(tier, event.snapshot);
   if (is_cluster(tier)) {
     return;
   }
@@ -496,13 +496,13 @@ void Fold<Table>::check(const ResidenciesStated& event) {
     const std::uint32_t position = here.find(hash, mixes_[index]);
     if (position == Table::kNone) {
       if (is_whole(tier)) {
-        refuse("round-added", words(tier_name(tier), " round states ", shortened(hash), ", which it does not hold"));
+        refuse("snapshot-added", words(tier_name(tier), " snapshot states ", shortened(hash), ", which it does not hold"));
       }
       continue;
     }
     const std::optional<std::uint32_t> slot = slot_if_any(event.slots, index);
     if (here.slot_of(position) != slot || namespaces_[here.owner_of(position)] != event.namespace_id) {
-      refuse("moved-silently", words(tier_name(tier), " round states ", shortened(hash), " in slot ", slot_text(slot),
+      refuse("moved-silently", words(tier_name(tier), " snapshot states ", shortened(hash), " in slot ", slot_text(slot),
                                      "; it is in slot ", slot_text(here.slot_of(position))));
     }
   }
@@ -588,36 +588,36 @@ void Fold<Table>::check_slots(Tier tier, Bytes hashes, Bytes slots) {
 }
 
 template <class Table>
-void Fold<Table>::check_round_number(Tier tier, std::uint32_t number) const {
-  const Round& round = round_of(tier);
-  if (number < round.number || (number == round.number && !round.is_open)) {
-    refuse("round-went-back", words(tier_name(tier), " round ", number, " after round ", round.number));
+void Fold<Table>::check_snapshot_number(Tier tier, std::uint32_t number) const {
+  const Snapshot& snapshot = snapshot_of(tier);
+  if (number < snapshot.number || (number == snapshot.number && !snapshot.is_open)) {
+    refuse("snapshot-went-back", words(tier_name(tier), " snapshot ", number, " after snapshot ", snapshot.number));
   }
 }
 
 template <class Table>
-void Fold<Table>::check(const RoundEnded& event) const {
-  const Round& round = round_of(event.tier);
-  check_round_number(event.tier, event.round);
-  const std::uint64_t stated = event.round == round.number ? round.stated : 0;
-  if (stated != event.count) {
-    refuse("round-incomplete", words(tier_name(event.tier), " round ", event.round, " stated ", stated,
+void Fold<Table>::check(const SnapshotEnded& event) const {
+  const Snapshot& snapshot = snapshot_of(event.tier);
+  check_snapshot_number(event.tier, event.snapshot);
+  const std::uint64_t listed = event.snapshot == snapshot.number ? snapshot.listed : 0;
+  if (listed != event.count) {
+    refuse("snapshot-incomplete", words(tier_name(event.tier), " snapshot ", event.snapshot, " listed ", listed,
                                      " blocks, its end says ", event.count));
   }
-  if (event.count == 0 && event.round > round.number) {
+  if (event.count == 0 && event.snapshot > snapshot.number) {
     return;
   }
   const Table& here = *table(event.tier);
-  std::size_t unstated = 0;
+  std::size_t unlisted = 0;
   std::uint32_t first = 0;
   for (std::uint32_t at = 0; at < here.end(); ++at) {
-    if (!Table::is_gone(here[at]) && here[at].round != event.round) {
-      first = unstated == 0 || here[at].sequence < here[first].sequence ? at : first;
-      ++unstated;
+    if (!Table::is_gone(here[at]) && here[at].snapshot != event.snapshot) {
+      first = unlisted == 0 || here[at].sequence < here[first].sequence ? at : first;
+      ++unlisted;
     }
   }
-  if (unstated > 0) {
-    refuse("round-withdrew", words(tier_name(event.tier), " round ", event.round, " skipped ", unstated,
+  if (unlisted > 0) {
+    refuse("snapshot-withdrew", words(tier_name(event.tier), " snapshot ", event.snapshot, " skipped ", unlisted,
                                    " held blocks, the first ", shortened(here.hash_of(first))));
   }
 }

@@ -2,7 +2,7 @@
 // production runs. Made with an instance's pools, started once, restarted for each later epoch, asked until the process ends.
 // Owner's lock around every call: no lock inside, no threads. Tables are sized at construction; a command on blocks that are
 // neither kept nor copied allocates nothing once its scratch and the waiting frames have grown to what they need.
-// What it decides becomes events, which a Recorder folds as replay and recovery fold them. Who gets slots, copies and rounds are
+// What it decides becomes events, which a Recorder folds as replay and recovery fold them. Who gets slots, copies and snapshots are
 // parts of their own: SlotAllocator, Copies, Snapshots.
 // A view that a command returns is valid until the next command, and must be copied before it is given to one.
 #pragma once
@@ -63,10 +63,10 @@ class Ledger {
   bool has_overflowed() const noexcept { return recorder_.has_overflowed(); }
 
   // -- the life of the stream; all throw Error: kLedger, kIllegalEvent
-  // started: the InstanceStarted of the epoch, of `namespaces` namespaces. recovered: by tier, in the order to be stated.
+  // started: the InstanceStarted of the epoch, of `namespaces` namespaces. recovered: by tier, in the order to be listed.
   void start(std::uint64_t epoch, Bytes started, std::size_t namespaces,
              std::span<const std::vector<Recovered>, kTierCount> recovered);
-  // Another epoch begins in place, with a whole round of what is held. Returns the offset after the round.
+  // Another epoch begins in place, with a completed snapshot of what is held. Returns the offset after the snapshot.
   std::uint64_t restart(std::uint64_t epoch, Bytes started, std::size_t namespaces);
   void stop(StopReason reason);
   // The frames that wait, but for what depends on who takes them.
@@ -111,9 +111,9 @@ class Ledger {
   }
   std::size_t copies_in_flight() const noexcept { return copies_.in_flight(); }
 
-  // -- rounds
-  bool begin_round() { return snapshots_.begin(recorder_); }
-  bool step_round(std::size_t limit) { return snapshots_.step(recorder_, limit); }
+  // -- snapshots
+  bool begin_snapshot() { return snapshots_.begin(recorder_); }
+  bool step_snapshot(std::size_t limit) { return snapshots_.step(recorder_, limit); }
 
   TierCounts counts(Tier tier) const { return tier_slots(tier).counts(); }
 
@@ -138,7 +138,7 @@ class Ledger {
   std::uint64_t seed_;                        // for positions in hash tables
   SlotAllocator allocator_;                   // who gets slots
   Recorder recorder_;                         // events, and what their fold holds
-  Snapshots snapshots_;                       // rounds
+  Snapshots snapshots_;                       // snapshots
   Copies copies_;                             // in flight
   std::vector<TierSlots*> hottest_first_;     // tiers with slots
   DistinctHashes distinct_;                   // of runs to evict

@@ -38,7 +38,7 @@ class Recorder {
   // Whether a tier takes nothing any more, because nothing about it would be durable.
   bool is_closed(Tier tier) const noexcept { return overflowed_ && is_durable(tier); }
 
-  // An epoch begins at offset 0: nothing is held until it is stated. event: of `namespaces` namespaces, encoded_bytes long.
+  // An epoch begins at offset 0: nothing is held until it is listed. event: of `namespaces` namespaces, encoded_bytes long.
   void begin(std::uint64_t epoch, const InstanceStarted& event, std::size_t encoded_bytes, std::size_t namespaces);
   // The encoded size of an event, not a start, that may be recorded now. Throws Error: kLayout, kIllegalEvent.
   std::size_t admit(const Event& event) const;

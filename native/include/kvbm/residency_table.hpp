@@ -20,7 +20,7 @@ namespace kvbm {
 struct Residency {
   SequenceHash hash;                  // the block
   std::uint32_t slot = 0;             // where, if it has a slot
-  std::uint32_t round = 0;            // the round of its tier when it was last gained or stated
+  std::uint32_t snapshot = 0;            // the snapshot of its tier when it was last gained or listed
   std::uint32_t owner = 0;            // index of its namespace; kNoSlotBit when it has no slot; kGone for none at all
   std::uint32_t sequence = 0;         // rises with each one gained; set by the table
 };
@@ -83,10 +83,10 @@ class ResidencyTable {
   }
   // Adds a residency that is not there, in a slot nothing is in, or in none.
   void insert(const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner, std::optional<std::uint32_t> slot,
-              std::uint32_t round);
+              std::uint32_t snapshot);
   void erase(std::uint32_t position, std::uint64_t mix) noexcept;
-  // It was stated in a round.
-  void set_round(std::uint32_t position, std::uint32_t round) noexcept { residencies_[position].round = round; }
+  // It was listed in a snapshot.
+  void set_snapshot(std::uint32_t position, std::uint32_t snapshot) noexcept { residencies_[position].snapshot = snapshot; }
   void clear();
   std::size_t count() const noexcept { return by_hash_.count(); }
   // All positions, in the order they were gained.
@@ -233,13 +233,13 @@ inline void ResidencyTable::vacate(std::uint32_t slot) noexcept {
 }
 
 inline void ResidencyTable::insert(const std::uint8_t* hash, std::uint64_t mix, std::uint32_t owner,
-                            std::optional<std::uint32_t> slot, std::uint32_t round) {
+                            std::optional<std::uint32_t> slot, std::uint32_t snapshot) {
   if (next_sequence_ == kNone) {
     renumber();
   }
   Residency made{.hash = {},
                  .slot = slot.value_or(0),
-                 .round = round,
+                 .snapshot = snapshot,
                  .owner = slot ? owner : owner | kNoSlotBit,
                  .sequence = next_sequence_};
   std::memcpy(made.hash.data(), hash, kHashBytes);

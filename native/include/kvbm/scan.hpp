@@ -15,7 +15,7 @@
 
 namespace kvbm {
 
-// Blocks created, migrated, evicted and stated.
+// Blocks created, migrated, evicted and listed.
 using BlockCounts = std::array<std::uint64_t, 4>;
 
 // One whole frame.

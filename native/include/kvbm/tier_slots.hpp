@@ -114,9 +114,9 @@ class TierSlots {
     held_bits_[slot / 64] &= ~(std::uint64_t{1} << slot % 64);
     --held_;
   }
-  // It was stated in a round. Nothing to do: `gained` tells what came since one began.
-  void set_round(std::uint32_t, std::uint32_t) noexcept {}
-  // An epoch begins: nothing is held until it is stated again, by `insert`. Blocks stay where they are, in the index, and as they
+  // It was listed in a snapshot. Nothing to do: `gained` tells what came since one began.
+  void set_snapshot(std::uint32_t, std::uint32_t) noexcept {}
+  // An epoch begins: nothing is held until it is listed again, by `insert`. Blocks stay where they are, in the index, and as they
   // are pinned and kept.
   void clear() noexcept;
   std::size_t count() const noexcept { return held_; }

@@ -45,8 +45,8 @@ class Checker:
         allowed: kinds of findings that `kvbm-replay verify` may name from now on, by source: what the loop itself has just done.
             What was named and allowed once stays so.
         explained: how many findings were allowed.
-        wants_rounds: messages may be hidden that nobody read before: what was read is right, but a later reader misses them, until
-            the instances have restated what they hold.
+        wants_snapshots: messages may be hidden that nobody read before: what was read is right, but a later reader misses them, until
+            the instances have listed again what they hold.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Checker:
         self._workers, self._catalogs, self._postgres = workers, catalogs, postgres
         self._random = random.Random(seed)
         self.allowed: dict[str, set[str]] = {}
-        self.wants_rounds = False
+        self.wants_snapshots = False
         self._anomalies: dict[tuple[str, int], dict[str, float]] = {}  # catalog's process → rule → how often
         self._known: dict[str, set[str]] = {}  # source → findings, as text
 
@@ -107,11 +107,11 @@ class Checker:
         found += self._rows_differ(states)
         if found:
             return found
-        if self.wants_rounds:
+        if self.wants_snapshots:
             catalog = next(catalog for catalog in self._catalogs if catalog.expected)
-            asked = [catalog.get(f"/v1/instances/{name}/round", {}) for name in states]
-            self.wants_rounds = None in asked
-            return ["rounds are asked for"]
+            asked = [catalog.get(f"/v1/instances/{name}/snapshot", {}) for name in states]
+            self.wants_snapshots = None in asked
+            return ["snapshots are asked for"]
         for worker in workers:
             found += self._replay_differs(worker.journal, {worker.instance: states[worker.instance]}, "journal")
         for catalog in self._catalogs:
@@ -120,7 +120,7 @@ class Checker:
         return found
 
     def _index_complains(self, catalog: CatalogParty) -> Iterable[str]:
-        """Rules that events have broken, though a round may have healed it since."""
+        """Rules that events have broken, though a snapshot may have healed it since."""
         text = catalog.get("/metrics")
         if text is None:
             yield f"{catalog.name}: no metrics"
@@ -144,9 +144,7 @@ class Checker:
         namespace = NAMESPACE.id.hex()
         for block in self._random.sample(everything, min(SAMPLED_BLOCKS, len(everything))):
             answer = catalog.get(f"/v1/blocks/{namespace}/{block}")
-            told = (
-                None if answer is None else {(one["name"], one["tier"], one["doubtful"]) for one in answer["holders"]}
-            )
+            told = None if answer is None else {(one["name"], one["tier"], one["suspect"]) for one in answer["holders"]}
             true = {
                 (n, tier, False)
                 for n, state in states.items()
@@ -251,7 +249,7 @@ def _instances_differ(catalog: CatalogParty, states: dict[str, Any]) -> Iterable
     for name, state in states.items():
         true = {
             "state": "live", "epoch": state["epoch"], "offset": state["applied"], "digest": state["digest"],
-            "doubtful": False, "partial": False,
+            "suspect": False, "partial": False,
         }  # fmt: skip
         one = told.get(name, {})
         says = {key: one.get(key) for key in true}

@@ -160,7 +160,7 @@ class Cluster:
         said = (status["epoch"], status["applied"])
         return (
             found is not None
-            and (found.epoch, found.offset, found.digest, found.doubtful) == (*said, status["digest"], False)
+            and (found.epoch, found.offset, found.digest, found.suspect) == (*said, status["digest"], False)
             and tuple(book.position(found.instance)) == said  # type: ignore[arg-type]
         )
 

@@ -23,7 +23,7 @@ from tests.faults.processes.nats_cluster import NatsCluster
 NAMESPACE = Namespace(model="kills", block_tokens=16)
 CLUSTER = "kills"
 LIVENESS_S = 2.0
-HONEST_S = 2 * LIVENESS_S  # what is older than this must be said to be old, or doubtful
+HONEST_S = 2 * LIVENESS_S  # what is older than this must be said to be old, or suspect
 AGREE_S = 60.0
 BACK_S = 60.0
 _SLOTS = 2048
@@ -40,7 +40,7 @@ class Kill(NamedTuple):
             something new of each.
         goodput_s: from then on until events of a second were 80 % of those before the kill; None: not within ten seconds.
         oldest_s: the greatest age of the view that an answer told.
-        untold: answers that were older than HONEST_S, and said neither so nor that the instance is doubtful.
+        untold: answers that were older than HONEST_S, and said neither so nor that the instance is suspect.
         differences: empty when everybody agreed at the end.
     """
 
@@ -71,7 +71,7 @@ class _Instance:
         flags = {
             "instance.id": name, "instance.cluster": CLUSTER, "instance.data_dir": str(folder), "nats.url": url,
             "nats.replicas": 3, "nats.heartbeat_s": 0.5, "pools.hbm.device": "memory", "pools.hbm.slots": _SLOTS,
-            "rounds.least_s": 2,
+            "snapshots.least_s": 2,
         }  # fmt: skip
         self.manager: Manager = open_manager(load_settings(flags=flags), [NAMESPACE], 16)
         self.name = name
@@ -129,7 +129,7 @@ class LeaderKills:
             self.nats = self._opened.enter_context(NatsCluster(folder / "nats"))
             settings = {
                 "instance.cluster": CLUSTER, "catalog.liveness_s": LIVENESS_S, "nats.replicas": 3, "nats.timeout_s": 10,
-                "rounds.least_s": 2,
+                "snapshots.least_s": 2,
             }  # fmt: skip
             catalog, self.client = start_catalog_process(folder / "catalog", self.nats.url, settings)
             self._opened.callback(catalog.stop)
@@ -209,7 +209,7 @@ class LeaderKills:
         except KvbmError as error:
             return f"{instance.name}: {error}"
         wanted = (manager.epoch, offset, f"{digest:016x}", False, "")
-        got = None if told is None else (told.epoch, told.offset, told.digest, told.doubtful, told.withheld)
+        got = None if told is None else (told.epoch, told.offset, told.digest, told.suspect, told.excluded)
         return "" if got == wanted else f"{instance.name}: the catalog has {got}, it has {wanted}"
 
     def _look_for(self, wait_s: float) -> None:
@@ -229,7 +229,7 @@ class LeaderKills:
         for instance in self.instances:
             one = told.get(instance.name)
             read[instance.name] = one.offset if one is not None else 0
-            if one is not None and not (one.doubtful or one.withheld or age_s):
+            if one is not None and not (one.suspect or one.excluded or age_s):
                 is_old = asked_s - instance.decided_at_s(one.offset) > HONEST_S
                 if is_old:
                     print(f"    UNTOLD {one}", flush=True)

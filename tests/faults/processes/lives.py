@@ -97,7 +97,7 @@ class Folded(NamedTuple):
 
     Attributes:
         epoch: the last one with frames.
-        held: NVME's blocks and their slots, as the newest epoch with a whole round says.
+        held: NVME's blocks and their slots, as the newest epoch with a completed snapshot says.
         digest: after that epoch's last frame.
     """
 
@@ -223,7 +223,7 @@ class Life:
                 if dice < 0.03:
                     manager.evict(Tier(rng.choice((Tier.HBM, Tier.HOST, Tier.NVME))), hashes)
                 elif dice < 0.035:
-                    manager.restate()
+                    manager.take_snapshot()
         except BaseException:  # noqa: BLE001 - told to the parent, then gone
             self._fail()
 

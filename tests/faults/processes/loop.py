@@ -34,7 +34,7 @@ ARCHIVES_EVERY = 5  # faults between two folds of the archives
 WORKER_SETTINGS: dict[str, object] = {
     "nats.heartbeat_s": HEARTBEAT_S,
     "nats.timeout_s": 2,
-    "rounds.least_s": 1,
+    "snapshots.least_s": 1,
     "pools.hbm.slots": 120,
     "pools.host.slots": 160,
     "pools.nvme.slots": 300,
@@ -49,7 +49,7 @@ CATALOG_SETTINGS: dict[str, object] = {
     "catalog.liveness_s": LIVENESS_S,
     "catalog.capacity": 1_000_000,
     "catalog.checkpoint_every_s": 3,
-    "rounds.least_s": 1,
+    "snapshots.least_s": 1,
 }
 
 
@@ -572,7 +572,7 @@ class CrashLoop:
             catalog.to_nats.heal()
         if self._dice.random() < 0.3:
             what += "; " + self._restart(self._catalog())
-        self._system.checker.wants_rounds = True
+        self._system.checker.wants_snapshots = True
         return f"nats killed; {what}; catalogs behind: {behind}"
 
     # -- clocks -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ In:
     {"op": "status"}                          offsets, digest, counters
     {"op": "state"}                           the same, and what each tier holds
     {"op": "clock", "offset_s": 3600}         step the wall clock that frames and heartbeats are stamped with
-    {"op": "restate"}                         a round
+    {"op": "take_snapshot"}                         a snapshot
     {"op": "serve", "family": 1, "branch": 2} one prompt; answered with its depth, by tier, before anything was computed
     {"op": "burst", "blocks": 100000}         create so many blocks as fast as it goes
     {"op": "stop"}                            a clean end; so is the end of the input
@@ -51,7 +51,7 @@ from tests.faults.processes.content import (
 )
 
 RUN_BLOCKS = 16
-BURST_ROUND = 64  # runs between two looks at the commands
+BURST_SNAPSHOT = 64  # runs between two looks at the commands
 
 
 class Worker:
@@ -111,9 +111,9 @@ class Worker:
             case "clock":
                 self._clock_offset_ns = int(command["offset_s"] * 1e9)
                 say(event="done", op="clock")
-            case "restate":
-                self.manager.restate()
-                say(event="done", op="restate")
+            case "take_snapshot":
+                self.manager.take_snapshot()
+                say(event="done", op="take_snapshot")
             case "serve":
                 hits = self._serve_one(prompt_hashes(command["family"], command["branch"]))
                 say(event="done", op="serve", hits={tier.name: count for tier, count in hits.items() if count})
@@ -177,7 +177,7 @@ class Worker:
             say(event="wrong_bytes", blocks=len(wrong), first=first.hex(), slot=slots[wrong[0]])
 
     def _burst(self) -> None:
-        for _ in range(BURST_ROUND):
+        for _ in range(BURST_SNAPSHOT):
             count = min(RUN_BLOCKS, self._burst_left)
             slots = self.manager.allocate(count)
             if slots is None:

@@ -1,7 +1,7 @@
 """What must hold, held against the run while it goes on and when it has settled.
 
 The shadow is the history every ledger wrote: digests by (instance, epoch, offset), taken where frames reach the journal. The
-catalog may be behind it or doubtful; it may never be sure of something else.
+catalog may be behind it or suspect; it may never be sure of something else.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Checker:
         if (life, view.epoch) < epochs.get(instance, (0, 0)):
             raise Violation(f"the catalog went back to epoch {view.epoch} of {instance}")
         epochs[instance] = (life, view.epoch)
-        if view.doubtful or view.partial or sequencer.sequence <= getattr(sequencer, "_settled", 0):
+        if view.suspect or view.partial or sequencer.sequence <= getattr(sequencer, "_settled", 0):
             return
         if position <= self.spoilt.get((sequencer.__dict__.get("machine", ""), instance), ORIGIN):
             return
@@ -303,14 +303,14 @@ class Checker:
             return "the catalog does not know it"
         if view.epoch != manager.epoch or position != (manager.epoch, offset):
             return f"the catalog is at {tuple(position)}, the ledger at epoch {manager.epoch} offset {offset}"
-        if view.doubtful:
-            return "it is still doubtful"
+        if view.suspect:
+            return "it is still suspect"
         if view.partial:
             return "residencies of it were refused"
         if view.stopped:
             return "the catalog says it has stopped"
-        if view.withheld:
-            return "it is still withheld"
+        if view.excluded:
+            return "it is still excluded"
         if view.digest != digest:
             return f"digest {view.digest:016x} in the catalog, {digest:016x} in the ledger"
         counts = {tier: count for tier, count in view.counts.items() if count and tier != Tier.OBJECT}

@@ -25,8 +25,8 @@ from kvbm.config import (
     NvmeSettings,
     OnboardSettings,
     PoolsSettings,
-    RoundsSettings,
     Settings,
+    SnapshotsSettings,
 )
 from kvbm.core.errors import KvbmError, LedgerError
 from kvbm.core.fold import Residencies
@@ -278,7 +278,7 @@ class Node:
         elif dice < 0.92:
             manager.keep(hashes, rng.uniform(0.1, 5.0), rng.choice((0, 50, 99)))
         elif dice < 0.94:
-            manager.restate()
+            manager.take_snapshot()
         elif dice < 0.96:
             manager.report_load(rng.randrange(1000), rng.randrange(8))
         else:
@@ -453,7 +453,7 @@ class Cluster:
                 in_memory=in_memory,
             ),
             nats=NatsSettings(url="nats://sim:4222", window_bytes=rng.choice(windows)),
-            rounds=RoundsSettings(least_s=rng.choice((1.0, 4.0))),
+            snapshots=SnapshotsSettings(least_s=rng.choice((1.0, 4.0))),
         )  # fmt: skip
         return settings, core
 

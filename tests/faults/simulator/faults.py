@@ -120,7 +120,7 @@ class Faults:
         for node in self._cluster.nodes:
             manager, process = node.manager, node.process
             if node.instance == instance and node.is_running and manager is not None and process is not None:
-                node.spawn(process, manager.restate, "stir")
+                node.spawn(process, manager.take_snapshot, "stir")
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 

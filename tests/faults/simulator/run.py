@@ -190,7 +190,7 @@ def settle(world: World, cluster: Cluster, checker: Checker, settle_s: float) ->
     """Run until all is well. Raises Violation: it is not, in time."""
     end_s = world.now + settle_s
     while True:
-        world.run(world.now + 0.37)  # rounds and batches go on: a quiet moment is looked for
+        world.run(world.now + 0.37)  # snapshots and batches go on: a quiet moment is looked for
         _raise_troubles(world)
         if not (why := checker.unsettled()):
             return

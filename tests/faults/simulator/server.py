@@ -207,7 +207,7 @@ class Server:
         self.on_pulse: Callable[[Heartbeat], None] = lambda heartbeat: None
         self._consumers: list[_Consumer] = []
         self._pulse_watchers: list[tuple[Link, str, Callable[[Heartbeat], None]]] = []
-        self._round_watchers: list[tuple[Link, str, Callable[[Notice | None], None]]] = []
+        self._snapshot_watchers: list[tuple[Link, str, Callable[[Notice | None], None]]] = []
         self._fans: list[tuple[Link, str, Callable[[Any], None]]] = []
         self._links = 0
         self.fenced_off = 0
@@ -304,7 +304,7 @@ class Server:
         self.pulses.clear()
         self._consumers.clear()
         self._pulse_watchers.clear()
-        self._round_watchers.clear()
+        self._snapshot_watchers.clear()
         self._fans.clear()
         for link in self.network.sorted_links():
             link.break_off()
@@ -404,21 +404,21 @@ class Server:
             if subject.startswith(prefix):
                 link.to_client(lambda heartbeat=heartbeat: take(heartbeat))  # type: ignore[misc]
 
-    def watch_rounds(self, link: Link, subject: str, take: Callable[[Notice | None], None]) -> None:
-        self._round_watchers.append((link, subject, take))
+    def watch_snapshots(self, link: Link, subject: str, take: Callable[[Notice | None], None]) -> None:
+        self._snapshot_watchers.append((link, subject, take))
 
-    def ask_round(self, subject: str) -> bool:
+    def ask_snapshot(self, subject: str) -> bool:
         heard = False
         if self.loses_asks and self.world.rng.random() < self.loses_asks:
             return self.world.rng.random() < 0.5
-        for link, watched, take in self._round_watchers:
+        for link, watched, take in self._snapshot_watchers:
             if watched == subject and link.is_up:
                 link.to_client(partial(take, None))
                 heard = True
         return heard
 
     def notify(self, subject: str, notice: Notice) -> None:
-        for link, watched, take in self._round_watchers:
+        for link, watched, take in self._snapshot_watchers:
             if watched == subject and link.is_up:
                 link.to_client(partial(take, notice))
 
@@ -568,17 +568,17 @@ class SimStream:
         async for item in self._watch(lambda link, put: self._server.watch_pulses(link, prefix, put)):
             yield item
 
-    async def ask_round(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
-        heard: bool = await self._ask(timeout_s, lambda: self._server.ask_round(f"{cluster}.{instance}"))
+    async def ask_snapshot(self, cluster: str, instance: InstanceId, timeout_s: float = 1.0) -> bool:
+        heard: bool = await self._ask(timeout_s, lambda: self._server.ask_snapshot(f"{cluster}.{instance}"))
         return heard
 
     async def send_notice(self, notice: Notice) -> None:
         self._tell(lambda: self._server.notify(f"{notice.cluster}.{notice.instance}", notice))
 
-    async def watch_round_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
+    async def watch_snapshot_asks(self, cluster: str, instance: InstanceId) -> AsyncIterator[Notice | None]:
         subject = f"{cluster}.{instance}"
         """On this connection alone: whoever publishes must learn anew where to go on before it uses another."""
-        subscribed = self._watch(lambda link, put: self._server.watch_rounds(link, subject, put), reconnects=False)
+        subscribed = self._watch(lambda link, put: self._server.watch_snapshots(link, subject, put), reconnects=False)
         async for item in subscribed:
             yield item
 

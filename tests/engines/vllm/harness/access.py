@@ -25,7 +25,7 @@ class TestAccess:
         return bytes_overwritten
 
     def load_into_model(self, folder: str) -> None:
-        """Load weights into the model itself, as a trainer does; of the norms alone, as a CPU's kernels keep the others elsewhere."""
+        """Load weights into the model itself, as a trainer does; of the norms alone, as a CPU's backend keep the others elsewhere."""
         from pathlib import Path
 
         from safetensors.torch import load_file

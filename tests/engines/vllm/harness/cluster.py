@@ -176,7 +176,7 @@ class Cluster:
                 continue
             held = {tier: count for tier, count in its.held_blocks.items() if count and tier in one.tiers}
             true = {tier: len(hashes) for tier, hashes in one.tiers.items() if hashes}
-            says = (its.state, its.epoch, its.offset, its.digest, its.doubtful, its.partial, held)
+            says = (its.state, its.epoch, its.offset, its.digest, its.suspect, its.partial, held)
             wanted = ("live", one.epoch, one.offset, one.digest, False, False, true)
             if says != wanted:
                 found.append(f"{one.instance} is {wanted}, it says {says}")
