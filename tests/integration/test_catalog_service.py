@@ -322,7 +322,7 @@ def test_an_instance_whose_heartbeats_nobody_can_read_says_so_itself(
         for fields, word in (({"namespaces": (SPACE,)}, "namespaces"), ({"applied": object()}, "object")):
             with monkeypatch.context() as faulty:
                 faulty.setattr(
-                    manager,
+                    manager.publisher_port,
                     "heartbeat",
                     lambda position, fields=fields: msgspec.structs.replace(good(position), **fields),
                 )
@@ -423,7 +423,7 @@ GOOD = {"namespace": SPACE.id.hex(), "hashes": HASHES.hex()}
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4, "tenant": "x", "scheme": "vllm-xxhash"}, "tokens": [1]}, 422, "scheme_not_hashable"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [-1] * 4}, 422, "bad_tokens"),
         ("lookup", {"namespace": {"model": "m", "block_tokens": 4}, "tokens": [2**70] * 4}, 422, "bad_tokens"),
-        ("lookup", {"namespace": {"model": "m", "block_tokens": 0}, "tokens": [1] * 4}, 422, "bad_tokens"),
+        ("lookup", {"namespace": {"model": "m", "block_tokens": 0}, "tokens": [1] * 4}, 422, "invalid_request"),
         ("lookup", b" " * (MAX_BODY_BYTES + 1), 413, "body_too_large"),
         ("route", GOOD, 422, "input_tokens_missing"),
         ("route", GOOD | {"input_tokens": -1}, 422, "invalid_request"),
