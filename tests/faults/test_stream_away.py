@@ -184,7 +184,7 @@ def test_events_flow_while_the_only_server_with_the_pulses_is_down(tmp_path: Pat
                 await eventually_async(
                     lambda: service.sequencer.position(manager.instance).offset == manager.applied() > 0
                 )
-                await eventually_async(service.view_age_s)
+                await eventually_async(service.queries.view_age_s)
                 nats.start(home)
                 await eventually_async(
                     lambda: not service.queries.view_age_s() and service.heartbeats.liveness.last(manager.instance)
