@@ -519,20 +519,18 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 class _Remarks:
-    """Where remarks go. When the disk behind it is full they are lost and nothing else: no loop ends for want of a word."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
+    """Standard error, as it is when something is written. Where the disk behind it is full, or it is closed, remarks are lost and
+    nothing else: no loop ends for want of a word."""
 
     def write(self, text: str) -> None:
         """Write, if it can be done."""
-        with suppress(OSError):
-            self._file.write(text)
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
 
     def flush(self) -> None:
         """Flush, if it can be done."""
-        with suppress(OSError):
-            self._file.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 def _configure_logs(level: int = logging.INFO) -> None:
@@ -544,7 +542,7 @@ def _configure_logs(level: int = logging.INFO) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Remarks(sys.stderr))),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Remarks())),
         cache_logger_on_first_use=True,
     )
 

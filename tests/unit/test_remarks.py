@@ -34,3 +34,16 @@ def test_remarks_go_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     _configure_logs()
     structlog.get_logger().warning("journal.write_failed", why="no room")
     assert "journal.write_failed" in said.getvalue()
+
+
+def test_a_logger_that_was_used_before_writes_where_standard_error_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = StringIO(), StringIO()
+    log = structlog.get_logger()
+    monkeypatch.setattr(sys, "stderr", first)
+    _configure_logs()
+    log.warning("journal.write_failed")
+    first.close()
+    log.warning("journal.write_failed")  # nobody can take it
+    monkeypatch.setattr(sys, "stderr", second)
+    log.warning("journal.write_resumed")
+    assert "journal.write_resumed" in second.getvalue()
