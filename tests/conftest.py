@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -26,11 +27,16 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
-def logs_as_before() -> Iterator[None]:
-    """A test that runs a command in this process sets up logs for its own captured output, which ends with it."""
-    before = structlog.get_config()
+def logs_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A command that a test runs in this process sets up logs until the test ends. No logger keeps that setup for the tests after it."""
+    before, configure = structlog.get_config(), structlog.configure
+
+    def configure_for_now(**setup: Any) -> None:
+        configure(**(setup | {"cache_logger_on_first_use": False}))
+
+    monkeypatch.setattr(structlog, "configure", configure_for_now)
     yield
-    structlog.configure(**before)
+    configure(**before)
 
 
 @pytest.fixture(scope="session")
