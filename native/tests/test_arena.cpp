@@ -132,7 +132,7 @@ void refusals_leave_nothing() {
 void it_is_given_back() {
   const std::size_t before = descriptors();
   for (int pass = 0; pass < 50; ++pass) {
-    const Arena arena({.name = "test", .bytes = 4 * kMegabyte, .advise = snapshot % 2 == 0, .threads = 2});
+    const Arena arena({.name = "test", .bytes = 4 * kMegabyte, .advise = pass % 2 == 0, .threads = 2});
     arena.data()[arena.bytes() - 1] = 1;
   }
   CHECK(descriptors() == before);

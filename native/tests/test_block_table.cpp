@@ -223,7 +223,7 @@ void churn_at_one_size_takes_no_more_memory() {
     keys.push_back(next_key());
     checked.put(keys.back(), 1);
   }
-  // A shard may have begun close below a size at which it grows; after one snapshot all have been everywhere they will be.
+  // A shard may have begun close below a size at which it grows; after one pass all have been everywhere they will be.
   std::size_t bytes = 0;
   for (int pass = 0; pass < 6; ++pass) {
     for (BlockKey& key : keys) {
@@ -234,7 +234,7 @@ void churn_at_one_size_takes_no_more_memory() {
     for (std::size_t shard = 0; shard < 4; ++shard) {
       checked.table.shrink(shard);
     }
-    bytes = snapshot == 0 ? checked.table.bytes() : bytes;
+    bytes = pass == 0 ? checked.table.bytes() : bytes;
     CHECK(checked.table.bytes() <= bytes + 4 * PageArena::kPageBytes);
   }
   checked.check();

@@ -127,7 +127,7 @@ void memory_does_not_grow_when_sets_come_and_go() {
     for (int at = 0; at < 2000; ++at) {
       values.push_back(sets.intern(some_holder_ids(random, 2 + static_cast<std::size_t>(at) % 8, 100'000)));
     }
-    if (snapshot == 0) {
+    if (pass == 0) {
       first = sets.bytes();
     }
     CHECK(sets.bytes() <= first);  // the sizes are the same each time, the holder ids are not

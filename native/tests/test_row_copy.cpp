@@ -66,7 +66,7 @@ void rows_arrive() {
     CHECK(copier.threads() == threads);
     Random random(threads);
     for (int pass = 0; pass < 40; ++pass) {
-      copy_once(copier, random, 1 + random.below(9'000), random.below(60), snapshot % 2 == 0);
+      copy_once(copier, random, 1 + random.below(9'000), random.below(60), pass % 2 == 0);
     }
   }
 }
