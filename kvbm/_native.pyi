@@ -200,7 +200,7 @@ class ClusterIndex:
     def load_checkpoint(self, path: str) -> bytes: ...
 
 class Ledger:
-    """Twin of `kvbm.core.ledger.Ledger`, which says what each of these does."""
+    """Native implementation of `kvbm.core.ledger.Ledger`, which says what each of these does."""
 
     def __init__(
         self,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from kvbm.core.backend import Fold, LedgerTwin
+from kvbm.core.backend import Fold, LedgerProtocol
 from kvbm.core.ids import SequenceHash, Tier, split_slots
 
 
-def slot_of(ledger: LedgerTwin, tier: Tier, block: SequenceHash) -> int | None:
+def slot_of(ledger: LedgerProtocol, tier: Tier, block: SequenceHash) -> int | None:
     """The slot in which a tier holds a block; None when it does not."""
     found = ledger.match(block, hottest=tier)
     return split_slots(found.slots)[0] if found.tiers == bytes([tier]) else None
 
 
-def slots_of(ledger: LedgerTwin, tier: Tier, blocks: list[SequenceHash]) -> dict[SequenceHash, int]:
+def slots_of(ledger: LedgerProtocol, tier: Tier, blocks: list[SequenceHash]) -> dict[SequenceHash, int]:
     """The slots of those blocks that a tier holds."""
     found = {block: slot_of(ledger, tier, block) for block in blocks}
     return {block: slot for block, slot in found.items() if slot is not None}

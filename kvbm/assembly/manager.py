@@ -21,7 +21,7 @@ from kvbm.assembly.native import NATIVE, NATIVE_CORE, NATIVE_INDEX, Core
 from kvbm.assembly.pools import instance_folder, open_pools
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
-from kvbm.core.backend import LedgerTwin, NewFold
+from kvbm.core.backend import LedgerProtocol, NewFold
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.errors import (
     ArgumentTypeError,
@@ -377,7 +377,7 @@ def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
 
 
 def _begin_epoch(
-    ledger: LedgerTwin,
+    ledger: LedgerProtocol,
     settings: Settings,
     journal: Journal | None,
     pools: Pools,

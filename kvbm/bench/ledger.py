@@ -8,7 +8,7 @@ import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
 from kvbm.bench.measure import Row, Sample, row_of, timed
-from kvbm.core.backend import LedgerTwin
+from kvbm.core.backend import LedgerProtocol
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, SequenceHash, Tier
 
@@ -22,7 +22,7 @@ class LedgerPool:
     def __init__(
         self, eviction: str, slots: int, run_blocks: int, rng: np.random.Generator, event_bytes: int = 64 << 20
     ) -> None:
-        self.ledger: LedgerTwin = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, event_bytes, ())
+        self.ledger: LedgerProtocol = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], eviction, event_bytes, ())
         self.ledger.start(Epoch(1), [_NAMESPACE])
         self._run_blocks, self._rng = run_blocks, rng
         self._recent: list[bytes] = []

@@ -338,7 +338,7 @@ class SqlWriter:
 
     def _drop_rows(self, why: str) -> None:
         if not self.is_behind:
-            log.warning("rows.let_go", stored=self.stored, read=self._sequencer.sequence, why=why)
+            log.warning("rows.dropped", stored=self.stored, read=self._sequencer.sequence, why=why)
         self.is_behind = True
         self._rows.drop_rows()
 

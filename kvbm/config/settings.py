@@ -177,7 +177,7 @@ class JournalSettings(SettingsGroup, frozen=True):
         fsync: "off", "interval" or "always".
         sync_interval_s: how far apart the syncs of "interval" are at most.
         segment_bytes: size at which a new file begins.
-        capacity_bytes: room for what the instance needs of it; what a completed snapshot has made needless goes once published, and an
+        capacity_bytes: room for what the instance needs of it; what a completed snapshot has made truncatable goes once published, and an
             instance begins a snapshot by itself when half is used.
         keep_s: for how long what has gone so stays in its folder as history, for kvbm-replay to say why a block left; 0: not at all.
         max_bytes: the folder with its history; the oldest history goes when it is more, and when the device is full. 0: as

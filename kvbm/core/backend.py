@@ -1,4 +1,4 @@
-"""What exists twice: the readable specification here, its twin in C++. Assembly chooses which one runs."""
+"""What exists twice: the readable specification here, its native implementation in C++. Assembly chooses which one runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ScanFrames(Protocol):
 
 
 class Fold(Protocol):
-    """What reading a stream offline needs of `fold.Residencies`, and what its native twin offers."""
+    """What reading a stream offline needs of `fold.Residencies`, and what its native implementation offers."""
 
     strict: bool
 
@@ -122,7 +122,7 @@ def reference_checksums(rows: np.ndarray) -> np.ndarray:
     return np.fromiter((crc32c(row.tobytes()) for row in rows), dtype=np.uint32, count=len(rows))
 
 
-class LedgerTwin(Protocol):
+class LedgerProtocol(Protocol):
     """Signature of `ledger.Ledger`, which says what each of these does."""
 
     @property
@@ -190,5 +190,5 @@ REFERENCE = Backend(
 
 
 NewLedger = Callable[
-    [Sequence[PoolStated], str, int, Sequence[Share]], LedgerTwin
+    [Sequence[PoolStated], str, int, Sequence[Share]], LedgerProtocol
 ]  # pools, eviction, event_bytes, shares

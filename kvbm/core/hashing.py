@@ -1,4 +1,4 @@
-"""Token ids → sequence hashes. The native twin is what production runs; this is what it must equal."""
+"""Token ids → sequence hashes. The native implementation is what production runs; this is what it must equal."""
 
 from __future__ import annotations
 

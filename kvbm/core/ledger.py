@@ -1,4 +1,4 @@
-"""Decide: commands → results, events, copies. The readable ledger; its native twin does the same in production.
+"""Decide: commands → results, events, copies. The readable ledger; its native implementation does the same in production.
 
 The caller holds one lock around every call. A command that changes residencies is turned into events, which the fold applies at
 once and which wait in order, each with its offset, until `take_frames` hands them out. Everything else (pins, what is kept,

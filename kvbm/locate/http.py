@@ -68,7 +68,7 @@ class CatalogClient:
 
     Args:
         url: http://host:port
-        hash_tokens: `sequence_hashes` or its native twin.
+        hash_tokens: `sequence_hashes` or its native implementation.
     """
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S, hash_tokens: SequenceHashes = sequence_hashes) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
-from kvbm.core.backend import Backend, LedgerTwin
+from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
 from kvbm.core.events import EvictReason
@@ -87,7 +87,7 @@ class BlockManager:
         self,
         instance: InstanceId,
         cluster: str,
-        ledger: LedgerTwin,
+        ledger: LedgerProtocol,
         pools: Pools,
         sink: FrameSink,
         backend: Backend,

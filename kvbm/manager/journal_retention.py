@@ -92,7 +92,7 @@ class DiskRetention:
 
     def truncate(self, published: Position, completed_snapshot: Position) -> None:
         """See `JournalRetention.truncate`."""
-        self._journal.let_go(published, completed_snapshot)
+        self._journal.truncate(published, completed_snapshot)
 
     def used_bytes(self) -> int:
         """See `JournalRetention.used_bytes`."""

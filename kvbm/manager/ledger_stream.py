@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import structlog
 
-from kvbm.core.backend import LedgerTwin
+from kvbm.core.backend import LedgerProtocol
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS
@@ -43,7 +43,7 @@ class LedgerStream:
         ended: the stream has ended for good. Written under the lock.
     """
 
-    def __init__(self, instance: InstanceId, ledger: LedgerTwin, wall_clock_ns: Callable[[], int]) -> None:
+    def __init__(self, instance: InstanceId, ledger: LedgerProtocol, wall_clock_ns: Callable[[], int]) -> None:
         self.instance, self.ledger = instance, ledger
         self.lock = threading.Lock()
         self.wake = threading.Event()

@@ -28,7 +28,7 @@ def recover(journal: Journal, tier: Tier, slots: int, pool_id: str, new_fold: Ne
     contradicts itself, or speaks of another pool, gives nothing back: its blocks are lost to the cache, no more.
 
     Args:
-        new_fold: makes the fold; the specification, or its native twin.
+        new_fold: makes the fold; the specification, or its native implementation.
     """
     if pool_id != journal.pool_id:
         return []

@@ -35,7 +35,7 @@ class StreamFold:
     """What one instance holds, and in which tiers that is suspect because of something missed or illegal.
 
     Args:
-        new_fold: makes the fold; the specification, or its native twin.
+        new_fold: makes the fold; the specification, or its native implementation.
         decode_frame: takes frames apart, where events are looked at one by one.
     """
 

@@ -275,7 +275,7 @@ class PublisherOwner(Protocol):
         """The sign of life to send."""
 
     def on_published(self, position: Position) -> None:
-        """The stream holds everything before this: the log may let go of what a completed snapshot has made needless."""
+        """The stream holds everything before this: the log may let go of what a completed snapshot has made truncatable."""
 
     def on_fenced(self, newer: Epoch) -> None:
         """The fence is another run's, of this epoch, and that one has been silent for three heartbeats: begin a later epoch."""

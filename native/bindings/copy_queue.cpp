@@ -93,7 +93,7 @@ class Queue {
 }  // namespace
 
 void bind_copy_queue(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<Queue>(module, "CopyQueue", "Runs of blocks copied in a thread of its own; twin of ThreadedQueue.")
+  nb::class_<Queue>(module, "CopyQueue", "Runs of blocks copied in a thread of its own; native implementation of ThreadedQueue.")
       .def(
           "__init__",
           [](Queue* self, nb::object copies) {

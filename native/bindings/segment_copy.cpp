@@ -9,7 +9,7 @@
 namespace kvbm::bindings {
 
 void bind_segment_copy(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<Copies>(module, "SegmentTable", "Blocks that lie in pieces ↔ rows; twin of ReferenceCopies.")
+  nb::class_<Copies>(module, "SegmentTable", "Blocks that lie in pieces ↔ rows; native implementation of ReferenceCopies.")
       .def(
           "__init__",
           [errors](Copies* self, const Indexes& addresses, const Indexes& strides, const Indexes& sizes,

@@ -141,7 +141,7 @@ void TierSlots::vacate(std::uint32_t slot, std::uint64_t applied) noexcept {
   Slot& block = slots_[slot];
   policy_->lose(slot);
   if (block.priority != kNotKept) {
-    let_go(slot);
+    release(slot);
   }
   block.withdrawn_before = applied;
   if (block.pins > 0) {
@@ -186,7 +186,7 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) 
   } else {
     until_s = std::max(until_s, block.kept_until_s);
     priority = std::max(priority, block.priority);
-    let_go(slot);
+    release(slot);
   }
   kept_in_time_.emplace(until_s, slot);
   kept_in_rank_.emplace(priority, until_s, slot);
@@ -196,7 +196,7 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority) 
 }
 
 // A kept block is kept no more.
-void TierSlots::let_go(std::uint32_t slot) noexcept {
+void TierSlots::release(std::uint32_t slot) noexcept {
   Slot& block = slots_[slot];
   yielding_ -= yields(block) ? 1 : 0;
   kept_in_time_.erase({block.kept_until_s, slot});
@@ -214,7 +214,7 @@ std::size_t TierSlots::expire(double now_s) {
   }
   std::ranges::sort(over);
   for (const std::uint32_t slot : over) {
-    let_go(slot);
+    release(slot);
     if (slots_[slot].pins == 0) {
       policy_->free(slot);
     }

@@ -99,8 +99,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "segments_go_unpublished": SourceMutant(
         "a segment goes when it is published and before a completed snapshot, not one of the two",
         _JOURNAL,
-        "        needless = min(published, completed_snapshot)",
-        "        needless = max(published, completed_snapshot)",
+        "        truncatable = min(published, completed_snapshot)",
+        "        truncatable = max(published, completed_snapshot)",
         test="tests/integration/test_journal.py::test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else",
     ),
     "torn_bytes_stay": SourceMutant(

@@ -994,7 +994,7 @@ def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_come
 # -- SQL --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_let_go_while_the_database_was_away_are_read_again(
+def test_rows_dropped_while_the_database_was_away_are_read_again(
     settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(self: SqlStore, batch: StoreBatch) -> BatchResult:

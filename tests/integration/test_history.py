@@ -48,7 +48,7 @@ def rolled(folder: Path, segments: int, retention: Retention, **more: object) ->
 
 def let_all_go(journal: Journal) -> int:
     end = Position(Epoch(journal.epoch + 1), Offset(0))
-    return journal.let_go(end, end)
+    return journal.truncate(end, end)
 
 
 class SmallDisk(OsDevice):

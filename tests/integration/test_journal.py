@@ -262,7 +262,7 @@ def test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else
     with pytest.raises(OSError, match="no room"):
         journal.append(a_frame(3, epoch=2))
     assert journal.used_bytes == 7 * FRAME_BYTES
-    assert journal.let_go(Position(Epoch(2), Offset(3)), Position(Epoch(2), Offset(0))) == 4
+    assert journal.truncate(Position(Epoch(2), Offset(3)), Position(Epoch(2), Offset(0))) == 4
     journal.append(a_frame(3, epoch=2))
     journal.close()
 
@@ -280,14 +280,14 @@ def test_whole_segments_go_once_they_are_published_and_behind_a_whole_snapshot(t
         return Position(Epoch(1), Offset(offset))
 
     assert kept() == [0, 3, 6, 9]
-    assert journal.let_go(at(12), at(0)) == 0  # published, and no snapshot
-    assert journal.let_go(at(0), at(12)) == 0  # a snapshot, and nothing published
-    assert journal.let_go(at(12), at(5)) == 1
+    assert journal.truncate(at(12), at(0)) == 0  # published, and no snapshot
+    assert journal.truncate(at(0), at(12)) == 0  # a snapshot, and nothing published
+    assert journal.truncate(at(12), at(5)) == 1
     assert kept() == [3, 6, 9]
-    assert journal.let_go(at(8), at(12)) == 1
+    assert journal.truncate(at(8), at(12)) == 1
     assert kept() == [6, 9]
     assert journal.used_bytes == 6 * FRAME_BYTES
-    assert journal.let_go(at(12), at(12)) == 1  # the one that is being written stays
+    assert journal.truncate(at(12), at(12)) == 1  # the one that is being written stays
     assert kept() == [9]
     assert [frame.first_offset for frame in all_frames(journal)] == [9, 10, 11]
     journal.append(a_frame(12))
@@ -305,10 +305,10 @@ def test_nothing_goes_before_what_makes_it_needless_is_on_the_device(tmp_path: P
     journal.append(a_frame(1))
     device.refused = {"sync"}
     everything = Position(Epoch(1), Offset(2))
-    assert journal.let_go(everything, everything) == 0
+    assert journal.truncate(everything, everything) == 0
     device.refused = set()
     device.calls.clear()
-    assert journal.let_go(everything, everything) == 1
+    assert journal.truncate(everything, everything) == 1
     assert device.calls
     assert all_frames(journal) == [a_frame(1)]
     journal.close()
@@ -373,7 +373,7 @@ def test_a_reader_goes_on_over_frames_that_were_appended_let_go_and_written_agai
     assert journal.read_after(Position(Epoch(1), Offset(2)), 1) == [a_frame(2)]
     journal.roll()
     journal.append(a_frame(3))
-    journal.let_go(Position(Epoch(1), Offset(3)), Position(Epoch(1), Offset(3)))
+    journal.truncate(Position(Epoch(1), Offset(3)), Position(Epoch(1), Offset(3)))
     assert journal.read_after(Position(Epoch(1), Offset(1)), 1) == [a_frame(3)]
     journal.close()
 
@@ -542,7 +542,7 @@ def test_a_power_cut_takes_no_more_than_the_mode_says(tmp_path: Path, fsync: str
             journal.roll()
         if rng.random() < 0.05:
             done = Position(Epoch(1), Offset(rng.randrange(len(appended_s))))
-            journal.let_go(done, done)
+            journal.truncate(done, done)
     if held := all_frames(journal):
         first_kept = held[0].first_offset
     device.left(tmp_path / "before", tmp_path / "after", rng)
@@ -581,7 +581,7 @@ def test_a_journal_tells_which_process_began_the_epochs_it_has(tmp_path: Path) -
         journal.close()
     journal = Journal.open(tmp_path, INSTANCE, NATIVE, run="fourth")
     assert [journal.run_of(Epoch(epoch)) for epoch in range(5)] == ["", "first", "", "third", ""]
-    journal.let_go(Position(Epoch(3), Offset(0)), Position(Epoch(3), Offset(0)))
+    journal.truncate(Position(Epoch(3), Offset(0)), Position(Epoch(3), Offset(0)))
     journal.begin_epoch(Epoch(4))
     assert [journal.run_of(Epoch(epoch)) for epoch in range(5)] == ["", "", "", "third", "fourth"]
     journal.close()

@@ -96,11 +96,11 @@ class Writing:
     def held(self) -> Slots:
         return {block: held.slot for block, held in self.fold.held[Tier.NVME].items()}
 
-    def let_go(self) -> None:
+    def truncate(self) -> None:
         """As the manager does: behind the last completed snapshot that is durable and, here by chance, published."""
         published = self.rng.choice([self._offset, Offset(self.rng.randrange(self._offset + 1))])
         began = [begin for begin, end in self.snapshots if end <= published]
-        self.journal.let_go(
+        self.journal.truncate(
             Position(self.fold.epoch, published), Position(self.fold.epoch, max(began, default=Offset(0)))
         )
 
@@ -232,7 +232,7 @@ def live(folder: Path, rng: random.Random, truncates: bool) -> dict[Epoch, Life]
         for _ in range(rng.choice([0, 10, 60, 120])):
             writing.step()
             if truncates and rng.random() < 0.03:
-                writing.let_go()
+                writing.truncate()
         if rng.random() < 0.8:
             writing.cut()
         lives[writing.fold.epoch] = Life(

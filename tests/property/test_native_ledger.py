@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.core.backend import LedgerTwin
+from kvbm.core.backend import LedgerProtocol
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError, LayoutError, LedgerError
@@ -76,8 +76,8 @@ class Twins:
         pools: Sequence[PoolStated] = POOLS,
         shares: Sequence[Share] = (),
     ) -> None:
-        self.reference: LedgerTwin = Ledger(pools, eviction, event_bytes, shares)
-        self.native: LedgerTwin = _native.Ledger(pools, eviction, event_bytes, shares)
+        self.reference: LedgerProtocol = Ledger(pools, eviction, event_bytes, shares)
+        self.native: LedgerProtocol = _native.Ledger(pools, eviction, event_bytes, shares)
         self.eviction, self.event_bytes, self.pools, self.shares = eviction, event_bytes, tuple(pools), shares
         self.frames: list[FrameBytes] = []
         self.allocated: list[tuple[Tier, bytes]] = []

@@ -28,7 +28,7 @@ import msgspec
 import pytest
 
 from kvbm import _native
-from kvbm.core.backend import LedgerTwin, NewLedger
+from kvbm.core.backend import LedgerProtocol, NewLedger
 from kvbm.core.codec import decode_frame
 from kvbm.core.copies import Copy
 from kvbm.core.errors import KvbmError
@@ -74,7 +74,7 @@ class Scenario:
 
     def __init__(self, new_ledger: NewLedger) -> None:
         self.new_ledger = new_ledger
-        self.ledger: LedgerTwin = new_ledger([])
+        self.ledger: LedgerProtocol = new_ledger([])
         self.shares: list[Share] = []
         self.names: dict[bytes, str] = {NO_PARENT: "-"}
         self.copies: dict[str, Copy] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from kvbm import _native
 from kvbm.config import TenantSettings, load_settings
-from kvbm.core.backend import LedgerTwin, NewLedger
+from kvbm.core.backend import LedgerProtocol, NewLedger
 from kvbm.core.codec import decode_frame
 from kvbm.core.errors import ConfigError, LedgerError
 from kvbm.core.events import BlocksEvicted, EvictReason, MigrateCause, PoolStated
@@ -29,7 +29,7 @@ def new_ledger(request: pytest.FixtureRequest) -> NewLedger:
     return request.param
 
 
-def begun(new_ledger: NewLedger, *shares: Share, eviction: str = "lru") -> LedgerTwin:
+def begun(new_ledger: NewLedger, *shares: Share, eviction: str = "lru") -> LedgerProtocol:
     ledger = new_ledger(POOLS, eviction, 1 << 20, shares)
     for namespace in (A, B, NOBODYS):
         ledger.assign(namespace.id, namespace.tenant)
@@ -41,7 +41,7 @@ def blocks(namespace: Namespace, numbers: Sequence[int]) -> bytes:
     return b"".join(namespace.id[:8] + number.to_bytes(8, "big") for number in numbers)
 
 
-def create(ledger: LedgerTwin, namespace: Namespace, *numbers: int) -> None:
+def create(ledger: LedgerProtocol, namespace: Namespace, *numbers: int) -> None:
     """Create blocks in HBM, one after the other, and leave them unpinned."""
     for number in numbers:
         allocation = ledger.allocate(Tier.HBM, 1, namespace.id)
@@ -50,7 +50,7 @@ def create(ledger: LedgerTwin, namespace: Namespace, *numbers: int) -> None:
         ledger.unpin(Tier.HBM, ledger.create(namespace.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots))
 
 
-def offload(ledger: LedgerTwin, namespace: Namespace, *numbers: int) -> int:
+def offload(ledger: LedgerProtocol, namespace: Namespace, *numbers: int) -> int:
     """Copy blocks to NVME; how many of them it took."""
     copy = ledger.begin_copy(namespace.id, Tier.HBM, Tier.NVME, blocks(namespace, numbers))
     if copy is None:
@@ -60,11 +60,11 @@ def offload(ledger: LedgerTwin, namespace: Namespace, *numbers: int) -> int:
     return count
 
 
-def held(ledger: LedgerTwin, tier: Tier = Tier.HBM) -> dict[str, int]:
+def held(ledger: LedgerProtocol, tier: Tier = Tier.HBM) -> dict[str, int]:
     return {share.tenant: share.held for share in ledger.share_counts(tier) if share.held}
 
 
-def evicted(ledger: LedgerTwin) -> list[tuple[NamespaceId, EvictReason, int]]:
+def evicted(ledger: LedgerProtocol) -> list[tuple[NamespaceId, EvictReason, int]]:
     """Namespace, reason and number of blocks of every eviction since it was asked last."""
     events = [e for frame in ledger.take_frames(InstanceId("i"), 7) for e in decode_frame(frame.data)[0].events]
     return [(e.namespace, e.reason, len(split_hashes(e.hashes))) for e in events if isinstance(e, BlocksEvicted)]

@@ -78,7 +78,7 @@ class LoadedWeights:
             return f"other weights are loaded as adapter {number} by now"
         path, before = self._files[number]
         if _signature(path) != before:  # vLLM may drop it any moment, and would load what lies there now
-            self._let_go(number)
+            self._release(number)
             return f"the files of adapter {number} in {path} have changed since it was loaded"
         return ""
 
@@ -101,9 +101,9 @@ class LoadedWeights:
         if self._digests:
             held = set(self._manager.list_adapters())
             for number in [number for number in self._digests if number not in held]:
-                self._let_go(number)
+                self._release(number)
 
-    def _let_go(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         self._digests.pop(number, None)
         self._files.pop(number, None)
         self._news.append(Loaded(number, None))

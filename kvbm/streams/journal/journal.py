@@ -250,19 +250,19 @@ class Journal:
             self._with_room(self._writer.settle)
             self._with_room(self._writer.sync)
 
-    def let_go(self, published: Position, completed_snapshot: Position) -> int:
+    def truncate(self, published: Position, completed_snapshot: Position) -> int:
         """Make history of the segments nobody needs: all of whose frames are on the stream and before a completed snapshot. Gives how many.
 
         What may not stay as history is deleted. The segment being written stays. May wait for a sync, because what makes them
-        needless has to be on the device first.
+        truncatable has to be on the device first.
 
         Args:
             published: everything before it is on the stream.
             completed_snapshot: where the last snapshot began that is whole, durable and published.
         """
-        needless = min(published, completed_snapshot)
+        truncatable = min(published, completed_snapshot)
         with self._writing:
-            count = self._segments.count_before(needless, keeps_last=self._writer.is_writing)
+            count = self._segments.count_before(truncatable, keeps_last=self._writer.is_writing)
             if not count:
                 return 0
             if self._options.fsync != "off":

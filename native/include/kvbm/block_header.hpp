@@ -1,4 +1,5 @@
-// The 64 bytes that prove a block in a slot of NVME. Twin of kvbm/pools/nvme/slot_header.py, which draws them. Pure functions; any thread.
+// The 64 bytes that prove a block in a slot of NVME. Native implementation of kvbm/pools/nvme/slot_header.py, which draws them.
+// Pure functions; any thread.
 #pragma once
 
 #include <cstddef>

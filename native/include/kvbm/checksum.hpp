@@ -1,4 +1,4 @@
-// CRC-32C (Castagnoli): the checksum of frames and of blocks that leave HBM. Twin of kvbm/core/checksum.py.
+// CRC-32C (Castagnoli): the checksum of frames and of blocks that leave HBM. Native implementation of kvbm/core/checksum.py.
 // Pure functions; any thread. The fastest variant the CPU has is chosen at run time.
 #pragma once
 

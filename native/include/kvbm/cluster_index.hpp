@@ -1,4 +1,4 @@
-// ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: twin of
+// ClusterIndex: who holds what in the whole cluster, folded from frames. Fold and listener in one: native implementation of
 // kvbm/catalog/reference_index.py.
 // Made empty, fed frames, asked at any time. Writers take turns among themselves; each works in short batches under a BatchLock, so any
 // number of readers ask between batches. Every public function may be called from any thread.

@@ -1,4 +1,4 @@
-// Frames: events ↔ bytes. Twin of kvbm/core/codec.py, whose docstring draws the layout.
+// Frames: events ↔ bytes. Native implementation of kvbm/core/codec.py, whose docstring draws the layout.
 // FrameReader: made over the bytes of one frame, `next` until it is empty, gone before those bytes. It allocates nothing.
 // FrameWriter: made for one frame, events added, written once; the events' bytes stay the caller's until then.
 // Both belong to one thread at a time. What a reader reads to its end, a writer writes to the same bytes again.

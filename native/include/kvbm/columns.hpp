@@ -1,4 +1,4 @@
-// Frames as columns: a whole buffer of frames as a few arrays. Twin of kvbm/core/columns.py, which says what the fields mean.
+// Frames as columns: a whole buffer of frames as a few arrays. Native implementation of kvbm/core/columns.py, which says what the fields mean.
 // FrameColumns: made empty, filled once by decode_columns, then read or taken apart; one thread at a time. Names and starts
 // point into the buffer that was read.
 #pragma once

@@ -4,7 +4,7 @@
 // under way is over, and what is left of its runs is never copied. After fork() the child has no thread: nothing ends there.
 // Threads: close() and the destructor from one, when no other call is under way; the others from any; the copies run in its own. What a run names stays there until it has ended or the
 // queue is closed.
-// Twin of kvbm/pools/hbm/copy_queue.py's ThreadedQueue.
+// Native implementation of kvbm/pools/hbm/copy_queue.py's ThreadedQueue.
 #pragma once
 
 #include <chrono>

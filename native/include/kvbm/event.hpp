@@ -1,4 +1,4 @@
-// Events as columns: the C++ twin of kvbm/core/events.py.
+// Events as columns: the C++ native implementation of kvbm/core/events.py.
 // An event is a view: its spans point into the frame it was read from, or into the caller's buffers, and are valid only as
 // long as those bytes are. Values without identity; any thread that may read the bytes may read the event.
 #pragma once
@@ -106,7 +106,7 @@ using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, Block
 inline constexpr std::size_t kEvicted = 3;  // number of BlocksEvicted in Event
 static_assert(std::is_same_v<std::variant_alternative_t<kEvicted, Event>, BlocksEvicted>);
 
-// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Twin of residency_mix in kvbm/core/fold.py.
+// 64 well-mixed bits of one residency; a digest is their sum modulo 2**64. Native implementation of residency_mix in kvbm/core/fold.py.
 inline std::uint64_t residency_mix(Tier tier, const std::uint8_t* hash) noexcept {
   constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
   const auto finalise = [](std::uint64_t value) {  // as SplitMix64 does

@@ -1,4 +1,5 @@
-// EvictionPolicy: the order in which a tier's blocks are given up. Twin of kvbm/core/policy.py, which says what each call means.
+// EvictionPolicy: the order in which a tier's blocks are given up. Native implementation of kvbm/core/policy.py, which says what
+// each call means.
 // Made over the slots of one pool, told of every block that enters and leaves, gone before the slots. Owner thread only; calls
 // neither allocate nor throw.
 #pragma once

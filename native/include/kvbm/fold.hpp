@@ -1,4 +1,4 @@
-// Fold: the events of one instance → what it holds, and the digest of that. Twin of kvbm/core/fold.py.
+// Fold: the events of one instance → what it holds, and the digest of that. Native implementation of kvbm/core/fold.py.
 // The one place that says what an event changes. A ledger applies the events it decides, as it records them; replay and recovery
 // apply those they read. The two differ in the table of a tier: TierSlots for a ledger, ResidencyTable for a reader.
 // Made with empty tables, given events in order, dropped. One thread at a time.

@@ -1,4 +1,4 @@
-// Token ids → sequence hashes. Twin of kvbm/core/hashing.py. Pure functions without state; any thread.
+// Token ids → sequence hashes. Native implementation of kvbm/core/hashing.py. Pure functions without state; any thread.
 #pragma once
 
 #include <cstddef>

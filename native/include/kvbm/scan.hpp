@@ -1,4 +1,4 @@
-// The frames of a buffer, proven good but not taken apart. Twin of scan_frames in kvbm/core/codec.py.
+// The frames of a buffer, proven good but not taken apart. Native implementation of scan_frames in kvbm/core/codec.py.
 // A pure function; any thread. What it returns points into the buffer and is valid as long as that is.
 #pragma once
 

@@ -1,7 +1,7 @@
 // SegmentTable: blocks that lie in pieces (an engine's tensors, one or more a layer) ↔ rows, each whole, any distance apart.
 // Made once from a pool's tensors, which outlive it and whose bytes it never owns; then immutable. Any thread may copy through it at
 // once, each with a RowCopier, as long as no two touch the same slot or row and one of them writes.
-// Twin of kvbm/pools/hbm/paged.py's ReferenceCopies.
+// Native implementation of kvbm/pools/hbm/paged.py's ReferenceCopies.
 #pragma once
 
 #include <cstddef>

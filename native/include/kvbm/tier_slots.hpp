@@ -175,7 +175,7 @@ class TierSlots {
 
  private:
   static bool yields(const Slot& slot) noexcept { return slot.priority < kHighestPriority && slot.pins == 0; }
-  void let_go(std::uint32_t slot) noexcept;
+  void release(std::uint32_t slot) noexcept;
   void push_free(std::uint32_t slot) noexcept;
 
   using InTime = std::tuple<double, std::uint32_t>;                  // (until_s, slot)
