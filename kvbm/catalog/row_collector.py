@@ -99,6 +99,7 @@ class RowCollector:
         Args:
             followed: the instances whose rows are known here.
         """
+        self.may_lack_claims |= other.may_lack_claims
         self._changed |= other._changed & followed
         self._epochs += other._epochs
         self._namespaces += other._namespaces

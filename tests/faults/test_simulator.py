@@ -53,6 +53,7 @@ REGRESSIONS = [  # seed, faults drawn from, seconds of them, what it was
     (40443, _LIVES, 2.0, "the same after a power cut"),
     (80389, (), 2.0, "two catalogs told SQL all again after a restore: what the slower one told was taken for stored"),
     (230108, (), 2.0, "SQL read again to a stream's end whose last messages were hidden: it waited for them"),
+    (330276, (), 2.0, "SQL read again from an older copy over a hole: as many claims as the index, and others"),
     (21155, (), 2.0, "a late message of a process that was dead named the number its fence had in the stream before"),
 ]
 

@@ -20,7 +20,7 @@ from kvbm.catalog.sql_writer import Numbering, SqlWriter, WriterOptions, numberi
 from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.events import BlocksCreated, BlocksEvicted, EvictReason, InstanceStarted, PoolStated
-from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, Tier, split_hashes
 from kvbm.streams.memory import MemoryStream
 from tests.eventually import eventually_async
 
@@ -97,6 +97,15 @@ class World:
             async for chunk in self.store.claims()
             for at in range(0, len(chunk.hashes), 16)
         }
+
+    def indexed(self) -> set[int]:
+        """What the index says is claimed."""
+        found: set[int] = set()
+        first: int | None = 0
+        while first is not None:
+            first, runs = self.sequencer.index.claims(first)
+            found |= {int.from_bytes(one, "little") for _, _, hashes in runs for one in split_hashes(hashes)}
+        return found
 
     def copy(self, name: str) -> None:
         with sqlite3.connect(self.file) as here, sqlite3.connect(self.file.with_name(name)) as there:
@@ -226,6 +235,29 @@ def test_claims_that_waited_reach_sql_though_another_catalog_had_stored_a_histor
 
         await world.store_until(is_stored)
         assert await world.claimed() >= {1, 4, 5}
+
+    run(work, sqlite_url, tmp_path / "catalog.db")
+
+
+def test_the_index_follows_an_older_copy_whose_next_messages_are_gone_though_both_have_as_many_claims(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    async def work(world: World) -> None:
+        await world.claim(1)
+        await world.writer.flush()
+        world.copy("older.db")
+        await world.withdraw(1)
+        await world.claim(2)
+        await world.writer.flush()
+        world.restore("older.db")
+        world.stream.forget([3, 4])
+        await world.claim(3)
+        await world.claim(4)
+
+        async def is_followed() -> bool:
+            return world.writer.read_again == 1 and await world.claimed() == world.indexed() >= {1, 3, 4}
+
+        await world.store_until(is_followed)
 
     run(work, sqlite_url, tmp_path / "catalog.db")
 
