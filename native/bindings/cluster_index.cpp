@@ -84,8 +84,8 @@ struct IndexClasses {
   SharedClasses frames;  // of events
   nb::object stop_reason;  // StopReason
   nb::object pool_stated;  // PoolStated
-  nb::object encode;       // of msgspec.msgpack: declarations of pools are kept as it writes them
-  nb::object decode;       // the same
+  nb::object encode;     // of msgspec.msgpack: declarations of pools are kept as it writes them
+  nb::object decode;     // the same
 };
 
 Bytes packed(const nb::bytes& data, const char* what) {

@@ -35,7 +35,7 @@ constexpr std::uint8_t kFreshTables = 2 | 4;  // of slot 0, of slot 1
 
 constexpr std::size_t kBitmapBytes = 32;                // which symbols have a code
 constexpr std::size_t kSizesBytes = kStreams * 2;       // of the streams
-constexpr std::size_t kFixedBytes = 2 + kSizesBytes;     // of a coded chunk
+constexpr std::size_t kFixedBytes = 2 + kSizesBytes;    // of a coded chunk
 constexpr std::size_t kPad = 8;                         // zeros at the end of a block, so that words may be read whole
 constexpr std::size_t kStreamStep = 64;                 // a stream's symbols are a multiple of it, all but the last ones
 constexpr std::size_t kLeastGain = 32;                  // a block that loses less than one part in so many stays raw

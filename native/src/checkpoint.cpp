@@ -618,7 +618,7 @@ class CheckpointLoader {
   std::size_t at_ = 0;           // next chunk
   std::uint32_t number_ = 0;     // its number
   std::uint64_t blocks_ = 0;     // loaded so far
-  std::vector<HolderId> holder_ids_;      // members of the chunk's sets
+  std::vector<HolderId> holder_ids_;  // members of the chunk's sets
   std::vector<Set> sets_;        // the chunk's sets
 };
 

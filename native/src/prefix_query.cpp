@@ -73,12 +73,12 @@ class PrefixWalk {
   // An instance that has every block so far.
   struct Alive {
     std::uint32_t holder_space;                             // it, in this namespace
-    std::array<std::uint32_t, kTierCount> by_tier;  // its blocks so far
+    std::array<std::uint32_t, kTierCount> by_tier;          // its blocks so far
   };
 
   // Consecutive blocks that a cluster pool has.
   struct Stretch {
-    std::uint32_t holder_space;   // the pool, in this namespace
+    std::uint32_t holder_space;  // the pool, in this namespace
     std::uint32_t begin;  // first block
     std::uint32_t end;    // behind the last
   };
@@ -337,10 +337,10 @@ class PrefixWalk {
   const std::size_t best_;      // how many instances are wanted, 0 for all
   PrefixAnswer& answer_;        // what is found
   Scratch& work_;               // this thread's
-  HolderValue first_ = 0;         // the holders of the first blocks
-  std::uint32_t first_end_ = 0;   // where they change
+  HolderValue first_ = 0;       // the holders of the first blocks
+  std::uint32_t first_end_ = 0;  // where they change
   bool is_all_of_first_ = false;  // they have not changed yet, and some are instances
-  bool is_alive_ = false;         // an instance has every block so far
+  bool is_alive_ = false;       // an instance has every block so far
   std::array<Sought, kHands> found_;  // the blocks under way
 };
 

@@ -120,7 +120,7 @@ inline std::vector<DeclaredPool> shared_pools(const std::string& name) {
 class Model {
  public:
   struct TierModel {
-    std::uint32_t snapshot = 0;            // last begun
+    std::uint32_t snapshot = 0;         // last begun
     std::uint64_t told = 0;             // blocks it listed
     bool is_open = false;               // begun and not ended
     bool is_whole = false;              // nothing missed since a snapshot ended

@@ -53,7 +53,7 @@ void s3fifo_scan_resistance() {
   policy.hold(0);  // used again
   policy.free(0);
   CHECK((given_up(policy, 3) == std::vector<std::uint32_t>{1, 2, 3}));  // 0 has moved on to main
-  policy.gain(2, false);                                               // comes back as a ghost, to main
+  policy.gain(2, false);                                                // comes back as a ghost, to main
   // Small is emptied down to its share before main gives up anything.
   const std::vector<std::uint32_t> rest = given_up(policy, policy.size());
   CHECK(rest.size() == kSlots - 2 && rest.front() == 4 && rest[13] == 17);

@@ -28,7 +28,7 @@ class BatchLock {
     std::atomic<std::uint32_t> readers{0};  // how many of them are inside
   };
 
-  std::array<Stripe, kStripes> stripes_;            // readers, by a hash of their thread
+  std::array<Stripe, kStripes> stripes_;             // readers, by a hash of their thread
   alignas(64) std::atomic<bool> has_writer_{false};  // a writer is inside, or waits for readers to leave
   std::mutex writers_;                               // held by the writer inside
 };

@@ -61,7 +61,7 @@ struct InstanceDepth {
   std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
-  bool is_suspect;                                    // events of it were missed
+  bool is_suspect;                                     // events of it were missed
 };
 
 // How many blocks of a prefix, from the first on, a cluster pool is claimed to hold.
@@ -105,7 +105,7 @@ struct InstanceState {
   std::uint64_t epoch = 0;                                // its epoch
   std::uint64_t digest = 0;                               // of what it holds
   bool is_stopped = false;                                // it ended cleanly
-  bool is_suspect = false;                               // events were missed, wait, or were refused
+  bool is_suspect = false;                                // events were missed, wait, or were refused
   bool is_partial = false;                                // residencies were refused at the cap
   bool is_excluded = false;                               // answers leave out what only it can read
   bool is_waiting = false;                                // later events than the next are there already
@@ -233,11 +233,11 @@ class ClusterIndex {
 
   // A holder in one namespace.
   struct HolderSpace {
-    std::uint32_t holder = 0;     // number of the instance or pool
+    std::uint32_t holder = 0;       // number of the instance or pool
     std::uint32_t space : 31 = 0;   // number of the namespace
     std::uint32_t is_pool : 1 = 0;  // which kind of holder
     std::uint32_t incarnation = 0;  // of the instance when the holder space was made
-    std::uint16_t live = 0;       // bit (tier * 4 + generation): that holder id counts
+    std::uint16_t live = 0;         // bit (tier * 4 + generation): that holder id counts
     std::uint16_t visible = 0;      // the same: answers speak of it
   };
   static_assert(sizeof(HolderSpace) == 16);
@@ -245,7 +245,7 @@ class ClusterIndex {
   // One tier of one instance.
   struct TierFold {
     std::uint64_t listed = 0;                               // blocks the snapshot has listed
-    std::uint32_t snapshot = 0;                                // the snapshot last begun
+    std::uint32_t snapshot = 0;                             // the snapshot last begun
     bool is_open = false;                                   // it has begun and not ended
     bool is_whole = false;                                  // nothing was missed since a snapshot ended
     bool is_declared = false;                               // the start named a pool in this tier
@@ -272,9 +272,9 @@ class ClusterIndex {
     bool is_proven = false;                  // pools unknown, but a digest has agreed since a snapshot ended
     bool is_waiting = false;                 // later events than the next are there already
     bool is_excluded = false;                // answers leave out what only it can read
-    std::uint16_t visible = kAllVisible;         // the bits of `HolderSpace::live` that answers may speak of
+    std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
-    std::vector<std::uint32_t> holder_spaces;        // its holder spaces of this incarnation
+    std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation
     std::vector<std::string> declared;       // its pools in the caller's words, as the start has them
   };
 
@@ -290,7 +290,7 @@ class ClusterIndex {
     Work work;                   // what is done with the blocks
     std::uint32_t instance;      // whose event; kNone for claims from elsewhere
     std::uint32_t space;         // namespace
-    std::uint32_t holder_space;          // the holder's
+    std::uint32_t holder_space;  // the holder's
     Tier tier;                   // where
     const std::uint8_t* hashes;  // packed
     std::uint32_t count;         // blocks
@@ -388,7 +388,7 @@ class ClusterIndex {
   std::vector<Namespace> spaces_;       // by number
   std::vector<Instance> instances_;     // by number
   std::vector<Pool> pools_;             // by number
-  std::vector<HolderSpace> holder_spaces_;             // by number; 0 is nobody's
+  std::vector<HolderSpace> holder_spaces_;  // by number; 0 is nobody's
   std::unordered_map<NamespaceId, std::uint32_t, IdHash> space_numbers_;  // by id
   Numbers instance_numbers_;                                              // by name
   Numbers pool_numbers_;                                                  // by name
@@ -405,7 +405,7 @@ class ClusterIndex {
   NamespaceId last_id_{};                  // the namespace
   std::uint32_t last_instance_ = kNone;    // the instance; kNone when there was none, or it has died since
   std::uint32_t last_space_ = 0;           // number of the namespace
-  std::uint32_t last_holder_space_ = 0;            // of the two
+  std::uint32_t last_holder_space_ = 0;    // of the two
 
   // The batch.
   std::vector<Piece> pieces_;     // what it consists of
@@ -417,7 +417,7 @@ class ClusterIndex {
   std::uint64_t last_frees_ = 0;    // sets_.frees() then: results of before a free may be gone
   std::uint64_t last_deaths_ = 0;   // deaths_ then: results hold no holder ids that were dead
   std::uint64_t deaths_ = 0;        // counts changes of live masks from on to off
-  std::vector<HolderId> scratch_;       // holder ids of the set being made
+  std::vector<HolderId> scratch_;   // holder ids of the set being made
 
   // Deaths that the table has not forgotten yet.
   struct DeadGeneration {
@@ -426,9 +426,9 @@ class ClusterIndex {
     Tier tier;                  // where
     std::uint8_t generation;    // which
   };
-  std::vector<std::uint32_t> dead_holder_spaces_;          // since the pass under way began
+  std::vector<std::uint32_t> dead_holder_spaces_;  // since the pass under way began
   std::vector<DeadGeneration> dead_generations_;   // the same
-  std::vector<std::uint32_t> pass_holder_spaces_;          // before it began: free when it ends
+  std::vector<std::uint32_t> pass_holder_spaces_;  // before it began: free when it ends
   std::vector<DeadGeneration> pass_generations_;   // the same
   bool has_pass_ = false;                          // a sweep is under way
   std::size_t pass_shard_ = 0;                     // where it is

@@ -46,7 +46,7 @@ struct EventRow {
   std::uint32_t count;           // its blocks; what SnapshotEnded counted
   std::uint32_t namespace_row;   // row of `namespaces`
   std::uint32_t start;           // of BlocksCreated
-  std::uint32_t snapshot;           // of ResidenciesListed and SnapshotEnded
+  std::uint32_t snapshot;        // of ResidenciesListed and SnapshotEnded
   std::uint32_t other;           // row of `names` or of `starts`
   SequenceHash parent;           // of BlocksCreated
 };

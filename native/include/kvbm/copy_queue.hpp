@@ -64,7 +64,7 @@ class CopyQueue {
   struct Part {
     Run run;                            // as added
     std::size_t done = 0;               // its first blocks, copied
-    std::chrono::nanoseconds busy{0};  // time spent on those
+    std::chrono::nanoseconds busy{0};   // time spent on those
   };
 
   void work() noexcept;

@@ -1,4 +1,4 @@
-// Events as columns: the C++ native implementation of kvbm/core/events.py.
+// Events as columns: the native form of kvbm/core/events.py.
 // An event is a view: its spans point into the frame it was read from, or into the caller's buffers, and are valid only as
 // long as those bytes are. Values without identity; any thread that may read the bytes may read the event.
 #pragma once
@@ -84,7 +84,7 @@ struct BlocksEvicted {
 struct ResidenciesListed {
   NamespaceId namespace_id;  // whose blocks
   Tier tier;                 // where they are
-  std::uint32_t snapshot;       // the snapshot
+  std::uint32_t snapshot;    // the snapshot
   Bytes hashes;              // packed, never empty
   Bytes slots;               // packed, or empty
 };

@@ -20,7 +20,7 @@
 namespace kvbm {
 
 inline constexpr const char* kOthers = "*";                  // the tenant that stands for all who have no share of their own
-inline constexpr std::uint32_t kNoQuota = 0xFFFF'FFFF;         // a tier without one
+inline constexpr std::uint32_t kNoQuota = 0xFFFF'FFFF;       // a tier without one
 
 // What one tenant may have of an instance's pools.
 struct Share {

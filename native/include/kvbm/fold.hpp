@@ -170,7 +170,7 @@ class Fold {
   bool stopped_ = false;                       // it has ended cleanly
   std::uint64_t digest_ = 0;                   // sum of the mixes of all residencies
   Tables tables_;                              // what each tier holds
-  std::array<Snapshot, kTierCount> snapshots_;       // by tier
+  std::array<Snapshot, kTierCount> snapshots_;  // by tier
   NamespaceTable namespaces_;                  // of what is held
   std::vector<std::uint64_t> mixes_;           // of the run at hand
   std::optional<Tier> mixed_;                  // the tier they are for, while they are those of the event at hand

@@ -81,7 +81,7 @@ class HolderSets {
     std::uint32_t references = 0;   // blocks that have the set; of a free cell, the next free one
     std::uint32_t hash = 0;         // of its holder ids
     std::uint32_t count = 0;        // holder ids; 0 in a free cell
-    HolderId inline_ids[kInline]{};   // the holder ids, or from the second on the address of their array
+    HolderId inline_ids[kInline]{};  // the holder ids, or from the second on the address of their array
 
     const HolderId* holder_ids() const noexcept {
       if (count <= kInline) {

@@ -20,7 +20,7 @@ namespace kvbm {
 struct Residency {
   SequenceHash hash;                  // the block
   std::uint32_t slot = 0;             // where, if it has a slot
-  std::uint32_t snapshot = 0;            // the snapshot of its tier when it was last gained or listed
+  std::uint32_t snapshot = 0;         // the snapshot of its tier when it was last gained or listed
   std::uint32_t owner = 0;            // index of its namespace; kNoSlotBit when it has no slot; kGone for none at all
   std::uint32_t sequence = 0;         // rises with each one gained; set by the table
 };

@@ -58,8 +58,8 @@ class Snapshots {
   void end_snapshot(Recorder& recorder, const TierSlots& tier, std::uint32_t count, bool counted);
 
   std::vector<TierSlots*> tiers_;           // those with slots
-  std::uint32_t snapshot_ = 0;                 // the snapshot begun last
-  std::deque<SnapshotLeft> left_;              // tiers it has not ended in
+  std::uint32_t snapshot_ = 0;              // the snapshot begun last
+  std::deque<SnapshotLeft> left_;           // tiers it has not ended in
   std::vector<std::uint8_t> run_hashes_;    // scratch: hashes of one event
   std::vector<std::uint32_t> run_slots_;    // scratch: their slots
 };
