@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import pytest
 from kvbm.assembly import NATIVE, open_manager, run_gc
 from kvbm.config import Settings, load_settings
 from kvbm.config.settings import CatalogSettings
+from kvbm.core.errors import StreamError
 from kvbm.core.ids import NO_PARENT, Epoch, Namespace, Tier
 from kvbm.janitor import Report
 from kvbm.locate.http import CatalogClient
@@ -122,9 +123,11 @@ def _replace(path: Path, data: bytes) -> None:
 class Engine:
     """A manager, and a thread that serves it prompts of both tenants until it is told to end."""
 
-    def __init__(self, secured: Secured, name: str, store: MemoryStore, database: str, number: int) -> None:
+    def __init__(
+        self, secured: Secured, name: str, store: MemoryStore, database: str, number: int, stem: str = ""
+    ) -> None:
         settings = secured.settings(
-            f"instance-{name}", instance__id=name, instance__data_dir=str(secured.folder / name), pools__hbm__slots=64,
+            stem or f"instance-{name}", instance__id=name, instance__data_dir=str(secured.folder / name), pools__hbm__slots=64,
             pools__hbm__device="cpu", pools__host__slots=64, catalog__database=database, pools__object__look_s=1.0,
         )  # fmt: skip
         objects = memory_objects(BLOCK_BYTES, K, store, deadline_s=1.0)
@@ -267,8 +270,9 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         assert all((secured.keys / f"{stem}.nk").read_bytes() != seed for stem, seed in old.items())
         all_go_on(engines)
 
-        report = gc(secured, store, database)
-        assert report.pool
+        assert gc(secured, store, database).pool
+        said = refusal(lambda: gc(secured, store, database, name="gc-9"))
+        assert "gc-9" in said and "permissions violation" in said and "--janitor gc-9" in said
         for engine in engines.values():
             engine.end()
             assert engine.manager.settle(WAIT_S)
@@ -288,6 +292,28 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         assert replay(secured, "stat").stdout
         assert replay(secured, "state", "--instance", "gpu-4").stdout
         assert len(replay(secured, "cat", "--limit", "5").stdout.splitlines()) == 5
+        assert "the key" in replay(secured, "verify", stem="", code=2).stderr
+        said = replay(secured, "verify", stem="instance-gpu-0", code=2).stderr
+        assert "permissions violation" in said and "_inbox." in said and "--replay NAME" in said
+
+
+def refusal(attempt: Callable[[], object]) -> str:
+    with pytest.raises(StreamError) as refused:
+        attempt()
+    return str(refused.value)
+
+
+def test_an_instance_whose_key_is_anothers_serves_and_says_what_is_missing(secured: Secured) -> None:
+    store = MemoryStore()
+    engine = Engine(secured, "gpu-9", store, "", 9, stem="instance-gpu-0")
+    try:
+        said = eventually(engine.manager.trouble, "it sees no trouble", WAIT_S)
+        assert "permissions violation" in said and "--instance gpu-9" in said
+        served = engine.served
+        eventually(lambda: engine.served > served + 10, "it serves no more", WAIT_S)
+        engine.end()
+    finally:
+        engine.close()
 
 
 def all_go_on(engines: dict[str, Engine]) -> None:
@@ -330,6 +356,12 @@ def gc(secured: Secured, store: MemoryStore, database: str, name: str = "gc-0", 
     return reports[0]
 
 
-def replay(secured: Secured, command: str, *more: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    sets = [word for key, value in secured.nats("replay-desk-0").items() for word in ("--set", f"{key}={value}")]
+def replay(
+    secured: Secured, command: str, *more: str, stem: str = "replay-desk-0", code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`kvbm-replay` with a key, or with none."""
+    flags = secured.nats(stem)
+    if not stem:
+        del flags["nats.nkey_seed"]
+    sets = [word for key, value in flags.items() for word in ("--set", f"{key}={value}")]
     return kvbm("replay", command, secured.url, *more, *sets, code=code)

@@ -204,6 +204,25 @@ def test_files_that_cannot_be_used_are_named_with_their_setting(certificates: Ce
         assert "no answer" not in refusal("nats://127.0.0.1:1", credentials)  # said at once, before anything is sent
 
 
+def test_files_are_read_again_for_each_connection(certificates: Certificates, tmp_path: Path) -> None:
+    seed, creds, ca = tmp_path / "seed.nk", tmp_path / "user.creds", tmp_path / "ca.pem"
+    credentials = [Credentials(nkey_seed=str(seed), tls_ca=str(ca)), Credentials(credentials=str(creds))]
+    found = []
+    for name, issuer in (("one", certificates.ca), ("two", certificates.other_ca)):
+        keep_seed(tmp_path / name)
+        text = (tmp_path / name).read_text()
+        seed.write_text(text)
+        ca.write_bytes(issuer.cert.read_bytes())
+        creds.write_text(
+            f"-----BEGIN NATS USER JWT-----\n{name}\n-----END\n-----BEGIN USER NKEY SEED-----\n{text}-----END\n"
+        )
+        first, second = (one.connect_options("tls://127.0.0.1:4222") for one in credentials)
+        assert first["nkeys_seed_str"] == text.strip()
+        assert text in str(second["user_credentials"])
+        found.append(first["tls"].get_ca_certs()[0]["subject"])
+    assert found[0] != found[1]
+
+
 # -- users and permissions ---------------------------------------------------------------------------------------------
 
 
@@ -570,6 +589,38 @@ def test_an_operator_cannot_write_events(secured: Secured) -> None:
         assert len(refused) == len(subjects)
 
     asyncio.run(work())
+
+
+def test_a_reload_that_adds_somebody_ends_no_connection(tmp_path: Path) -> None:
+    def user(name: str, instance: InstanceId | None) -> ServerUser:
+        return ServerUser(keep_seed(tmp_path / name), instance, account=f"KVBM-{name}")
+
+    users = [user("catalog", None), user("a", A)]
+    server = ReloadingServer(tmp_path / "nats", server_config(CLUSTER, users, ["KVBM-b"]))
+
+    def of(name: str, inbox: str) -> Credentials:
+        return Credentials(nkey_seed=str(tmp_path / name), inbox=inbox)
+
+    async def work() -> None:
+        catalog = await NatsStream.connect(server.url, WAIT_S, credentials=of("catalog", catalog_inbox(CLUSTER)))
+        stream = await NatsStream.connect(server.url, WAIT_S, credentials=of("a", instance_inbox(CLUSTER, A)))
+        reader = await catalog.pull(0, CLUSTER)
+        await stream.publish(CLUSTER, A, make_frame(0, instance="a").data)
+        await asyncio.to_thread(server.reload, server_config(CLUSTER, [*users, user("b", B)]))
+        added = await NatsStream.connect(server.url, WAIT_S, credentials=of("b", instance_inbox(CLUSTER, B)))
+        await added.publish(CLUSTER, B, make_frame(0, instance="b").data)
+        await stream.publish(CLUSTER, A, make_frame(1, instance="a").data)  # a lost connection would fail it
+        found: list[StreamMessage] = []
+        while len(found) < 3:
+            found += await reader.fetch(WAIT_S)
+        assert (reader.begun, stream.is_connected, catalog.is_connected) == (1, True, True)
+        for one in (added, stream, catalog):
+            await one.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        server.stop()
 
 
 def test_permissions_name_an_instances_own_subjects_alone() -> None:

@@ -310,7 +310,7 @@ class NatsConnection:
         if not self._is_open:
             self._why_lost = words
         elif "permissions violation" in words:
-            log.warning("stream.permission_refused", server=self.shown, why=words)
+            log.warning("stream.permission_refused", server=self.shown, why=words, remedy=self._grant)
             quoted = _QUOTED.search(words)
             subject = quoted.group(1) if quoted else ""
             refusal = self._refusal(words)
