@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -124,11 +125,11 @@ class Engine:
     """A manager, and a thread that serves it prompts of both tenants until it is told to end."""
 
     def __init__(
-        self, secured: Secured, name: str, store: MemoryStore, database: str, number: int, stem: str = ""
+        self, secured: Secured, name: str, store: MemoryStore, number: int, stem: str = "", **flags: object
     ) -> None:
         settings = secured.settings(
             stem or f"instance-{name}", instance__id=name, instance__data_dir=str(secured.folder / name), pools__hbm__slots=64,
-            pools__hbm__device="cpu", pools__host__slots=64, catalog__database=database, pools__object__look_s=1.0,
+            pools__hbm__device="cpu", pools__host__slots=64, pools__object__look_s=1.0, **flags,
         )  # fmt: skip
         objects = memory_objects(BLOCK_BYTES, K, store, deadline_s=1.0)
         self.manager = open_manager(settings, list(TENANTS.values()), BLOCK_BYTES, object_pool=objects)
@@ -179,14 +180,18 @@ def serve(manager: Manager, namespace: Namespace, prompt: int) -> None:
 
 # -- the catalog, and who asks it ---------------------------------------------------------------------------------------
 
+# Who asks is known where the catalog has callers and TLS. Where it has none, the cluster here is asked over plain HTTP.
 HAS_ACCESS = "access" in {field.name for field in msgspec.structs.fields(CatalogSettings)}
+CALLERS = {"router-acme": ("router", "--tenant=acme"), "router-globex": ("router", "--tenant=globex")} | {
+    "engine": ("router", "--all-tenants"), "operator": ("operator",),
+}  # fmt: skip
 
 
 @contextmanager
 def catalog(secured: Secured, database: str) -> Iterator[str]:
     """`kvbm-catalog serve` as a process; gives where it answers."""
     port = free_port()
-    flags = secured.nats("catalog") | access_flags(secured) | {
+    flags = secured.nats("catalog") | serving_flags(secured) | {
         "instance.data_dir": str(secured.folder / "catalog"), "catalog.database": database, "catalog.listen": f"127.0.0.1:{port}",
     }  # fmt: skip
     command = [sys.executable, "-m", "kvbm", "catalog", "serve"]
@@ -198,21 +203,40 @@ def catalog(secured: Secured, database: str) -> Iterator[str]:
         stop_process(process)
 
 
-def access_flags(secured: Secured) -> dict[str, object]:
-    """Settings by which the catalog answers over HTTPS those alone who have a token.
-
-    To enable once `catalog.access` is there: write the file of tokens here, and give its path as "catalog.access".
-    """
+def serving_flags(secured: Secured) -> dict[str, object]:
+    """Settings by which the catalog answers over HTTPS, and those alone who have a token; makes the tokens."""
     if not HAS_ACCESS:
         return {}
-    cert, key = map(str, secured.certificate)
-    return {"catalog.tls_cert": cert, "catalog.tls_key": key}
+    access, made = secured.folder / "access.toml", certify(secured.folder, "catalog", secured.ca)
+    for name, (role, *more) in CALLERS.items():
+        token = kvbm("catalog", "token", "--access", str(access), "--name", name, "--role", role, *more).stdout
+        (secured.folder / f"{name}.token").write_text(token)
+        (secured.folder / f"{name}.token").chmod(0o600)
+    return {"catalog.access": str(access), "catalog.tls_cert": str(made.cert), "catalog.tls_key": str(made.key)}
 
 
-def client_of(secured: Secured, url: str, tenant: str) -> CatalogClient:
-    """A router of one tenant. To enable with `access_flags`: its token, and `secured.trusted` as the CA."""
-    del secured, tenant
-    return CatalogClient(url)
+def asking_flags(secured: Secured, name: str) -> dict[str, object]:
+    """Settings by which somebody asks the catalog."""
+    if not HAS_ACCESS:
+        return {}
+    return {"catalog.token": str(secured.folder / f"{name}.token"), "catalog.tls_ca": str(secured.ca.cert)}
+
+
+def client_of(secured: Secured, url: str, name: str) -> CatalogClient:
+    """A client with a caller's token."""
+    if not HAS_ACCESS:
+        return CatalogClient(url)
+    import kvbm.assembly as assembly
+
+    credentials = getattr(assembly, "catalog_credentials")(load_settings(flags=asking_flags(secured, name)))  # noqa: B009
+    options: dict[str, Any] = {"credentials": credentials}
+    return CatalogClient(url, **options)
+
+
+def knows_nothing(router: CatalogClient, namespace: Namespace, prompt: int) -> bool:
+    """Whether a router is told that nobody holds a prompt."""
+    answer = router.lookup(namespace, hashes_of(prompt, DEPTH))
+    return not any(one.depth for one in (*answer.instances, *answer.pools))
 
 
 # -- tests --------------------------------------------------------------------------------------------------------------
@@ -230,14 +254,17 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
     database = f"sqlite+aiosqlite:///{secured.folder / 'catalog.db'}"
     with ExitStack() as opened:
         url = opened.enter_context(catalog(secured, database))
-        routers = {tenant: client_of(secured, url, tenant) for tenant in TENANTS}
-        for router in routers.values():
-            opened.callback(router.close)
-            router.wait_ready(WAIT_S)
+        routers = {tenant: client_of(secured, url, f"router-{tenant}") for tenant in TENANTS}
+        operator = client_of(secured, url, "operator")
+        for client in (*routers.values(), operator):
+            opened.callback(client.close)
+        operator.wait_ready(WAIT_S)
         engines: dict[str, Engine] = {}
 
         def start(name: str) -> None:
-            engines[name] = Engine(secured, name, store, database, len(engines))
+            engines[name] = Engine(
+                secured, name, store, len(engines), **asking_flags(secured, "engine"), **{"catalog.url": url}
+            )
             opened.callback(engines[name].close)
 
         for name in ENGINES:
@@ -245,6 +272,8 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         all_go_on(engines)
         for tenant, router in routers.items():
             seen(router, TENANTS[tenant], prompt_of(engines["gpu-1"], tenant))
+        if HAS_ACCESS:
+            assert knows_nothing(routers["acme"], TENANTS["globex"], prompt_of(engines["gpu-1"], "globex"))
 
         # an instance is added: one reload, no restart
         secured.named.append("--instance=gpu-4")
@@ -286,7 +315,7 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         for tenant, router in routers.items():
             for engine in engines.values():
                 seen(router, TENANTS[tenant], prompt_of(engine, tenant))
-        digests_agree(next(iter(routers.values())), engines)
+        digests_agree(operator, engines)
         verified = replay(secured, "verify", "--json", str(secured.folder / "verify.json"))
         assert ", 0 findings" in verified.stdout and "verified: 6 instances" in verified.stdout, verified.stdout
         assert replay(secured, "stat").stdout
@@ -305,7 +334,7 @@ def refusal(attempt: Callable[[], object]) -> str:
 
 def test_an_instance_whose_key_is_anothers_serves_and_says_what_is_missing(secured: Secured) -> None:
     store = MemoryStore()
-    engine = Engine(secured, "gpu-9", store, "", 9, stem="instance-gpu-0")
+    engine = Engine(secured, "gpu-9", store, 9, "instance-gpu-0")
     try:
         said = eventually(engine.manager.trouble, "it sees no trouble", WAIT_S)
         assert "permissions violation" in said and "--instance gpu-9" in said
@@ -337,9 +366,9 @@ def seen(router: CatalogClient, namespace: Namespace, prompt: int) -> None:
     eventually(found, "the catalog knows nothing of a prompt", WAIT_S)
 
 
-def digests_agree(router: CatalogClient, engines: dict[str, Engine]) -> None:
+def digests_agree(operator: CatalogClient, engines: dict[str, Engine]) -> None:
     def agree(name: str, manager: Manager) -> bool:
-        summary = router.instance(name)
+        summary = operator.instance(name)
         return summary is not None and int(summary.digest, 16) == manager.digest()[1]
 
     for name, engine in engines.items():

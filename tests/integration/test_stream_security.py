@@ -32,6 +32,7 @@ from kvbm.streams.base import (
     pulse_subject,
     still_holds,
 )
+from kvbm.streams.nats import batch_reader
 from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX, Credentials, keep_seed
 from kvbm.streams.nats.permissions import (
@@ -484,6 +485,34 @@ def test_a_user_of_replay_reads_all_and_in_order(secured: Secured) -> None:
         assert [message.sequence for message in await reader.fetch(WAIT_S)] == [4, 5, 6]
         assert (await (await stream.pull(2, CLUSTER, WAIT_S)).fetch(WAIT_S))[0].sequence == 3
         assert await still_holds(stream, mark_of(found[2]))
+        await stream.close()
+
+    asyncio.run(work())
+
+
+def test_a_user_of_replay_reads_many_messages_over_a_lost_connection(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_streams(secured)
+    monkeypatch.setattr(batch_reader, "BATCH_MESSAGES", 300)
+    monkeypatch.setattr(batch_reader, "BATCH_BYTES", 20_000)
+
+    async def work() -> None:
+        writer = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.a)
+        for first in range(0, 2000, 500):
+            await asyncio.gather(
+                *(writer.publish(CLUSTER, A, make_frame(at, instance="a").data) for at in range(first, first + 500))
+            )
+        await writer.close()
+        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False)
+        reader = await stream.pull(0, CLUSTER, WAIT_S)
+        found: list[int] = []
+        while not reader.at_end:
+            found += [message.sequence for message in await reader.fetch(WAIT_S)]
+            if len(found) > 500 and reader.begun == 1:
+                await stream._connections.now.client.close()
+        assert found == list(range(1, 2001))
+        assert reader.begun == 2
         await stream.close()
 
     asyncio.run(work())
