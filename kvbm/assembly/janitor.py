@@ -58,6 +58,10 @@ def run_gc(
         raise ConfigError(
             "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
         )
+    if not settings.nats.enabled and not dry_run:
+        raise ConfigError(
+            "nats.enabled is false, and a janitor says on the stream what it does; set it, or use --dry-run"
+        )
     while True:
         try:
             tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings))))

@@ -394,3 +394,10 @@ def replay(
         del flags["nats.nkey_seed"]
     sets = [word for key, value in flags.items() for word in ("--set", f"{key}={value}")]
     return kvbm("replay", command, secured.url, *more, *sets, code=code)
+
+
+def test_a_catalog_with_anothers_key_ends_with_what_is_missing(secured: Secured) -> None:
+    flags = secured.nats("instance-gpu-0") | {"instance.data_dir": str(secured.folder / "catalog")}
+    sets = [word for key, value in flags.items() for word in ("--set", f"{key}={value}")]
+    said = kvbm("catalog", "serve", *sets, code=2).stderr
+    assert "permissions violation" in said and "kvbm nats-permissions --cluster prod" in said

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +38,7 @@ from kvbm.streams.base import (
 from kvbm.streams.nats import batch_reader
 from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX, Credentials, keep_seed
+from kvbm.streams.nats.key_folder import Change, print_accounts
 from kvbm.streams.nats.permissions import (
     Role,
     ServerUser,
@@ -164,6 +168,45 @@ def test_a_client_shows_a_certificate_where_the_server_wants_one(mutual_url: str
         Credentials(tls_ca=ca, tls_cert=str(other.cert), tls_key=str(other.key)),
     ):
         assert "no connection to NATS" in refusal(mutual_url, refused)
+
+
+def test_a_clients_certificate_changes_without_a_restart_of_anybody(certificates: Certificates, tmp_path: Path) -> None:
+    ca, cert, key = tmp_path / "clients.pem", tmp_path / "cert.pem", tmp_path / "key.pem"
+    tls = (
+        f"tls {{ cert_file: {json.dumps(str(certificates.server.cert))}, key_file: {json.dumps(str(certificates.server.key))}, "
+        f"ca_file: {json.dumps(str(ca))}, verify: true }}"
+    )
+    ca.write_bytes(certificates.ca.cert.read_bytes())
+    server = ReloadingServer(tmp_path / "nats", tls)
+    credentials = Credentials(tls_ca=str(certificates.ca.cert), tls_cert=str(cert), tls_key=str(key))
+
+    def show(made: Certificate) -> None:
+        cert.write_bytes(made.cert.read_bytes())
+        key.write_bytes(made.key.read_bytes())
+
+    async def work() -> None:
+        show(certificates.client)
+        stream = await NatsStream.connect(server.url, WAIT_S, credentials=credentials)
+        reader = await stream.pull(0, CLUSTER)
+        await stream.publish(CLUSTER, A, make_frame(0).data)
+        assert len(await reader.fetch(WAIT_S)) == 1
+        ca.write_bytes(certificates.ca.cert.read_bytes() + certificates.other_ca.cert.read_bytes())
+        await asyncio.to_thread(server.reload, tls)
+        show(certificates.other_client)
+        ca.write_bytes(certificates.other_ca.cert.read_bytes())
+        await asyncio.to_thread(server.reload, tls)
+        await stream._connections.now.client.close()
+        assert await reader.fetch(0.5) == []
+        await stream.publish(CLUSTER, A, make_frame(1).data)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [2]
+        show(certificates.client)
+        assert "no connection to NATS" in await asyncio.to_thread(refusal, server.url, credentials)
+        await stream.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        server.stop()
 
 
 def test_files_that_cannot_be_used_are_named_with_their_setting(certificates: Certificates, tmp_path: Path) -> None:
@@ -650,6 +693,66 @@ def test_a_reload_that_adds_somebody_ends_no_connection(tmp_path: Path) -> None:
         asyncio.run(work())
     finally:
         server.stop()
+
+
+def test_two_keys_of_one_instance_overlap_and_then_the_old_one_is_turned_away(tmp_path: Path) -> None:
+    keys, wanted = tmp_path / "keys", [(Role.INSTANCE, "a")]
+
+    def accounts(change: Change) -> str:
+        return print_accounts(keys, CLUSTER, wanted, change, time.time()).text
+
+    server = ReloadingServer(tmp_path / "nats", accounts(Change()))
+    old, new = tmp_path / "old.nk", tmp_path / "new.nk"
+    shutil.copy(keys / "instance-a.nk", old)
+
+    def of(seed: Path) -> Credentials:
+        return Credentials(nkey_seed=str(seed), inbox=instance_inbox(CLUSTER, A))
+
+    catalog = Credentials(nkey_seed=str(keys / "catalog.nk"), inbox=catalog_inbox(CLUSTER))
+    try:
+        asyncio.run(_connect_and_close(server.url, catalog))
+        connect(server.url, of(old))
+        renewed = accounts(Change(renew=["instance-a"]))
+        shutil.copy(keys / "instance-a.next.nk", new)
+        assert "or the key" in refusal(server.url, of(new))  # not yet
+        connect(server.url, of(keys / "instance-a.nk"))
+        server.reload(renewed)
+        for seed in (old, new):
+            connect(server.url, of(seed))
+        retired = accounts(Change(retire=["instance-a"]))
+        for seed in (old, new, keys / "instance-a.nk"):  # moved, not reloaded: nobody is without a key that works
+            connect(server.url, of(seed))
+        server.reload(retired)
+        for seed in (new, keys / "instance-a.nk"):
+            connect(server.url, of(seed))
+        assert "or the key" in refusal(server.url, of(old))
+    finally:
+        server.stop()
+
+
+async def _connect_and_close(url: str, credentials: Credentials) -> None:
+    await (await NatsStream.connect(url, WAIT_S, credentials=credentials)).close()
+
+
+def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, tmp_path: Path) -> None:
+    make_streams(secured)
+    seed, away = Path(secured.catalog.nkey_seed), tmp_path / "away"
+
+    async def work() -> None:
+        await _fill(secured)
+        stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog)
+        reader = await stream.pull(0, CLUSTER)
+        assert len(await reader.fetch(WAIT_S)) == 3
+        os.rename(seed, away)
+        await stream._connections.now.client.close()
+        with pytest.raises(StreamError, match=r"nats\.nkey_seed .* cannot be read"):
+            await reader.fetch(0.3)
+        os.rename(away, seed)
+        await _fill(secured)
+        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [4, 5, 6]
+        await stream.close()
+
+    asyncio.run(work())
 
 
 def test_permissions_name_an_instances_own_subjects_alone() -> None:
