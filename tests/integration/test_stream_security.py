@@ -627,6 +627,8 @@ def test_an_operator_says_what_to_erase_and_every_instance_reads_and_answers_it(
             assert (await user.request(f"{BORROWED_API}.{call}", b"")).data
         done = instance_subject(ERASED_PREFIX, CLUSTER, B)
         assert json.loads((await client.request(done, b"done")).data)["stream"] == ERASURES
+        pool = instance_subject(ERASED_PREFIX, CLUSTER, "objects-1")
+        assert json.loads((await operator.request(pool, b"done")).data)["stream"] == ERASURES
         said = await operator.request(f"{BORROWED_API}.DIRECT.GET.{ERASURES}.{done}", b"")
         assert said.data == b"done"
         for one in (owner, client, operator):

@@ -79,9 +79,9 @@ def catalog_inbox(cluster: str | None) -> str:
     return cluster_filter(f"{INBOX}.catalog", cluster).removesuffix(".>")
 
 
-def erase_subject(cluster: str) -> str:
-    """Where it is written what is to be erased in a cluster. Raises ConfigError: an impossible name."""
-    return cluster_filter(ERASE_PREFIX, cluster).removesuffix(".>")
+def erase_subject(cluster: str | None) -> str:
+    """Where it is written what is to be erased in a cluster, or in all. Raises ConfigError: an impossible name."""
+    return f"{ERASE_PREFIX}.*" if cluster is None else cluster_filter(ERASE_PREFIX, cluster).removesuffix(".>")
 
 
 def grant(cluster: str, role: Role, name: str = "") -> str:
@@ -121,11 +121,11 @@ def _lent_to_replay() -> list[str]:
 
 
 def _lent_to_operator(cluster: str) -> list[str]:
-    """So too, to a user who says what is to be erased, and reads how far everybody has come."""
+    """So too, to a user who says what is to be erased, erases the object pool, and reads how far everybody has come."""
     erased = cluster_filter(ERASED_PREFIX, cluster).removesuffix(">") + "*"
     calls = [f"STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)] + [f"STREAM.MSG.GET.{STREAM}"]
     calls += [f"DIRECT.GET.{ERASURES}.{subject}" for subject in (erase_subject(cluster), erased)]
-    return [erase_subject(cluster), *(f"{BORROWED_API}.{call}" for call in calls)]
+    return [erase_subject(cluster), erased, *(f"{BORROWED_API}.{call}" for call in calls)]
 
 
 _BATCHES = f"DIRECT.GET.{STREAM}"  # is answered by one message after another
@@ -143,6 +143,7 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
     allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
+    allowed.append(erase_subject(cluster))
     for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
