@@ -65,6 +65,13 @@ def test_more_users_than_spare_accounts_are_told_to_reload_twice(tmp_path: Path)
     assert "instance-gpu-2" in remark and "instance-gpu-1" not in remark and "twice" in remark
 
 
+def test_keys_without_a_list_of_accounts_get_new_ones_and_it_is_said(tmp_path: Path) -> None:
+    assert not printed(tmp_path, GPU).remarks
+    (tmp_path / "accounts.json").unlink()  # or an older kvbm made the keys
+    (remark,) = printed(tmp_path, GPU).remarks
+    assert all(f"instance-{name}" in remark for _, name in GPU) and "or restart it" in remark
+
+
 def test_two_keys_are_permitted_from_renewal_to_retirement_and_it_is_said_until_when(tmp_path: Path) -> None:
     seed, following = tmp_path / "instance-gpu-0.nk", tmp_path / "instance-gpu-0.next.nk"
     printed(tmp_path, GPU)

@@ -77,9 +77,10 @@ def print_accounts(
     named = [ServerUser("", name, role) for role, name in wanted]
     server_config(cluster, named)  # refuses what cannot be before it becomes files
     named.append(ServerUser("", None, Role.CATALOG))
+    is_new = not any(_seed(folder, user.stem).exists() for user in named)
     _change_keys(folder, {user.stem for user in named}, change)
     accounts = _read_accounts(folder)
-    is_first, known = not accounts.made, accounts.made
+    known = accounts.made
     spares = _number(accounts, [user.stem for user in named if user.kind is not Role.CATALOG], change.spare)
     users = [_with_keys(folder, user, accounts) for user in named]
     _write_accounts(folder, accounts)
@@ -87,11 +88,11 @@ def print_accounts(
     for user in users:
         if user.next_nkey:
             comments.append(_on_overlap(folder, user, change.overlap_s, now_s))
-    unknown = [user.stem for user in users if not is_first and accounts.numbers.get(user.stem, 0) > known]
+    unknown = [user.stem for user in users if not is_new and accounts.numbers.get(user.stem, 0) > known]
     if unknown:
         remarks.append(
-            f"no spare account was left for {', '.join(unknown)}: reload nats-server twice, because it lends nothing to an account "
-            "that is new to it"
+            f"there was no spare account for {', '.join(unknown)}: reload nats-server twice, or restart it, because at a reload it "
+            "lends nothing to an account that is new to it"
         )
     text = server_config(cluster, users, [_account(number) for number in spares])
     return Printed("".join(f"# {comment}\n" for comment in comments) + text, comments + remarks)
