@@ -318,6 +318,11 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         digests_agree(operator, engines)
         verified = replay(secured, "verify", "--json", str(secured.folder / "verify.json"))
         assert ", 0 findings" in verified.stdout and "verified: 6 instances" in verified.stdout, verified.stdout
+        states = json.loads(replay(secured, "state", "--json", "-").stdout)["instances"]
+        on_stream = {state["instance"]: (state["epoch"], state["offset"], int(state["digest"], 16)) for state in states}
+        for name, engine in engines.items():  # each event that was decided, and the epoch it began with
+            assert on_stream[name] == (1, *engine.manager.digest())
+            assert on_stream[name][1] >= applied[name] > engine.served
         assert replay(secured, "stat").stdout
         assert replay(secured, "state", "--instance", "gpu-4").stdout
         assert len(replay(secured, "cat", "--limit", "5").stdout.splitlines()) == 5
