@@ -8,16 +8,20 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO, TypeAlias, cast
+from typing import TYPE_CHECKING, TextIO, TypeAlias, cast
 
 import structlog
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
+
+if TYPE_CHECKING:
+    from kvbm.streams.nats.credentials import Credentials
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -102,7 +106,9 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     from kvbm.workload.trace import read_trace
 
     _configure_logs()
-    parts = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace)
+    parts = Parts(
+        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace, _replay_credentials
+    )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
 
@@ -375,8 +381,8 @@ def _add_permissions(commands: _Commands) -> None:
     permissions = _add_command(
         commands,
         "nats-permissions",
-        "print the accounts of the catalog and each instance for nats-server's configuration; makes keys where there are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 > accounts.conf",
+        "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there are none",
+        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 > accounts.conf",
     )
     permissions.add_argument(
         "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
@@ -386,14 +392,41 @@ def _add_permissions(commands: _Commands) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="folder of the seeds: instance-NAME.nk and catalog.nk, each the nats.nkey_seed of its owner",
+        help="folder of the seeds, each the nats.nkey_seed of its owner: catalog.nk, instance-NAME.nk, janitor-NAME.nk and so on. "
+        "Keep it: it says which account is whose",
+    )
+    for role, words in (
+        ("instance", "an instance's name, as instance.id"),
+        ("janitor", "the name of a `kvbm-catalog gc`, as gc.id"),
+        ("replay", "a name for somebody who reads with kvbm-replay"),
+        ("operator", "a name for somebody who erases"),
+    ):
+        permissions.add_argument(
+            f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
+        )
+    permissions.add_argument(
+        "--spare",
+        type=_small_count,
+        default=8,
+        metavar="N",
+        help="accounts for users to come: nats-server lends nothing to an account that a reload makes (default 8)",
     )
     permissions.add_argument(
-        "--instance",
+        "--renew",
         action="append",
         default=[],
-        metavar="NAME",
-        help="an instance's name, as instance.id; may be given several times",
+        metavar="USER",
+        help="make a second key, such as instance-gpu-0.next.nk for instance-gpu-0; the server permits both",
+    )
+    permissions.add_argument(
+        "--retire", action="append", default=[], metavar="USER", help="the second key replaces the first one"
+    )
+    permissions.add_argument(
+        "--overlap",
+        type=_seconds,
+        default=86400.0,
+        metavar="S",
+        help="for how long a user is meant to have two keys; it is said until when (default 86400)",
     )
 
 
@@ -464,15 +497,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
             return probe.main(arguments.url, arguments.wait, _settings(arguments))
         case "nats-permissions":
-            from kvbm.streams.nats.credentials import keep_seed
-            from kvbm.streams.nats.permissions import ServerUser, server_config
-
-            keys: Path = arguments.keys
-            users = [ServerUser("", name) for name in arguments.instance]
-            server_config(arguments.cluster, users)  # refuses impossible names before they become files
-            users = [ServerUser(keep_seed(keys / f"instance-{name}.nk"), name) for name in arguments.instance]
-            print(server_config(arguments.cluster, [*users, ServerUser(keep_seed(keys / "catalog.nk"))]), end="")
-            return 0
+            return _print_permissions(arguments)
         case "engine":
             settings = _settings(arguments)  # first, because torch takes seconds to load
             from kvbm.engines.reference.worker import WorkerSettings
@@ -483,6 +508,20 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case _:
             print("\n".join(default_lines()))
             return 0
+
+
+def _print_permissions(arguments: argparse.Namespace) -> int:
+    from kvbm.streams.nats.key_folder import Change, print_accounts
+    from kvbm.streams.nats.permissions import Role
+
+    named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR)
+    wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
+    change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
+    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time())
+    print(printed.text, end="")
+    for remark in printed.remarks:
+        print(f"kvbm: {remark}", file=sys.stderr)
+    return 0
 
 
 def _serve_catalog(arguments: argparse.Namespace) -> int:
@@ -508,14 +547,25 @@ def _collect_garbage(arguments: argparse.Namespace) -> int:
         return 0
 
 
+def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:
+    from kvbm.assembly import stream_credentials
+    from kvbm.streams.nats.permissions import Role
+
+    return stream_credentials(_read_settings(config, sets), Role.REPLAY)
+
+
 def _settings(arguments: argparse.Namespace) -> Settings:
+    return _read_settings(arguments.config, arguments.sets)
+
+
+def _read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
     flags = {}
-    for pair in arguments.sets:
+    for pair in sets:
         key, equals, value = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set {pair!r} has no {'value' if key else 'key'}; write KEY=VALUE")
         flags[key] = value
-    return load_settings(arguments.config, os.environ, flags)
+    return load_settings(config, os.environ, flags)
 
 
 class _Remarks:

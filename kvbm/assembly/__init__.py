@@ -8,6 +8,7 @@ from kvbm.assembly.manager import (
     open_engine_manager,
     open_manager,
     run_catalog,
+    stream_credentials,
 )
 from kvbm.assembly.native import (
     CODER,
@@ -55,4 +56,5 @@ __all__ = [
     "run_catalog",
     "run_gc",
     "segment_copies",
+    "stream_credentials",
 ]

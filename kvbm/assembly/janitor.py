@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -14,13 +15,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from kvbm.assembly.manager import database_url, make_data_dir, open_manager
+from kvbm.assembly.manager import database_url, make_data_dir, open_manager, stream_credentials
 from kvbm.assembly.native import CODER, NATIVE
 from kvbm.assembly.pools import key_source, pool_name
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
-from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError
+from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR
-from kvbm.core.ids import InstanceId, Namespace
+from kvbm.core.ids import InstanceId, Namespace, Offset
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.object.encryption import Sealing
@@ -28,11 +29,17 @@ from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.opening import open_store
+from kvbm.streams.base import Position
+from kvbm.streams.nats.permissions import Role
+from kvbm.streams.nats.stream import NatsStream
 
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
 
 log = structlog.get_logger()
+
+_STALLED_S = 6.0  # a little after this a publisher says what it waits for
+_POLL_S = 0.02
 
 
 def run_gc(
@@ -50,6 +57,10 @@ def run_gc(
     if new_store is None and not settings.pools.object.url:
         raise ConfigError(
             "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
+        )
+    if not settings.nats.enabled and not dry_run:
+        raise ConfigError(
+            "nats.enabled is false, and a janitor says on the stream what it does; set it, or use --dry-run"
         )
     while True:
         try:
@@ -100,7 +111,7 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
             )
             return BlockObjects(store, 1, NATIVE.checksums, CODER, way)
 
-        run, me = secrets.token_hex(8), janitor_id(pool)
+        run, me = secrets.token_hex(8), InstanceId(gc.id) if gc.id else janitor_id(pool)
         cluster = f"{settings.instance.cluster}-{hashlib.sha256(repr(claims.streams()).encode()).hexdigest()[:8]}"
         options = DriverOptions(cluster, run, wanted.timeout_s, rules.batch_s, dry_run)
         driver = Driver(store, claims, folder, lambda spaces: _open_janitor(settings, me, spaces, folder(1)), options)
@@ -124,12 +135,15 @@ def _open_store(settings: Settings) -> Store:
 
 
 def janitor_id(pool: str) -> InstanceId:
-    """The instance a pool's janitor is in its cluster."""
+    """The instance a pool's janitor is in its cluster, where `gc.id` names none."""
     return InstanceId(f"janitor-{hashlib.sha256(pool.encode()).hexdigest()[:8]}")
 
 
 def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Namespace], objects: ObjectPool) -> Manager:
-    """A manager that holds nothing and offloads nothing: what a janitor says things with."""
+    """A manager that holds nothing and offloads nothing: what a janitor says things with.
+
+    Raises: StreamError: what it says does not reach the stream. Nothing was changed then.
+    """
     replace = msgspec.structs.replace
     mine = replace(
         settings,
@@ -140,4 +154,41 @@ def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Names
         samples=replace(settings.samples, rate=0.0),
         catalog=replace(settings.catalog, url=""),
     )
-    return open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
+    if mine.nats.url:
+        _ask_stream(mine, me)
+    manager = open_manager(mine, namespaces, objects.block_bytes, JANITOR, objects)
+    try:
+        _wait_until_heard(manager, mine.nats.timeout_s + _STALLED_S)
+    except BaseException:
+        manager.close()
+        raise
+    return manager
+
+
+def _ask_stream(settings: Settings, me: InstanceId) -> None:
+    """Ask the stream for what only this instance may have, because a refusal is heard at once. Raises StreamError."""
+    credentials = stream_credentials(settings, Role.JANITOR, me)
+
+    async def ask() -> None:
+        nats = settings.nats
+        stream = await NatsStream.connect(nats.url, nats.timeout_s, credentials=credentials, replicas=nats.replicas)
+        try:
+            await stream.fence(settings.instance.cluster, me, nats.timeout_s)
+        finally:
+            await stream.close()
+
+    asyncio.run(ask())
+
+
+def _wait_until_heard(manager: Manager, timeout_s: float) -> None:
+    """Wait until the stream has the beginning of the manager's events. Raises StreamError: it does not take them."""
+    until_s = time.monotonic() + timeout_s
+    begun = Position(manager.epoch, Offset(1))
+    while manager.published() < begun:
+        if time.monotonic() > until_s:
+            why = manager.trouble() or "no answer"
+            raise StreamError(
+                f"the janitor's instance {manager.instance} said within {timeout_s:g} s nothing that the stream has stored ({why}). "
+                "Nothing was changed"
+            )
+        time.sleep(_POLL_S)

@@ -59,8 +59,8 @@ from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats.connection import shown
-from kvbm.streams.nats.credentials import Credentials
-from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
+from kvbm.streams.nats.credentials import INBOX, Credentials
+from kvbm.streams.nats.permissions import Role, catalog_inbox, grant, instance_inbox
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher_ownership import unknown_runs
 from kvbm.streams.publisher_thread import PublisherThread
@@ -189,7 +189,8 @@ def _open_manager(
     settings = _without_lasting(settings, namespaces, engine)
     core = core or NATIVE_CORE
     instance, backend = InstanceId(settings.instance.id), core.backend
-    credentials = _credentials(settings, instance_inbox(settings.instance.cluster, instance))
+    role = Role.JANITOR if engine == JANITOR else Role.INSTANCE
+    credentials = stream_credentials(settings, role, settings.instance.id)
     with ExitStack() as opened, ExitStack() as opened_pools:
         journal = None
         run = secrets.token_hex(8)
@@ -254,7 +255,7 @@ def run_catalog(settings: Settings) -> int:
 
     check_settings(settings)
     with ExitStack() as opened:
-        credentials = _credentials(settings, catalog_inbox(settings.instance.cluster))
+        credentials = stream_credentials(settings, Role.CATALOG)
         url = _nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             make_data_dir(settings)
@@ -413,10 +414,21 @@ def _begin_epoch(
     return pool_id
 
 
-def _credentials(settings: Settings, inbox: str) -> Credentials:
-    """How this process proves itself to the stream. Raises ConfigError, MissingExtraError: what cannot be used."""
-    nats = settings.nats
-    credentials = Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox)
+def stream_credentials(settings: Settings, role: Role, name: str = "") -> Credentials:
+    """How this process proves itself to the stream. Raises ConfigError, MissingExtraError: what cannot be used.
+
+    Args:
+        role, name: what it is there, as `kvbm nats-permissions` names it.
+    """
+    nats, cluster = settings.nats, settings.instance.cluster
+    inbox = INBOX
+    if role is Role.CATALOG:
+        inbox = catalog_inbox(cluster)
+    elif role in (Role.INSTANCE, Role.JANITOR):
+        inbox = instance_inbox(cluster, name)
+    credentials = Credentials(
+        nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox, grant(cluster, role, name)
+    )
     if nats.enabled:
         credentials.connect_options(nats.url)
     return credentials

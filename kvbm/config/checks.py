@@ -171,6 +171,8 @@ def check_gc(gc: GcSettings, pool: ObjectSettings) -> None:
     for name in ("ttl_s", "quota_bytes", "young_s", "skew_s", "every_s"):
         if not 0 <= getattr(gc, name) < math.inf:
             raise ConfigError(f"gc.{name} is {getattr(gc, name):g}; it must be at least 0")
+    if gc.id and not _NAME.fullmatch(gc.id):
+        raise ConfigError(f'gc.id is {gc.id!r}; use 1 to 128 letters, digits, "-" and "_"')
     if not 1 <= gc.lease_s <= _LONGEST_S:
         raise ConfigError(f"gc.lease_s is {gc.lease_s:g}; it must be at least 1 and at most {_LONGEST_S:g}")
     if not max(2 * pool.timeout_s, 3 * pool.look_s) <= gc.grace_s <= _LONGEST_S:

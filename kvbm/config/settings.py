@@ -323,6 +323,8 @@ class GcSettings(SettingsGroup, frozen=True):
         skew_s: how far the clocks of instances, janitor and store may be apart.
         lease_s: for how long a janitor that died keeps others away.
         every_s: between two runs; 0: one run.
+        id: name of the janitor's instance, as `kvbm nats-permissions --janitor` has it; "" for janitor- and eight characters that
+            follow from the pool's name. Two janitors of one cluster with different pools need two names.
     """
 
     ttl_s: float = 7 * 86_400.0
@@ -332,6 +334,7 @@ class GcSettings(SettingsGroup, frozen=True):
     skew_s: float = 60.0
     lease_s: float = 60.0
     every_s: float = 0.0
+    id: str = ""
 
 
 class Settings(SettingsGroup, frozen=True):

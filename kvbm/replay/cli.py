@@ -24,7 +24,7 @@ from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import Finding, exit_code
 from kvbm.replay.format import END, parse_at
-from kvbm.replay.opening import open_source
+from kvbm.replay.opening import OPEN, open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, Source, SourceError
@@ -32,6 +32,7 @@ from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, Cost, ReadTrace, read_accesses, what_if
+from kvbm.streams.nats.credentials import Credentials
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -107,6 +108,7 @@ class Parts(NamedTuple):
         new_index: of `rebuild`; one that writes checkpoints.
         ask: gives who answers for a catalog at a URL.
         read_trace: reads a trace in Mooncake's format.
+        credentials: (file of settings, KEY=VALUE settings) → how to prove to the stream who reads.
     """
 
     backend: Backend = REFERENCE
@@ -115,6 +117,7 @@ class Parts(NamedTuple):
     new_index: NewIndex = ReferenceIndex
     ask: AskCatalog | None = None
     read_trace: ReadTrace | None = None
+    credentials: Callable[[Path | None, Sequence[str]], Credentials] | None = None
 
 
 PYTHON = Parts()
@@ -129,7 +132,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts = PYTHON) -> int:
     """
     arguments = _parser().parse_args(argv)
     if getattr(arguments, "reference", False):
-        parts = Parts(ask=parts.ask, read_trace=parts.read_trace)
+        parts = Parts(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
         return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
@@ -205,6 +208,13 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument(
         "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
     )
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="settings as TOML; nats.* say how to prove to a stream who reads"
+    )
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+        help="one setting, such as nats.nkey_seed=replay-desk.nk or nats.tls_ca=ca.pem; may be given several times",
+    )  # fmt: skip
 
 
 def _add_rebuild(command: argparse.ArgumentParser) -> None:
@@ -321,7 +331,7 @@ def _policies(text: str) -> list[str]:
 
 
 def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments)
+    source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     with _opened(arguments.json) as file:
         out, is_json = file or sys.stdout, file is not None
@@ -330,7 +340,7 @@ def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments)
+    source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     stats = stats_of(source, parts.backend, parts.fold, arguments.instance, located)
     _check_found(arguments.instance, stats.instances)
@@ -340,7 +350,7 @@ def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
 
 def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     at = parse_at(arguments.at) if arguments.at else END
-    source = _source(arguments)
+    source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
     _check_found(arguments.instance, states.instances)
@@ -349,7 +359,7 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments)
+    source = _source(arguments, parts)
     against = None
     if arguments.catalog:
         if parts.ask is None:
@@ -369,7 +379,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
-    a, b = (open_source(name, arguments.timeout) for name in (arguments.a, arguments.b))
+    a, b = (_open(name, arguments, parts) for name in (arguments.a, arguments.b))
     report = diff(a, b, parts.backend, arguments.instance)
     _write(arguments.json, report, report.lines())
     return 1 if report.divergences else 0
@@ -378,13 +388,13 @@ def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
 def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
     from kvbm.replay.rebuild import RebuildOptions, rebuild  # it needs the extra "catalog"
 
-    connect = None if arguments.stream is None else _connect(arguments.stream, arguments.timeout)
-    source = _source(arguments)
+    connect = None if arguments.stream is None else _connect(arguments.stream, arguments, parts, makes=True)
+    source = _source(arguments, parts)
     folder = Path(arguments.source)
     is_archive = folder.is_dir() and any(folder.glob(f"*{ARCHIVE_SUFFIX}"))
     is_own_stream = connect is None and "://" in arguments.source
     if is_own_stream:
-        connect = _connect(arguments.source, arguments.timeout)
+        connect = _connect(arguments.source, arguments, parts, makes=False)
     options = RebuildOptions(
         database=arguments.database, checkpoint=arguments.checkpoint, cluster=arguments.cluster, capacity=_CAPACITY,
         instance=arguments.instance, archive=folder if is_archive else None, is_own_stream=is_own_stream,
@@ -395,7 +405,7 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _export(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments)
+    source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     report = export(
         source, arguments.target, parts.backend, parts.decode_columns, arguments.instance, arguments.blocks, located
@@ -417,9 +427,9 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
 def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
     from kvbm.streams.nats.connection import shown
 
-    source = _source(arguments)
+    source = _source(arguments, parts)
     report = serve(
-        source, _connect(arguments.to, arguments.timeout), shown(arguments.to), arguments.cluster, parts.backend,
+        source, _connect(arguments.to, arguments, parts, makes=True), shown(arguments.to), arguments.cluster, parts.backend,
         arguments.speed, arguments.anyway, arguments.instance,
     )  # fmt: skip
     _write(arguments.json, report, report.lines())
@@ -432,14 +442,28 @@ _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
 }  # fmt: skip
 
 
-def _source(arguments: argparse.Namespace) -> Source:
-    return open_source(arguments.source, arguments.timeout)
+def _source(arguments: argparse.Namespace, parts: Parts) -> Source:
+    return _open(arguments.source, arguments, parts)
 
 
-def _connect(url: str, timeout_s: float) -> OpenStream:
+def _open(name: str, arguments: argparse.Namespace, parts: Parts) -> Source:
+    return open_source(name, arguments.timeout, _credentials(arguments, parts) if "://" in name else OPEN)
+
+
+def _credentials(arguments: argparse.Namespace, parts: Parts) -> Credentials:
+    """How to prove to a stream who reads. Raises SourceError, ConfigError, MissingExtraError."""
+    if parts.credentials is not None:
+        return parts.credentials(arguments.config, arguments.sets)
+    if arguments.config is not None or arguments.sets:
+        raise SourceError("nothing here reads settings; use the command kvbm-replay")
+    return OPEN
+
+
+def _connect(url: str, arguments: argparse.Namespace, parts: Parts, makes: bool) -> OpenStream:
     from kvbm.streams.nats.stream import NatsStream
 
-    return lambda: NatsStream.connect(url, timeout_s)
+    credentials = _credentials(arguments, parts)
+    return lambda: NatsStream.connect(url, arguments.timeout, credentials=credentials, makes=makes)
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from kvbm.core.backend import Backend
 from kvbm.core.errors import StreamError
 from kvbm.replay.scan import CORRUPT, TORN, Damage, scan
 from kvbm.replay.source import FramePlace, Located, SourceError
-from kvbm.streams.base import EVENTS_PREFIX, StreamMessage, fence_of, is_fence, subject_names
+from kvbm.streams.base import EVENTS_PREFIX, EventReader, StreamMessage, fence_of, is_fence, subject_names
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.holders import Holders
 from kvbm.streams.nats.connection import shown
-from kvbm.streams.nats.reader import NatsReader
+from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
 
 
@@ -22,22 +22,26 @@ class StreamSource:
 
     Args:
         timeout_s: how long the server may keep silent.
+        credentials: of a user who may read.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, credentials: Credentials) -> None:
         self.name = shown(url)
         self.is_trimmed = True
         self.total = 0
         self.done = 0
         self._url = url
         self._timeout_s = timeout_s
+        self._credentials = credentials
 
     def read(self, backend: Backend) -> Iterator[Located]:
         """See `Source.read`."""
         order = self.done = 0
         holders = Holders()
         with asyncio.Runner() as runner:
-            stream = runner.run(NatsStream.connect(self._url, self._timeout_s))
+            stream = runner.run(
+                NatsStream.connect(self._url, self._timeout_s, credentials=self._credentials, makes=False)
+            )
             try:
                 last, reader = runner.run(self._begin(stream))
                 at = 0
@@ -55,7 +59,7 @@ class StreamSource:
             finally:
                 runner.run(stream.close())
 
-    async def _begin(self, stream: NatsStream) -> tuple[int, NatsReader]:
+    async def _begin(self, stream: NatsStream) -> tuple[int, EventReader]:
         last = await stream.last_sequence(self._timeout_s)
         first = await stream.first_sequence(self._timeout_s)
         if first > last:
@@ -63,7 +67,7 @@ class StreamSource:
         self.total = last - first + 1
         return last, await stream.pull(0, None, self._timeout_s)
 
-    async def _fetch(self, reader: NatsReader) -> list[StreamMessage]:
+    async def _fetch(self, reader: EventReader) -> list[StreamMessage]:
         messages = await reader.fetch(self._timeout_s)
         if not messages and not reader.at_end:
             raise StreamError(

@@ -9,17 +9,22 @@ from kvbm.replay.live import StreamSource
 from kvbm.replay.source import ARCHIVE_SUFFIX, FileSource, Source, SourceError, SourceFile
 from kvbm.streams.journal.history import KEPT_SUFFIX
 from kvbm.streams.journal.segments import SEGMENT_SUFFIX, segment_files
+from kvbm.streams.nats.credentials import Credentials
+
+OPEN = Credentials()  # of a server that asks nobody who it is
 
 
-def open_source(name: str, timeout_s: float = 5.0) -> Source:
+def open_source(name: str, timeout_s: float = 5.0, credentials: Credentials = OPEN) -> Source:
     """The source a user names: a path, or a URL such as nats://host:4222.
 
+    Args:
+        credentials: for a URL.
     Raises: SourceError: there is nothing of the kind. JournalError: a folder with a file that is no segment.
     """
     if "://" in name:
         if urlsplit(name).scheme not in ("nats", "tls"):
             raise SourceError(f"{name.partition('://')[0]}:// is no kind of source; use a path, or nats://host:port")
-        return StreamSource(name, timeout_s)
+        return StreamSource(name, timeout_s, credentials)
     path = Path(name)
     if path.is_dir():
         return _open_folder(name, path)

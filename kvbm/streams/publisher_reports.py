@@ -138,7 +138,7 @@ class PublisherReports:
         waits_for = waits_for or "its turn"
         self._stall = (
             f"stream: it waits for {waits_for}; nothing is published after offset {confirmed.offset} of epoch "
-            f"{confirmed.epoch}"
+            f"{confirmed.epoch}{f' ({self._why})' if self._why else ''}"
         )
         if waits_for not in self._stalls:
             self._stalls.add(waits_for)

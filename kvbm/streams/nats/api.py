@@ -159,10 +159,10 @@ async def message_at(connection: NatsConnection, name: str, sequence: int, timeo
             )
         return None
     found = reply.message
-    return StreamMessage(found.seq, found.subject, found.data, _ns_of(found.time, asked))
+    return StreamMessage(found.seq, found.subject, found.data, ns_of(found.time, asked))
 
 
-def _ns_of(words: str, asked: str) -> int:
+def ns_of(words: str, asked: str) -> int:
     """Nanoseconds since 1970 of a time as the server writes it, which leaves out zeros at the end. Raises StreamError."""
     whole, _, fraction = words.removesuffix("Z").partition(".")
     try:

@@ -100,6 +100,7 @@ class NatsConnection:
         self._complaints: dict[str, str] = {}  # subject → what the server said of the last thing sent there
         self._refused_subjects: dict[str, str] = {}  # subject that may not be subscribed to → what the server said
         self._inbox = ""
+        self._grant = credentials.grant
         self._counter = itertools.count()
 
     @classmethod
@@ -213,10 +214,10 @@ class NatsConnection:
         finally:
             self._waiting.pop(inbox, None)
         if message.headers and message.headers.get("Status") == "503":
-            raise NobodyError(
-                f"nobody answers to {subject} at {self.shown}; its server needs JetStream (nats-server -js), or the stream "
-                "has no leader now"
-            )
+            why = "its server needs JetStream (nats-server -js), or the stream has no leader now"
+            if self.is_lent:
+                why = "the stream has no leader now, or the account of this user is new: then reload nats-server once more"
+            raise NobodyError(f"nobody answers to {subject} at {self.shown}; {why}")
         return message
 
     def _routed(self, subject: str) -> str:
@@ -243,10 +244,15 @@ class NatsConnection:
         """Raises StreamError: the server refuses a subscription to this subject."""
         complaint = self._refused_subjects.get(subject.lower())
         if complaint:
-            raise RefusedError(f"NATS at {self.shown} refuses: {complaint}")
+            raise self._refusal(complaint)
+
+    def _refusal(self, complaint: str) -> RefusedError:
+        remedy = f"; {self._grant}" if self._grant else ""
+        return RefusedError(f"NATS at {self.shown} refuses: {complaint}{remedy}")
 
     async def send(self, subject: str, data: bytes, reply: str = "") -> None:
         """Send without waiting for an answer. Raises StreamError: lost, or refused before."""
+        subject = self._routed(subject)
         self.check(subject)
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
@@ -260,11 +266,12 @@ class NatsConnection:
         """Raises StreamError: the connection is lost, or the server has complained of this subject since the last call."""
         if not self.is_open:
             raise self._lost(self._why_lost or "closed")
+        subject = self._routed(subject)
         complaint = self._complaints.pop(subject.lower(), "") or self._refused_subjects.get(
             f"{self._inbox}.*".lower(), ""
         )
         if complaint:
-            raise RefusedError(f"NATS at {self.shown} refuses: {complaint}")
+            raise self._refusal(complaint)
 
     async def close(self) -> None:
         """Fail what waits, wake who reads, and end the connection. Idempotent."""
@@ -303,10 +310,10 @@ class NatsConnection:
         if not self._is_open:
             self._why_lost = words
         elif "permissions violation" in words:
-            log.warning("stream.permission_refused", server=self.shown, why=words)
+            log.warning("stream.permission_refused", server=self.shown, why=words, remedy=self._grant)
             quoted = _QUOTED.search(words)
             subject = quoted.group(1) if quoted else ""
-            refusal = RefusedError(f"NATS at {self.shown} refuses: {words}")
+            refusal = self._refusal(words)
             if " subscription " in words:
                 self._refused_subjects[subject] = words
                 if subject == f"{self._inbox}.*".lower():

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from nats.aio.client import Client
+from nats.aio.client import Client, RawCredentials
 from nats.errors import Error as NatsError
 
 from kvbm.core.errors import ConfigError, MissingExtraError
@@ -27,6 +27,7 @@ class Credentials(NamedTuple):
         credentials: file of a user's JWT and seed (.creds). nkey_seed: file with an nkey's seed.
         tls_ca, tls_cert, tls_key: files (PEM): who is trusted, and this side's certificate.
         inbox: prefix of the subjects answers come on; the server allows a user its own alone.
+        grant: what to do where the server refuses something, in words.
     """
 
     credentials: str = ""
@@ -35,13 +36,15 @@ class Credentials(NamedTuple):
     tls_cert: str = ""
     tls_key: str = ""
     inbox: str = INBOX
+    grant: str = ""
 
     def wants_tls(self, url: str) -> bool:
         """Whether a connection without TLS is refused."""
         return bool(self.tls_ca or self.tls_cert) or any(one.strip().startswith("tls://") for one in url.split(","))
 
     def connect_options(self, url: str) -> dict[str, Any]:
-        """What nats-py's `connect` takes for it; the files are read here, so that what is wrong is said at the start.
+        """What nats-py's `connect` takes for it. Each file is read here, once: what is wrong is said at the start, and a file
+        that is replaced while a connection is made is the old one or the new one.
 
         Raises: ConfigError: files that cannot be used. MissingExtraError: keys need the package nkeys.
         """
@@ -57,10 +60,11 @@ class Credentials(NamedTuple):
                 )
             at = next(index for index, line in enumerate(lines) if _SEED_MARK in line)
             _check_seed("nats.credentials", self.credentials, lines[at + 1] if at + 1 < len(lines) else "")
-            options["user_credentials"] = self.credentials
+            options["user_credentials"] = RawCredentials(text)
         elif self.nkey_seed:
-            _check_seed("nats.nkey_seed", self.nkey_seed, _read("nats.nkey_seed", self.nkey_seed))
-            options["nkeys_seed"] = self.nkey_seed
+            seed = _read("nats.nkey_seed", self.nkey_seed)
+            _check_seed("nats.nkey_seed", self.nkey_seed, seed)
+            options["nkeys_seed_str"] = seed.strip()
         if self.wants_tls(url):
             options["tls"] = self._tls_context()
         elif self.tls_key:
@@ -130,7 +134,7 @@ def keep_seed(path: Path) -> str:
     if not path.exists():
         seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(bytes(seed) + b"\n")
         except OSError as error:

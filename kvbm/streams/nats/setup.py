@@ -24,6 +24,7 @@ log = structlog.get_logger()
 
 STREAM = "KVBM"
 PULSE = "KVBM_PULSE"
+ERASURES = "KVBM_ERASE"  # made by whoever erases and by catalogs: `streams/nats/erasures.py`
 MAX_AGE_S = 24 * 3600
 PULSE_WAIT_S = 1.5  # to see the stream of heartbeats; the events do not wait for it any longer
 
@@ -56,10 +57,15 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 class StreamOptions(NamedTuple):
-    """How streams are made that are not there yet; see `NatsStream.connect`."""
+    """How streams are made that are not there yet; see `NatsStream.connect`.
+
+    Attributes:
+        makes: false for who only reads: a stream that is not there is an error.
+    """
 
     max_bytes: int = -1
     replicas: int = 1
+    makes: bool = True
 
     def config(self, name: str) -> dict[str, Any]:
         """A stream's whole configuration."""
@@ -75,6 +81,9 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
         async with asyncio.timeout(max(0.1, deadline_s - time.monotonic())):
             info = await request(connection, f"{JS_API}.STREAM.INFO.{STREAM}", {}, StreamInfo, timeout_s)
             connection.is_lent = info.error is not None and info.error.err_code == NOT_ENABLED
+            if not options.makes:
+                await _check_readable(connection, timeout_s)
+                return connection
             events = await ensure_stream(connection, options.config(STREAM), timeout_s)
             # the leader of a replicated stream refuses a message that names a fence while another that names it is under way
             connection.most_in_flight = 1 if events.config.num_replicas > 1 else 0
@@ -89,6 +98,12 @@ async def open_ready(url: str, timeout_s: float, options: StreamOptions, credent
         await connection.close()
         raise
     return connection
+
+
+async def _check_readable(connection: NatsConnection, timeout_s: float) -> None:
+    info = await request(connection, f"{JS_API}.STREAM.INFO.{STREAM}", {}, StreamInfo, timeout_s)
+    if info.error is not None:
+        raise StreamError(f"the stream at {connection.shown} holds no events: {info.error.description}")
 
 
 async def ensure_stream(

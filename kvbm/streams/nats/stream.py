@@ -34,6 +34,7 @@ from kvbm.streams.base import (
     read_subjects,
 )
 from kvbm.streams.nats.api import NS, last_message, message_at, store, stream_info
+from kvbm.streams.nats.batch_reader import BatchReader
 from kvbm.streams.nats.broadcast import listen, word_in
 from kvbm.streams.nats.connection import LateError, NobodyError
 from kvbm.streams.nats.credentials import Credentials
@@ -63,6 +64,7 @@ class NatsStream:
         max_bytes: int = -1,
         credentials: Credentials | None = None,
         replicas: int = 1,
+        makes: bool = True,
     ) -> NatsStream:
         """Connect and make sure that both streams exist; one that exists keeps its limits and its number of replicas.
 
@@ -70,9 +72,10 @@ class NatsStream:
             max_bytes: what the events may take on the server's disk, if the stream is made here; -1 for no limit.
             credentials: keys and certificates, where the server wants some.
             replicas: servers of a cluster that keep each stream, if it is made here.
+            makes: false for who only reads events: nothing is made then, and the other stream may be absent.
         Raises: StreamError: nothing answers in time, or a stream of that name serves something else.
         """
-        credentials, options = credentials or Credentials(), StreamOptions(max_bytes, replicas)
+        credentials, options = credentials or Credentials(), StreamOptions(max_bytes, replicas, makes)
         first = await open_ready(url, timeout_s, options, credentials)
         return cls(SharedConnection(url, first, options, credentials))
 
@@ -176,9 +179,14 @@ class NatsStream:
         cluster: str | None = None,
         timeout_s: float = 5.0,
         fingerprint: int | None = None,
-    ) -> NatsReader:
+    ) -> NatsReader | BatchReader:
         """See `EventLog.pull`."""
-        reader = NatsReader(self._connections, STREAM, read_subjects(cluster), Mark(after_sequence, fingerprint))
+        after, subjects = Mark(after_sequence, fingerprint), read_subjects(cluster)
+        reader: NatsReader | BatchReader
+        if self._connections.now.is_lent:  # consumers are lent to nobody
+            reader = BatchReader(self._connections, STREAM, subjects, after)
+        else:
+            reader = NatsReader(self._connections, STREAM, subjects, after)
         await reader.begin(timeout_s)
         return reader
 

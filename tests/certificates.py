@@ -1,0 +1,49 @@
+"""Certificates for tests: a CA, and what it signs. They are good for an hour."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+
+class Certificate(NamedTuple):
+    """A certificate and its key, and the files they are in."""
+
+    certificate: x509.Certificate
+    private: ec.EllipticCurvePrivateKey
+    cert: Path
+    key: Path
+
+
+def certify(folder: Path, name: str, issuer: Certificate | None, host: str = "127.0.0.1") -> Certificate:
+    """A CA without issuer, or a certificate of one for a host."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer.certificate.subject if issuer else subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+    )
+    if issuer is not None:
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(host))]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(issuer.private if issuer else key, hashes.SHA256())
+    made = Certificate(certificate, key, folder / f"{name}.pem", folder / f"{name}-key.pem")
+    made.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    made.key.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return made

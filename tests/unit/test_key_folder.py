@@ -1,0 +1,140 @@
+"""The folder of keys that `kvbm nats-permissions` keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.core.errors import ConfigError
+from kvbm.streams.nats.credentials import keep_seed
+from kvbm.streams.nats.key_folder import Change, Printed, print_accounts
+from kvbm.streams.nats.permissions import Role
+
+GPU = [(Role.INSTANCE, f"gpu-{at}") for at in range(3)]
+NOW_S = 1_800_000_000.0
+FEW = Change(spare=2)
+
+
+def printed(folder: Path, wanted: list[tuple[Role, str]], change: Change = FEW) -> Printed:
+    return print_accounts(folder, "prod", wanted, change, NOW_S)
+
+
+def accounts(what: Printed) -> dict[str, Any]:
+    text = "".join(line for line in what.text.splitlines(keepends=True) if not line.startswith("#"))
+    found: dict[str, Any] = json.loads(text.removeprefix("accounts "))
+    return found
+
+
+def account_of(what: Printed, seed: Path) -> str:
+    public = keep_seed(seed)
+    (name,) = (
+        name for name, one in accounts(what).items() if public in [user["nkey"] for user in one.get("users", [])]
+    )
+    return name
+
+
+def test_a_user_keeps_its_account_whoever_comes_or_goes(tmp_path: Path) -> None:
+    first = printed(tmp_path, GPU)
+    own = {name: account_of(first, tmp_path / f"instance-{name}.nk") for _, name in GPU}
+    assert len(set(own.values())) == 3
+    second = printed(tmp_path, [GPU[2], GPU[0], (Role.REPLAY, "desk")])
+    assert account_of(second, tmp_path / "instance-gpu-0.nk") == own["gpu-0"]
+    assert account_of(second, tmp_path / "instance-gpu-2.nk") == own["gpu-2"]
+    assert account_of(second, tmp_path / "replay-desk.nk") not in own.values()
+    assert printed(tmp_path, [GPU[2], GPU[0], (Role.REPLAY, "desk")]).text == second.text
+
+
+def test_who_is_added_has_an_account_that_was_spare_before(tmp_path: Path) -> None:
+    first = printed(tmp_path, GPU[:1])
+    spares = {name for name, one in accounts(first).items() if not one}
+    assert len(spares) == 2
+    second = printed(tmp_path, GPU)
+    added = {account_of(second, tmp_path / f"instance-gpu-{at}.nk") for at in (1, 2)}
+    assert added == spares
+    assert not second.remarks
+    assert len([name for name, one in accounts(second).items() if not one]) == 2
+
+
+def test_more_users_than_spare_accounts_are_told_to_reload_twice(tmp_path: Path) -> None:
+    assert not printed(tmp_path, GPU[:1], Change(spare=1)).remarks
+    (remark,) = printed(tmp_path, GPU, Change(spare=1)).remarks
+    assert "instance-gpu-2" in remark and "instance-gpu-1" not in remark and "twice" in remark
+
+
+def test_keys_without_a_list_of_accounts_get_new_ones_and_it_is_said(tmp_path: Path) -> None:
+    assert not printed(tmp_path, GPU).remarks
+    (tmp_path / "accounts.json").unlink()  # or an older kvbm made the keys
+    (remark,) = printed(tmp_path, GPU).remarks
+    assert all(f"instance-{name}" in remark for _, name in GPU) and "or restart it" in remark
+
+
+def test_two_keys_are_permitted_from_renewal_to_retirement_and_it_is_said_until_when(tmp_path: Path) -> None:
+    seed, following = tmp_path / "instance-gpu-0.nk", tmp_path / "instance-gpu-0.next.nk"
+    printed(tmp_path, GPU)
+    old = seed.read_bytes()
+    renewed = printed(tmp_path, GPU, Change(renew=["instance-gpu-0"], overlap_s=3600.0))
+    os.utime(following, (NOW_S, NOW_S))
+    assert (seed.read_bytes(), following.read_bytes() != old) == (old, True)
+    (remark,) = printed(tmp_path, GPU, Change(overlap_s=3600.0)).remarks
+    assert "two keys until 2027-01-15T09:00Z" in remark and "--retire instance-gpu-0" in remark
+    assert remark in printed(tmp_path, GPU, Change(overlap_s=3600.0)).text.splitlines()[0]
+    (late,) = print_accounts(tmp_path, "prod", GPU, Change(overlap_s=3600.0), NOW_S + 3601.0).remarks
+    assert "still, though it was meant to" in late
+    users = accounts(renewed)[account_of(renewed, seed)]["users"]
+    assert [user["nkey"] for user in users] == [keep_seed(seed), keep_seed(following)]
+    assert users[0]["permissions"] == users[1]["permissions"]
+    new = following.read_bytes()
+    retired = printed(tmp_path, GPU, Change(retire=["instance-gpu-0"]))
+    assert (seed.read_bytes(), following.exists()) == (new, False)
+    assert len(accounts(retired)[account_of(retired, seed)]["users"]) == 1
+    assert not retired.remarks
+
+
+def test_the_catalogs_key_is_renewed_as_others_are(tmp_path: Path) -> None:
+    printed(tmp_path, GPU)
+    assert len(accounts(printed(tmp_path, GPU, Change(renew=["catalog"])))["KVBM"]["users"]) == 2
+    assert len(accounts(printed(tmp_path, GPU, Change(retire=["catalog"])))["KVBM"]["users"]) == 1
+
+
+def test_only_the_owner_reads_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    printed(folder, [*GPU, (Role.JANITOR, "gc-0"), (Role.OPERATOR, "ops")], Change())
+    printed(folder, GPU, Change(renew=["catalog"]))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert {path.name for path in folder.iterdir()} == {
+        "accounts.json", "catalog.nk", "catalog.next.nk", "instance-gpu-0.nk", "instance-gpu-1.nk", "instance-gpu-2.nk",
+        "janitor-gc-0.nk", "operator-ops.nk",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wanted", "change", "words"),
+    [
+        ([(Role.INSTANCE, "a.b")], Change(), "is no name"),
+        ([(Role.REPLAY, "../x")], Change(), "is no name"),
+        ([(Role.INSTANCE, "a"), (Role.INSTANCE, "a")], Change(), "an instance is named twice"),
+        ([(Role.INSTANCE, "a"), (Role.JANITOR, "a")], Change(), "an instance is named twice"),
+        ([(Role.REPLAY, "a"), (Role.REPLAY, "a")], Change(), "replay a is named twice"),
+        ([(Role.INSTANCE, "a")], Change(renew=["instance-b"]), "--renew instance-b is none of those named"),
+        ([(Role.INSTANCE, "a")], Change(renew=["instance-a"]), "it has no key yet"),
+        ([(Role.INSTANCE, "a")], Change(retire=["catalog"]), "it has no second key"),
+        ([], Change(spare=-1), "--spare is -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    tmp_path: Path, wanted: list[tuple[Role, str]], change: Change, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        printed(tmp_path / "keys", wanted, change)
+    assert not (tmp_path / "keys").exists()
+
+
+def test_a_damaged_list_of_accounts_is_said(tmp_path: Path) -> None:
+    (tmp_path / "accounts.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"accounts\.json cannot be read"):
+        printed(tmp_path, GPU)
