@@ -2,7 +2,7 @@
 
 SQL comes first: one transaction removes an instance's rows and keeps a *mark*, the sequence of its last message. Then memory lets go of it.
 The mark is why nobody brings the instance back from what was said before: a catalog that reads the stream anew passes over messages up to
-it, and a batch cut before it stores no rows of the instance. A message after it makes the instance known again, as one that was never seen.
+it, and a batch cut before it stores no rows of the instance. Its claims are in SQL by then, and stay. A message after it makes the instance known again, as one that was never seen.
 
 Several catalogs of one database learn of marks from there. One that hears the instance does not follow: it asks it for a snapshot, whose
 messages end the mark for everybody. One whose database was restored from an older copy forgets there again what it has marks of.
@@ -177,9 +177,10 @@ class Forgetting:
 
     async def _forget(self, instances: Sequence[InstanceId], why: str) -> list[InstanceId]:
         """Forget instances in SQL, then here. Returns which. Raises CatalogError: none is."""
-        read = self._sequencer.sequence
-        marks = [self._mark(instance, read) for instance in instances]
-        if not await self._store.forget(marks, read):
+        read, spoke = self._sequencer.sequence, self._sequencer.spoke
+        # SQL has all claims of these, and needs none of their messages any more
+        marks = [self._mark(instance, read) for instance in instances if spoke(instance) <= self._writer.stored]
+        if not marks or not await self._store.forget(marks, read):
             return []  # another catalog has stored what this one has not read
         return [mark.instance for mark in marks if await self._let_go(mark, why)]
 
@@ -218,8 +219,8 @@ class Forgetting:
             mine = sequencer.forgotten.get(instance)
             if mine is not None and mine.sequence >= mark.sequence:
                 continue
-            if sequencer.spoke(instance) > mark.sequence:
-                continue  # it has spoken since; its next rows end the mark
+            if sequencer.spoke(instance) > mark.sequence or mark.sequence > read:
+                continue  # it has spoken since, and its next rows end the mark; or its last message is to be read yet
             if liveness.state(instance) in (LifeState.LIVE, LifeState.STOPPING):
                 cluster = self._heartbeats.cluster_of(instance)
                 if cluster is not None:

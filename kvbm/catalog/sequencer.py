@@ -279,6 +279,7 @@ class Sequencer:
         cluster, instance = subject_names(message.subject)
         if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
             if message.sequence <= mark.sequence:
+                changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
                 return
             del self._forgotten[instance]
             log.info("instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence)

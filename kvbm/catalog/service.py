@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Set
+from collections.abc import Coroutine, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow import StreamFollower
 from kvbm.catalog.forgetting import Forgetting
 from kvbm.catalog.heartbeats import HeartbeatFollower
-from kvbm.catalog.index import ClusterIndex, NewIndex
+from kvbm.catalog.index import NewIndex
 from kvbm.catalog.lag import StreamLag
 from kvbm.catalog.liveness import LIVENESS_S
 from kvbm.catalog.queries import Queries
@@ -33,14 +33,13 @@ from kvbm.catalog.routing import RoutingSettings
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import ASK_AGAIN_S, SnapshotRequests
-from kvbm.catalog.sql_rows import InstanceRow
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.catalog.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.upkeep import IndexUpkeep
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError
-from kvbm.core.ids import InstanceId, Namespace
+from kvbm.core.ids import InstanceId
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
@@ -131,7 +130,7 @@ class CatalogService:
         applying = asyncio.Lock()  # held while messages are applied, and while a checkpoint begins
         self.writer = SqlWriter(
             store, stream, self.sequencer, self.rows, stored, applying, self.degraded,
-            lambda known, namespaces: self._second(new_index(1), known, namespaces),
+            lambda known, namespaces: Sequencer(new_index(1), backend.scan_frames, known, namespaces),
             WriterOptions(settings.cluster, settings.store_every_s, claims_every_s=settings.claims_every_s),
         )  # fmt: skip
         self.heartbeats = HeartbeatFollower(
@@ -306,13 +305,6 @@ class CatalogService:
         )
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _second(self, index: ClusterIndex, known: Iterable[InstanceRow], namespaces: Iterable[Namespace]) -> Sequencer:
-        """One that reads rows again: it passes over what the first one passes over."""
-        second = Sequencer(index, self.backend.scan_frames, known, namespaces)
-        for mark in self.sequencer.forgotten.values():
-            second.expect(mark)
-        return second
 
     def _let_go(self, instance: InstanceId) -> None:
         """An instance was forgotten."""
