@@ -35,6 +35,7 @@ PAUSE_S = 5.0  # between two looks; another catalog's word is heard within it
 MOST_AT_ONCE = 500  # in one transaction
 CONFIRMED_S = 10.0  # the stream was read to its end as of then, or the catalog does not listen
 OLD_PULSES_S = 25 * 3600.0  # the server keeps heartbeats for a day
+_STORE_LOOKS, _STORE_LOOK_S = 40, 0.05
 _LEAST_MARK_S = 60.0  # a batch under way may still have rows of the instance
 _SAVE_MOST_S = 600.0
 _SLICE = 500  # names looked at between two other things
@@ -139,6 +140,10 @@ class Forgetting:
             raise NotForgottenError(
                 f"no instance {instance!r} is known; GET /v1/instances has their names", "instance_unknown"
             )
+        for _ in range(_STORE_LOOKS):  # SQL may not have yet what it said last
+            if self._sequencer.spoke(instance) <= self._writer.stored:
+                break
+            await asyncio.sleep(_STORE_LOOK_S)
         if not await self._forget([instance], "by name"):
             raise NotForgottenError(
                 f"instance {instance!r} has spoken just now, or another catalog has read further; ask again in a moment",

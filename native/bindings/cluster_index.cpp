@@ -216,6 +216,7 @@ class PythonIndex {
     if (const std::uint32_t instance = index_.find_instance(name); instance != ClusterIndex::kNone) {
       index_.drop(instance);
       know(instance, name);
+      names_[instance] = nb::object();  // the number may become another's
       pools_[instance] = nb::make_tuple();
     }
   }
@@ -406,8 +407,10 @@ class PythonIndex {
     }
     const auto count = static_cast<std::uint32_t>(index_.instance_count());
     for (std::uint32_t instance = 0; instance < count; ++instance) {
-      know(instance, index_.instance_name(instance));
-      pools_[instance] = pools_of(instance);
+      if (index_.state(instance)) {  // not of one that was dropped, whose number may become another's
+        know(instance, index_.instance_name(instance));
+        pools_[instance] = pools_of(instance);
+      }
     }
     return nb::bytes(note.data(), note.size());
   }

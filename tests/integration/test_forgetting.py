@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import urllib3
+from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, insert, select
 
 from kvbm import cli
@@ -22,14 +23,32 @@ from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import load_settings
-from kvbm.core.events import EvictReason, StopReason
-from kvbm.core.ids import InstanceId, Tier, pack_slots
+from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
 from tests.eventually import eventually
-from tests.integration.test_catalog_service import HASHES, SPACE, Instance, Running, parsed
+from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
-POOL = "s3://kvbm/blocks"
+
+class Running(NamedTuple):
+    """A ready catalog, and how to ask it."""
+
+    settings: ServiceSettings
+    client: CatalogClient
+
+    def instance(self, name: str, epoch: int = 1) -> LedgerInstance:
+        return LedgerInstance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
+
+    def full(self, name: str, epoch: int = 1) -> LedgerInstance:
+        """One with blocks 0 and 1 in HBM and a claim on eight, published."""
+        made = self.instance(name, epoch)
+        made.fill()
+        made.publish()
+        return made
+
+
+def parsed(text: str) -> dict[str, float]:
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
 @pytest.fixture
@@ -54,7 +73,7 @@ def catalog(settings: ServiceSettings) -> Iterator[Running]:
 
 
 @contextmanager
-def alive(*instances: Instance) -> Iterator[None]:
+def alive(*instances: LedgerInstance) -> Iterator[None]:
     """These are heard until it ends."""
     over = threading.Event()
 
@@ -70,22 +89,6 @@ def alive(*instances: Instance) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def full(running: Running, name: str, epoch: int = 1) -> Instance:
-    """An instance with blocks 0..2 in HBM and a claim on 0..8."""
-    made = running.instance(name, epoch)
-    made.create(0, 8)
-    made.copy(Tier.OBJECT, 0, 8)
-    made.ledger.unpin(Tier.HBM, pack_slots(range(8)))
-    made.ledger.evict(Tier.HBM, HASHES[32:], EvictReason.CAPACITY)
-    made.publish()
-    return made
-
-
-def stop(instance: Instance) -> None:
-    instance.ledger.stop(StopReason.SHUTDOWN)
-    instance.publish()
 
 
 def names(running: Running) -> list[str]:
@@ -142,9 +145,9 @@ def test_who_is_gone_for_forget_s_leaves_memory_sql_metrics_and_answers(
 ) -> None:  # fmt: skip
     settings = settings_for(nats_url, cluster, database_url, forget_s=1.0)
     with catalog(settings) as running:
-        here, stopped, silent = (full(running, name) for name in ("here", "stopped", "silent"))
+        here, stopped, silent = (running.full(name) for name in ("here", "stopped", "silent"))
         silent.beat()
-        stop(stopped)
+        stopped.stop()
         with alive(here):
             eventually(lambda: rows_of(settings, "stopped") > 0 and rows_of(settings, "silent") > 0)
             eventually(lambda: names(running) == ["here"])
@@ -162,9 +165,9 @@ def test_who_is_gone_for_forget_s_leaves_memory_sql_metrics_and_answers(
 
 def test_a_stopped_instance_is_in_no_count_of_residencies(settings: ServiceSettings) -> None:
     with catalog(settings) as running:
-        here, gone = full(running, "here"), full(running, "gone")
+        here, gone = running.full("here"), running.full("gone")
         eventually(lambda: 'kvbm_catalog_residencies{instance="gone",tier="HBM"} 2.0' in running.client.metrics())
-        stop(gone)
+        gone.stop()
         eventually(lambda: 'kvbm_catalog_residencies{instance="gone"' not in running.client.metrics())
         assert f'kvbm_catalog_residencies{{instance="{here.name}",tier="HBM"}} 2.0' in running.client.metrics()
         assert "gone" in names(running)
@@ -174,7 +177,7 @@ def test_an_operator_forgets_one_by_name_and_never_a_live_one(
     settings: ServiceSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with catalog(settings) as running:
-        here, gone = full(running, "here"), full(running, "gone")
+        here, gone = running.full("here"), running.full("gone")
         with alive(here, gone):
             eventually(lambda: {found.state for found in running.client.instances()} == {"live"})
             eventually(lambda: refusal(running, "gone").code != "not_now")
@@ -183,7 +186,7 @@ def test_an_operator_forgets_one_by_name_and_never_a_live_one(
             assert "alive" in str(error) and "stop it first" in str(error)
             error = refusal(running, "nobody")
             assert (error.status, error.code) == (404, "instance_unknown")
-        stop(gone)
+        gone.stop()
         with alive(here):
             eventually(lambda: state(running, "gone") == "stopped")
             assert cli.catalog_main(["forget", "gone", "--set", f"catalog.url={running.client.url}"]) == 0
@@ -206,7 +209,7 @@ def state(running: Running, name: str) -> str:
 
 def test_a_catalog_that_has_not_listened_yet_forgets_nobody(settings: ServiceSettings) -> None:
     with catalog(msgspec.structs.replace(settings, liveness_s=30.0)) as running:
-        full(running, "silent")
+        running.full("silent")
         eventually(lambda: "silent" in names(running))
         error = refusal(running, "silent")
         assert (error.status, error.code) == (503, "not_now") and "listened" in str(error)
@@ -268,16 +271,14 @@ def is_whole(running: Running, name: str) -> bool:
 
 def test_who_goes_on_in_its_epoch_is_asked_for_a_snapshot_and_whole_after_it(settings: ServiceSettings) -> None:
     with catalog(settings) as running:
-        a = full(running, "a")
+        a = running.full("a")
         eventually(lambda: names(running) == ["a"])
         forget(running, "a")
         assert names(running) == []
         a.beat()
         eventually(lambda: state(running, "a") == "live")
         eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_snapshots_asked_total"] > 0)
-        a.ledger.begin_snapshot()
-        while a.ledger.step_snapshot():
-            pass
+        a.snapshot()
         a.publish()
         eventually(lambda: is_whole(running, "a"))
         found = running.client.instance(InstanceId("a"))
@@ -293,11 +294,11 @@ def test_who_goes_on_in_its_epoch_is_asked_for_a_snapshot_and_whole_after_it(set
 
 def test_who_has_lost_its_journal_and_begins_at_epoch_one_is_followed(settings: ServiceSettings) -> None:
     with catalog(settings) as running:
-        full(running, "a", epoch=7)
+        running.full("a", epoch=7)
         eventually(lambda: names(running) == ["a"])
         forget(running, "a")
         again = running.instance("a", epoch=1)
-        again.create(0, 3)
+        again.create(3)
         again.publish()
         eventually(lambda: depths(running) == {"a": 3})
         found = running.client.instance(InstanceId("a"))
@@ -313,7 +314,7 @@ def test_all_catalogs_of_a_database_forget_it_and_none_brings_it_back(
     kept = msgspec.structs.replace(settings, checkpoints=str(folder))
     other = msgspec.structs.replace(settings, forget_s=20.0)  # looks for marks every second
     with catalog(kept) as running:
-        here, gone = full(running, "here"), full(running, "gone")
+        here, gone = running.full("here"), running.full("gone")
         gone.beat()
         eventually(lambda: names(running) == ["gone", "here"])
     old = tmp_path / "old"
@@ -331,7 +332,7 @@ def test_all_catalogs_of_a_database_forget_it_and_none_brings_it_back(
         ) as running:  # from the old checkpoint; the heartbeat that the server has kept is no sign of life
             assert "here" in names(running)
             full_again = running.instance("third")
-            full_again.create(0, 4)
+            full_again.create(4)
             full_again.publish()
             eventually(lambda: "third" in names(running) and "third" in names(second))
             assert "gone" not in names(running) and "gone" not in names(second)
@@ -346,7 +347,7 @@ def test_a_checkpoint_and_no_mark_any_more(settings: ServiceSettings, tmp_path: 
     folder = tmp_path / "checkpoints"
     kept = msgspec.structs.replace(settings, checkpoints=str(folder))
     with catalog(kept) as running:
-        full(running, "gone")
+        running.full("gone")
         eventually(lambda: names(running) == ["gone"])
     old = tmp_path / "old"
     shutil.copytree(folder, old)
@@ -367,13 +368,12 @@ async def drop_marks(store: SqlStore) -> None:
 def test_a_database_restored_from_an_older_copy_is_told_again(settings: ServiceSettings) -> None:
     fast = msgspec.structs.replace(settings, forget_s=20.0)
     with catalog(fast) as running:
-        full(running, "gone")
+        running.full("gone")
         eventually(lambda: rows_of(settings, "gone") == 3)
         before = in_sql(settings, copied)
         forget(running, "gone")
         assert rows_of(settings, "gone") == 0
-        in_sql(settings, lambda store: restored(store, before))
-        assert rows_of(settings, "gone") == 3
+        assert in_sql(settings, lambda store: restored(store, before)) == 1
         eventually(lambda: rows_of(settings, "gone") == 0)
         assert names(running) == []
 
@@ -385,12 +385,14 @@ async def copied(store: SqlStore) -> list[list[dict[str, Any]]]:
     return [await store._read(select(table)) for table in _COPIED]
 
 
-async def restored(store: SqlStore, copies: list[list[dict[str, Any]]]) -> None:
+async def restored(store: SqlStore, copies: list[list[dict[str, Any]]]) -> int:
+    """Bring the copy back. Returns how many instances it has."""
     async with store._engine.begin() as connection:
         for table, rows in zip(_COPIED, copies, strict=True):
             await connection.execute(delete(table))
             if rows:
                 await connection.execute(insert(table), rows)
+    return len(copies[0])
 
 
 def test_the_archive_and_replay_still_know_it(
@@ -398,7 +400,7 @@ def test_the_archive_and_replay_still_know_it(
 ) -> None:
     kept = msgspec.structs.replace(settings, archive=str(tmp_path / "archive"))
     with catalog(kept) as running:
-        full(running, "gone")
+        running.full("gone")
         eventually(lambda: names(running) == ["gone"])
         forget(running, "gone")
     assert cli.replay_main(["stat", str(tmp_path / "archive")]) == 0
