@@ -187,7 +187,9 @@ class Forgetting:
         marks = [self._mark(instance, read) for instance in instances if spoke(instance) <= self._writer.stored]
         if not marks or not await self._store.forget(marks, read):
             return []  # another catalog has stored what this one has not read
-        return [mark.instance for mark in marks if await self._let_go(mark, why)]
+        forgotten = [mark.instance for mark in marks if await self._let_go(mark)]
+        log.info("instances.forgotten", instances=forgotten, why=why)
+        return forgotten
 
     def _mark(self, instance: InstanceId, read: int) -> ForgottenRow:
         last = self._heartbeats.liveness.last(instance)
@@ -201,18 +203,16 @@ class Forgetting:
             declared=self._sequencer.instance_row(instance),
         )
 
-    async def _let_go(self, mark: ForgottenRow, why: str) -> bool:
+    async def _let_go(self, mark: ForgottenRow) -> bool:
         """Forget an instance in memory, unless it has spoken since: then SQL gets its rows with what it said."""
         instance = mark.instance
         async with self._applying:  # no checkpoint begins meanwhile
             if mark.stream != self._writer.name or self._sequencer.spoke(instance) > mark.sequence:
                 return False
-            unheard_s = self.absences.unheard_s(instance)
             self._sequencer.forget(mark)
             self._heartbeats.forget(instance, mark.pulse_ns)
             self.absences.forget(instance)
             self._let_go_of(instance)
-        log.info("instance.forgotten", instance=instance, unheard_s=round(unheard_s), why=why)
         return True
 
     async def _follow_marks(self) -> None:
@@ -220,6 +220,7 @@ class Forgetting:
         sequencer, liveness = self._sequencer, self._heartbeats.liveness
         stream, read = self._writer.name, sequencer.sequence
         marks = {mark.instance: mark for mark in await self._store.forgotten(stream)}
+        followed = []
         for instance, mark in marks.items():
             mine = sequencer.forgotten.get(instance)
             if mine is not None and mine.sequence >= mark.sequence:
@@ -231,7 +232,10 @@ class Forgetting:
                 if cluster is not None:
                     await self._stream.ask_snapshot(cluster, instance)
                 continue
-            await self._let_go(mark, "by another catalog")
+            if await self._let_go(mark):
+                followed.append(instance)
+        if followed:
+            log.info("instances.forgotten", instances=followed, why="by another catalog")
         lost = [
             mark for name, mark in sequencer.forgotten.items()
             if name not in marks and name not in sequencer.followed and mark.stream == stream

@@ -392,6 +392,8 @@ def _drop_forgotten(sequencer: Sequencer, known: Set[InstanceId]) -> None:
 
     SQL is never behind a checkpoint that is used, so it had the rows of each instance that the checkpoint has.
     """
-    for instance in [name for name in sequencer.followed if sequencer.position(name).epoch and name not in known]:
-        log.info("instance.forgotten", instance=instance, why="a checkpoint has it, SQL has it no more")
+    gone = [name for name in sequencer.followed if sequencer.position(name).epoch and name not in known]
+    for instance in gone:
         sequencer.drop(instance)
+    if gone:
+        log.info("instances.forgotten", instances=gone, why="a checkpoint has them, SQL has them no more")

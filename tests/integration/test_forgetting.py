@@ -21,6 +21,7 @@ from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.sql_rows import ForgottenRow
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import load_settings
 from kvbm.core.ids import InstanceId
@@ -262,6 +263,35 @@ def test_who_comes_back_in_a_later_epoch_is_whole_at_once(settings: ServiceSetti
             eventually(lambda: state(running, "a") == "live")
             eventually(lambda: is_whole(running, "a"))
             eventually(lambda: rows_of(settings, "a") >= 3)  # an instance, its epochs, its position
+
+
+def test_a_catalog_that_hears_one_that_another_has_forgotten_has_it_speak(
+    settings: ServiceSettings, tmp_path: Path
+) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": settings.cluster, "instance.id": "a",
+        "nats.url": settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 16, "pools.hbm.device": "memory",
+        "snapshots.least_s": 0.2,
+    }  # fmt: skip
+    fast = msgspec.structs.replace(settings, forget_s=20.0)
+    with catalog(fast) as running, open_manager(load_settings(flags=flags), [SPACE], 64):
+        eventually(lambda: is_whole(running, "a") and rows_of(settings, "a") >= 3)
+        assert in_sql(settings, forgotten_elsewhere)
+        assert rows_of(settings, "a") == 0
+        eventually(lambda: rows_of(settings, "a") >= 3)
+        assert in_sql(settings, marks) == 0 and is_whole(running, "a")
+
+
+async def forgotten_elsewhere(store: SqlStore) -> bool:
+    """As a catalog forgets `a` that has read everything and does not hear it."""
+    (stream,) = await store.streams()
+    place = await store.position(stream)
+    mark = ForgottenRow(instance=InstanceId("a"), stream=stream, sequence=place, until_ns=1 << 62)
+    return await store.forget([mark], place)
+
+
+async def marks(store: SqlStore) -> int:
+    return len(await store._read(select(tables.forgotten)))
 
 
 def is_whole(running: Running, name: str) -> bool:
