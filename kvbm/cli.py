@@ -19,6 +19,7 @@ import structlog
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
+from kvbm.core.ids import InstanceId
 
 if TYPE_CHECKING:
     from kvbm.streams.nats.credentials import Credentials
@@ -95,8 +96,21 @@ says so and returns 0."""
     gc.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
     gc.add_argument("--json", action="store_true", help="print reports as JSON, one a line")
     _add_settings(gc)
+    forget = _add_command(
+        commands,
+        "forget",
+        "have a running catalog forget an instance that is gone",
+        "kvbm-catalog forget gpu-7 --set catalog.url=http://catalog:7700",
+    )
+    forget.description = """Have the catalog at catalog.url forget an instance that has stopped or is not heard, before catalog.forget_s is over.
+
+It leaves the catalog's memory, its database, metrics and answers. What it has put in object stores stays there and is found, and
+files and the archive have its events. An instance that is alive is not forgotten. One that comes back is asked for a snapshot."""
+    forget.add_argument("instance", metavar="NAME", help="the instance's id")
+    _add_settings(forget)
     arguments = parser.parse_args(argv)
-    return _run(_collect_garbage if arguments.command == "gc" else _serve_catalog, arguments, "kvbm-catalog")
+    work = {"gc": _collect_garbage, "forget": _forget_instance}.get(arguments.command, _serve_catalog)
+    return _run(work, arguments, "kvbm-catalog")
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
@@ -552,6 +566,19 @@ def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials
     from kvbm.streams.nats.permissions import Role
 
     return stream_credentials(_read_settings(config, sets), Role.REPLAY)
+
+
+def _forget_instance(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
+    if not settings.catalog.url:
+        raise ConfigError("catalog.url is empty; name the running catalog, as --set catalog.url=http://127.0.0.1:7700")
+    client = catalog_client(settings.catalog.url)
+    try:
+        client.forget(InstanceId(arguments.instance))
+    finally:
+        client.close()
+    print(f"instance {arguments.instance} is forgotten")
+    return 0
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:

@@ -270,6 +270,7 @@ def run_catalog(settings: Settings) -> int:
             connect_s=settings.nats.timeout_s,
             replicas=settings.nats.replicas,
             liveness_s=settings.catalog.liveness_s,
+            forget_s=settings.catalog.forget_s,
             tenant_secrets=settings.catalog.tenant_secrets,
             capacity=settings.catalog.capacity,
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvbm.core.errors import HashSchemeError, LayoutError, MissingExtraError, StreamError
+from kvbm.core.errors import CatalogError, HashSchemeError, LayoutError, MissingExtraError, StreamError
 
 try:
     from fastapi import FastAPI
@@ -21,6 +21,7 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
+from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
@@ -30,6 +31,7 @@ from kvbm.core.answers import (
     BlockAnswer,
     ErrorAnswer,
     ErrorDetail,
+    ForgottenAnswer,
     InstancesAnswer,
     LookupAnswer,
     LookupRequest,
@@ -148,6 +150,23 @@ class _Api:
                 404, "instance_unknown", f"no instance {instance!r} was ever heard of", "see /v1/instances for their names"
             )  # fmt: skip
         return _json(SnapshotAnswer(instance=instance, heard=heard))
+
+    async def forget(self, request: Request) -> Response:
+        caller = request.scope.get("kvbm.caller")
+        if caller is not None and caller.role != "operator":
+            raise ApiError(
+                403, "not_permitted", "only an operator may forget an instance", "ask with an operator's token"
+            )
+        instance = InstanceId(request.path_params["instance"])
+        try:
+            await self._service.forgetting.forget(instance)
+        except NotForgottenError as error:
+            message, _, remedy = str(error).partition("; ")
+            status = {"instance_unknown": 404, "instance_alive": 409}.get(error.code, 503)
+            raise ApiError(status, error.code, message, remedy) from None
+        except CatalogError as error:
+            raise ApiError(503, "not_forgotten", str(error), "ask again when the database is back") from None
+        return _json(ForgottenAnswer(instance=instance))
 
     async def namespaces(self, request: Request) -> Response:
         return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces()))
@@ -392,6 +411,10 @@ _ROUTES = (
         path="/v1/instances/{instance}/snapshot", handler="ask_snapshot", method="POST", gives=SnapshotAnswer,
         summary="Ask an instance to take a snapshot of what it holds.", errors=(404, 503),
     ),
+    _Route(
+        path="/v1/instances/{instance}", handler="forget", method="DELETE", gives=ForgottenAnswer,
+        summary="Forget an instance that is gone. For operators.", errors=(403, 404, 409, 503),
+    ),
     _Route(path="/v1/namespaces", handler="namespaces", gives=NamespacesAnswer, summary="All namespaces with known fields."),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."),
@@ -404,7 +427,9 @@ _ERROR_WORDS = {
     400: "The body is not JSON.",
     408: "The body came too slowly.",
     413: "The body is too large.",
+    403: "The caller may not do this.",
     404: "There is no such instance.",
+    409: "The instance is alive.",
     422: "The request makes no sense; the error says why.",
     503: "Not ready, nobody to route to, or the stream is away.",
     504: "`at_least` was not reached in time.",

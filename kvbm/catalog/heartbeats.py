@@ -74,6 +74,7 @@ class HeartbeatFollower:
         self._sent_pulses: dict[int, float] = {}
         self._sent_after_s = now_s  # the newest own pulse that came back was sent then: what comes now was sent later
         self._progress: dict[InstanceId, StreamProgress] = {}  # what liveness knows of the stream
+        self._old_pulses: dict[InstanceId, int] = {}  # of the forgotten: the time their last one bears
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +116,7 @@ class HeartbeatFollower:
         if name == self._own_name:
             self.step(OwnPulse())
             self._sent_after_s = max(self._sent_after_s, self._sent_pulses.get(heartbeat.wall_time_ns, 0.0))
-        elif not is_catalog(name):
+        elif not is_catalog(name) and self._old_pulses.get(name) != heartbeat.wall_time_ns:
             self.step(HeartbeatReceived(heartbeat))
             believed = self.liveness.last(name)
             if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
@@ -136,6 +137,26 @@ class HeartbeatFollower:
         if self._progress.get(instance) != progress:
             self._progress[instance] = progress
             self.step(progress)
+
+    def forget(self, instance: InstanceId, pulse_ns: int) -> None:
+        """Nothing is known of the instance any more.
+
+        Args:
+            pulse_ns: time that its last heartbeat bears, which the stream keeps for a day: it is no sign of life.
+        """
+        self.liveness.forget(instance)
+        self.backlog.forget(instance)
+        self._progress.pop(instance, None)
+        if self.ignored.pop(instance, None) is not None:
+            self._degraded.clear(f"instance {instance}")
+        self.expect_old_pulse(instance, pulse_ns)
+
+    def expect_old_pulse(self, instance: InstanceId, pulse_ns: int) -> None:
+        """The stream may give out an old heartbeat of a forgotten instance again; 0: it has it no more."""
+        if pulse_ns:
+            self._old_pulses[instance] = pulse_ns
+        else:
+            self._old_pulses.pop(instance, None)
 
     def step(self, what: Input) -> None:
         """One step of liveness; what it decides is in answers from here on."""

@@ -207,7 +207,7 @@ class ClusterIndex(Protocol):
         """Who holds a block in a tier that is excluded, so that `holders` does not name it; in no order."""
 
     def instances(self) -> list[InstanceId]:
-        """Every instance that was followed and not dropped, in the order of their first event."""
+        """Every instance that was followed and not dropped, in no order."""
 
     def view(self, instance: InstanceId) -> InstanceView | None:
         """What is known of an instance; None when nothing is."""

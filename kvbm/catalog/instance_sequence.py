@@ -112,6 +112,7 @@ class Counters(msgspec.Struct, kw_only=True):
         newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not applied.
         strays: messages that name a fence of a history that is gone; see `kvbm.streams.holders`.
         lives: fences that showed that what was read of an instance is of another life.
+        forgotten: instances that were gone for long, or that an operator had forgotten.
     """
 
     messages: int = 0
@@ -132,6 +133,7 @@ class Counters(msgspec.Struct, kw_only=True):
     digest_repaired: int = 0
     lives: int = 0
     strays: int = 0
+    forgotten: int = 0
 
 
 class StreamCursor:
@@ -198,6 +200,7 @@ class SequenceState(msgspec.Struct, frozen=True, kw_only=True):
     holder: Fence | None = None
     life: int = 0
     unreadable: Unreadable | None = None
+    spoke: int = 0
 
 
 class _Buffered(NamedTuple):
@@ -286,6 +289,7 @@ class InstanceSequence:
         fence: the fence read last; it names the run whose events come now.
         declared: the namespaces its newest start named.
         unreadable: set while a newer kvbm writes its epoch; nothing of it is applied then.
+        spoke: sequence of its last message; 0 when none is known.
     """
 
     def __init__(
@@ -297,6 +301,7 @@ class InstanceSequence:
         self.fence: Fence | None = None
         self.declared: frozenset[NamespaceId] = frozenset()
         self.unreadable: Unreadable | None = None
+        self.spoke = 0
         self.buffer = ReorderBuffer()
         self._id = row.id
         self._index, self._counters, self._troubles, self._known = index, counters, troubles, known
@@ -321,6 +326,7 @@ class InstanceSequence:
             self.row,
             self._epoch_row,
             InstancePosition(instance=self._id, epoch=epoch, next_offset=offset, run=self.run),
+            self.spoke,
         )
 
     def state(self) -> SequenceState:
@@ -330,7 +336,7 @@ class InstanceSequence:
             row=self.row, epoch=self.position.epoch, offset=self.position.offset, epoch_row=self._epoch_row,
             declared=tuple(self.declared), joined_midstream=self._joined_midstream, is_lost=self._is_lost,
             trouble=None if trouble is None else msgspec.structs.replace(trouble), run=self.run, holder=self.fence,
-            life=self._life, unreadable=self.unreadable,
+            life=self._life, unreadable=self.unreadable, spoke=self.spoke,
         )  # fmt: skip
 
     def restore(self, state: SequenceState) -> None:
@@ -338,7 +344,7 @@ class InstanceSequence:
         self.position = Position(state.epoch, state.offset)
         self._epoch_row, self.declared = state.epoch_row, frozenset(state.declared)
         self._joined_midstream, self._is_lost = state.joined_midstream, state.is_lost
-        self.run, self.fence, self._life = state.run, state.holder, state.life
+        self.run, self.fence, self._life, self.spoke = state.run, state.holder, state.life, state.spoke
         if state.unreadable is not None and state.unreadable.version > VERSION:
             self.unreadable = state.unreadable
             return
@@ -353,6 +359,7 @@ class InstanceSequence:
     def restore_position(self, stored: InstancePosition, changes: Changes) -> None:
         """Go on from the position in SQL: nothing is known to be held, and a live instance is joined mid-stream."""
         self.position, self.run = Position(stored.epoch, stored.next_offset), stored.run
+        self.spoke = changes.cursor.sequence
         self._epoch_row = EpochRow(
             instance=self._id, epoch=stored.epoch, started_ns=self.row.last_frame_ns, next_offset=stored.next_offset,
             run=stored.run,

@@ -172,6 +172,11 @@ class Backlog:
             self._reports[instance].is_left_out = True
             self._behind -= {instance}
 
+    def forget(self, instance: InstanceId) -> None:
+        """Nothing is known of the instance any more."""
+        self._reports.pop(instance, None)
+        self._behind -= {instance}
+
     def age_s(self, now_s: float, instance: InstanceId) -> float:
         """How long ago it was that an instance is known as of; 0 of one without a heartbeat."""
         reports = self._reports.get(instance)

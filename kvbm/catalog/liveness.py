@@ -15,6 +15,8 @@ An instance is excluded while one of these holds, and returned when none does:
 - *newer*: a newer kvbm writes frames of its epoch that this one cannot read, so what it holds is not known, however alive it is.
 - *silent*: not heard for `liveness_s`; or it was excluded when the stream began another epoch, in which it was not heard yet.
 
+An instance is *gone* while it is stopped, silent or unheard. Who is gone for long is forgotten; see `kvbm.catalog.forgetting`.
+
 An instance differs from an older self by its run, not by its epoch alone: the fences in the stream name the run that has its place
 (`StreamProgress.run`), and `StreamProgress.life` grows when they show that what was read before is of another life; all heartbeats of that
 one are forgotten then. A heartbeat of another run than the holder's that claims no later epoch is ignored, and whoever is ignored for
@@ -209,10 +211,16 @@ class Liveness:
         self._counting_s = 0.0  # silence counts from here on
         self._members: dict[InstanceId, _Member] = {}
         self._ignored: dict[InstanceId, Ignored] = {}
+        self._present: dict[InstanceId, None] = {}  # heard, not silent, not ended: a route looks at these alone
         self._waited: dict[InstanceId, None] = {}  # not silent, not ended; by `since_s`, the longest silent first
         self._kept: dict[
             InstanceId, None
         ] = {}  # silent and not excluded: because most are, or until the next tick judges
+
+    @property
+    def liveness_s(self) -> float:
+        """An instance that is not heard for so long is silent."""
+        return self._liveness_s
 
     @property
     def own_pulse_s(self) -> float:
@@ -265,6 +273,21 @@ class Liveness:
         """Everyone of whom a heartbeat came or something was read."""
         return list(self._members)
 
+    def is_gone(self, instance: InstanceId) -> bool:
+        """Whether an instance is stopped, silent or unheard, as of the last step."""
+        return instance not in self._present
+
+    def listened_s(self, now_s: float) -> float:
+        """For how long the catalog has heard its own pulses without a break; 0 while it does not."""
+        return now_s - self._counting_s if self._gets_own_pulses(now_s) else 0.0
+
+    def forget(self, instance: InstanceId) -> None:
+        """Nothing of the instance is known any more. Its next sign of life is that of one that was never seen."""
+        self._members.pop(instance, None)
+        self._ignored.pop(instance, None)
+        for known in (self._present, self._waited, self._kept):
+            known.pop(instance, None)
+
     def excluded(self) -> dict[InstanceId, Why]:
         """The instances that are excluded."""
         return {instance: member.why for instance, member in self._members.items() if member.why is not None}
@@ -276,11 +299,11 @@ class Liveness:
 
     def candidates(self) -> list[InstanceId]:
         """Instances a prompt may be routed to, by name: the live ones; when nobody is heard, those known and not stopped."""
-        states = {instance: self.state(instance) for instance in sorted(self._members)}
-        live = [instance for instance, state in states.items() if state is LifeState.LIVE]
-        if live or LifeState.STOPPING in states.values():
-            return live
-        return [instance for instance, state in states.items() if state in (LifeState.SILENT, LifeState.UNHEARD)]
+        if self._present:
+            return sorted(instance for instance in self._present if self.state(instance) is LifeState.LIVE)
+        return sorted(
+            instance for instance in self._members if self.state(instance) in (LifeState.SILENT, LifeState.UNHEARD)
+        )
 
     def ignored(self, now_s: float) -> dict[InstanceId, Heartbeat]:
         """Instances in whose name heartbeats have come for `liveness_s` that count for nothing, and the last of them."""
@@ -318,6 +341,7 @@ class Liveness:
             for instance in self._kept:  # they too have a whole period anew
                 self._members[instance].is_silent = False
                 self._waited[instance] = None
+                self._note_presence(instance, self._members[instance])
             self._kept.clear()
         self._own_s = now_s
 
@@ -398,6 +422,7 @@ class Liveness:
                 break
             del self._waited[instance]
             member.is_silent = True
+            self._note_presence(instance, member)
             if member.why is None and member.read_epoch is not None:
                 self._kept[instance] = None
         return self._judge(now_s) if self._kept else []
@@ -418,11 +443,18 @@ class Liveness:
         self._waited.pop(instance, None)
         self._waited[instance] = None
 
+    def _note_presence(self, instance: InstanceId, member: _Member) -> None:
+        if member.heard_s is not None and not member.is_silent and not member.is_ended:
+            self._present[instance] = None
+        else:
+            self._present.pop(instance, None)
+
     def _basis(self, member: _Member) -> float:
         return max(member.since_s, self._counting_s)
 
     def _settle(self, instance: InstanceId, member: _Member) -> list[Effect]:
         """Exclude or return what an input has changed; a silence is judged by the next tick."""
+        self._note_presence(instance, member)
         if member.read_epoch is None:
             return []
         why: Why | None

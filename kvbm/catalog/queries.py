@@ -80,6 +80,10 @@ class Queries:
         ranked = self._router.route(now_s, task, self._index, candidates, pulses)
         return [self._suspected_if_behind(one, one.instance) for one in ranked]
 
+    def forget(self, instance: InstanceId) -> None:
+        """Nothing was routed to the instance."""
+        self._router.forget(instance)
+
     def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
         """Who holds one block."""
         answer = locate(self._index, namespace, block)

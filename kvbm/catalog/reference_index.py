@@ -97,7 +97,6 @@ class ReferenceIndex:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._instances: dict[InstanceId, _Instance] = {}
-        self._order: dict[InstanceId, int] = {}  # every instance that was ever followed → its place among them
         self._claims: dict[str, set[tuple[Tier, NamespaceId, SequenceHash]]] = {}
         self._anomalies: Counter[str] = Counter()
 
@@ -270,7 +269,7 @@ class ReferenceIndex:
 
     def instances(self) -> list[InstanceId]:
         """As `ClusterIndex.instances`."""
-        return sorted(self._instances, key=self._order.__getitem__)
+        return list(self._instances)
 
     def view(self, instance: InstanceId) -> InstanceView | None:
         """As `ClusterIndex.view`."""
@@ -313,7 +312,6 @@ class ReferenceIndex:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _entry(self, instance: InstanceId) -> _Instance:
-        self._order.setdefault(instance, len(self._order))
         return self._instances.setdefault(instance, _Instance())
 
     def _begin(self, entry: _Instance, epoch: Epoch, pools: Iterable[PoolStated]) -> None:

@@ -136,6 +136,10 @@ class Router:
         )  # fmt: skip
         return ranked
 
+    def forget(self, instance: InstanceId) -> None:
+        """Nothing was routed to the instance."""
+        self._routed.pop(instance, None)
+
     def _price(
         self,
         now_s: float,

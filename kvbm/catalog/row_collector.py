@@ -77,6 +77,11 @@ class RowCollector:
         """Give out the rows of these instances as well: the stream may not have what they come from."""
         self._changed.update(instances)
 
+    def forget(self, instance: InstanceId) -> None:
+        """Give out no row of an instance that was gathered so far; claims stay, for they are the pool's."""
+        self._changed.discard(instance)
+        self._epochs = [row for row in self._epochs if row.instance != instance]
+
     def add_namespaces(self, namespaces: Mapping[NamespaceId, Namespace], seen_ns: int) -> None:
         """Give out the rows of these namespaces as well: SQL may have lost them, and no start that names them comes again."""
         self._has_extra_rows = True
@@ -135,6 +140,7 @@ class RowCollector:
             positions=tuple(row.position for row in changed),
             has_extra_rows=self._has_extra_rows,
             extra_claims=self._extra_claims,
+            spoke={row.instance.id: row.spoke for row in changed},
         )
         self._stored = end.sequence
         self._forget()

@@ -3,6 +3,9 @@
 A message is a fence, or frames of one instance. One that names a fence of a lost history is a stray: it is ignored, and logged. What each
 frame is to its instance, and when a hole becomes a gap, `instance_sequence` decides. A step returns what it changed, also the SQL rows
 that follow from it; `row_collector` gathers these. `troubles` has everyone a snapshot would heal.
+
+An instance that was forgotten is one that was never seen. Of it a mark stays for a while: the sequence up to which its messages count for
+nothing, should they be read again. A later message ends it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from kvbm.catalog.instance_sequence import (
     StreamCursor,
     Unreadable,
 )
-from kvbm.catalog.sql_rows import InstancePosition, InstanceRow, InstanceRows
+from kvbm.catalog.sql_rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
 from kvbm.catalog.troubles import Troubles
 from kvbm.core.backend import ScanFrames
 from kvbm.core.codec import NewerFrame, newer_frame
@@ -75,6 +78,7 @@ class Sequencer:
         self._gap_wait_s = gap_wait_s
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._namespaces = {namespace.id: namespace for namespace in namespaces}
+        self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
         self._settled = 0  # up to this sequence the index may be ahead of what was read, and digests prove nothing
 
@@ -128,8 +132,10 @@ class Sequencer:
         if changes.renumbered:
             self._settled = changes.settled = 0
             cursor.last = START
+            self._forgotten.clear()  # their sequences are of another history
             for followed in self._sequences.values():
                 followed.buffer.begin_anew()
+                followed.spoke = 0
         for message in messages:
             cursor.sequence = changes.at = message.sequence
             self._receive(message, changes)
@@ -145,6 +151,33 @@ class Sequencer:
         """Take note of what an instance reports as published."""
         if heartbeat.published:
             self._follow(heartbeat.instance, heartbeat.cluster).on_heartbeat(now_s, heartbeat)
+
+    def forget(self, mark: ForgottenRow) -> None:
+        """Nothing is known of an instance any more, and its messages up to the mark's sequence count for nothing.
+
+        Its claims stay: they are their pool's.
+        """
+        self.counters.forgotten += mark.instance in self._sequences
+        self.drop(mark.instance)
+        self.expect(mark)
+
+    def drop(self, instance: InstanceId) -> None:
+        """Nothing is known of an instance any more."""
+        self._sequences.pop(instance, None)
+        self._known.pop(instance, None)
+        self.troubles.take(instance)
+        self.index.drop(instance)
+
+    def expect(self, mark: ForgottenRow) -> None:
+        """Messages of an instance that was forgotten may come again; those up to the mark's sequence count for nothing."""
+        self._forgotten[mark.instance] = mark
+        if mark.declared is not None and mark.instance not in self._sequences:
+            self._known[mark.instance] = mark.declared
+
+    def expect_no_more(self, instance: InstanceId) -> None:
+        """No message of before it was forgotten can come any more."""
+        if self._forgotten.pop(instance, None) is not None and instance not in self._sequences:
+            self._known.pop(instance, None)
 
     def suspicion(self, instance: InstanceId) -> None:
         """What the index holds of an instance has another digest than it should, as an audit of the index has found."""
@@ -175,6 +208,16 @@ class Sequencer:
         """The place before the first message that has a frame in a reorder buffer: who begins there reads that one again."""
         buffered = [mark for followed in self._sequences.values() for mark in followed.buffer.marks()]
         return min([self.mark, *buffered], key=lambda mark: mark.sequence)
+
+    @property
+    def forgotten(self) -> Mapping[InstanceId, ForgottenRow]:
+        """The marks of instances that were forgotten and have sent no message since. Read only."""
+        return self._forgotten
+
+    def spoke(self, instance: InstanceId) -> int:
+        """Sequence of an instance's last message; 0 when none is known."""
+        followed = self._sequences.get(instance)
+        return 0 if followed is None else followed.spoke
 
     @property
     def followed(self) -> KeysView[InstanceId]:
@@ -234,6 +277,18 @@ class Sequencer:
     def _receive(self, message: StreamMessage, changes: Changes) -> None:
         self.counters.messages += 1
         cluster, instance = subject_names(message.subject)
+        if self._forgotten and (mark := self._forgotten.get(instance)) is not None:
+            if message.sequence <= mark.sequence:
+                changes.lacks_claims = True  # SQL has them: it had all of the instance when that was forgotten
+                return
+            del self._forgotten[instance]
+            log.info("instance.known_again", instance=instance, sequence=message.sequence, forgotten_at=mark.sequence)
+        self._take(message, cluster, instance, changes)
+        followed = self._sequences.get(instance)
+        if followed is not None:
+            followed.spoke = message.sequence
+
+    def _take(self, message: StreamMessage, cluster: str, instance: InstanceId, changes: Changes) -> None:
         if is_fence(message.subject):
             self._receive_fence(message, self._follow(instance, cluster), changes)
             return

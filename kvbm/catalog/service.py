@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Set
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import structlog
 
+from kvbm.catalog.absences import FORGET_S
 from kvbm.catalog.archive import Archive
 from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow import StreamFollower
+from kvbm.catalog.forgetting import Forgetting
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.lag import StreamLag
@@ -37,6 +39,7 @@ from kvbm.catalog.upkeep import IndexUpkeep
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import KvbmError
+from kvbm.core.ids import InstanceId
 from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
@@ -55,6 +58,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         cluster: the one to follow; None for all.
         listen: host:port; port 0 takes a free one.
         connect_s: how long NATS and the database have to answer at the start.
+        forget_s: an instance that is gone for so long, in time in which a catalog listens, is forgotten.
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         claims_every_s: how often claims in the index are held against those in the database.
@@ -74,6 +78,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     connect_s: float = 5.0
     replicas: int = 1
     liveness_s: float = LIVENESS_S
+    forget_s: float = FORGET_S
     store_every_s: float = 0.1
     claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
@@ -101,6 +106,7 @@ class CatalogService:
         failed: set when it cannot go on; `failure` has the reason.
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
         follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
+        forgetting: forgets who is gone for long.
         queries: what it answers.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
@@ -140,6 +146,10 @@ class CatalogService:
         self.queries = Queries(
             self.sequencer, self.heartbeats, self.requests, self.lag.confirmation, settings.routing,
             settings.liveness_s,
+        )  # fmt: skip
+        self.forgetting = Forgetting(
+            store, stream, self.sequencer, self.writer, self.heartbeats, self.lag, applying, self._let_go,
+            settings.cluster, settings.forget_s,
         )  # fmt: skip
         self.checkpointer: Checkpointer | None = None
         if settings.checkpoints and isinstance(self.index, Checkpointing):
@@ -269,6 +279,7 @@ class CatalogService:
             behind_s=max((backlog.age_s(time.monotonic(), name) for name in backlog.behind), default=0.0),
             excluded=len(self.heartbeats.liveness.excluded()),
             ignored=len(self.heartbeats.ignored),
+            gone=len(self.forgetting.absences),
             view_age_s=self.queries.view_age_s(),
             anomalies=self.index.anomalies(),
             stream_sequence=self.sequencer.sequence,
@@ -281,7 +292,7 @@ class CatalogService:
             residencies={
                 (instance, tier.name): count
                 for instance in self.index.instances()
-                if (view := self.index.view(instance)) is not None
+                if (view := self.index.view(instance)) is not None and not view.stopped and not view.excluded
                 for tier, count in view.counts.items()
             },
             claims=self.index.claim_counts(),
@@ -292,6 +303,13 @@ class CatalogService:
                 for namespace, sizes in pulse.heartbeat.put_bytes.items()
             },
         )
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _let_go(self, instance: InstanceId) -> None:
+        """An instance was forgotten."""
+        self.rows.forget(instance)
+        self.queries.forget(instance)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -309,6 +327,7 @@ class CatalogService:
             ("sweep", self.upkeep.sweep()),
             ("audit", self.upkeep.audit()),
             ("suspicion", self.requests.find_unended()),
+            ("forget", self.forgetting.run()),
         ):
             self._spawn(name, work)
         if self.checkpointer is not None:
@@ -342,6 +361,7 @@ async def _begin(
     """The newest checkpoint, or SQL's position with everybody suspect, or nothing and the whole stream."""
     known = await store.instances()
     namespaces = [row.fields for row in await store.namespaces() if row.fields.id == row.id]
+    marks = await store.forgotten(stored.name)
     positions = await store.instance_positions()  # before the claims: what they lie behind must be in those
     index = new_index(settings.capacity)
     loaded = None
@@ -355,8 +375,25 @@ async def _begin(
     rows = RowCollector(stored.name, stored.place.sequence)
     if loaded is not None:
         sequencer.restore(loaded.state, loaded.settled)
+        _drop_forgotten(sequencer, {row.id for row in known})
     elif stored.place.sequence and settings.checkpoints and isinstance(index, Checkpointing):
         rows.take(sequencer.restore_positions(stored.place, positions.values()))
+    for mark in marks:
+        if sequencer.spoke(mark.instance) <= mark.sequence:
+            sequencer.drop(mark.instance)
+            sequencer.expect(mark)
     async for chunk in store.claims():
         index.claim(chunk.pool, chunk.namespace, chunk.hashes)
     return _Beginning(sequencer, rows, sequencer.mark)
+
+
+def _drop_forgotten(sequencer: Sequencer, known: Set[InstanceId]) -> None:
+    """Drop what a checkpoint has of instances that were forgotten since.
+
+    SQL is never behind a checkpoint that is used, so it had the rows of each instance that the checkpoint has.
+    """
+    gone = [name for name in sequencer.followed if sequencer.position(name).epoch and name not in known]
+    for instance in gone:
+        sequencer.drop(instance)
+    if gone:
+        log.info("instances.forgotten", instances=gone, why="a checkpoint has them, SQL has them no more")

@@ -95,6 +95,37 @@ class ClaimRun(msgspec.Struct, frozen=True, kw_only=True):
     withdrawn: bool = False
 
 
+class ForgottenRow(msgspec.Struct, frozen=True, kw_only=True):
+    """That an instance was forgotten. It stays while something could bring the instance back that was said before.
+
+    Attributes:
+        stream, sequence: messages of the instance up to here count for nothing; a later one makes it known again.
+        until_ns: it is needed until this wall time at least.
+        pulse_ns: time that its last heartbeat bears, which the stream may still keep; 0: none was heard.
+        declared: as it was known, for the pools of one that goes on in the epoch in which it was forgotten; None: not known.
+    """
+
+    instance: InstanceId
+    stream: str
+    sequence: int
+    until_ns: int
+    pulse_ns: int = 0
+    declared: InstanceRow | None = None
+
+
+class AbsenceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """For how long an instance is gone.
+
+    Attributes:
+        unheard_s: time in which a catalog listened and did not hear it.
+        sequence: of its last message.
+    """
+
+    instance: InstanceId
+    unheard_s: int
+    sequence: int = 0
+
+
 class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     """What the projection changed between two positions of a stream.
 
@@ -107,6 +138,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
         has_extra_rows: there are rows that come from no message after `previous`. extra_claims: so many of the claims, the first.
             Another catalog that has stored the same messages has not stored these.
+        spoke: of each of `instances`, the sequence of its last message: rows of one that was forgotten after it change nothing.
     """
 
     stream: str
@@ -120,11 +152,13 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     positions: tuple[InstancePosition, ...] = ()
     has_extra_rows: bool = False
     extra_claims: int = 0
+    spoke: dict[InstanceId, int] = {}
 
 
 class InstanceRows(NamedTuple):
-    """The rows of one instance as they are now."""
+    """The rows of one instance as they are now, and the sequence of its last message."""
 
     instance: InstanceRow
     epoch: EpochRow
     position: InstancePosition
+    spoke: int = 0

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from enum import Enum
 from itertools import groupby
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 
@@ -41,8 +41,10 @@ except ImportError:
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, open_database, shown
 from kvbm.catalog.sql_rows import (
+    AbsenceRow,
     ClaimRun,
     EpochRow,
+    ForgottenRow,
     InstancePosition,
     InstanceRow,
     InstanceStatus,
@@ -55,6 +57,7 @@ CHUNK_ROWS = 1 << 16  # hashes of one chunk that `claims` yields: 1 MiB
 _WRITE_ROWS = 5000  # rows handed to a driver at once
 _ASKED_ROWS = 1000  # keys named in one question
 _END_S = 5.0  # for a batch under way when whoever stores it is stopped
+R = TypeVar("R")
 
 
 class BatchOutcome(Enum):
@@ -143,16 +146,64 @@ class SqlStore:
             async with self._engine.begin() as connection:
                 if not await _move_position(connection, batch, self._upserts["first_position"]):
                     return await _not_applied(connection, batch)
-                await self._upsert(connection, "instances", _last(map(_instance_values, batch.instances), "id"))
-                await self._upsert(connection, "epochs", _last(map(_epoch_values, batch.epochs), "instance", "epoch"))
+                hidden = await _hidden(connection, batch)
+                instances = [_instance_values(row) for row in batch.instances if row.id not in hidden]
+                epochs = [_epoch_values(row) for row in batch.epochs if row.instance not in hidden]
+                await self._upsert(connection, "instances", _last(instances, "id"))
+                await self._upsert(connection, "epochs", _last(epochs, "instance", "epoch"))
                 await self._upsert(
                     connection, "namespaces", _last(map(_namespace_values, reversed(batch.namespaces)), "id")
                 )
-                positions = _last(map(msgspec.structs.asdict, batch.positions), "instance")
-                await self._upsert(connection, "instance_positions", positions)
+                positions = [msgspec.structs.asdict(row) for row in batch.positions if row.instance not in hidden]
+                await self._upsert(connection, "instance_positions", _last(positions, "instance"))
                 await _in_chunks(connection, _WITHDRAW, withdrawn)
                 await self._upsert(connection, "object_claims", claimed)
         return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence, batch.fingerprint)
+
+    async def forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
+        """Remove every row of some instances but their claims, and keep their marks, in one transaction.
+
+        Args:
+            marks: of one stream, at least one.
+            read: whoever calls has read the stream up to here. Where SQL is ahead of that, another catalog may know more.
+        Returns: False when nothing was done: SQL is ahead, or counts the stream under another name.
+        """
+        return await _to_its_end(self._forget(marks, read))
+
+    async def _forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
+        stream, names = marks[0].stream, [mark.instance for mark in marks]
+        with database_errors(f"{self._where} does not forget {len(names)} instances"):
+            async with self._engine.begin() as connection:
+                if not await _hold_position(connection, stream, read):
+                    return False
+                for column in (
+                    tables.instances.c.id, tables.epochs.c.instance, tables.instance_positions.c.instance,
+                    tables.absences.c.instance,
+                ):  # fmt: skip
+                    for at in range(0, len(names), _ASKED_ROWS):
+                        await connection.execute(delete(column.table).where(column.in_(names[at : at + _ASKED_ROWS])))
+                await self._upsert(connection, "forgotten", _last(map(_forgotten_values, marks), "instance"))
+        return True
+
+    async def drop_marks(self, stream: str, instances: Sequence[InstanceId]) -> None:
+        """Remove marks: nothing can bring these instances back any more. Those of streams that are over go as well."""
+        table, places = tables.forgotten, tables.positions
+        over = select(places.c.stream).where(places.c.is_over)
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.begin() as connection:
+                await connection.execute(delete(table).where(table.c.stream.in_(over)))
+                for at in range(0, len(instances), _ASKED_ROWS):
+                    names = instances[at : at + _ASKED_ROWS]
+                    await connection.execute(delete(table).where(table.c.stream == stream, table.c.instance.in_(names)))
+
+    async def note_absences(self, gone: Sequence[AbsenceRow], here: Sequence[InstanceId]) -> None:
+        """Keep for how long some are gone, never less than is stored, unless they were here since."""
+        column = tables.absences.c.instance
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.begin() as connection:
+                for at in range(0, len(here), _ASKED_ROWS):
+                    await connection.execute(delete(column.table).where(column.in_(here[at : at + _ASKED_ROWS])))
+                await self._upsert(connection, "absences", _last(map(msgspec.structs.asdict, gone), "instance"))
 
     async def _upsert(self, connection: AsyncConnection, table: str, rows: list[dict[str, Any]]) -> None:
         await _in_chunks(connection, self._upserts[table], rows)
@@ -192,6 +243,24 @@ class SqlStore:
         table = tables.instances
         return [_instance_row(row) for row in await self._read(select(table).order_by(table.c.id))]
 
+    async def forgotten(self, stream: str) -> list[ForgottenRow]:
+        """The marks of instances that were forgotten, by name."""
+        table = tables.forgotten
+        rows = await self._read(select(table).where(table.c.stream == stream).order_by(table.c.instance))
+        return [_forgotten_row(row) for row in rows]
+
+    async def absences(self) -> list[AbsenceRow]:
+        """For how long instances are gone, by name; none of one whose absence was not noted yet."""
+        table = tables.absences
+        return [AbsenceRow(**row) for row in await self._read(select(table).order_by(table.c.instance))]
+
+    async def instance_names(self, cluster: str | None) -> list[InstanceId]:
+        """Every instance that SQL knows, of one cluster or of all, by name."""
+        table = tables.instances
+        asked = select(table.c.id).order_by(table.c.id)
+        rows = await self._read(asked if cluster is None else asked.where(table.c.cluster == cluster))
+        return [row["id"] for row in rows]
+
     async def epochs(self, instance: InstanceId) -> list[EpochRow]:
         """The epochs of an instance, oldest first."""
         table = tables.epochs
@@ -203,6 +272,17 @@ class SqlStore:
         table = tables.namespaces
         rows = await self._read(select(table).order_by(table.c.first_seen_ns, table.c.id))
         return [_namespace_row(row) for row in rows]
+
+    async def claimed_pools(self) -> set[str]:
+        """The pools that blocks are claimed for."""
+        column = tables.object_claims.c.pool
+        found: list[str] = []
+        while True:  # by the first part of the key, from one to the next
+            asked = select(func.min(column).label("pool"))
+            rows = await self._read(asked.where(column > found[-1]) if found else asked)
+            if rows[0]["pool"] is None:
+                return set(found)
+            found.append(rows[0]["pool"])
 
     async def claim_count(self, pool: str | None = None) -> int:
         """How many blocks are claimed, in one pool or in all."""
@@ -279,7 +359,7 @@ class SqlStore:
 # -- the position -----------------------------------------------------------------------------------------------------
 
 
-async def _to_its_end(transaction: Coroutine[Any, Any, BatchResult]) -> BatchResult:
+async def _to_its_end(transaction: Coroutine[Any, Any, R]) -> R:
     """The outcome of a transaction, which goes on where whoever waits for it is cancelled, and is waited for a little then.
 
     A connection of SQLite that is given up in the middle of a transaction keeps the database locked until somebody collects it.
@@ -322,6 +402,40 @@ async def _move_position(connection: AsyncConnection, batch: StoreBatch, first: 
     is_before = and_(func.substr(table.c.stream, 1, len(whose)) == whose, table.c.stream != batch.stream)
     await connection.execute(update(table).where(is_before).values(is_over=True))
     return True
+
+
+async def _hold_position(connection: AsyncConnection, stream: str, read: int) -> bool:
+    """Keep the position's row locked until this transaction ends. False: SQL is ahead of `read`, or the stream is over."""
+    table = tables.positions
+    held = await connection.execute(
+        update(table)
+        .where(table.c.stream == stream, table.c.stream_sequence <= read, table.c.is_over.is_(False))
+        .values(stream_sequence=table.c.stream_sequence)
+    )
+    if held.rowcount == 1:
+        return True
+    return (await connection.execute(select(table.c.stream).where(table.c.stream == stream))).first() is None
+
+
+async def _hidden(connection: AsyncConnection, batch: StoreBatch) -> set[InstanceId]:
+    """The batch's instances that were forgotten after all that it has of them. The marks of others end: they have spoken since."""
+    table = tables.forgotten
+    names = sorted(
+        {row.id for row in batch.instances}
+        | {row.instance for row in batch.epochs}
+        | {row.instance for row in batch.positions}
+    )
+    hidden: set[InstanceId] = set()
+    known: list[InstanceId] = []
+    for at in range(0, len(names), _ASKED_ROWS):
+        asked = select(table.c.instance, table.c.sequence).where(
+            table.c.stream == batch.stream, table.c.instance.in_(names[at : at + _ASKED_ROWS])
+        )
+        for instance, sequence in await connection.execute(asked):
+            (known.append if batch.spoke.get(instance, 0) > sequence else hidden.add)(instance)
+    if known:
+        await connection.execute(delete(table).where(table.c.stream == batch.stream, table.c.instance.in_(known)))
+    return hidden
 
 
 async def _not_applied(connection: AsyncConnection, batch: StoreBatch) -> BatchResult:
@@ -368,6 +482,9 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
         position.c.epoch, position.c.next_offset
     )
 
+    absence_insert, absence_changes = upsert(tables.absences, unheard_s=largest, sequence=largest)
+    forgotten_insert, forgotten_changes = upsert(tables.forgotten)
+
     def is_other_life(insert: Any, table: Table) -> Any:
         return and_(insert.excluded.run != "", insert.excluded.run != table.c.run)
 
@@ -384,6 +501,8 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
         "instance_positions": position_insert.on_conflict_do_update(
             **position_changes, where=or_(newer, is_other_life(position_insert, position))
         ),
+        "absences": absence_insert.on_conflict_do_update(**absence_changes),
+        "forgotten": forgotten_insert.on_conflict_do_update(**forgotten_changes),
         "object_claims": claim_insert.on_conflict_do_update(**claim_changes),
         "first_position": into(tables.positions).on_conflict_do_nothing(),
     }
@@ -454,6 +573,16 @@ def _instance_row(values: dict[str, Any]) -> InstanceRow:
     )
     state = InstanceStatus(values["state"])
     return InstanceRow(**(values | {"pools": pools, "topology": tuple(values["topology"]), "state": state}))
+
+
+def _forgotten_values(mark: ForgottenRow) -> dict[str, Any]:
+    declared = {} if mark.declared is None else _instance_values(mark.declared)
+    return msgspec.structs.asdict(mark) | {"declared": declared}
+
+
+def _forgotten_row(values: dict[str, Any]) -> ForgottenRow:
+    declared = _instance_row(values["declared"]) if values["declared"] else None
+    return ForgottenRow(**(values | {"declared": declared}))
 
 
 def _epoch_values(row: EpochRow) -> dict[str, Any]:

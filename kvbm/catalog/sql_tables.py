@@ -168,3 +168,22 @@ instance_positions = Table(
     Column("next_offset", Count, nullable=False),
     Column("run", Words, nullable=False, server_default=""),  # that began the epoch
 )
+
+absences = Table(
+    "absences",
+    metadata,
+    Column("instance", Words, primary_key=True),
+    Column("unheard_s", Count, nullable=False),  # seconds in which a catalog listened and did not hear it
+    Column("sequence", Count, nullable=False),  # of its last message
+)
+
+forgotten = Table(
+    "forgotten",
+    metadata,
+    Column("instance", Words, primary_key=True),
+    Column("stream", Words, nullable=False, index=True),
+    Column("sequence", Count, nullable=False),  # its messages up to here count for nothing
+    Column("until_ns", Count, nullable=False),
+    Column("pulse_ns", Count, nullable=False),
+    Column("declared", JSON, nullable=False),  # a row of `instances`, or {}
+)

@@ -9,12 +9,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbm.config.settings import GcSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
+from kvbm.config.settings import CatalogSettings, GcSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
 
 _LONGEST_S = 1e6
+_STREAM_KEEPS_S = 86_400.0  # as `streams.nats.setup.MAX_AGE_S`
 _MOST_BLOCKS = 1 << 12  # of an object
 _MOST_WEIGHT = 1_000_000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -91,7 +92,16 @@ def check_settings(settings: Settings) -> None:
             f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
         )
     _check_tenants(settings.tenants)
-    routing = settings.catalog.routing
+    _check_catalog(settings.catalog)
+
+
+def _check_catalog(catalog: CatalogSettings) -> None:
+    if not _STREAM_KEEPS_S < catalog.forget_s < math.inf:
+        raise ConfigError(
+            f"catalog.forget_s is {catalog.forget_s:g}; give a number above {_STREAM_KEEPS_S:g}: so long the stream keeps "
+            "events, from which a forgotten instance would be read again"
+        )
+    routing = catalog.routing
     weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
     for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
         if isinstance(value, float) and not (value > 0 and math.isfinite(value)):

@@ -292,6 +292,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         listen: host:port the service binds; port 0 takes a free one.
         database: SQLAlchemy URL; "" is SQLite in the data folder.
         liveness_s: an instance not heard for this long is left out of answers.
+        forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a catalog listens counts.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
@@ -303,6 +304,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     listen: str = "127.0.0.1:7700"
     database: str = ""
     liveness_s: float = 3.5
+    forget_s: float = 604_800.0
     capacity: int = 100_000_000
     checkpoints: str = ""
     checkpoint_every_s: float = 60.0

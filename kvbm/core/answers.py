@@ -154,6 +154,12 @@ class SnapshotAnswer(msgspec.Struct, frozen=True, kw_only=True):
     heard: bool
 
 
+class ForgottenAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance was forgotten: nothing is known of it any more. What it has put in object stores stays there, and is found."""
+
+    instance: str
+
+
 class PoolSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One pool as its instance declared it, and how many blocks it is known to hold; of a cluster pool, all its claims."""
 

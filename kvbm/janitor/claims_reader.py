@@ -28,9 +28,10 @@ class ClaimsReader:
             raise
 
     def pools(self) -> set[str]:
-        """The names of all pools of cluster reach that instances have declared."""
+        """The names of all pools of cluster reach that instances have declared, or that blocks are claimed for."""
         rows = self._runner.run(self._store.instances())
-        return {pool.name for row in rows for pool in row.pools if pool.reach == Reach.CLUSTER}
+        claimed = self._runner.run(self._store.claimed_pools())  # whoever declared them may be forgotten
+        return {pool.name for row in rows for pool in row.pools if pool.reach == Reach.CLUSTER} | claimed
 
     def use(self, pool: str) -> None:
         """Read the claims of this pool from now on."""

@@ -17,6 +17,7 @@ from kvbm.core.answers import (
     MAX_HASHES,
     BlockAnswer,
     ErrorAnswer,
+    ForgottenAnswer,
     InstancesAnswer,
     InstanceSummary,
     LookupAnswer,
@@ -202,6 +203,12 @@ class CatalogClient:
             if time.monotonic() >= deadline_s:
                 raise CatalogError(f"the catalog at {self.url} is not ready after {timeout_s:g} s: {why}")
             time.sleep(_POLL_S)
+
+    def forget(self, instance: InstanceId) -> None:
+        """Have an instance forgotten that is gone. Raises CatalogRefusedError: it is alive, unknown, or not known to be gone."""
+        path = f"/v1/instances/{quote(instance, safe='')}"
+        status, body = self._send("DELETE", path, None, self._timeout_s)
+        self._decode(path, status, body, ForgottenAnswer)
 
     def metrics(self) -> str:
         """The catalog's metrics in Prometheus' text format."""

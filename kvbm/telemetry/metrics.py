@@ -26,7 +26,7 @@ class CatalogNumbers(NamedTuple):
         stored_sequence: messages up to here are in SQL.
         claims: blocks claimed, by pool.
         put_bytes: what instances have put in the object pool, by instance and namespace: bytes in memory, and in the store.
-        residencies: blocks held, by instance and tier.
+        residencies: blocks held, by instance and tier; of instances that answers count.
     """
 
     messages: int
@@ -36,6 +36,7 @@ class CatalogNumbers(NamedTuple):
     repeats: int
     stale: int
     strays: int
+    forgotten: int
     holes: int
     gaps: int
     digest_mismatches: int
@@ -63,6 +64,7 @@ class CatalogNumbers(NamedTuple):
     behind_s: float
     excluded: int
     ignored: int
+    gone: int
     view_age_s: float
     anomalies: dict[str, int]
     stream_sequence: int
@@ -93,6 +95,7 @@ _COUNTERS = {
     "digest_repaired": "Divergences after which a snapshot or a new epoch has made the instance whole again.",
     "blind_starts": "Epochs whose start was not seen; whole after their next snapshot.",
     "lives": "Times a fence said that what was read of an instance is of another life: its journal or the stream's end were lost.",
+    "forgotten": "Instances forgotten: gone for long, or by name.",
     "poison": "Messages that are no frames, skipped.",
     "foreign": "Messages with a frame of another instance than their subject's, refused.",
     "newer": "Frames a newer kvbm wrote, and those behind one in its epoch, not applied; their instance is left out of answers.",
@@ -120,6 +123,7 @@ _GAUGES = {
     "behind_s": "How long ago the one of them known worst was known whole.",
     "excluded": "Instances whose residencies are left out of answers.",
     "ignored": "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
+    "gone": "Instances known and stopped, silent or unheard; forgotten after catalog.forget_s.",
     "view_age_s": "Age of the view that answers rest on while silence does not count, or nobody confirms that all is read; else 0.",
     "indexed_blocks": "Distinct blocks somebody holds.",
 }
@@ -170,7 +174,9 @@ class _Numbers(Collector):
             anomalies.add_metric([rule], count)
         yield anomalies
         residencies = GaugeMetricFamily(
-            "kvbm_catalog_residencies", "Blocks an instance holds in a tier.", labels=["instance", "tier"]
+            "kvbm_catalog_residencies",
+            "Blocks an instance holds in a tier; not of instances that have stopped or are left out of answers.",
+            labels=["instance", "tier"],
         )
         for (instance, tier), count in sorted(now.residencies.items()):
             residencies.add_metric([instance, tier], count)

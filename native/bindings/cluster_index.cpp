@@ -216,6 +216,8 @@ class PythonIndex {
     if (const std::uint32_t instance = index_.find_instance(name); instance != ClusterIndex::kNone) {
       index_.drop(instance);
       know(instance, name);
+      nb::del(followed_[names_[instance]]);
+      names_[instance] = nb::object();  // the number may become another's
       pools_[instance] = nb::make_tuple();
     }
   }
@@ -314,14 +316,7 @@ class PythonIndex {
   }
 
   nb::object instances() {
-    nb::list names;
-    const std::size_t count = index_.instance_count();
-    for (std::uint32_t instance = 0; instance < count; ++instance) {
-      if (index_.state(instance)) {
-        names.append(nb::steal(name_of(instance)));
-      }
-    }
-    return names;
+    return nb::steal(PyDict_Keys(followed_.ptr()));  // no walk over the numbers of those that were dropped
   }
 
   nb::object view(std::string_view name) {
@@ -406,8 +401,10 @@ class PythonIndex {
     }
     const auto count = static_cast<std::uint32_t>(index_.instance_count());
     for (std::uint32_t instance = 0; instance < count; ++instance) {
-      know(instance, index_.instance_name(instance));
-      pools_[instance] = pools_of(instance);
+      if (index_.state(instance)) {  // not of one that was dropped, whose number may become another's
+        know(instance, index_.instance_name(instance));
+        pools_[instance] = pools_of(instance);
+      }
     }
     return nb::bytes(note.data(), note.size());
   }
@@ -430,6 +427,7 @@ class PythonIndex {
     }
     if (!names_[instance].is_valid()) {
       names_[instance] = nb::str(name.data(), name.size());
+      followed_[names_[instance]] = nb::none();
     }
   }
 
@@ -478,6 +476,7 @@ class PythonIndex {
   ClusterIndex index_;             // the index
   PrefixAnswer answer_;            // of the last query
   std::vector<nb::object> names_;  // by number, where asked for
+  nb::dict followed_;              // the names of those followed and not dropped, in order
   std::vector<nb::object> pools_;  // as the start declared them, by number
 };
 

@@ -458,6 +458,9 @@ class CheckpointLoader {
     instance.epoch = front.number<std::uint64_t>();
     const auto flags = front.number<std::uint8_t>();
     instance.is_known = (flags & kKnown) != 0;
+    if (!instance.is_known) {
+      index_.list_dropped(static_cast<std::uint32_t>(index_.instances_.size() - 1));
+    }
     instance.is_stopped = (flags & kStopped) != 0;
     instance.pools_known = (flags & kPoolsKnown) != 0;
     instance.is_proven = (flags & kProven) != 0;

@@ -39,16 +39,40 @@ ClusterIndex::ClusterIndex(std::uint64_t capacity, std::array<std::uint64_t, 3> 
 std::uint32_t ClusterIndex::instance(std::string_view name) {
   const std::lock_guard turn(writer_);
   const auto known = instance_numbers_.find(name);
-  const std::uint32_t number = known != instance_numbers_.end() ? known->second : static_cast<std::uint32_t>(instances_.size());
-  if (known == instance_numbers_.end() || !instances_[number].is_known) {
-    const WriteGuard change(lock_);
-    if (known == instance_numbers_.end()) {
-      instances_.emplace_back().name = name;
-      instance_numbers_.emplace(name, number);
-    }
-    instances_[number].is_known = true;
+  if (known != instance_numbers_.end() && instances_[known->second].is_known) {
+    return known->second;
   }
+  const WriteGuard change(lock_);
+  const std::uint32_t number = known != instance_numbers_.end() ? known->second : new_instance(name);
+  instances_[number].is_known = true;
   return number;
+}
+
+std::uint32_t ClusterIndex::new_instance(std::string_view name) {
+  while (!dropped_.empty()) {
+    const std::uint32_t number = dropped_.back();
+    Instance& instance = instances_[number];
+    dropped_.pop_back();
+    instance.is_listed = false;
+    if (!instance.is_known) {
+      instance_numbers_.erase(instance.name);
+      instance.name = name;
+      instance_numbers_.emplace(name, number);
+      return number;
+    }
+  }
+  const auto number = static_cast<std::uint32_t>(instances_.size());
+  instances_.emplace_back().name = name;
+  dropped_.reserve(instances_.capacity());
+  instance_numbers_.emplace(name, number);
+  return number;
+}
+
+void ClusterIndex::list_dropped(std::uint32_t number) {
+  if (!instances_[number].is_listed) {
+    instances_[number].is_listed = true;
+    dropped_.push_back(number);
+  }
 }
 
 std::uint32_t ClusterIndex::find_instance(std::string_view name) const {
@@ -694,6 +718,7 @@ void ClusterIndex::drop(std::uint32_t number) {
   kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;
+  list_dropped(number);
 }
 
 void ClusterIndex::retire(std::uint32_t number, Tier tier, std::uint8_t generation) {

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
@@ -25,8 +26,10 @@ from kvbm.catalog import database
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import migrations_folder, parse_url
 from kvbm.catalog.sql_rows import (
+    AbsenceRow,
     ClaimRun,
     EpochRow,
+    ForgottenRow,
     InstancePosition,
     InstanceRow,
     InstanceStatus,
@@ -792,3 +795,81 @@ def test_a_replica_waits_for_the_one_that_writes(postgres_url: str) -> None:
         await other.close()
 
     asyncio.run(run())
+
+
+def mark_of(instance: InstanceId = FIRST, sequence: int = 7, **fields: Any) -> ForgottenRow:
+    return ForgottenRow(instance=instance, stream=STREAM, sequence=sequence, until_ns=1, **fields)
+
+
+def test_an_instance_that_is_forgotten_leaves_every_table_but_its_claims(database_url: str) -> None:
+    async def work(store: SqlStore) -> None:
+        given = full_batch()
+        assert await store.apply(given)
+        await store.note_absences([AbsenceRow(instance=FIRST, unheard_s=9, sequence=7)], [])
+        mark = mark_of(pulse_ns=5, declared=given.instances[0])
+        assert not await store.forget([mark], 6)  # another catalog has stored what this one has not read
+        assert await store.instance_names(None) == await store.instance_names("west") == [FIRST]
+        assert await store.instance_names("east") == []
+        assert await store.forget([mark], 7)
+        found = await contents(store)
+        assert (found.instances, found.epochs, found.positions) == ([], [], {})
+        assert found.position == 7 and len(found.claims) == 3 and await store.absences() == []
+        assert await store.claimed_pools() == {POOL}
+        assert await store.forgotten(STREAM) == [mark] and await store.forgotten("another") == []
+        await store.drop_marks(STREAM, [FIRST])
+        assert await store.forgotten(STREAM) == []
+
+    with_store(database_url, work)
+
+
+def test_rows_of_before_it_was_forgotten_change_nothing_and_later_ones_end_the_mark(database_url: str) -> None:
+    async def work(store: SqlStore) -> None:
+        given = full_batch()
+        assert await store.apply(given)
+        assert await store.forget([mark_of()], 9)
+        late = msgspec.structs.replace(given, previous=7, stream_sequence=8, spoke={FIRST: 7}, claims=())
+        assert await store.apply(late)
+        assert await store.instances() == [] and await store.instance_positions() == {}
+        assert len(await store.forgotten(STREAM)) == 1
+        assert await store.apply(msgspec.structs.replace(late, previous=8, stream_sequence=9, spoke={FIRST: 9}))
+        assert await store.instances() == list(given.instances)
+        assert await store.forgotten(STREAM) == []
+
+    with_store(database_url, work)
+
+
+def test_nothing_is_forgotten_under_a_name_that_is_over(database_url: str) -> None:
+    async def work(store: SqlStore) -> None:
+        first = msgspec.structs.replace(full_batch(), stream="KVBM/c@1")
+        assert await store.apply(first)
+        assert await store.forget([msgspec.structs.replace(mark_of(SECOND), stream="KVBM/c@1")], 7)
+        assert await store.apply(msgspec.structs.replace(first, stream="KVBM/c@2"))
+        assert not await store.forget([msgspec.structs.replace(mark_of(), stream="KVBM/c@1")], 100)
+        assert len(await store.instances()) == 1
+        await store.drop_marks("KVBM/c@2", [])
+        assert await store.forgotten("KVBM/c@1") == []
+
+    with_store(database_url, work)
+
+
+def test_an_absence_only_grows_until_the_instance_was_here(database_url: str) -> None:
+    async def work(store: SqlStore) -> None:
+        await store.note_absences(
+            [AbsenceRow(instance=FIRST, unheard_s=9), AbsenceRow(instance=SECOND, unheard_s=3)], []
+        )
+        await store.note_absences([AbsenceRow(instance=FIRST, unheard_s=5, sequence=2)], [SECOND])
+        assert await store.absences() == [AbsenceRow(instance=FIRST, unheard_s=9, sequence=2)]
+        await store.note_absences([AbsenceRow(instance=FIRST, unheard_s=1)], [FIRST])
+        assert await store.absences() == [AbsenceRow(instance=FIRST, unheard_s=1)]
+
+    with_store(database_url, work)
+
+
+def test_pools_are_found_by_their_claims(database_url: str) -> None:
+    async def work(store: SqlStore) -> None:
+        assert await store.claimed_pools() == set()
+        claims = tuple(claim(hashes(2, seed), pool=f"pool-{seed}") for seed in range(3))
+        assert await store.apply(batch(0, 1, claims=claims))
+        assert await store.claimed_pools() == {"pool-0", "pool-1", "pool-2"}
+
+    with_store(database_url, work)

@@ -15,6 +15,7 @@ import kvbm.catalog.instance_sequence as sequence_module
 import kvbm.manager.copies as copies_module
 import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
+from kvbm.catalog.absences import Absences
 from kvbm.catalog.instance_sequence import InstanceSequence, StreamCursor
 from kvbm.catalog.liveness import Liveness, Return
 from kvbm.catalog.sequencer import Sequencer
@@ -297,7 +298,20 @@ def _excluded_never_returned(stack: ExitStack) -> None:
     original = _swap(stack, Liveness, "step", step)
 
 
+def _forgets_nobody(stack: ExitStack) -> None:
+    _swap(stack, Absences, "due", lambda self, most: [])
+
+
+def _forgets_in_sql_alone(stack: ExitStack) -> None:
+    def drop(self: Any, instance: Any) -> None:
+        self._sequences.pop(instance, None)  # the index keeps what it held
+
+    _swap(stack, Sequencer, "drop", drop)
+
+
 MUTANTS: dict[str, Mutant] = {
+    "forgets_nobody": Mutant("who is gone for long is forgotten", _forgets_nobody, ("forget", "kill")),
+    "forgets_in_sql_alone": Mutant("what is forgotten leaves the index", _forgets_in_sql_alone, ("forget", "kill")),
     "position_before_apply": Mutant(
         "a position is stored together with what it covers", _position_before_apply, ("kill_catalog", "database_down")
     ),

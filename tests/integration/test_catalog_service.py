@@ -462,6 +462,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
         *("/", "/healthz", "/readyz", "/metrics", "/openapi.json"),
         *("/v1/lookup", "/v1/route", "/v1/blocks/{namespace}/{hash}", "/v1/instances", "/v1/namespaces"),
         "/v1/instances/{instance}/snapshot",
+        "/v1/instances/{instance}",
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "408", "413", "422", "503", "504"}

@@ -481,3 +481,37 @@ def test_of_two_runs_of_one_epoch_the_holder_counts_though_the_other_was_heard_f
     watch.hear(0.3, A, run="y")
     last = watch.liveness.last(A)
     assert last is not None and last.heartbeat.run == "y" and not watch.liveness.double_ids
+
+
+def test_who_is_forgotten_leaves_nothing_and_is_new_when_it_is_heard_again() -> None:
+    watch = five()
+    watch.run(10.0, 20.0, [A, B, C, D])
+    assert watch.excluded == {E: Why.SILENT} and watch.liveness.is_gone(E) and not watch.liveness.is_gone(A)
+    del watch.excluded[E]
+    watch.liveness.forget(E)
+    assert watch.liveness.instances() == [A, B, C, D] and watch.liveness.state(E) is LifeState.UNHEARD
+    watch.run(20.0, 30.0, [A, B, C, D])
+    watch.hear(
+        30.0, E, epoch=1
+    )  # an epoch that is no later, and of another run or not: nothing is known that it could contradict
+    watch.follow(30.1, E)
+    assert watch.liveness.state(E) is LifeState.LIVE and not watch.excluded and watch.liveness.zombies == 0
+
+
+def test_routes_look_at_present_instances_alone() -> None:
+    watch = five()
+    for number in range(1000):
+        watch.follow(10.0, InstanceId(f"dead-{number}"), stopped=True)
+    assert watch.liveness.candidates() == [A, B, C, D, E]
+    assert sorted(watch.liveness._present) == [A, B, C, D, E]
+    watch.run(10.0, 20.0, [A])
+    assert sorted(watch.liveness._present) == [A]
+
+
+def test_how_long_the_catalog_has_listened() -> None:
+    watch = Watch(4.0)
+    assert watch.liveness.listened_s(5.0) == 0.0
+    watch.run(5.0, 10.0)
+    assert 4.0 < watch.liveness.listened_s(10.0) <= 5.0
+    watch.run(10.0, 20.0, own=False)
+    assert watch.liveness.listened_s(20.0) == 0.0

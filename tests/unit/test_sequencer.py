@@ -14,7 +14,7 @@ from kvbm.catalog.index import ClusterIndex, is_suspect
 from kvbm.catalog.instance_sequence import HOLE_MOST_S, REORDER_BYTES, Changes
 from kvbm.catalog.row_collector import RowCollector
 from kvbm.catalog.sequencer import Sequencer, SequencerState
-from kvbm.catalog.sql_rows import InstanceStatus, StoreBatch
+from kvbm.catalog.sql_rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
 from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier
@@ -1129,3 +1129,83 @@ def test_a_checkpoint_keeps_what_is_unreadable_and_an_upgraded_catalog_asks_for_
     upgraded.read(one.create(3), one.snapshot())
     assert upgraded.sequencer.troubles.by_instance == {}
     assert upgraded.sequencer.index.agrees(ONE, one.frames[-1].digest)
+
+
+def mark_at(sequence: int, declared: InstanceRow | None = None) -> ForgottenRow:
+    return ForgottenRow(instance=ONE, stream="KVBM", sequence=sequence, until_ns=0, declared=declared)
+
+
+@each_twin
+def test_who_was_forgotten_is_not_brought_back_by_what_it_said_before(twin: Twin) -> None:
+    _, frames = five_frames()
+    reader = Reader(twin.sequencer())
+    reader.read(*frames)
+    assert reader.sequencer.spoke(ONE) == 5
+    reader.sequencer.forget(mark_at(5))
+    assert reader.sequencer.instances() == [] and reader.index.instances() == [] and reader.depth(1) == 0
+    assert reader.sequencer.counters.forgotten == 1
+    again = Reader(twin.sequencer())
+    again.sequencer.expect(mark_at(5))
+    changes = again.read(*frames)
+    assert not changes.advanced and changes.lacks_claims  # which are in SQL
+    assert again.sequencer.instances() == [] and again.depth(1) == 0
+
+
+@each_twin
+def test_a_later_message_of_a_forgotten_instance_makes_it_known_again(twin: Twin) -> None:
+    instance, frames = five_frames()
+    reader = Reader(twin.sequencer())
+    reader.read(*frames)
+    row = reader.sequencer.instance_row(ONE)
+    reader.sequencer.forget(mark_at(5, row))
+    reader.read(instance.create(7))  # goes on in its epoch
+    assert reader.sequencer.forgotten == {} and reader.is_suspect() and reader.depth(7) == 1
+    assert list(reader.sequencer.troubles.by_instance) == [ONE]  # a snapshot is asked for
+    assert reader.sequencer.instance_row(ONE) is not None and row is not None
+    view = reader.index.view(ONE)
+    assert view is not None and view.pools == POOLS  # what its start had declared
+    reader.read(instance.snapshot())
+    assert reader.in_step(instance) and not reader.is_suspect() and reader.depth(1, 2, 3, 4) == 4
+
+
+@each_twin
+def test_nothing_of_a_forgotten_instance_is_stale(twin: Twin) -> None:
+    old = Instance(epoch=9)
+    reader = Reader(twin.sequencer())
+    reader.read(old.create(1))
+    reader.sequencer.forget(mark_at(1))
+    new = Instance(epoch=1)
+    frame = new.create(2)
+    reader.read(*new.frames)
+    assert frame in new.frames and reader.sequencer.counters.stale == 0
+    assert reader.in_step(new) and not reader.is_suspect()
+
+
+@each_twin
+def test_claims_of_a_forgotten_instance_stay(twin: Twin) -> None:
+    instance = Instance()
+    instance.create(1)
+    instance.offload(1)
+    reader = Reader(twin.sequencer())
+    reader.read(*instance.frames)
+    reader.sequencer.forget(mark_at(3))
+    assert reader.index.claim_counts() == {"pool": 1}
+    assert [holder.name for holder in reader.index.holders(NAMESPACE.id, hashes(1))] == ["pool"]  # type: ignore[arg-type]
+
+
+@each_twin
+def test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark(
+    twin: Twin,
+) -> None:
+    instance, frames = five_frames()
+    reader = Reader(twin.sequencer())
+    reader.read(*frames)
+    state = reader.sequencer.state()
+    assert state.followed[0].spoke == 5
+    reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
+    reader.sequence = 0
+    reader.read(*frames)
+    assert reader.sequencer.instances() == [ONE] and reader.in_step(instance)
+    reader.sequencer.forget(mark_at(5, reader.sequencer.instance_row(ONE)))
+    reader.sequencer.expect_no_more(ONE)
+    assert not reader.sequencer.forgotten and not reader.sequencer._known

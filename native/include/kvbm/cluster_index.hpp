@@ -156,7 +156,8 @@ class ClusterIndex {
 
   // -- following instances --
 
-  // The number of an instance; made when it is new. Numbers are never used for another name.
+  // The number of an instance; made when it is new. The number of one that was dropped may become another name's then: its incarnation
+  // has grown, and its holder ids are used again only once the table has none of them.
   std::uint32_t instance(std::string_view name);
   std::uint32_t find_instance(std::string_view name) const;
   std::string instance_name(std::uint32_t instance) const;
@@ -267,6 +268,7 @@ class ClusterIndex {
     std::uint64_t epoch = 0;                 // its epoch
     std::uint32_t incarnation = 0;           // counts its deaths
     bool is_known = false;                   // not dropped
+    bool is_listed = false;                  // in `dropped_`
     bool is_stopped = false;                 // it ended cleanly
     bool pools_known = false;                // its start, or somebody who has seen it, told the pools
     bool is_proven = false;                  // pools unknown, but a digest has agreed since a snapshot ended
@@ -325,6 +327,9 @@ class ClusterIndex {
   void claim_all(std::string_view pool, const NamespaceId& id, Bytes hashes, Work work);
 
   // -- under writer_ and lock_ --
+  // Makes the number of a name that has none.
+  std::uint32_t new_instance(std::string_view name);
+  void list_dropped(std::uint32_t number);
   // is_new: the key is not in the table.
   void gain(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash, bool is_new);
   void withdraw(const Piece& piece, BlockKey key, std::uint64_t place, const std::uint8_t* hash);
@@ -395,6 +400,7 @@ class ClusterIndex {
   // By kind and holder in the high half, and namespace in the low one.
   std::unordered_map<std::uint64_t, std::uint32_t> holder_space_numbers_;
   std::vector<std::uint32_t> free_holder_spaces_;                          // numbers to use again
+  std::vector<std::uint32_t> dropped_;                                     // instances that were dropped, and may be followed again
 
   std::uint64_t frames_ = 0;                                // applied
   std::uint64_t residencies_ = 0;                           // live ones of all instances

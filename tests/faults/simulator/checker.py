@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from tests.faults.simulator.cluster import CatalogNode, Cluster, Node
 
 
+SETTLED_IN_S = 30.0  # who is forgotten after less is forgotten when all has settled
+
+
 class _Written:
     """What one process has written of one epoch."""
 
@@ -236,6 +239,10 @@ class Checker:
                 "a digest differs though no entry was spoilt: events were missed, or counted twice, unnoticed"
             )
 
+    def forgotten(self, sequencer: Any, instance: InstanceId) -> None:
+        """A catalog knows nothing of an instance any more: any epoch may come."""
+        sequencer.__dict__.get("epochs_seen", {}).pop(instance, None)
+
     def check_instance(self, sequencer: Any, instance: InstanceId) -> None:
         self.checks += 1
         index = sequencer.index
@@ -289,7 +296,8 @@ class Checker:
         for instance in sequencer.instances():
             self.check_instance(sequencer, instance)
         return (
-            self._unsettled_rows(service)
+            self._unforgotten(service, live)
+            or self._unsettled_rows(service)
             or self._unsettled_histories(live, sequencer)
             or self._unsettled_blocks(live, index)
             or self._unlike_cold(sequencer, index)
@@ -391,6 +399,20 @@ class Checker:
             return ""  # its last messages were hidden once they had been read, and it has said nothing since
         if fold.digest != digest:
             return f"the stream folds to digest {fold.digest:016x}, the ledger has {digest:016x}"
+        return ""
+
+    def _unforgotten(self, service: CatalogService, live: dict[InstanceId, Node]) -> str:
+        """Who is gone for good is known to no catalog and not to SQL, where the gone are forgotten soon; so catalogs agree."""
+        if self.cluster.forget_s > SETTLED_IN_S:
+            return ""
+        known = {
+            "the sequencer": service.sequencer.instances(), "liveness": service.heartbeats.liveness.instances(),
+            "the index": service.index.instances(), "SQL": self.cluster.store.instance_rows,
+            "SQL's positions": self.cluster.store.position_rows,
+        }  # fmt: skip
+        for where, names in known.items():
+            if gone := sorted(set(names) - live.keys()):
+                return f"{where} still knows {gone}, gone for good"
         return ""
 
     def _unsettled_rows(self, service: CatalogService) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 import kvbm.catalog.service as service_module
 from kvbm import assembly
+from kvbm.catalog.absences import FORGET_S
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.config import (
@@ -343,6 +344,20 @@ class CatalogNode:
         if error is not None and not isinstance(error, Violation):
             Violation(f"the catalog ended with {error!r}")
 
+    def forget(self, instance: InstanceId) -> None:
+        """An operator asks it to forget an instance. It refuses while it has reason to."""
+        process, service = self.process, self.service
+        if process is None or not process.alive or service is None:
+            return
+
+        async def ask() -> None:
+            try:
+                await service.forgetting.forget(instance)
+            except KvbmError as error:
+                self.cluster.told("not_forgotten", {"instance": instance, "why": str(error)})
+
+        self.world.call_at(self.world.now, process, lambda: self._spawn(ask()))
+
     def kill(self) -> None:
         if self.process is not None:
             self.world.kill(self.process)
@@ -406,6 +421,7 @@ class Cluster:
         self.chains = Chains(rng, rng.randint(6, 14), rng.randint(6, 16))
         self.engines = 2
         self.remembers = True  # the stream keeps every fence
+        self.forget_s = FORGET_S
         self.pause_s = 0.05
         self.is_over = False
         self.operations = 0
@@ -460,7 +476,7 @@ class Cluster:
     def catalog_settings(self, machine: Machine) -> ServiceSettings:
         return ServiceSettings(
             nats_url="nats://sim:4222", database_url="sqlite://", cluster=CLUSTER, store_every_s=0.5, capacity=1 << 20,
-            claims_every_s=15.0,
+            claims_every_s=15.0, forget_s=self.forget_s,
             checkpoints=str(machine.disk.folder / "checkpoints") if self.has_checkpoints else "",
             checkpoint_every_s=self.checkpoint_every_s,
             archive=str(machine.disk.folder / "archive") if self.has_archive else "",

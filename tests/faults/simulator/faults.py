@@ -15,7 +15,7 @@ from kvbm.core.codec import Frame
 from kvbm.core.events import BlocksEvicted, EvictReason
 from kvbm.core.ids import InstanceId, Offset
 from kvbm.streams.base import ORIGIN, Position, events_subject
-from tests.faults.simulator.kernel import Thread
+from tests.faults.simulator.kernel import Process, Thread
 
 USUAL_NAP_S = 0.004  # what a pool takes
 
@@ -182,9 +182,10 @@ class Faults:
 
     def stop(self, rng: random.Random) -> Callable[[], None] | None:
         node = self.node(rng)
-        if node is None or node.process is None:
-            return _NOTHING
-        manager, process = node.manager, node.process
+        return _NOTHING if node is None or node.process is None else self._stop(node, node.process)
+
+    def _stop(self, node: Node, process: Process) -> Callable[[], None]:
+        manager = node.manager
         node.wanted = False
 
         def close() -> None:
@@ -255,6 +256,35 @@ class Faults:
                 loser.wanted = False
                 loser.kill()
 
+        return end
+
+    def forget(self, rng: random.Random) -> Callable[[], None] | None:
+        """An instance goes, for a while or for good. Operators have it forgotten as soon as a catalog takes it for gone, or time does."""
+        node = self.node(rng)
+        if node is None or node.process is None:
+            return _NOTHING
+        is_back = rng.random() < 0.7 or sum(other.wanted for other in self._cluster.nodes) < 2
+        if rng.random() < 0.6:
+            back = self._stop(node, node.process)
+        else:
+            node.kill()
+            back = self.restart(node)
+            node.wanted = is_back
+        is_asked, is_over = rng.random() < 0.8, False
+
+        def ask() -> None:
+            if is_over or not is_asked:
+                return
+            rng.choice(self._cluster.catalogs).forget(node.instance)
+            self._world.after(rng.uniform(0.1, 0.5), self._world.nature, ask)
+
+        def end() -> None:
+            nonlocal is_over
+            is_over = True
+            if is_back:
+                back()
+
+        ask()
         return end
 
     def kill_catalog(self, rng: random.Random) -> Callable[[], None] | None:

@@ -28,6 +28,7 @@ from tests.faults.simulator.kernel import INSTALLED, Violation, World
 
 RUN_S = 10.0  # of virtual time with work and faults
 SHORT_S = 2.0  # the same, where a few faults meet
+SOON_FORGOTTEN_S = 6.0  # where faults forget, the gone are forgotten by themselves after so much listening
 SETTLE_S = 90.0  # within which everything must be well again
 FOLDER = "/dev/shm"
 
@@ -83,7 +84,8 @@ class Outcome(NamedTuple):
 @contextmanager
 def watched(*, logs: bool = False) -> Iterator[None]:
     """Stand-ins in place, and the checker sees journals and sequencers. Any number of seeds may run inside."""
-    append_all, memory_append, step = Journal.append_all, MemoryLog.append, Sequencer.step
+    append_all, memory_append = Journal.append_all, MemoryLog.append
+    step, drop = Sequencer.step, Sequencer.drop
 
     def watched_append_all(self: Any, frames: Sequence[FrameBytes]) -> int:
         checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
@@ -107,6 +109,11 @@ def watched(*, logs: bool = False) -> Iterator[None]:
         INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
         return result
 
+    def dropped(self: Any, instance: Any) -> None:
+        drop(self, instance)
+        INSTALLED.world.checker.forgotten(self, instance)  # type: ignore[attr-defined]
+
+    Sequencer.drop = dropped  # type: ignore[method-assign]
     Journal.append_all = watched_append_all  # type: ignore[method-assign]
     MemoryLog.append = watched_append  # type: ignore[method-assign]
     Sequencer.step = stepped  # type: ignore[method-assign]
@@ -117,6 +124,7 @@ def watched(*, logs: bool = False) -> Iterator[None]:
         Journal.append_all = append_all  # type: ignore[method-assign]
         MemoryLog.append = memory_append  # type: ignore[method-assign]
         Sequencer.step = step  # type: ignore[method-assign]
+        Sequencer.drop = drop  # type: ignore[method-assign]
 
 
 def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = None) -> Outcome:  # noqa: B008
@@ -148,6 +156,8 @@ def run_seed(seed: int, how: Plan = Plan(), say: Callable[[str], None] | None = 
         try:
             chances = random.Random(seed ^ 0xFA17)
             planned = draw(chances, how.run_s, Draw(how.mix, how.together))
+            if any(fault.kind == "forget" for fault in planned):
+                cluster.forget_s = SOON_FORGOTTEN_S
             cluster.remembers = not how.mix or not any(fault.kind in FORGETS for fault in planned)
             for number in range(world.rng.randint(2, 3)):
                 cluster.add_node(f"instance-{number}")

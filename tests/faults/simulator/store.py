@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from kvbm.catalog.sql_rows import EpochRow, InstancePosition, InstanceRow, NamespaceRow, StoreBatch
+from kvbm.catalog.sql_rows import (
+    AbsenceRow,
+    EpochRow,
+    ForgottenRow,
+    InstancePosition,
+    InstanceRow,
+    NamespaceRow,
+    StoreBatch,
+)
 from kvbm.catalog.sql_store import BatchOutcome, BatchResult, ClaimChunk
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import InstanceId, NamespaceId, split_hashes
 from kvbm.streams.base import START, Mark
 from tests.faults.simulator.kernel import World
 
-_TABLES = ("places", "over", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows")
+_TABLES = (
+    "places", "over", "instance_rows", "epoch_rows", "namespace_rows", "position_rows", "claim_rows", "absence_rows",
+    "forgotten_rows",
+)  # fmt: skip
 _BACKUPS = 5
 
 
@@ -30,6 +41,8 @@ class SimStore:
         self.namespace_rows: dict[NamespaceId, NamespaceRow] = {}
         self.position_rows: dict[InstanceId, InstancePosition] = {}
         self.claim_rows: dict[tuple[str, NamespaceId, bytes], InstanceId] = {}
+        self.absence_rows: dict[InstanceId, AbsenceRow] = {}
+        self.forgotten_rows: dict[InstanceId, ForgottenRow] = {}
         self.backups: list[dict[str, Any]] = [self._copy()]  # the first of an empty database
 
     def _copy(self) -> dict[str, Any]:
@@ -52,6 +65,19 @@ class SimStore:
         if self.is_down:
             raise CatalogError("the database does not answer (simulated)")
 
+    def _hidden(self, batch: StoreBatch) -> set[InstanceId]:
+        """The batch's instances that were forgotten after all that it has of them."""
+        hidden = set()
+        for name in {row.id for row in batch.instances} | {row.instance for row in (*batch.epochs, *batch.positions)}:
+            mark = self.forgotten_rows.get(name)
+            if mark is None or mark.stream != batch.stream:
+                continue
+            if batch.spoke.get(name, 0) > mark.sequence:
+                del self.forgotten_rows[name]
+            else:
+                hidden.add(name)
+        return hidden
+
     async def apply(self, batch: StoreBatch) -> BatchResult:
         self._check()
         assert 0 <= batch.previous < batch.stream_sequence
@@ -68,17 +94,18 @@ class SimStore:
             whose = batch.stream.partition("@")[0]
             self.over |= dict.fromkeys(name for name in self.places if name.partition("@")[0] == whose)
         self.places[batch.stream] = Mark(batch.stream_sequence, batch.fingerprint)
-        for row in batch.instances:
+        hidden = self._hidden(batch)
+        for row in (row for row in batch.instances if row.id not in hidden):
             old = self.instance_rows.get(row.id)
             if old is None or row.epoch >= old.epoch or row.run not in ("", old.run):
                 self.instance_rows[row.id] = row
-        for epoch in batch.epochs:
+        for epoch in (row for row in batch.epochs if row.instance not in hidden):
             known = self.epoch_rows.get((epoch.instance, epoch.epoch))
             if known is None or epoch.next_offset >= known.next_offset or epoch.run not in ("", known.run):
                 self.epoch_rows[epoch.instance, epoch.epoch] = epoch
         for namespace in batch.namespaces:
             self.namespace_rows.setdefault(namespace.id, namespace)
-        for position in batch.positions:
+        for position in (row for row in batch.positions if row.instance not in hidden):
             before = self.position_rows.get(position.instance)
             is_newer = before is None or (position.epoch, position.next_offset) > (before.epoch, before.next_offset)
             if is_newer or position.run not in ("", before.run):
@@ -93,6 +120,48 @@ class SimStore:
         if self.loses_replies and self._world.rng.random() < self.loses_replies:
             raise CatalogError("the connection to the database was lost (simulated)")
         return BatchResult(BatchOutcome.APPLIED, batch.stream_sequence)
+
+    async def forget(self, marks: Sequence[ForgottenRow], read: int) -> bool:
+        self._check()
+        stream = marks[0].stream
+        if stream in self.over or self.places.get(stream, START).sequence > read:
+            return False
+        for mark in marks:
+            for rows in (self.instance_rows, self.position_rows, self.absence_rows):
+                rows.pop(mark.instance, None)  # type: ignore[attr-defined]
+            for key in [key for key in self.epoch_rows if key[0] == mark.instance]:
+                del self.epoch_rows[key]
+            self.forgotten_rows[mark.instance] = mark
+        if self.loses_replies and self._world.rng.random() < self.loses_replies:
+            raise CatalogError("the connection to the database was lost (simulated)")
+        return True
+
+    async def drop_marks(self, stream: str, instances: Sequence[InstanceId]) -> None:
+        self._check()
+        for name, mark in list(self.forgotten_rows.items()):
+            if mark.stream in self.over or (mark.stream == stream and name in instances):
+                del self.forgotten_rows[name]
+
+    async def note_absences(self, gone: Sequence[AbsenceRow], here: Sequence[InstanceId]) -> None:
+        self._check()
+        for name in here:
+            self.absence_rows.pop(name, None)
+        for row in gone:
+            known = self.absence_rows.get(row.instance)
+            if known is None or row.unheard_s > known.unheard_s:
+                self.absence_rows[row.instance] = row
+
+    async def forgotten(self, stream: str) -> list[ForgottenRow]:
+        self._check()
+        return [mark for _, mark in sorted(self.forgotten_rows.items()) if mark.stream == stream]
+
+    async def absences(self) -> list[AbsenceRow]:
+        self._check()
+        return [row for _, row in sorted(self.absence_rows.items())]
+
+    async def instance_names(self, cluster: str | None) -> list[InstanceId]:
+        self._check()
+        return [name for name, row in sorted(self.instance_rows.items()) if cluster in (None, row.cluster)]
 
     async def position(self, stream: str) -> int:
         self._check()

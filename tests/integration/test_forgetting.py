@@ -1,0 +1,437 @@
+"""Instances that are gone are forgotten: by all catalogs of a database, for good, and without loss to who comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import urllib3
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import delete, insert, select
+
+from kvbm import cli
+from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
+from kvbm.catalog import sql_tables as tables
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog.sql_rows import ForgottenRow
+from kvbm.catalog.sql_store import SqlStore
+from kvbm.config import load_settings
+from kvbm.core.ids import InstanceId
+from kvbm.locate.http import CatalogClient, CatalogRefusedError
+from tests.eventually import eventually
+from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+
+class Running(NamedTuple):
+    """A ready catalog, and how to ask it."""
+
+    settings: ServiceSettings
+    client: CatalogClient
+
+    def instance(self, name: str, epoch: int = 1) -> LedgerInstance:
+        return LedgerInstance(self.settings.nats_url, str(self.settings.cluster), name, epoch)
+
+    def full(self, name: str, epoch: int = 1) -> LedgerInstance:
+        """One with blocks 0 and 1 in HBM and a claim on eight, published."""
+        made = self.instance(name, epoch)
+        made.fill()
+        made.publish()
+        return made
+
+
+def parsed(text: str) -> dict[str, float]:
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+@pytest.fixture
+def settings(nats_url: str, cluster: str, sqlite_url: str) -> ServiceSettings:  # noqa: F811
+    return settings_for(nats_url, cluster, sqlite_url)
+
+
+def settings_for(server: str, within: str, database: str, **more: Any) -> ServiceSettings:
+    return ServiceSettings(
+        nats_url=server, database_url=database, cluster=within, listen="127.0.0.1:0", store_every_s=0.02,
+        liveness_s=0.6, whole_wait_s=0.0, **more,
+    )  # fmt: skip
+
+
+@contextmanager
+def catalog(settings: ServiceSettings) -> Iterator[Running]:
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
+        client = CatalogClient(thread.url)
+        client.wait_ready(10)
+        yield Running(settings, client)
+        client.close()
+
+
+@contextmanager
+def alive(*instances: LedgerInstance) -> Iterator[None]:
+    """These are heard until it ends."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.1):
+            for instance in instances:
+                instance.beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def names(running: Running) -> list[str]:
+    return [found.instance for found in running.client.instances()]
+
+
+def depths(running: Running) -> dict[str, int]:
+    return {found.instance: found.depth for found in running.client.lookup(SPACE, HASHES).instances}
+
+
+def forget(running: Running, name: str) -> None:
+    """By name, once the catalog has listened for long enough."""
+
+    def has_forgotten() -> bool:
+        try:
+            running.client.forget(InstanceId(name))
+        except CatalogRefusedError as error:
+            if error.code != "not_now":
+                raise
+            return False
+        return True
+
+    eventually(has_forgotten)
+
+
+def in_sql(settings: ServiceSettings, work: Callable[[SqlStore], Any]) -> Any:
+    async def run() -> Any:
+        store = await SqlStore.open(settings.database_url)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def rows_of(settings: ServiceSettings, name: str) -> int:
+    """Rows of an instance in the tables of instances, epochs, positions and absences."""
+
+    async def count(store: SqlStore) -> int:
+        found = 0
+        for column in (
+            tables.instances.c.id, tables.epochs.c.instance, tables.instance_positions.c.instance,
+            tables.absences.c.instance,
+        ):  # fmt: skip
+            found += len(await store._read(select(column).where(column == name)))
+        return found
+
+    return int(in_sql(settings, count))
+
+
+def test_who_is_gone_for_forget_s_leaves_memory_sql_metrics_and_answers(
+    nats_url: str, cluster: str, database_url: str  # noqa: F811
+) -> None:  # fmt: skip
+    settings = settings_for(nats_url, cluster, database_url, forget_s=1.0)
+    with catalog(settings) as running:
+        here, stopped, silent = (running.full(name) for name in ("here", "stopped", "silent"))
+        silent.beat()
+        stopped.stop()
+        with alive(here):
+            eventually(lambda: rows_of(settings, "stopped") > 0 and rows_of(settings, "silent") > 0)
+            eventually(lambda: names(running) == ["here"])
+            assert depths(running) == {"here": 2}
+            metrics = running.client.metrics()
+            assert '"stopped"' not in metrics and '"silent"' not in metrics and 'instance="here"' in metrics
+            assert parsed(metrics)["kvbm_catalog_forgotten_total"] == 2
+            assert parsed(metrics)["kvbm_catalog_gone"] == 0
+            assert rows_of(settings, "stopped") == rows_of(settings, "silent") == 0
+            assert rows_of(settings, "here") == 3
+            pools = running.client.lookup(SPACE, HASHES).pools
+            assert [(pool.pool, pool.depth) for pool in pools] == [(POOL, 8)]  # objects stay, and are found
+            assert in_sql(settings, lambda store: store.claim_count()) == 8
+
+
+def test_a_stopped_instance_is_in_no_count_of_residencies(settings: ServiceSettings) -> None:
+    with catalog(settings) as running:
+        here, gone = running.full("here"), running.full("gone")
+        eventually(lambda: 'kvbm_catalog_residencies{instance="gone",tier="HBM"} 2.0' in running.client.metrics())
+        gone.stop()
+        eventually(lambda: 'kvbm_catalog_residencies{instance="gone"' not in running.client.metrics())
+        assert f'kvbm_catalog_residencies{{instance="{here.name}",tier="HBM"}} 2.0' in running.client.metrics()
+        assert "gone" in names(running)
+
+
+def test_an_operator_forgets_one_by_name_and_never_a_live_one(
+    settings: ServiceSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with catalog(settings) as running:
+        here, gone = running.full("here"), running.full("gone")
+        with alive(here, gone):
+            eventually(lambda: {found.state for found in running.client.instances()} == {"live"})
+            eventually(lambda: refusal(running, "gone").code != "not_now")
+            error = refusal(running, "gone")
+            assert (error.status, error.code) == (409, "instance_alive")
+            assert "alive" in str(error) and "stop it first" in str(error)
+            error = refusal(running, "nobody")
+            assert (error.status, error.code) == (404, "instance_unknown")
+        gone.stop()
+        with alive(here):
+            eventually(lambda: state(running, "gone") == "stopped")
+            assert cli.catalog_main(["forget", "gone", "--set", f"catalog.url={running.client.url}"]) == 0
+            assert "instance gone is forgotten" in capsys.readouterr().out
+            assert names(running) == ["here"] and rows_of(settings, "gone") == 0
+            assert cli.catalog_main(["forget", "gone", "--set", f"catalog.url={running.client.url}"]) == 2
+            assert "no instance 'gone' is known" in capsys.readouterr().err
+
+
+def refusal(running: Running, name: str) -> CatalogRefusedError:
+    with pytest.raises(CatalogRefusedError) as caught:
+        running.client.forget(InstanceId(name))
+    return caught.value
+
+
+def state(running: Running, name: str) -> str:
+    found = running.client.instance(InstanceId(name))
+    return "" if found is None else found.state
+
+
+def test_a_catalog_that_has_not_listened_yet_forgets_nobody(settings: ServiceSettings) -> None:
+    with catalog(msgspec.structs.replace(settings, liveness_s=30.0)) as running:
+        running.full("silent")
+        eventually(lambda: "silent" in names(running))
+        error = refusal(running, "silent")
+        assert (error.status, error.code) == (503, "not_now") and "listened" in str(error)
+
+
+def test_only_an_operator_may(settings: ServiceSettings) -> None:
+    from kvbm.catalog.api import create_app
+
+    class Caller:
+        role = "router"
+
+    class Asked:
+        scope = {"kvbm.caller": Caller(), "type": "http"}  # noqa: RUF012
+        path_params = {"instance": "a"}  # noqa: RUF012
+
+    with catalog(settings) as running:
+        pool = urllib3.PoolManager()
+        assert pool.request("DELETE", f"{running.client.url}/v1/instances/a").status in (404, 503)
+    handler = next(
+        route.endpoint
+        for route in create_app(_Service(), "").routes
+        if getattr(route, "name", "") == "forget"  # type: ignore[arg-type]
+    )
+    with pytest.raises(Exception, match="only an operator") as caught:
+        asyncio.run(handler(Asked()))
+    assert caught.value.status == 403  # type: ignore[attr-defined]
+
+
+class _Service:
+    """Nothing of it is asked."""
+
+    def numbers(self) -> None:
+        return None
+
+
+def test_who_comes_back_in_a_later_epoch_is_whole_at_once(settings: ServiceSettings, tmp_path: Path) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": settings.cluster, "instance.id": "a",
+        "nats.url": settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 16, "pools.hbm.device": "memory",
+    }  # fmt: skip
+    with catalog(settings) as running:
+        with open_manager(load_settings(flags=flags), [SPACE], 64) as manager:
+            eventually(lambda: state(running, "a") == "live")
+            first = manager.epoch
+        eventually(lambda: state(running, "a") == "stopped")
+        forget(running, "a")
+        assert names(running) == []
+        with open_manager(load_settings(flags=flags), [SPACE], 64) as manager:
+            assert manager.epoch > first
+            eventually(lambda: state(running, "a") == "live")
+            eventually(lambda: is_whole(running, "a"))
+            eventually(lambda: rows_of(settings, "a") >= 3)  # an instance, its epochs, its position
+
+
+def test_a_catalog_that_hears_one_that_another_has_forgotten_has_it_speak(
+    settings: ServiceSettings, tmp_path: Path
+) -> None:
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": settings.cluster, "instance.id": "a",
+        "nats.url": settings.nats_url, "nats.heartbeat_s": 0.1, "pools.hbm.slots": 16, "pools.hbm.device": "memory",
+        "snapshots.least_s": 0.2,
+    }  # fmt: skip
+    fast = msgspec.structs.replace(settings, forget_s=20.0)
+    with catalog(fast) as running, open_manager(load_settings(flags=flags), [SPACE], 64):
+        eventually(lambda: is_whole(running, "a") and rows_of(settings, "a") >= 3)
+        assert in_sql(settings, forgotten_elsewhere)
+        assert rows_of(settings, "a") == 0
+        eventually(lambda: rows_of(settings, "a") >= 3)
+        assert in_sql(settings, marks) == 0 and is_whole(running, "a")
+
+
+async def forgotten_elsewhere(store: SqlStore) -> bool:
+    """As a catalog forgets `a` that has read everything and does not hear it."""
+    (stream,) = await store.streams()
+    place = await store.position(stream)
+    mark = ForgottenRow(instance=InstanceId("a"), stream=stream, sequence=place, until_ns=1 << 62)
+    return await store.forget([mark], place)
+
+
+async def marks(store: SqlStore) -> int:
+    return len(await store._read(select(tables.forgotten)))
+
+
+def is_whole(running: Running, name: str) -> bool:
+    found = running.client.instance(InstanceId(name))
+    return found is not None and bool(found.epoch) and not found.suspect and not found.excluded
+
+
+def test_who_goes_on_in_its_epoch_is_asked_for_a_snapshot_and_whole_after_it(settings: ServiceSettings) -> None:
+    with catalog(settings) as running:
+        a = running.full("a")
+        eventually(lambda: names(running) == ["a"])
+        forget(running, "a")
+        assert names(running) == []
+        a.beat()
+        eventually(lambda: state(running, "a") == "live")
+        eventually(lambda: parsed(running.client.metrics())["kvbm_catalog_snapshots_asked_total"] > 0)
+        a.snapshot()
+        a.publish()
+        eventually(lambda: is_whole(running, "a"))
+        found = running.client.instance(InstanceId("a"))
+        assert (
+            found is not None
+            and found.held_blocks == {"HBM": 2, "HOST": 0}
+            and found.digest == f"{a.ledger.residencies.digest:016x}"
+        )
+        assert [pool.tier for pool in found.pools] == ["HBM", "HOST", "OBJECT"]  # the mark has what its start declared
+        assert depths(running) == {"a": 2}
+        eventually(lambda: rows_of(settings, "a") == 3)
+
+
+def test_who_has_lost_its_journal_and_begins_at_epoch_one_is_followed(settings: ServiceSettings) -> None:
+    with catalog(settings) as running:
+        running.full("a", epoch=7)
+        eventually(lambda: names(running) == ["a"])
+        forget(running, "a")
+        again = running.instance("a", epoch=1)
+        again.create(3)
+        again.publish()
+        eventually(lambda: depths(running) == {"a": 3})
+        found = running.client.instance(InstanceId("a"))
+        assert found is not None and (found.epoch, found.suspect) == (1, False)
+        assert parsed(running.client.metrics())["kvbm_catalog_stale_total"] == 0
+        eventually(lambda: rows_of(settings, "a") == 3)
+
+
+def test_all_catalogs_of_a_database_forget_it_and_none_brings_it_back(
+    settings: ServiceSettings, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    kept = msgspec.structs.replace(settings, checkpoints=str(folder))
+    other = msgspec.structs.replace(settings, forget_s=20.0)  # looks for marks every second
+    with catalog(kept) as running:
+        here, gone = running.full("here"), running.full("gone")
+        gone.beat()
+        eventually(lambda: names(running) == ["gone", "here"])
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)  # a checkpoint that holds it
+    with catalog(other) as second, alive(here):
+        with catalog(kept) as running:
+            eventually(lambda: names(second) == ["gone", "here"] == names(running))
+            forget(running, "gone")
+            assert names(running) == ["here"]
+            eventually(lambda: names(second) == ["here"])
+        shutil.rmtree(folder)
+        shutil.copytree(old, folder)
+        with catalog(
+            kept
+        ) as running:  # from the old checkpoint; the heartbeat that the server has kept is no sign of life
+            assert "here" in names(running)
+            full_again = running.instance("third")
+            full_again.create(4)
+            full_again.publish()
+            eventually(lambda: "third" in names(running) and "third" in names(second))
+            assert "gone" not in names(running) and "gone" not in names(second)
+            assert rows_of(settings, "gone") == 0
+    with catalog(settings) as running:  # reads the stream from its first message
+        assert "gone" not in names(running) and "here" in names(running)
+        assert rows_of(settings, "gone") == 0
+
+
+def test_a_checkpoint_and_no_mark_any_more(settings: ServiceSettings, tmp_path: Path) -> None:
+    """What the mark was for is over, but the checkpoint is older: SQL knows who is known."""
+    folder = tmp_path / "checkpoints"
+    kept = msgspec.structs.replace(settings, checkpoints=str(folder))
+    with catalog(kept) as running:
+        running.full("gone")
+        eventually(lambda: names(running) == ["gone"])
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)
+    with catalog(kept) as running:
+        forget(running, "gone")
+    in_sql(settings, lambda store: drop_marks(store))
+    shutil.rmtree(folder)
+    shutil.copytree(old, folder)
+    with catalog(kept) as running:
+        assert names(running) == [] and depths(running) == {}
+
+
+async def drop_marks(store: SqlStore) -> None:
+    async with store._engine.begin() as connection:
+        await connection.execute(delete(tables.forgotten))
+
+
+def test_a_database_restored_from_an_older_copy_is_told_again(settings: ServiceSettings) -> None:
+    fast = msgspec.structs.replace(settings, forget_s=20.0)
+    with catalog(fast) as running:
+        running.full("gone")
+        eventually(lambda: rows_of(settings, "gone") == 3)
+        before = in_sql(settings, copied)
+        forget(running, "gone")
+        assert rows_of(settings, "gone") == 0
+        assert in_sql(settings, lambda store: restored(store, before)) == 1
+        eventually(lambda: rows_of(settings, "gone") == 0)
+        assert names(running) == []
+
+
+_COPIED = (tables.instances, tables.epochs, tables.instance_positions, tables.positions, tables.forgotten)
+
+
+async def copied(store: SqlStore) -> list[list[dict[str, Any]]]:
+    return [await store._read(select(table)) for table in _COPIED]
+
+
+async def restored(store: SqlStore, copies: list[list[dict[str, Any]]]) -> int:
+    """Bring the copy back. Returns how many instances it has."""
+    async with store._engine.begin() as connection:
+        for table, rows in zip(_COPIED, copies, strict=True):
+            await connection.execute(delete(table))
+            if rows:
+                await connection.execute(insert(table), rows)
+    return len(copies[0])
+
+
+def test_the_archive_and_replay_still_know_it(
+    settings: ServiceSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = msgspec.structs.replace(settings, archive=str(tmp_path / "archive"))
+    with catalog(kept) as running:
+        running.full("gone")
+        eventually(lambda: names(running) == ["gone"])
+        forget(running, "gone")
+    assert cli.replay_main(["stat", str(tmp_path / "archive")]) == 0
+    assert "gone" in capsys.readouterr().out

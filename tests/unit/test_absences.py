@@ -1,0 +1,111 @@
+"""For how long instances are gone: counted in time that was listened, through restarts, and never at once."""
+
+from __future__ import annotations
+
+from kvbm.catalog.absences import LISTEN_FIRST_S, Absences
+from kvbm.catalog.sql_rows import AbsenceRow
+from kvbm.core.ids import InstanceId
+
+A, B = InstanceId("a"), InstanceId("b")
+DAY_S = 86_400.0
+FORGET_S = 7 * DAY_S
+
+
+def listen(
+    absences: Absences, begin_s: float, end_s: float, step_s: float = 5.0, here: tuple[InstanceId, ...] = ()
+) -> None:
+    now_s = begin_s
+    while now_s <= end_s:
+        absences.listen(now_s, True)
+        for instance in (A, B):
+            absences.note(instance, instance not in here, 0)
+        now_s += step_s
+
+
+def gone_for(unheard_s: float) -> Absences:
+    absences = Absences(FORGET_S)
+    absences.load([A], [AbsenceRow(instance=A, unheard_s=int(unheard_s))])
+    return absences
+
+
+def test_who_is_gone_for_forget_s_is_due_and_who_is_here_is_not() -> None:
+    absences = Absences(100.0, first_s=10.0)
+    listen(absences, 0.0, 95.0, here=(B,))
+    assert absences.due(10) == []
+    listen(absences, 100.0, 105.0, here=(B,))
+    assert absences.due(10) == [A]
+    absences.forget(A)
+    assert absences.due(10) == [] and absences.gone() == []
+
+
+def test_a_catalog_that_was_away_for_a_week_forgets_nobody_before_it_has_listened() -> None:
+    absences = gone_for(FORGET_S - 30.0)
+    absences.listen(8 * DAY_S, True)  # on a clock that went on meanwhile
+    absences.note(A, True, 0)
+    assert absences.unheard_s(A) == FORGET_S - 30.0 and absences.due(10) == []
+    listen(absences, 8 * DAY_S + 5, 8 * DAY_S + 25)
+    assert absences.due(10) == []
+    listen(absences, 8 * DAY_S + 30, 8 * DAY_S + LISTEN_FIRST_S)
+    assert A in absences.due(10)
+
+
+def test_one_long_gone_is_not_forgotten_in_the_first_minute_and_not_when_it_is_back() -> None:
+    absences = gone_for(10 * FORGET_S)
+    listen(absences, 0.0, LISTEN_FIRST_S - 10.0)
+    assert absences.due(10) == []
+    absences.note(A, False, 0)  # it is heard
+    listen(absences, LISTEN_FIRST_S, LISTEN_FIRST_S + 100.0)
+    assert absences.due(10) == []
+
+
+def test_time_in_which_the_catalog_is_cut_off_or_frozen_counts_for_nobody() -> None:
+    absences = Absences(100.0, first_s=10.0, most_step_s=10.0)
+    listen(absences, 0.0, 50.0)
+    for second in range(51, 500):
+        absences.listen(float(second), False)
+    absences.listen(500.0, True)
+    absences.note(A, True, 0)
+    assert absences.listened_s == 50.0
+    absences.listen(900.0, True)  # it stood still in between
+    assert absences.listened_s == 60.0 and absences.due(10) == []
+
+
+def test_a_message_is_a_sign_of_life() -> None:
+    absences = Absences(100.0, first_s=10.0)
+    absences.listen(0.0, True)
+    absences.note(A, True, 7)
+    for second in range(1, 90):
+        absences.listen(float(second), True)
+    absences.note(A, True, 8)
+    assert absences.unheard_s(A) == 0.0
+
+
+def test_the_count_outlasts_restarts_and_returns_end_it() -> None:
+    absences = Absences(100.0, first_s=10.0)
+    listen(absences, 0.0, 60.0)
+    gone, here = absences.rows(30.0)
+    assert {row.instance: row.unheard_s for row in gone} == {A: 60, B: 60} and here == []
+    absences.stored(gone, here)
+    absences.note(A, False, 0)
+    assert absences.rows(30.0)[1] == [A]
+    absences.note(A, True, 0)  # gone again at once: what SQL has is too much
+    assert absences.rows(30.0)[1] == [A]
+    absences.stored(*absences.rows(30.0))
+    assert absences.rows(30.0)[1] == []
+    again = Absences(100.0, first_s=10.0)
+    again.load([A, B], gone)
+    assert again.unheard_s(B) == 60.0
+    listen(again, 0.0, 40.0)
+    assert set(again.due(10)) == {A, B}
+    assert again.due(1) == [A] and len(again) == 2
+
+
+def test_the_longest_gone_are_first() -> None:
+    absences = Absences(10.0, first_s=1.0)
+    absences.listen(0.0, True)
+    absences.note(B, True, 0)
+    absences.listen(5.0, True)
+    absences.note(A, True, 0)
+    absences.listen(15.0, True)
+    absences.listen(20.0, True)
+    assert absences.due(10) == [B, A] and absences.due(1) == [B]
