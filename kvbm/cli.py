@@ -91,8 +91,10 @@ says so and returns 0."""
     gc.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
     gc.add_argument("--json", action="store_true", help="print reports as JSON, one a line")
     _add_settings(gc)
+    _add_token(commands)
     arguments = parser.parse_args(argv)
-    return _run(_collect_garbage if arguments.command == "gc" else _serve_catalog, arguments, "kvbm-catalog")
+    work = {"serve": _serve_catalog, "gc": _collect_garbage, "token": _make_token}[arguments.command]
+    return _run(work, arguments, "kvbm-catalog")
 
 
 def replay_main(argv: Sequence[str] | None = None) -> int:
@@ -416,6 +418,56 @@ def _add_keys(commands: _Commands) -> None:
         metavar="NAME",
         help="of the new key; older ones stay, and open what they sealed (default 1)",
     )
+
+
+def _add_token(commands: _Commands) -> None:
+    token = _add_command(
+        commands,
+        "token",
+        "make a token that may ask the catalog: print it, and put its hash into the file of catalog.access",
+        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme > router-acme.token",
+    )
+    token.add_argument(
+        "--access", type=Path, metavar="FILE", help="as catalog.access; made if it is not there, for its owner alone"
+    )
+    token.add_argument("--name", required=True, metavar="NAME", help="of who will ask, as metrics and limits call it")
+    token.add_argument(
+        "--role",
+        required=True,
+        choices=("router", "operator", "metrics"),
+        help="router: lookups and routes of its tenants; operator: everything; metrics: /metrics alone",
+    )
+    token.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="T",
+        help='of a router; several times for several; "" for no tenant',
+    )
+    token.add_argument("--all-tenants", action="store_true", help="a router of all tenants")
+    token.add_argument(
+        "--expires", type=_seconds, metavar="S", help="it is good for so many seconds (default: for ever)"
+    )
+    token.add_argument(
+        "--replace", type=_seconds, metavar="S", help="the name's older tokens are good for so many seconds yet"
+    )
+    _add_settings(token)
+
+
+def _make_token(arguments: argparse.Namespace) -> int:
+    import time
+
+    from kvbm.catalog.access_file import NewToken, add_token
+
+    path = arguments.access or Path(_settings(arguments).catalog.access)
+    if not path.name:
+        raise ConfigError("there is no file of callers; give --access FILE, or set catalog.access")
+    if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
+        raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
+    wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
+    print(add_token(path, wanted, time.time()))
+    print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
+    return 0
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
