@@ -446,10 +446,10 @@ def _add_token(commands: _Commands) -> None:
     )
     token.add_argument("--all-tenants", action="store_true", help="a router of all tenants")
     token.add_argument(
-        "--expires", type=_seconds, metavar="S", help="it is good for so many seconds (default: for ever)"
+        "--expires", type=float, metavar="S", help="it is good for so many seconds (default: for ever)"
     )
     token.add_argument(
-        "--replace", type=_seconds, metavar="S", help="the name's older tokens are good for so many seconds yet"
+        "--replace", type=float, metavar="S", help="the name's older tokens are good for so many seconds yet"
     )
     _add_settings(token)
 
