@@ -13,7 +13,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,7 +52,9 @@ Ask = Callable[[Question], Coroutine[Any, Any, Answered]]
 
 
 class Probe(NamedTuple):
-    """A way to ask for what is another tenant's, and the same for two things that are not there.
+    """A way to ask for what is another tenant's, and the same for things that are not there.
+
+    Two of these where a request takes some time; six where it is refused at once, because then a name's place in a hash table shows.
 
     Attributes:
         told_apart: what a caller has sent, which answers may echo; replaced before bodies are compared.
@@ -59,8 +62,8 @@ class Probe(NamedTuple):
 
     name: str
     not_yours: Question
-    not_there: tuple[Question, Question]
-    told_apart: tuple[str, str, str]
+    not_there: tuple[Question, ...]
+    told_apart: tuple[str, ...]
 
 
 def fields(namespace: Namespace) -> dict[str, Any]:
@@ -73,12 +76,13 @@ def probes() -> list[Probe]:
     packed = hashes_in(BETA).hex()
     instances = ("of-beta", "of-nova", "of-zeta")
 
-    def made(name: str, told: tuple[str, str, str], question: Callable[[int], Question]) -> Probe:
-        return Probe(name, question(0), (question(1), question(2)), told)
+    def made(name: str, told: tuple[str, ...], question: Callable[[int], Question]) -> Probe:
+        return Probe(name, question(0), tuple(question(at) for at in range(1, len(told))), told)
 
     def posted(path: str, **body: Any) -> Question:
         return Question("POST", path, body)
 
+    others = (*instances, "of-iota", "of-teta", "of-zorn", "of-ypsi")
     spaces = [fields(space) for space in (BETA, ABSENT, ABSENT_TOO)]
     wanted = [{"instance": one, "epoch": 1, "offset": 1} for one in instances]
     return [
@@ -97,8 +101,8 @@ def probes() -> list[Probe]:
         ),
         made("route of tokens by fields", tenants, lambda at: posted("/v1/route", namespace=spaces[at], tokens=TOKENS)),
         made("block", ids, lambda at: Question("GET", f"/v1/blocks/{ids[at]}/{packed[:32]}")),
-        made("snapshot", instances, lambda at: Question("POST", f"/v1/instances/{instances[at]}/snapshot")),
-        made("deletion", instances, lambda at: Question("DELETE", f"/v1/instances/{instances[at]}")),
+        made("snapshot", others, lambda at: Question("POST", f"/v1/instances/{others[at]}/snapshot")),
+        made("deletion", others, lambda at: Question("DELETE", f"/v1/instances/{others[at]}")),
     ]  # fmt: skip
 
 
@@ -159,7 +163,7 @@ def test_what_is_not_yours_answers_as_what_is_not_there(site: Site, probe: Probe
     found = [site.ask(question, site.router) for question in questions]
     bodies = [one.body.replace(told.encode(), b"*") for one, told in zip(found, probe.told_apart, strict=True)]
     assert {one.status for one in found} == {found[0].status}
-    assert bodies[0] == bodies[1] == bodies[2]
+    assert set(bodies) == {bodies[0]}
     assert found[0].status in (200, 403, 422, 503, 504)
 
 
@@ -191,14 +195,18 @@ def test_an_instance_of_another_tenant_is_in_no_answer(site: Site) -> None:
 
 
 class Compared(NamedTuple):
-    """How often one kind of sample is below another, 0.5 when nothing tells them apart; and the same of two of a kind."""
+    """How far two kinds of samples are from being below each other equally often, -0.5 to 0.5.
+
+    Attributes:
+        pair: what is not yours against all that is not there.
+        twin: the farthest that two are apart that are both not there.
+    """
 
     pair: float
     twin: float
 
-    @property
-    def is_noise(self) -> bool:
-        return abs(self.pair - 0.5) <= max(5 * rank_error(SAMPLES), 3 * abs(self.twin - 0.5))
+    def is_noise(self, count: int = SAMPLES) -> bool:
+        return abs(self.pair) <= max(5 * rank_error(count), 3 * self.twin)
 
 
 def rank_error(count: int) -> float:
@@ -213,24 +221,25 @@ def below(first: np.ndarray, second: np.ndarray) -> float:
     return 1.0 - float((left + right).mean()) / 2 / len(second)
 
 
-async def compare(asked: Ask, questions: tuple[Question, Question, Question], count: int) -> Compared:
-    """The first against the second, and the second against the third, in an order that changes with every round."""
-    times = np.zeros((3, count))
-    order, dice = [0, 1, 2], random.Random(1)
+async def compare(asked: Ask, questions: Sequence[Question], count: int) -> Compared:
+    """The first against the others, and these against each other, in an order that changes with every round."""
+    times = np.zeros((len(questions), count))
+    order, dice = list(range(len(questions))), random.Random(1)
     for at in range(count):
         dice.shuffle(order)
         for which in order:
             times[which, at] = (await asked(questions[which])).elapsed_ns
-    return Compared(below(times[0], times[1]), below(times[1], times[2]))
+    twins = [abs(below(one, other) - 0.5) for one, other in combinations(times[1:], 2)]
+    return Compared(below(times[0], times[1:].ravel()) - 0.5, max(twins))
 
 
-async def compare_twice(asked: Ask, questions: tuple[Question, Question, Question], count: int = SAMPLES) -> Compared:
+async def compare_twice(asked: Ask, questions: Sequence[Question], count: int = SAMPLES) -> Compared:
     """As `compare`; what looks like more than noise is measured once more, because a real difference does not go away."""
     gc.collect()
     gc.disable()
     try:
         found = await compare(asked, questions, count)
-        return found if found.is_noise else await compare(asked, questions, count)
+        return found if found.is_noise(count) else await compare(asked, questions, count)
     finally:
         gc.enable()
 
@@ -242,7 +251,7 @@ def test_what_is_not_yours_takes_as_long_as_what_is_not_there(site: Site, probe:
         return await ask(site.app, question.method, question.path, question.body, site.router)
 
     found = site.runner.run(compare_twice(asked, (probe.not_yours, *probe.not_there)))
-    assert found.is_noise, f"{probe.name}: {found.pair:.4f}, twin {found.twin:.4f}"
+    assert found.is_noise(), f"{probe.name}: {found.pair:+.4f}, twin {found.twin:.4f}"
 
 
 def test_the_comparison_sees_a_namespace_that_is_there(site: Site) -> None:
@@ -252,21 +261,19 @@ def test_the_comparison_sees_a_namespace_that_is_there(site: Site) -> None:
         return await ask(site.app, question.method, question.path, question.body, site.router)
 
     found = site.runner.run(compare(asked, (YOURS, NOT_THERE, NOT_THERE), 1000))
-    assert abs(found.pair - 0.5) > 10 * rank_error(SAMPLES)
+    assert abs(found.pair) > 0.2
 
 
-def test_a_wrong_token_takes_as_long_as_one_that_was_good_once(site: Site, tmp_path: Path) -> None:
-    questions = tuple(
-        Question("GET", "/v1/namespaces", token)
-        for token in ("kvbm_" + "a" * 43, site.router[:-2] + "AA", "kvbm_" + "b" * 43)
-    )
+def test_a_wrong_token_that_begins_as_a_good_one_takes_as_long_as_any_other(site: Site) -> None:
+    """A token that begins as a good one is no nearer to it."""
+    tokens = [site.router[:-2] + "AA", *("kvbm_" + letter * 43 for letter in "abcdef")]
+    questions = [Question("GET", "/v1/namespaces", token) for token in tokens]
 
     async def asked(question: Question) -> Answered:
         return await ask(site.app, question.method, question.path, None, question.body)
 
-    first, second, third = questions
-    found = site.runner.run(compare_twice(asked, (second, first, third)))
-    assert found.is_noise, f"{found.pair:.4f}, twin {found.twin:.4f}"
+    found = site.runner.run(compare_twice(asked, questions))
+    assert found.is_noise(), f"{found.pair:+.4f}, twin {found.twin:.4f}"
 
 
 @pytest.mark.timeout(120)
@@ -312,4 +319,4 @@ def test_through_tls_what_is_not_yours_is_what_is_not_there(
 
         for probe in (PROBES[0], PROBES[3]):
             found = asyncio.run(compare_twice(waited, (probe.not_yours, *probe.not_there), OVER_TLS))
-            assert abs(found.pair - 0.5) <= max(5 * rank_error(OVER_TLS), 3 * abs(found.twin - 0.5)), probe.name
+            assert found.is_noise(OVER_TLS), f"{probe.name}: {found.pair:+.4f}, twin {found.twin:.4f}"
