@@ -12,4 +12,5 @@ RUN pip install --no-cache-dir --no-index --find-links /wheels 'kvbm-ledger[cata
 RUN install -d -o 65532 -g 65532 /data
 USER 65532:65532
 WORKDIR /data
+# Beyond the loopback the catalog starts with KVBM_CATALOG__ACCESS, a file of callers, or when KVBM_CATALOG__OPEN is true.
 CMD ["kvbm-catalog", "serve", "--set=catalog.listen=0.0.0.0:7700"]

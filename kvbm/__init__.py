@@ -65,6 +65,7 @@ from kvbm.core.events import EvictReason
 from kvbm.core.ids import NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.layout import KvShape
 from kvbm.core.ledger import Match, ShareCounts, TierCounts
+from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
 from kvbm.manager.acquiring import Acquiring
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
@@ -86,6 +87,7 @@ __all__ = [
     "ArgumentValueError",
     "BlockAnswer",
     "CatalogClient",
+    "CatalogCredentials",
     "CatalogError",
     "CatalogRefusedError",
     "ConfigError",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO, TypeAlias, cast
 
 import structlog
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, catalog_credentials, decode_columns, kvbm_version
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
 from kvbm.core.ids import InstanceId
@@ -108,8 +108,11 @@ It leaves the catalog's memory, its database, metrics and answers. What it has p
 files and the archive have its events. An instance that is alive is not forgotten. One that comes back is asked for a snapshot."""
     forget.add_argument("instance", metavar="NAME", help="the instance's id")
     _add_settings(forget)
+    _add_token(commands)
     arguments = parser.parse_args(argv)
-    work = {"gc": _collect_garbage, "forget": _forget_instance}.get(arguments.command, _serve_catalog)
+    work = {"serve": _serve_catalog, "gc": _collect_garbage, "forget": _forget_instance, "token": _make_token}[
+        arguments.command
+    ]
     return _run(work, arguments, "kvbm-catalog")
 
 
@@ -465,6 +468,54 @@ def _add_keys(commands: _Commands) -> None:
     )
 
 
+def _add_token(commands: _Commands) -> None:
+    token = _add_command(
+        commands,
+        "token",
+        "make a token that may ask the catalog: print it, and put its hash into the file of catalog.access",
+        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme > router-acme.token",
+    )
+    token.add_argument(
+        "--access", type=Path, metavar="FILE", help="as catalog.access; made if it is not there, for its owner alone"
+    )
+    token.add_argument("--name", required=True, metavar="NAME", help="of who will ask, as metrics and limits call it")
+    token.add_argument(
+        "--role",
+        required=True,
+        choices=("router", "operator", "metrics"),
+        help="router: lookups and routes of its tenants; operator: everything; metrics: /metrics alone",
+    )
+    token.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="T",
+        help='of a router; several times for several; "" for no tenant',
+    )
+    token.add_argument("--all-tenants", action="store_true", help="a router of all tenants")
+    token.add_argument("--expires", type=float, metavar="S", help="it is good for so many seconds (default: for ever)")
+    token.add_argument(
+        "--replace", type=float, metavar="S", help="the name's older tokens are good for so many seconds yet"
+    )
+    _add_settings(token)
+
+
+def _make_token(arguments: argparse.Namespace) -> int:
+    import time
+
+    from kvbm.catalog.access_file import NewToken, add_token
+
+    path = arguments.access or Path(_settings(arguments).catalog.access)
+    if not path.name:
+        raise ConfigError("there is no file of callers; give --access FILE, or set catalog.access")
+    if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
+        raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
+    wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
+    print(add_token(path, wanted, time.time()))
+    print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
+    return 0
+
+
 def _dispatch(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
@@ -572,7 +623,7 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     if not settings.catalog.url:
         raise ConfigError("catalog.url is empty; name the running catalog, as --set catalog.url=http://127.0.0.1:7700")
-    client = catalog_client(settings.catalog.url)
+    client = catalog_client(settings.catalog.url, catalog_credentials(settings))
     try:
         client.forget(InstanceId(arguments.instance))
     finally:

@@ -3,6 +3,7 @@
 from kvbm.assembly.janitor import janitor_id, run_gc
 from kvbm.assembly.manager import (
     catalog_client,
+    catalog_credentials,
     journal_folder,
     kvbm_version,
     open_engine_manager,
@@ -40,6 +41,7 @@ __all__ = [
     "Core",
     "RowCopier",
     "catalog_client",
+    "catalog_credentials",
     "copy_queue",
     "decode_columns",
     "hash_prompts",

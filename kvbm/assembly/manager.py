@@ -35,6 +35,7 @@ from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.core.snapshots import Recovered
 from kvbm.locate.base import Locator, Nowhere
+from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.http import CatalogClient, HttpLocator
 from kvbm.manager.base import BlockManager
 from kvbm.manager.engine_hbm import EngineHbmManager
@@ -206,7 +207,9 @@ def _open_manager(
         )
         for namespace in namespaces:
             ledger.assign(namespace.id, namespace.tenant)
-        locator: Locator = HttpLocator(settings.catalog.url) if settings.catalog.url else Nowhere()
+        locator: Locator = (
+            HttpLocator(settings.catalog.url, catalog_credentials(settings)) if settings.catalog.url else Nowhere()
+        )
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
@@ -249,6 +252,7 @@ def run_catalog(settings: Settings) -> int:
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
+    from kvbm.catalog.access import AccessOptions
     from kvbm.catalog.routing import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -276,6 +280,13 @@ def run_catalog(settings: Settings) -> int:
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
             checkpoint_every_s=settings.catalog.checkpoint_every_s,
             archive=settings.catalog.archive,
+            access=AccessOptions(
+                file=settings.catalog.access,
+                open=settings.catalog.open,
+                tls_cert=settings.catalog.tls_cert,
+                tls_key=settings.catalog.tls_key,
+                tls_client_ca=settings.catalog.tls_client_ca,
+            ),
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),
@@ -290,9 +301,15 @@ def run_catalog(settings: Settings) -> int:
     return 0
 
 
-def catalog_client(url: str) -> CatalogClient:
+def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -> CatalogClient:
     """A client of the catalog that hashes tokens natively. Raises CatalogError: the URL cannot be used."""
-    return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes)
+    return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes, credentials=credentials)
+
+
+def catalog_credentials(settings: Settings) -> CatalogCredentials:
+    """How this side proves to a catalog who it is, and knows the catalog, as the settings `catalog.*` say."""
+    asked = settings.catalog
+    return CatalogCredentials(asked.token, asked.tls_ca, asked.client_cert, asked.client_key)
 
 
 def _journal_options(settings: JournalSettings) -> JournalOptions:
@@ -367,7 +384,8 @@ def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
     """
     if not settings.catalog.url:
         return Epoch(0)
-    client = CatalogClient(settings.catalog.url, min(_CATALOG_WAIT_S, settings.nats.timeout_s))
+    wait_s = min(_CATALOG_WAIT_S, settings.nats.timeout_s)
+    client = CatalogClient(settings.catalog.url, wait_s, credentials=catalog_credentials(settings))
     try:
         found = client.instance(instance)
     except CatalogError as error:

@@ -6,7 +6,9 @@ Bodies are read and written by msgspec, because checking 250 hashes must cost mi
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +23,9 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
+from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.forgetting import NotForgottenError
+from kvbm.catalog.gate import CALLER, Gate
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
@@ -51,6 +55,7 @@ BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 _HEX_DIGITS = 2 * HASH_BYTES
 _WHOLE_REQUEST = "see /openapi.json for the fields of the request"
+_NO_SECRET = secrets.token_hex(16)  # of no tenant
 R = TypeVar("R", bound=LookupRequest)
 
 
@@ -63,10 +68,17 @@ class ApiError(Exception):
         self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
 
 
-def create_app(service: CatalogService, version: str = "") -> FastAPI:
-    """The HTTP side of a running service."""
+def create_app(
+    service: CatalogService, version: str = "", access: Access | None = None, troubles: Callable[[], str] = str
+) -> FastAPI:
+    """The HTTP side of a running service.
+
+    Args:
+        access: tells who asks; None takes everybody for the embedded operator.
+        troubles: more that does not work, for readiness; "" for nothing.
+    """
     app = FastAPI(title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None)
-    api = _Api(service, version)
+    api = _Api(service, version, troubles)
     for route in _ROUTES:
         app.add_api_route(
             route.path, getattr(api, route.handler), methods=[route.method], response_class=Response, name=route.handler
@@ -74,22 +86,23 @@ def create_app(service: CatalogService, version: str = "") -> FastAPI:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(Gate, access=access or Access(), count=api.metrics_kept.count_request)
     return app
 
 
 class _Api:
     """The handlers, one for each path of `_ROUTES`."""
 
-    def __init__(self, service: CatalogService, version: str) -> None:
-        self._service = service
-        self._version = version
-        self._metrics = CatalogMetrics(service.numbers)
+    def __init__(self, service: CatalogService, version: str, troubles: Callable[[], str]) -> None:
+        self._service, self._version, self._troubles = service, version, troubles
+        self._visible = service.queries.visibility
+        self._metrics = self.metrics_kept = CatalogMetrics(service.numbers)
         self._openapi = msgspec.json.encode(openapi(version))
 
     async def lookup(self, request: Request) -> Response:
         _, namespace, hashes = await self._prompt(request, LookupRequest)
         begin_s = time.perf_counter()
-        answer = self._service.queries.lookup(namespace, hashes)
+        answer = self._service.queries.lookup(namespace, hashes, _caller(request))
         response = _json(answer)
         self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
         return response
@@ -97,10 +110,8 @@ class _Api:
     async def route(self, request: Request) -> Response:
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
         begin_s = time.perf_counter()
-        blocks = len(hashes) // HASH_BYTES
-        fields = (
-            asked.namespace if isinstance(asked.namespace, Namespace) else self._service.queries.namespace(namespace)
-        )
+        blocks, caller = len(hashes) // HASH_BYTES, _caller(request)
+        fields = self._fields(caller, asked)
         input_tokens = asked.input_tokens if asked.tokens is None else len(asked.tokens)
         if input_tokens is None:
             raise ApiError(
@@ -112,7 +123,8 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        ranked = self._service.queries.route(RoutingTask(namespace, hashes, input_tokens, max(1, block_tokens)), fields)
+        task = RoutingTask(_id_of(namespace), hashes, input_tokens, max(1, block_tokens))
+        ranked = self._service.queries.route(task, fields, namespace, caller)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",
@@ -121,7 +133,7 @@ class _Api:
         response = _json(
             RouteAnswer(
                 instance=ranked[0].instance,
-                namespace=namespace.hex(),
+                namespace=task.namespace.hex(),
                 blocks=blocks,
                 ranked=ranked,
                 view_age_s=self._service.queries.view_age_s(),
@@ -134,10 +146,10 @@ class _Api:
         namespace = _one_hash("namespace", request.path_params["namespace"])
         block = _one_hash("hash", request.path_params["hash"])
         self._check_ready()
-        return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block)))
+        return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block), _caller(request)))
 
     async def instances(self, request: Request) -> Response:
-        return _json(InstancesAnswer(instances=self._service.queries.instances()))
+        return _json(InstancesAnswer(instances=self._service.queries.instances(_caller(request))))
 
     async def ask_snapshot(self, request: Request) -> Response:
         instance = InstanceId(request.path_params["instance"])
@@ -152,11 +164,6 @@ class _Api:
         return _json(SnapshotAnswer(instance=instance, heard=heard))
 
     async def forget(self, request: Request) -> Response:
-        caller = request.scope.get("kvbm.caller")
-        if caller is not None and caller.role != "operator":
-            raise ApiError(
-                403, "not_permitted", "only an operator may forget an instance", "ask with an operator's token"
-            )
         instance = InstanceId(request.path_params["instance"])
         try:
             await self._service.forgetting.forget(instance)
@@ -169,14 +176,14 @@ class _Api:
         return _json(ForgottenAnswer(instance=instance))
 
     async def namespaces(self, request: Request) -> Response:
-        return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces()))
+        return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces(_caller(request))))
 
     async def status(self, request: Request) -> Response:
-        ready = self._service.readiness()
+        ready = self._readiness()
         return _json(
             {
                 "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
-                "degraded": ready.degraded, "instances": len(self._service.queries.instances()), "api": "/openapi.json",
+                "degraded": ready.degraded, "instances": len(self._service.queries.instances(_caller(request))), "api": "/openapi.json",
             }
         )  # fmt: skip
 
@@ -184,8 +191,22 @@ class _Api:
         return Response(b"ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
-        answer = self._service.readiness()
+        answer = self._readiness()
+        caller: Caller | None = request.scope[CALLER]
+        if caller is None or not caller.sees_all:  # names and offsets are not for everybody
+            answer = ReadyAnswer(
+                ready=answer.ready,
+                reason="" if answer.ready else "not ready; ask with an operator's token for the reason",
+                degraded="",
+                stream_sequence=0,
+                lag_messages=0,
+            )
         return _json(answer, 200 if answer.ready else 503)
+
+    def _readiness(self) -> ReadyAnswer:
+        answer, more = self._service.readiness(), self._troubles()
+        degraded = "; ".join(one for one in (answer.degraded, more) if one)
+        return msgspec.structs.replace(answer, degraded=degraded) if more else answer
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
@@ -195,8 +216,9 @@ class _Api:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, NamespaceId, bytes]:
+    async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, Namespace | NamespaceId, bytes]:
         """The request, its namespace and the packed hashes of its prompt, once the index has seen what it must have."""
+        caller = _caller(request)
         body = await _body(request)
         try:
             asked = msgspec.json.decode(body, type=kind)
@@ -205,14 +227,15 @@ class _Api:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
         self._check_ready()
-        if isinstance(asked.namespace, Namespace):
-            namespace = asked.namespace.id
-        else:
-            namespace = NamespaceId(bytes.fromhex(asked.namespace))
-        hashes = await self._hashes(asked, namespace)
+        hashes = await self._hashes(caller, asked)
         if asked.at_least:
-            await self._wait(asked)
-        return asked, namespace, hashes
+            await self._wait(caller, asked)
+        return asked, _asked_namespace(asked), hashes
+
+    def _fields(self, caller: Caller, asked: LookupRequest) -> Namespace | None:
+        """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
+        namespace = _asked_namespace(asked)
+        return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
 
     def _check_ready(self) -> None:
         if not self._service.is_ready:
@@ -220,13 +243,13 @@ class _Api:
                 503, "not_ready", self._service.readiness().reason, "ask again soon; /readyz says when it is ready"
             )
 
-    async def _hashes(self, asked: LookupRequest, namespace: NamespaceId) -> bytes:
+    async def _hashes(self, caller: Caller, asked: LookupRequest) -> bytes:
         if (asked.hashes is None) == (asked.tokens is None):
             raise ApiError(
                 422, "hashes_or_tokens", "give either hashes or tokens", "hashes need no secret: prefer them"
             )
         if asked.tokens is not None:
-            return await self._hash_tokens(asked, asked.tokens, namespace)
+            return await self._hash_tokens(caller, asked, asked.tokens)
         given = asked.hashes or ""
         count = len(given) if isinstance(given, list) else len(given) // _HEX_DIGITS
         if count > MAX_HASHES:
@@ -246,17 +269,15 @@ class _Api:
             raise _bad_hash("hashes is not hexadecimal")
         return hashes
 
-    async def _hash_tokens(self, asked: LookupRequest, tokens: list[int], namespace: NamespaceId) -> bytes:
+    async def _hash_tokens(self, caller: Caller, asked: LookupRequest, tokens: list[int]) -> bytes:
         if len(tokens) > MAX_TOKENS:
             raise ApiError(
                 422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
             )
-        fields = (
-            asked.namespace if isinstance(asked.namespace, Namespace) else self._service.queries.namespace(namespace)
-        )
+        fields = self._fields(caller, asked)
         if fields is None:
             raise ApiError(
-                422, "namespace_unknown", f"no instance has told the fields of namespace {namespace.hex()}",
+                422, "namespace_unknown", f"no instance has told the fields of namespace {_id_of(_asked_namespace(asked)).hex()}",
                 "give the namespace's fields instead of its id, or hashes instead of tokens",
             )  # fmt: skip
         try:
@@ -264,7 +285,10 @@ class _Api:
         except HashSchemeError as error:
             message, _, remedy = str(error).partition("; ")
             raise ApiError(422, "scheme_not_hashable", message, remedy) from None
-        secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
+        if caller.sees_all or fields.tenant in (caller.tenants or ()):
+            secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
+        else:
+            secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
         if secret is None:
             raise ApiError(
                 422, "tokens_not_hashable",
@@ -288,20 +312,34 @@ class _Api:
             )
         return hashes
 
-    async def _wait(self, asked: LookupRequest) -> None:
+    async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
         for wanted in asked.at_least:
             position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
             instance = InstanceId(wanted.instance)
-            reached = await self._service.follower.wait_for(instance, position, max(0.0, deadline_s - time.monotonic()))
+            known = self._visible.waited_for(caller, instance)
+            reached = await self._service.follower.wait_for(known, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
+                at = f"at offset {reached.offset} of epoch {reached.epoch} here, " if caller.sees_all else ""
                 raise ApiError(
                     504,
                     "position_not_reached",
-                    f"instance {instance!r} is at offset {reached.offset} of epoch {reached.epoch} here, not yet at "
-                    f"offset {position.offset} of epoch {position.epoch}",
+                    f"instance {instance!r} is {at}not yet at offset {position.offset} of epoch {position.epoch}",
                     f"ask again, wait longer (timeout_s up to {MAX_WAIT_S:g}), or leave at_least out",
                 )
+
+
+def _caller(request: Request) -> Caller:
+    caller: Caller = request.scope[CALLER]
+    return caller
+
+
+def _asked_namespace(asked: LookupRequest) -> Namespace | NamespaceId:
+    return asked.namespace if isinstance(asked.namespace, Namespace) else NamespaceId(bytes.fromhex(asked.namespace))
+
+
+def _id_of(namespace: Namespace | NamespaceId) -> NamespaceId:
+    return namespace.id if isinstance(namespace, Namespace) else namespace
 
 
 async def _body(request: Request) -> bytes:

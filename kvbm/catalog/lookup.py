@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from kvbm.catalog.index import ClusterIndex, is_suspect
 from kvbm.core.answers import BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 
 
-def lookup(index: ClusterIndex, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
+def lookup(
+    index: ClusterIndex, namespace: NamespaceId, hashes: bytes, asked: Namespace | NamespaceId | None = None
+) -> LookupAnswer:
     """Who has how much of a prefix, deepest first; and who is left out though they hold its first block.
 
     Args:
+        namespace: to look in.
         hashes: packed, in prompt order.
+        asked: what the answer calls the namespace; None: as the one it looks in.
     """
     found = index.prefixes(namespace, hashes)
     instances = [
@@ -27,7 +31,7 @@ def lookup(index: ClusterIndex, namespace: NamespaceId, hashes: bytes) -> Lookup
     first = SequenceHash(hashes[:HASH_BYTES])
     pools = [PoolHolding(pool=entry.pool, depth=entry.depth) for entry in found.pools]
     return LookupAnswer(
-        namespace=namespace.hex(),
+        namespace=(asked.id if isinstance(asked, Namespace) else asked or namespace).hex(),
         blocks=len(hashes) // HASH_BYTES,
         deepest=found.deepest,
         instances=sorted(instances, key=lambda entry: (-entry.depth, -entry.reach, entry.instance)),
@@ -36,8 +40,10 @@ def lookup(index: ClusterIndex, namespace: NamespaceId, hashes: bytes) -> Lookup
     )
 
 
-def locate(index: ClusterIndex, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
-    """Who holds one block."""
+def locate(
+    index: ClusterIndex, namespace: NamespaceId, block: SequenceHash, asked: NamespaceId | None = None
+) -> BlockAnswer:
+    """Who holds one block. Arguments as `lookup`."""
     holders = [
         BlockHolder(
             name=holder.name,
@@ -47,4 +53,4 @@ def locate(index: ClusterIndex, namespace: NamespaceId, block: SequenceHash) -> 
         )
         for holder in index.holders(namespace, block)
     ]
-    return BlockAnswer(namespace=namespace.hex(), hash=block.hex(), holders=holders)
+    return BlockAnswer(namespace=(asked or namespace).hex(), hash=block.hex(), holders=holders)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from kvbm.catalog.access import EMBEDDED, Caller
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.lag import Confirmation
 from kvbm.catalog.liveness import Freshness
@@ -14,6 +15,7 @@ from kvbm.catalog.lookup import locate, lookup
 from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
 from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
+from kvbm.catalog.visibility import NOWHERE, Visibility
 from kvbm.core.answers import (
     BlockAnswer,
     BlockHolder,
@@ -34,6 +36,8 @@ D = TypeVar("D", InstanceHolding, RankedInstance, BlockHolder)
 class Queries:
     """Answers from what was read and heard. One asyncio loop; nothing here waits.
 
+    Attributes:
+        visibility: what a caller may know of.
     Args:
         confirmation: since when it is not known that the whole stream was read.
         liveness_s: a view is called old from half of this on.
@@ -52,41 +56,57 @@ class Queries:
         self._index, self._liveness, self._backlog = sequencer.index, heartbeats.liveness, heartbeats.backlog
         self._confirmation, self._liveness_s = confirmation, liveness_s
         self._router = Router(routing)
+        self.visibility = Visibility(sequencer)
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def lookup(self, namespace: NamespaceId, hashes: bytes) -> LookupAnswer:
-        """Who has how much of a prefix."""
-        answer = lookup(self._index, namespace, hashes)
+    def lookup(self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED) -> LookupAnswer:
+        """Who has how much of a prefix, as far as the caller may know of it."""
+        answer = lookup(self._index, self.visibility.key(caller, asked), hashes, asked)
         if self._backlog.behind:
             answer = msgspec.structs.replace(
                 answer, instances=[self._suspected_if_behind(one, one.instance) for one in answer.instances]
             )
         return self._dated(answer)
 
-    def route(self, task: RoutingTask, fields: Namespace | None) -> list[RankedInstance]:
+    def route(
+        self,
+        task: RoutingTask,
+        fields: Namespace | None,
+        asked: Namespace | NamespaceId | None = None,
+        caller: Caller = EMBEDDED,
+    ) -> list[RankedInstance]:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
+
+        A caller of some tenants sees the order, and of the cost what its own prompt makes: what waits at an instance, and what was
+        routed there, is of all tenants. For a namespace it may not know of there is nobody.
 
         Args:
             fields: of the prompt's namespace, when they are known.
+            asked: the namespace as the caller has given it; None: by its id.
         """
         now_s = time.monotonic()
+        if self.visibility.key(caller, task.namespace if asked is None else asked) == NOWHERE:
+            return []
         candidates = [
-            instance for instance in self._liveness.candidates() if self._serves(instance, task.namespace, fields)
+            instance
+            for instance in self._liveness.candidates()
+            if self._serves(instance, task.namespace, fields) and self.visibility.instance(caller, instance)
         ]
         if not candidates:
             return []
         pulses = {instance: self._liveness.last(instance) for instance in candidates}
         ranked = self._router.route(now_s, task, self._index, candidates, pulses)
-        return [self._suspected_if_behind(one, one.instance) for one in ranked]
+        shown = ranked if caller.sees_all else [_without_load(one) for one in ranked]
+        return [self._suspected_if_behind(one, one.instance) for one in shown]
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance."""
         self._router.forget(instance)
 
-    def block(self, namespace: NamespaceId, block: SequenceHash) -> BlockAnswer:
-        """Who holds one block."""
-        answer = locate(self._index, namespace, block)
+    def block(self, namespace: NamespaceId, block: SequenceHash, caller: Caller = EMBEDDED) -> BlockAnswer:
+        """Who holds one block, as far as the caller may know of it."""
+        answer = locate(self._index, self.visibility.key(caller, namespace), block, namespace)
         if self._backlog.behind:
             holders = [
                 one if one.kind == "pool" else self._suspected_if_behind(one, one.name) for one in answer.holders
@@ -146,16 +166,22 @@ class Queries:
         """A namespace's fields, if an instance has declared them."""
         return self._sequencer.namespaces().get(namespace)
 
-    def namespaces(self) -> list[NamespaceSummary]:
-        """The namespaces whose fields are known, by id."""
-        known = self._sequencer.namespaces()
+    def namespaces(self, caller: Caller = EMBEDDED) -> list[NamespaceSummary]:
+        """The namespaces whose fields are known and that the caller may know of, by id."""
+        known = self.visibility.namespaces(caller)
         return [NamespaceSummary(id=key.hex(), fields=known[key]) for key in sorted(known)]
 
-    def instances(self) -> list[InstanceSummary]:
-        """All instances, by name."""
+    def instances(self, caller: Caller = EMBEDDED) -> list[InstanceSummary]:
+        """The instances the caller may know of, by name. A caller of some tenants sees who they are and whether they serve, no numbers."""
         now_s = time.monotonic()
-        claims = self._index.claim_counts()
         known = {*self._liveness.instances(), *self._index.instances()}
+        if not caller.sees_all:
+            return [
+                _without_counts(self._summary(now_s, instance, {}))
+                for instance in sorted(known)
+                if self.visibility.instance(caller, instance)
+            ]
+        claims = self._index.claim_counts()
         return [self._summary(now_s, instance, claims) for instance in sorted(known)]
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
@@ -221,6 +247,19 @@ class Queries:
         if view.partial:
             suspicions.append("the catalog is at its capacity")
         return suspicions + self._heartbeats.delays(instance)
+
+
+def _without_load(ranked: RankedInstance) -> RankedInstance:
+    """Without what other tenants' prompts have made of the cost."""
+    return msgspec.structs.replace(ranked, queueing_s=0.0, balance_s=0.0, cost_s=ranked.recompute_s + ranked.fetch_s)
+
+
+def _without_counts(summary: InstanceSummary) -> InstanceSummary:
+    """Who an instance is and whether it serves: numbers of blocks, events and requests are of all tenants, and so are words of trouble."""
+    return msgspec.structs.replace(
+        summary, offset=0, published=None, applied=None, digest="0" * 16, suspicions=[], snapshot_asked_s=None, trouble="", run="",
+        topology=[], pools=[], held_blocks={}, queued_tokens=None, running_requests=None, free_slots=None,
+    )  # fmt: skip
 
 
 def _same_model(a: Namespace, b: Namespace) -> bool:

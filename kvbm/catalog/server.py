@@ -23,10 +23,13 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web server (uvicorn)", "catalog") from None
 
+from kvbm.catalog.access import Access, check_exposed
 from kvbm.catalog.api import create_app
+from kvbm.catalog.gate import with_peer
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
+from kvbm.catalog.tls import ServerTls
 
 log = structlog.get_logger()
 
@@ -159,12 +162,15 @@ async def _serve(
 ) -> None:
     host, port = _host_and_port(settings.listen)
     with _bind(host, port) as listener:
+        check_exposed(settings.access, listener.getsockname()[0])
+        access = Access(settings.access.file)
+        tls = ServerTls(settings.access) if settings.access.tls_cert else None
         service = await CatalogService.start(
             settings, backend, new_index, make_stream() if make_stream is not None else None
         )
         try:
             config = uvicorn.Config(
-                create_app(service, _own_version()),
+                create_app(service, _own_version(), access, lambda: _troubles(access, tls)),
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -173,7 +179,10 @@ async def _serve(
                 timeout_graceful_shutdown=_GRACE_S,
                 ws="none",
             )
-            url = _url(listener)
+            config.load()
+            config.http_protocol_class = with_peer(config.http_protocol_class)
+            config.ssl = tls.context if tls is not None else None
+            url = _url(listener, "https" if tls is not None else "http")
             server = _Server(config, lambda: on_started(url))
             on_began(server, asyncio.get_running_loop())
             watching = asyncio.create_task(_end_on_failure(service, server))
@@ -229,9 +238,16 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, scheme: str) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _troubles(access: Access, tls: ServerTls | None) -> str:
+    access.look()
+    if tls is not None:
+        tls.look()
+    return "; ".join(one.trouble for one in (access, tls) if one is not None and one.trouble)
 
 
 def _own_version() -> str:

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from kvbm.catalog.absences import FORGET_S
+from kvbm.catalog.access import AccessOptions
 from kvbm.catalog.archive import Archive
 from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, load_newest
 from kvbm.catalog.degraded import Degraded
@@ -68,6 +69,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         archive: folder where all frames are kept; "" keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
+        access: who may ask, and how the catalog knows.
     """
 
     nats_url: str
@@ -89,6 +91,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     archive: str = ""
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
+    access: AccessOptions = AccessOptions()
 
 
 class _Beginning(NamedTuple):

@@ -298,6 +298,14 @@ class CatalogSettings(SettingsGroup, frozen=True):
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
         archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
+        access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port is an operator,
+            so the catalog then listens on the loopback alone, unless `open`.
+        open: listen beyond the loopback without `access`.
+        tls_cert, tls_key: files (PEM): the service's certificate and key; they may be replaced while it runs. "" for plain HTTP.
+        tls_client_ca: file (PEM) of who signs clients' certificates; `access` says who the names in them are.
+        token: file with the token this side asks the catalog with; it may be replaced while it runs.
+        tls_ca: file (PEM) of who signs the catalog's certificate; "" trusts those the system trusts.
+        client_cert, client_key: files (PEM): the certificate this side asks the catalog with.
     """
 
     url: str = ""
@@ -311,6 +319,15 @@ class CatalogSettings(SettingsGroup, frozen=True):
     archive: str = ""
     routing: RoutingSettings = RoutingSettings()
     tenant_secrets: dict[str, str] = {}
+    access: str = ""
+    open: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+    token: str = ""
+    tls_ca: str = ""
+    client_cert: str = ""
+    client_key: str = ""
 
 
 class GcSettings(SettingsGroup, frozen=True):

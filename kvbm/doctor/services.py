@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvbm.assembly import catalog_credentials
 from kvbm.config import NatsSettings, Settings
 from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
@@ -322,7 +323,7 @@ class Catalog(NamedTuple):
 
 def look_at_catalog(settings: Settings) -> Catalog:
     """See `Catalog`. Raises CatalogError."""
-    client = CatalogClient(settings.catalog.url, _ASK_S / 2)
+    client = CatalogClient(settings.catalog.url, _ASK_S / 2, credentials=catalog_credentials(settings))
     try:
         client.ready()  # makes the connection
         begin_s = time.perf_counter()

@@ -36,6 +36,7 @@ from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials, Proof
 
 log = structlog.get_logger()
 
@@ -70,22 +71,45 @@ class CatalogClient:
     Args:
         url: http://host:port
         hash_tokens: `sequence_hashes` or its native implementation.
+        credentials: how this side proves who it is; files that are replaced are read again, and once more after a 401.
     """
 
-    def __init__(self, url: str, timeout_s: float = TIMEOUT_S, hash_tokens: SequenceHashes = sequence_hashes) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = TIMEOUT_S,
+        hash_tokens: SequenceHashes = sequence_hashes,
+        credentials: CatalogCredentials = NO_CREDENTIALS,
+    ) -> None:
         check_text(url, "url")
         check_seconds(timeout_s, "timeout_s")
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._hash_tokens = hash_tokens
+        self._proof = Proof(credentials, is_tls=self.url.lower().startswith("https://"))
+        self._guard = threading.Lock()
         try:
-            self._pool = urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False)
+            self._pool = self._new_pool()
         except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
             raise CatalogError(f"the catalog's URL {url!r} cannot be used ({error}); write http://host:port") from None
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
         self._pool.close()
+
+    def _new_pool(self) -> urllib3.HTTPConnectionPool:
+        more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
+        return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
+
+    def _prove(self, again: bool = False) -> bool:
+        """Take files that have changed; whether any has. Raises ConfigError: they could never be used."""
+        with self._guard:
+            before = self._proof.context
+            changed = self._proof.look(again)
+            if self._proof.context is not before:
+                old, self._pool = self._pool, self._new_pool()
+                old.close()
+            return changed
 
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
@@ -231,8 +255,19 @@ class CatalogClient:
         return self._decode(path, status, body, kind)
 
     def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
-        headers = {"content-type": "application/json"} if body is not None else None
         deadline_s = time.monotonic() + timeout_s
+        self._prove()
+        status, answer = self._send_once(method, path, body, timeout_s, deadline_s)
+        if status == 401 and self._prove(again=True):
+            status, answer = self._send_once(method, path, body, timeout_s, deadline_s)
+        return status, answer
+
+    def _send_once(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, deadline_s: float
+    ) -> tuple[int, bytes]:
+        headers = {"content-type": "application/json"} if body is not None else {}
+        if self._proof.token:
+            headers["authorization"] = f"Bearer {self._proof.token}"
         for is_last in (False, True):
             timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
             try:
@@ -280,11 +315,17 @@ class HttpLocator:
     While the catalog is away nobody waits for it: after a failure it is not asked for a while that doubles up to 5 s.
 
     Args:
+        credentials: as those of `CatalogClient`.
         clock: seconds, for the back-off.
     """
 
-    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._client = CatalogClient(url)
+    def __init__(
+        self,
+        url: str,
+        credentials: CatalogCredentials = NO_CREDENTIALS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client = CatalogClient(url, credentials=credentials)
         self._clock = clock
         self._guard = threading.Lock()
         self._back_off_s = 0.0  # 0 while the catalog answers

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvbm.core.errors import MissingExtraError
 
 try:
-    from prometheus_client import CollectorRegistry, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Histogram
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.registry import Collector
@@ -141,6 +141,15 @@ class CatalogMetrics:
         self._registry.register(_Numbers(numbers))
         self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
+
+        self._requests = Counter(
+            "kvbm_catalog_requests", "Requests by who asked; nobody known: caller is empty.", ["caller", "outcome"],
+            registry=self._registry,
+        )  # fmt: skip
+
+    def count_request(self, caller: str, outcome: str) -> None:
+        """A request of a caller has "passed", or was refused because the caller is "unknown" or "forbidden" to ask it."""
+        self._requests.labels(caller, outcome).inc()
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

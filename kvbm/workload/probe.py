@@ -8,9 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
+from kvbm.assembly import catalog_credentials
 from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.locate.credentials import NO_CREDENTIALS, Proof
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.permissions import catalog_inbox
 from kvbm.streams.nats.server_view import look
@@ -31,7 +34,7 @@ def main(url: str, wait_s: float, settings: Settings) -> int:
 
     Args:
         url: nats://, tls://, http://, https:// or postgresql://.
-        settings: `nats` has the credentials NATS asks for.
+        settings: `nats` has the credentials NATS asks for, `catalog` those of the catalog.
     Raises: ConfigError: no such service is known.
     """
     until_s = time.monotonic() + wait_s
@@ -51,7 +54,7 @@ def ask(url: str, settings: Settings) -> Answer:
             case "nats" | "tls":
                 return _ask_nats(url, settings)
             case "http" | "https":
-                return _ask_http(url)
+                return _ask_http(url, settings)
             case "postgresql" | "postgres":
                 return _ask_postgres(url.replace(scheme, "postgresql+asyncpg", 1))
     except ConfigError:
@@ -72,9 +75,16 @@ def _ask_nats(url: str, settings: Settings) -> Answer:
     return Answer(True, f"NATS at {view.url}: nats-server {view.version} answers, with JetStream")
 
 
-def _ask_http(url: str) -> Answer:
+def _ask_http(url: str, settings: Settings) -> Answer:
+    """The credentials are the catalog's, so nobody else gets them: not another origin than `catalog.url`, and no redirect."""
+    known = settings.catalog.url
+    credentials = catalog_credentials(settings) if not known or _origin(known) == _origin(url) else NO_CREDENTIALS
+    proof = Proof(credentials, is_tls=url.startswith("https://"))
+    request = urllib.request.Request(url)
+    if proof.token:
+        request.add_unredirected_header("Authorization", f"Bearer {proof.token}")
     try:
-        with urllib.request.urlopen(url, timeout=ASK_S) as answer:
+        with urllib.request.urlopen(request, timeout=ASK_S, context=proof.context) as answer:
             return Answer(True, f"{url} answers {answer.status}")
     except urllib.error.HTTPError as error:
         return Answer(False, f"{url} answers {error.code}")
@@ -82,6 +92,11 @@ def _ask_http(url: str) -> Answer:
         raise ConfigError(f"{url!r} is no URL that can be asked ({error})") from None
     except OSError as error:
         return Answer(False, f"{url} does not answer ({getattr(error, 'reason', None) or error})")
+
+
+def _origin(url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.netloc
 
 
 def _ask_postgres(url: str) -> Answer:

@@ -1,0 +1,194 @@
+"""Who asks the catalog: a bearer token or a client's certificate → a caller, as the file `catalog.access` says now."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+
+from kvbm.catalog.access_file import Entry, Role, hashed, read_entries
+from kvbm.core.errors import ConfigError
+
+log = structlog.get_logger()
+
+LOOK_S = 1.0
+_LONGEST_HEADER = 512
+
+
+class Caller(NamedTuple):
+    """Who asks.
+
+    Attributes:
+        tenants: whose namespaces it may know of; None for all.
+    """
+
+    name: str
+    role: Role
+    tenants: frozenset[str] | None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether nothing is kept from it."""
+        return self.tenants is None and self.role != "metrics"
+
+
+EMBEDDED = Caller("", "operator", None)
+
+
+class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the catalog knows who asks.
+
+    Attributes:
+        file: of callers, see `access_file`; "" for none.
+        open: without a file, whoever reaches the port is an operator, wherever it listens.
+        tls_cert, tls_key: the server's certificate and key (PEM); "" for plain HTTP. tls_client_ca: who signs clients' certificates.
+    """
+
+    file: str = ""
+    open: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
+
+
+class _Callers(NamedTuple):
+    by_hash: Mapping[str, Entry]
+    by_certificate: Mapping[str, Entry]
+
+
+class Access:
+    """Tells who asks. One asyncio loop; a file that changes is read again within `LOOK_S` of the next request.
+
+    A file that cannot be used keeps what was read before, is told once, and shows in `trouble`.
+
+    Attributes:
+        trouble: why the file that is there is not the one that counts; "" while it is.
+    """
+
+    def __init__(
+        self, file: str = "", clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """
+        Args:
+            file: of callers; "" takes everybody for the embedded operator.
+        Raises: ConfigError: the file cannot be used.
+        """
+        self.trouble = ""
+        self._path = Path(file) if file else None
+        self._clock, self._wall_clock = clock, wall_clock
+        self._looked_s = clock()
+        self._seen: object = None
+        self._callers = _Callers({}, {})
+        if self._path is not None:
+            self._seen = file_stamp(self._path)
+            self._callers = _by_proof(read_entries(self._path))
+
+    def caller(self, authorization: str | None, certificate: Mapping[str, Any] | None) -> Caller | None:
+        """Who asks; None: nobody we know. A token that is given counts alone: a wrong one is not helped by a certificate.
+
+        Tokens are found by their hash, so how long it takes tells nothing of those that are good.
+
+        Args:
+            authorization: the request's header.
+            certificate: the peer's, as `ssl.SSLObject.getpeercert` gives it, checked against the CA before.
+        """
+        if self._path is None:
+            return EMBEDDED
+        self.look()
+        if authorization is not None:
+            entry = self._callers.by_hash.get(hashed(_token(authorization)))
+        else:
+            entry = self._certified(certificate) if certificate else None
+        if entry is None or (entry.not_after is not None and entry.not_after <= self._wall_clock()):
+            return None
+        return Caller(entry.name, entry.role, frozenset() if entry.role == "metrics" else entry.tenants)
+
+    def look(self) -> None:
+        """Read the file again if it has changed; at most once in `LOOK_S`."""
+        now_s = self._clock()
+        if self._path is None or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        seen = file_stamp(self._path)
+        if seen == self._seen and not self.trouble:
+            return
+        self._seen = seen
+        try:
+            self._callers = _by_proof(read_entries(self._path))
+        except ConfigError as error:
+            if not self.trouble:
+                log.warning(
+                    "catalog.access_kept", why=str(error), remedy="callers are as before until the file is good"
+                )
+            self.trouble = f"callers are as before: {error}"
+            return
+        self.trouble = ""
+        log.info(
+            "catalog.access_read", tokens=len(self._callers.by_hash), certificates=len(self._callers.by_certificate)
+        )
+
+    def _certified(self, certificate: Mapping[str, Any]) -> Entry | None:
+        end = certificate.get("notAfter")
+        if not isinstance(end, str) or ssl.cert_time_to_seconds(end) <= self._wall_clock():
+            return None  # a connection may outlive its certificate
+        return next((found for name in _names(certificate) if (found := self._callers.by_certificate.get(name))), None)
+
+
+def check_exposed(options: AccessOptions, address: str) -> None:
+    """Refuse to serve beyond this machine when nobody is asked who they are. Raises ConfigError.
+
+    Args:
+        address: the IP address that is listened on.
+    """
+    if options.tls_client_ca and not options.file:
+        raise ConfigError(
+            "catalog.tls_client_ca is set without catalog.access, which says who the names in certificates are; give both"
+        )
+    if options.tls_client_ca and not options.tls_cert:
+        raise ConfigError("catalog.tls_client_ca is set without catalog.tls_cert and catalog.tls_key; give all three")
+    if bool(options.tls_cert) != bool(options.tls_key):
+        lacks, has = ("tls_key", "tls_cert") if options.tls_cert else ("tls_cert", "tls_key")
+        raise ConfigError(f"catalog.{has} is set without catalog.{lacks}; give both, or neither")
+    if options.file or options.open or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        if options.file and not options.tls_cert and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            log.warning("catalog.tokens_in_clear", address=address, remedy="set catalog.tls_cert and catalog.tls_key")
+        return
+    raise ConfigError(
+        f"the catalog would answer everybody who reaches {address}; make a file of callers with kvbm-catalog token and set "
+        "catalog.access to it, or set catalog.open = true, or listen on 127.0.0.1"
+    )
+
+
+def file_stamp(path: str | Path) -> tuple[int, ...] | None:
+    """What differs when a file has changed; None when it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+def _by_proof(entries: list[Entry]) -> _Callers:
+    return _Callers(
+        {entry.sha256: entry for entry in entries if entry.sha256},
+        {entry.name: entry for entry in entries if not entry.sha256},
+    )
+
+
+def _token(authorization: str) -> str:
+    scheme, _, token = authorization[:_LONGEST_HEADER].partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def _names(certificate: Mapping[str, Any]) -> list[str]:
+    """What a certificate calls its owner: URIs, DNS names, the common name."""
+    others = certificate.get("subjectAltName", ())
+    names = [value for kind in ("URI", "DNS") for found, value in others if found == kind]
+    return names + [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]

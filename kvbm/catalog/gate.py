@@ -1,0 +1,103 @@
+"""Before any handler: who asks, and whether one of that role may ask this at all. What is not listed is for operators alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+import msgspec
+
+from kvbm.catalog.access import Access, Caller
+from kvbm.core.answers import ErrorAnswer, ErrorDetail
+
+CALLER = "kvbm.caller"
+PEER = "kvbm.peer"  # in the scope's state: the peer's certificate
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_FOR_ALL = frozenset({"/healthz", "/readyz"})
+_FOR_ROUTERS = frozenset({"/v1/lookup", "/v1/route", "/v1/instances", "/v1/namespaces", "/openapi.json"})
+_BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
+
+_UNKNOWN = ErrorAnswer(
+    error=ErrorDetail(
+        code="not_known", message="the catalog does not know who asks",
+        what_to_do="send Authorization: Bearer with a token that is good now, or a client certificate the catalog knows",
+    )
+)  # fmt: skip
+_FORBIDDEN = ErrorAnswer(
+    error=ErrorDetail(
+        code="not_allowed", message="the caller's role may not ask this", what_to_do="ask with the token of an operator"
+    )
+)
+
+
+class Gate:
+    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, or answers 401 or 403.
+
+    Args:
+        count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
+    """
+
+    def __init__(self, app: App, access: Access, count: Callable[[str, str], None]) -> None:
+        self._app, self._access, self._count = app, access, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        caller = self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
+        scope[CALLER] = caller
+        if path in _FOR_ALL or (caller is not None and _may(caller, path)):
+            self._count(caller.name if caller is not None else "", "passed")
+            await self._app(scope, receive, send)
+        elif caller is None:
+            self._count("", "unknown")
+            await _answer(send, 401, _UNKNOWN, [(b"www-authenticate", b"Bearer")])
+        else:
+            self._count(caller.name, "forbidden")
+            await _answer(send, 403, _FORBIDDEN, [])
+
+
+def with_peer(protocol: type[Any]) -> type[Any]:
+    """A protocol class of uvicorn's that puts the peer's certificate where `Gate` finds it."""
+
+    class WithPeer(protocol):  # type: ignore[misc]
+        app_state: dict[str, Any]
+
+        def connection_made(self, transport: Any) -> None:
+            certificate: Mapping[str, Any] | None = transport.get_extra_info("peercert")
+            if certificate:
+                self.app_state = {**self.app_state, PEER: certificate}
+            super().connection_made(transport)
+
+    return WithPeer
+
+
+def _may(caller: Caller, path: str) -> bool:
+    if caller.role == "operator":
+        return True
+    if caller.role == "metrics":
+        return bool(path == "/metrics")
+    return path in _FOR_ROUTERS or _BLOCKS.fullmatch(path) is not None
+
+
+def _authorization(scope: Scope) -> str | None:
+    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    if not found:
+        return None
+    return found[0].decode("latin-1") if len(found) == 1 else ""  # two of them: neither counts
+
+
+async def _answer(send: Send, status: int, answer: ErrorAnswer, headers: list[tuple[bytes, bytes]]) -> None:
+    body = msgspec.json.encode(answer)
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": head})
+    await send({"type": "http.response.body", "body": body})

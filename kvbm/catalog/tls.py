@@ -1,0 +1,112 @@
+"""The catalog's side of TLS: a certificate and its key that may be replaced while it serves."""
+
+from __future__ import annotations
+
+import os
+import ssl
+import time
+from collections.abc import Callable
+
+import structlog
+
+from kvbm.catalog.access import LOOK_S, AccessOptions, file_stamp
+from kvbm.core.errors import ConfigError
+
+log = structlog.get_logger()
+
+
+class ServerTls:
+    """A context whose certificate, key and CA are those of the files as they are now.
+
+    Files are looked at when a client connects, at most once in `LOOK_S`. A new set is tried in a context of its own, and takes the old
+    one's place in one step; one that is half written, or whose parts do not belong together, leaves the old one, is told once, and
+    shows in `trouble`. Connections that are open go on. TLS 1.3 alone, without tickets: each connection shows its certificate.
+
+    Attributes:
+        context: for the server; it never changes.
+        trouble: why the files that are there are not those that count; "" while they are.
+    """
+
+    def __init__(self, options: AccessOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError: the files cannot be used."""
+        self.trouble = ""
+        self._options, self._clock = options, clock
+        self._looked_s = clock()
+        self._seen = self._stamps()
+        self._current = _new_context(options)
+        self.context = _new_context(options)
+        self.context.sni_callback = self._on_hello  # also called without a name
+
+    def look(self) -> None:
+        """Read the files again if they have changed; at most once in `LOOK_S`."""
+        now_s = self._clock()
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        seen = self._stamps()
+        if seen == self._seen and not self.trouble:
+            return
+        try:
+            self._current = _new_context(self._options)
+        except ConfigError as error:
+            if not self.trouble:
+                log.warning(
+                    "catalog.certificate_kept", why=str(error), remedy="the one before is used until the files are good"
+                )
+            self.trouble = f"the certificate is the one before: {error}"
+            return
+        self._seen, self.trouble = seen, ""
+        log.info("catalog.certificate_read", tls_cert=self._options.tls_cert)
+
+    def _on_hello(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+        self.look()
+        connection.context = self._current
+
+    def _stamps(self) -> tuple[object, ...]:
+        options = self._options
+        return tuple(file_stamp(path) for path in (options.tls_cert, options.tls_key, options.tls_client_ca) if path)
+
+
+def _new_context(options: AccessOptions) -> ssl.SSLContext:
+    """Raises ConfigError: which file, and what is wrong with it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
+    for key, path in (
+        ("tls_cert", options.tls_cert),
+        ("tls_key", options.tls_key),
+        ("tls_client_ca", options.tls_client_ca),
+    ):
+        if path:
+            _check_readable(f"catalog.{key}", path)
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"catalog.tls_cert {options.tls_cert} and catalog.tls_key {options.tls_key} do not belong together, or are no PEM without "
+            f"password ({_reason(error)})"
+        ) from None
+    if options.tls_client_ca:
+        try:
+            context.load_verify_locations(options.tls_client_ca)
+        except OSError as error:
+            raise ConfigError(
+                f"catalog.tls_client_ca {options.tls_client_ca} holds no certificate ({_reason(error)}); give PEM"
+            ) from None
+        context.verify_mode = ssl.CERT_OPTIONAL  # without one a caller needs a token
+    return context
+
+
+def _check_readable(key: str, path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as error:
+        raise ConfigError(f"{key} {path} cannot be read ({error.strerror}); correct it") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

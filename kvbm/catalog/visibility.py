@@ -1,0 +1,89 @@
+"""What of the cluster a caller may know of: the namespaces of its tenants, and the instances that serve one of them.
+
+What a caller may not know of takes the same way as what does not exist: it is not among the caller's own, which is all that is looked
+at, and what is asked of the index then is a namespace that nobody has. So neither answers nor their times tell the two apart.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvbm.catalog.access import Caller
+from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+
+NOWHERE = NamespaceId(secrets.token_bytes(HASH_BYTES))  # of this process; nothing is ever written under it
+NOBODY = InstanceId("")  # a name no instance can have
+
+
+class Declarations(Protocol):
+    """What instances have declared; `Sequencer` is one."""
+
+    def namespaces(self) -> Mapping[NamespaceId, Namespace]:
+        """Namespaces whose fields are known."""
+
+    def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
+        """Namespaces that an instance has named; empty when none are known."""
+
+
+class Visibility:
+    """See the module."""
+
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
+        self._of_tenants: dict[str, dict[NamespaceId, Namespace]] = {}
+        self._seen: tuple[int, NamespaceId | None] = (0, None)
+
+    def fields(self, caller: Caller, namespace: NamespaceId) -> Namespace | None:
+        """The fields of a namespace that the caller may know of, if they are known."""
+        if caller.sees_all:
+            return self._declarations.namespaces().get(namespace)
+        known = self._by_tenant()
+        return next((found for tenant in caller.tenants or () if (found := known.get(tenant, {}).get(namespace))), None)
+
+    def key(self, caller: Caller, asked: Namespace | NamespaceId) -> NamespaceId:
+        """What to ask the index for: the namespace, or else `NOWHERE`.
+
+        An id tells no tenant. One whose fields no instance has declared is nobody's, but for callers of all tenants; fields are their
+        tenant's, whether an instance has declared them or not.
+        """
+        if isinstance(asked, Namespace):
+            namespace = asked.id
+            return namespace if caller.sees_all or asked.tenant in (caller.tenants or ()) else NOWHERE
+        return asked if caller.sees_all or self.fields(caller, asked) is not None else NOWHERE
+
+    def namespaces(self, caller: Caller) -> Mapping[NamespaceId, Namespace]:
+        """Those the caller may know of."""
+        if caller.sees_all:
+            return self._declarations.namespaces()
+        known = self._by_tenant()
+        return {key: found for tenant in caller.tenants or () for key, found in known.get(tenant, {}).items()}
+
+    def instance(self, caller: Caller, instance: InstanceId) -> bool:
+        """Whether a caller may know of an instance: one that has declared a namespace of its tenants, or none at all."""
+        if caller.sees_all:
+            return True
+        declared = self._declarations.declared(instance)
+        return not declared or any(self.fields(caller, namespace) is not None for namespace in declared)
+
+    def waited_for(self, caller: Caller, instance: InstanceId) -> InstanceId:
+        """The instance, or `NOBODY` in place of one that the caller may not know of.
+
+        It looks for each of the caller's own namespaces, so that it takes as long for an instance nobody has heard of.
+        """
+        if caller.sees_all:
+            return instance
+        declared = self._declarations.declared(instance)
+        serves = sum(namespace in declared for namespace in self.namespaces(caller))
+        return instance if serves or not declared else NOBODY
+
+    def _by_tenant(self) -> Mapping[str, Mapping[NamespaceId, Namespace]]:
+        known = self._declarations.namespaces()
+        seen = (len(known), next(reversed(known), None) if isinstance(known, dict) else None)
+        if seen != self._seen or not isinstance(known, dict):
+            self._of_tenants = {}
+            for key, found in known.items():
+                self._of_tenants.setdefault(found.tenant, {})[key] = found
+            self._seen = seen
+        return self._of_tenants

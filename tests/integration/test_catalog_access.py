@@ -1,0 +1,458 @@
+"""Who may ask the catalog: tokens, certificates, roles, and how they change while it serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import urllib3
+from structlog.testing import capture_logs
+
+import kvbm.catalog.access
+import kvbm.catalog.tls
+import kvbm.locate.credentials
+from kvbm.catalog.access import EMBEDDED, Access, AccessOptions, check_exposed
+from kvbm.catalog.access_file import NewToken, add_token, hashed, read_entries
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.cli import catalog_main
+from kvbm.config import load_settings
+from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.locate.credentials import CatalogCredentials
+from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
+from kvbm.workload.probe import ask as probe
+from tests.callers import ACME, Certificate, certify, hashes_in
+from tests.eventually import eventually
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+OPERATOR = NewToken("ops", "operator")
+ACME_ROUTER = NewToken("acme", "router", ["acme"])
+
+
+class Files(NamedTuple):
+    """A CA, a server's certificate, a file of callers, and tokens of it in files."""
+
+    folder: Path
+    ca: Certificate
+    server: Certificate
+    access: Path
+
+    def token(self, wanted: NewToken, now_s: float | None = None) -> str:
+        return add_token(self.access, wanted, time.time() if now_s is None else now_s)
+
+    def kept(self, name: str, token: str) -> str:
+        path = self.folder / f"{name}.token"
+        path.write_text(token + "\n")
+        return str(path)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    ca = certify(tmp_path, "ca")
+    return Files(tmp_path, ca, certify(tmp_path, "server", ca), tmp_path / "access.toml")
+
+
+@pytest.fixture
+def serve(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Callable[..., str]]:  # noqa: F811
+    """Starts a catalog with access options; gives its URL."""
+    started: list[CatalogThread] = []
+
+    def start(**access: Any) -> str:
+        settings = ServiceSettings(
+            nats_url=nats_url,
+            database_url=sqlite_url,
+            cluster=cluster,
+            listen="127.0.0.1:0",
+            access=AccessOptions(**access),
+        )
+        started.append(CatalogThread(settings).start())
+        return started[-1].url
+
+    yield start
+    for thread in started:
+        thread.stop()
+
+
+@pytest.fixture(autouse=True)
+def look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked at with every request."""
+    monkeypatch.setattr(kvbm.catalog.access, "LOOK_S", 0.0)
+    monkeypatch.setattr(kvbm.catalog.tls, "LOOK_S", 0.0)
+    monkeypatch.setattr(kvbm.locate.credentials, "LOOK_S", 0.0)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_random_and_the_file_has_its_hash_alone(files: Files) -> None:
+    tokens = {files.token(NewToken(f"r{at}", "router", ["acme"])) for at in range(5)}
+    text = files.access.read_text()
+    assert len(tokens) == 5
+    assert all(len(token) >= 43 and token not in text and hashed(token) in text for token in tokens)
+    assert stat.S_IMODE(files.access.stat().st_mode) == 0o600
+    assert [one.name for one in files.folder.iterdir() if one.name.startswith(".")] == []
+
+
+def test_writing_a_file_and_reading_it_gives_the_same_callers(files: Files) -> None:
+    files.token(NewToken("r", "router", ["", 'a"b', "ünï"], expires_s=100.0), now_s=time.time() // 1)
+    files.token(NewToken("all", "router"))
+    files.token(NewToken("m", "metrics"))
+    entries = {one.name: one for one in read_entries(files.access)}
+    assert entries["r"].tenants == {"", 'a"b', "ünï"}
+    assert entries["r"].not_after == pytest.approx(time.time() + 100, abs=5)
+    assert (entries["all"].tenants, entries["m"].tenants, entries["m"].role) == (None, None, "metrics")
+
+
+def test_many_commands_at_a_time_lose_no_token(files: Files) -> None:
+    threads = [threading.Thread(target=files.token, args=(NewToken(f"r{at}", "router", ["acme"]),)) for at in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_entries(files.access)) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "names nobody"),
+        ("[[token]\n", "is not TOML"),
+        ("[[user]]\nname = 'a'\n", "'user'"),
+        ("[[token]]\nname = 'a'\nrole = 'king'\nsha256 = '00'\n", "role is 'king'"),
+        ("[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '00'\n", "64 hex digits"),
+        (f"[[token]]\nname = 'a'\nrole = 'router'\nsha256 = '{'0' * 64}'\n", "tenants is None"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\ntenants = ['x']\nsha256 = '{'0' * 64}'\n", "and others none"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\nnot_after = 2026-01-01\n", "with its zone"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\n" * 2, "one token twice"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\ntoken = 'x'\n", "no entry 'token'"),
+        ("\xff", "cannot|not TOML"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused_in_a_sentence(files: Files, text: str, why: str) -> None:
+    files.access.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=why):
+        Access(str(files.access))
+
+
+def test_a_file_others_may_write_and_one_that_is_none_are_refused(files: Files) -> None:
+    files.token(OPERATOR)
+    files.access.chmod(0o620)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        Access(str(files.access))
+    pipe = files.folder / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(ConfigError, match="no regular file"):
+        Access(str(pipe))
+    with pytest.raises(ConfigError, match="kvbm-catalog token"):
+        Access(str(files.folder / "none"))
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_tokens_of_a_name_are_good_together_until_the_older_is_retired(files: Files) -> None:
+    now = [1_800_000_000.0]
+    first = files.token(ACME_ROUTER, now[0])
+    with pytest.raises(ConfigError, match="--replace"):
+        files.token(ACME_ROUTER, now[0])
+    second = files.token(ACME_ROUTER._replace(replace_s=60.0), now[0])
+    access = Access(str(files.access), wall_clock=lambda: now[0])
+    assert [access.caller(f"Bearer {token}", None) for token in (first, second)] == [
+        ("acme", "router", frozenset({"acme"}))
+    ] * 2
+    now[0] += 59
+    assert access.caller(f"Bearer {first}", None) is not None
+    now[0] += 1
+    assert access.caller(f"Bearer {first}", None) is None
+    assert access.caller(f"Bearer {second}", None) is not None
+    third = files.token(ACME_ROUTER._replace(replace_s=0.0), now[0])
+    assert access.caller(f"Bearer {second}", None) is None
+    assert access.caller(f"Bearer {third}", None) is not None
+    assert len(read_entries(files.access)) == 2  # what had run out is gone
+
+
+def test_a_file_is_read_again_when_it_changes_and_a_damaged_one_keeps_the_old_and_says_so_once(files: Files) -> None:
+    token = files.token(OPERATOR)
+    access = Access(str(files.access))
+    good = files.access.read_text()
+    with capture_logs() as logs:
+        for damaged in ("[[token", "", good[: len(good) // 2]):
+            files.access.write_text(damaged)
+            assert access.caller(f"Bearer {token}", None) is not None
+            assert "callers are as before" in access.trouble
+        files.access.unlink()
+        assert access.caller(f"Bearer {token}", None) is not None
+    assert [line["event"] for line in logs] == ["catalog.access_kept"]
+    files.access.write_text(good.replace(hashed(token), "0" * 64))
+    files.access.chmod(0o600)
+    assert access.caller(f"Bearer {token}", None) is None
+    assert access.trouble == ""
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "Bearer", "Bearer ", "Basic {}", "{}", "Bearer {}x", "Bearer x{}", "Bearer " + "a" * 100_000, "Bearer \x00{}"],
+)
+def test_a_header_that_is_not_a_good_token_is_nobody(files: Files, header: str) -> None:
+    token = files.token(OPERATOR)
+    access = Access(str(files.access))
+    assert access.caller(header.replace("{}", token), None) is None
+    assert access.caller(f"bearer {token}", None) is not None
+    assert access.caller(None, None) is None
+
+
+# -- where it listens --------------------------------------------------------------------------------------------------
+
+
+def test_beyond_the_loopback_it_starts_with_callers_or_when_told_so() -> None:
+    for address in ("127.0.0.1", "127.3.2.1", "::1"):
+        check_exposed(AccessOptions(), address)
+    for address in ("0.0.0.0", "::", "192.0.2.1", "fe80::1%eth0"):
+        with pytest.raises(ConfigError, match=r"catalog\.open"):
+            check_exposed(AccessOptions(), address)
+        check_exposed(AccessOptions(open=True), address)
+        check_exposed(AccessOptions(file="access.toml"), address)
+    assert Access().caller("Bearer whatever", None) == EMBEDDED
+    with pytest.raises(ConfigError, match=r"catalog\.access"):
+        check_exposed(AccessOptions(tls_client_ca="ca.pem", tls_cert="c", tls_key="k"), "127.0.0.1")
+    with pytest.raises(ConfigError, match=r"without catalog\.tls_key"):
+        check_exposed(AccessOptions(tls_cert="c"), "127.0.0.1")
+
+
+def test_a_catalog_for_all_the_world_refuses_to_start(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+    settings = ServiceSettings(nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="would answer everybody"):
+        CatalogThread(settings).start()
+
+
+# -- over sockets ------------------------------------------------------------------------------------------------------
+
+
+def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
+    tokens = {one.name: files.token(one) for one in (OPERATOR, ACME_ROUTER, NewToken("prometheus", "metrics"))}
+    url = serve(file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key))
+    assert url.startswith("https://")
+    with urllib3.PoolManager(ca_certs=str(files.ca.cert)) as pool:
+
+        def status(who: str, path: str, method: str = "GET") -> int:
+            headers = {"authorization": f"Bearer {tokens[who]}"} if who else {}
+            return pool.request(method, url + path, headers=headers).status
+
+        eventually(lambda: status("ops", "/readyz") == 200)
+        for path, allowed in {
+            "/healthz": {"", "ops", "acme", "prometheus"},
+            "/readyz": {"", "ops", "acme", "prometheus"},
+            "/metrics": {"ops", "prometheus"},
+            "/v1/instances": {"ops", "acme"},
+            "/v1/namespaces": {"ops", "acme"},
+            f"/v1/blocks/{'0' * 32}/{'0' * 32}": {"ops", "acme"},
+            "/openapi.json": {"ops", "acme"},
+            "/": {"ops"},
+        }.items():
+            for who in ("", *tokens):
+                expected = 200 if who in allowed else 403 if who else 401
+                assert status(who, path) == expected, (who, path)
+        assert status("acme", "/v1/instances/a/snapshot", "POST") == 403
+        assert status("ops", "/v1/instances/a/snapshot", "POST") == 404
+        assert status("acme", "/nothing") == 403
+        assert status("", "/nothing") == 401
+        refused = pool.request("GET", url + "/v1/instances")
+        assert refused.headers["www-authenticate"] == "Bearer"
+        ready = pool.request("GET", url + "/readyz").json()
+        assert ready == {"ready": True, "reason": "", "degraded": "", "stream_sequence": 0, "lag_messages": 0}
+        metrics = pool.request(
+            "GET", url + "/metrics", headers={"authorization": f"Bearer {tokens['prometheus']}"}
+        ).data.decode()
+        assert 'kvbm_catalog_requests_total{caller="acme",outcome="forbidden"}' in metrics
+        assert not any(token in metrics for token in tokens.values())
+
+
+def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
+    files: Files, serve: Callable[..., str]
+) -> None:
+    operator, router = files.kept("ops", files.token(OPERATOR)), files.kept("acme", files.token(ACME_ROUTER))
+    url = serve(file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key))
+    ca = str(files.ca.cert)
+    good = CatalogClient(url, credentials=CatalogCredentials(operator, ca))
+    good.wait_ready(10)
+    assert good.instances() == []
+    limited = CatalogClient(url, credentials=CatalogCredentials(router, ca))
+    assert limited.lookup(ACME, hashes_in(ACME)).deepest == 0
+    with pytest.raises(CatalogRefusedError, match="role may not ask this") as forbidden:
+        limited.metrics()
+    assert forbidden.value.status == 403
+    nobody = CatalogClient(url, credentials=CatalogCredentials("", ca))
+    with pytest.raises(CatalogRefusedError, match="does not know who asks") as unknown:
+        nobody.instances()
+    assert unknown.value.status == 401
+    with pytest.raises(CatalogError, match="does not answer"):
+        CatalogClient(url, credentials=CatalogCredentials(operator)).instances()  # the system does not know this CA
+    with pytest.raises(ConfigError, match=r"catalog\.token .* cannot be read"):
+        CatalogClient(url, credentials=CatalogCredentials(str(files.folder / "none"), ca))
+    asked = load_settings(flags={"catalog.url": url, "catalog.token": operator, "catalog.tls_ca": ca})
+    assert probe(f"{url}/v1/instances", asked).is_well
+    assert not probe(f"{url}/v1/instances", load_settings(flags={"catalog.tls_ca": ca})).is_well
+
+
+def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Callable[..., str]) -> None:
+    files.token(OPERATOR)
+    url = serve(file=str(files.access))
+    now = [0.0]
+    locator = HttpLocator(url, clock=lambda: now[0])
+    with capture_logs() as logs:
+        for _ in range(5):
+            assert locator.claimed_depth("p", ACME.id, hashes_in(ACME), 1.0) == 0
+            now[0] += 60
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == ["catalog.lost"]
+    locator.close()
+
+
+def test_a_token_is_replaced_under_load_without_a_refusal(files: Files, serve: Callable[..., str]) -> None:
+    path = files.kept("acme", files.token(ACME_ROUTER))
+    url = serve(file=str(files.access))
+    client = CatalogClient(url, credentials=CatalogCredentials(path))
+    client.wait_ready(10)
+    stop, failed, asked = threading.Event(), [], [0]
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                client.lookup(ACME, hashes_in(ACME))
+                asked[0] += 1
+            except CatalogError as error:
+                failed.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(5):
+        new = files.token(ACME_ROUTER._replace(replace_s=30.0))
+        beside = files.folder / "new"
+        beside.write_text(new)
+        beside.replace(path)
+        before = asked[0]
+        eventually(lambda before=before: asked[0] > before + 3)
+    stop.set()
+    thread.join()
+    assert failed == []
+    text = files.access.read_text()
+    files.access.write_text(
+        "\n".join(line for line in text.splitlines() if "not_after" not in line)
+    )  # all good for ever
+    client.close()
+
+
+def test_a_client_reads_its_token_again_after_a_401(
+    files: Files, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvbm.locate.credentials, "LOOK_S", 3600.0)
+    path = files.kept("acme", files.token(ACME_ROUTER))
+    url = serve(file=str(files.access))
+    client = CatalogClient(url, credentials=CatalogCredentials(path))
+    client.wait_ready(10)
+    client.namespaces()
+    new = files.token(ACME_ROUTER._replace(replace_s=0.0))
+    with pytest.raises(CatalogRefusedError, match="does not know who asks"):
+        client.namespaces()
+    files.kept("acme", new)
+    assert client.namespaces() == []
+    client.close()
+
+
+# -- certificates ------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_certificate_names_a_caller(files: Files, serve: Callable[..., str]) -> None:
+    operator = files.token(OPERATOR)
+    beta, stranger = certify(files.folder, "router-beta", files.ca), certify(files.folder, "stranger", files.ca)
+    other = certify(files.folder, "router-beta-forged", certify(files.folder, "other-ca"))
+    with files.access.open("a") as file:
+        file.write('\n[[certificate]]\nname = "router-beta"\nrole = "router"\ntenants = ["beta"]\n')
+    url = serve(
+        file=str(files.access), tls_cert=str(files.server.cert), tls_key=str(files.server.key), tls_client_ca=str(files.ca.cert)
+    )  # fmt: skip
+
+    def client(one: Certificate | None, token: str = "") -> CatalogClient:
+        more = (str(one.cert), str(one.key)) if one else ("", "")
+        return CatalogClient(url, credentials=CatalogCredentials(token, str(files.ca.cert), *more))
+
+    client(beta).wait_ready(10)
+    assert client(beta).namespaces() == []
+    with pytest.raises(CatalogRefusedError, match="role may not"):
+        client(beta).metrics()
+    for nobody in (client(stranger), client(None)):
+        with pytest.raises(CatalogRefusedError, match="does not know who asks"):
+            nobody.namespaces()
+    with pytest.raises(CatalogError):
+        client(other).namespaces()
+    assert client(stranger, files.kept("ops", operator)).metrics()
+    with pytest.raises(CatalogRefusedError, match="does not know"):  # a wrong token is not helped by a certificate
+        client(beta, files.kept("wrong", "kvbm_wrong")).namespaces()
+
+
+def test_a_certificate_is_replaced_under_load_and_a_mismatched_one_keeps_the_old(
+    files: Files, serve: Callable[..., str]
+) -> None:
+    files.token(OPERATOR)
+    cert, key = files.folder / "live.pem", files.folder / "live-key.pem"
+    first, second = certify(files.folder, "first", files.ca), certify(files.folder, "second", files.ca)
+
+    def put(one: Path, at: Path) -> None:
+        beside = files.folder / "beside"
+        shutil.copy(one, beside)
+        beside.replace(at)
+
+    put(first.cert, cert)
+    put(first.key, key)
+    url = serve(file=str(files.access), tls_cert=str(cert), tls_key=str(key))
+    operator = files.kept("ops", files.token(OPERATOR._replace(replace_s=0.0)))
+
+    def served() -> tuple[str, str]:
+        """What a new connection is shown, and what readiness says."""
+        client = CatalogClient(url, credentials=CatalogCredentials(operator, str(files.ca.cert)))
+        try:
+            degraded = client.ready().degraded
+            shown = client._pool._get_conn()
+            names = [value for part in shown.sock.getpeercert()["subject"] for _, value in part]
+            return names[0], degraded
+        finally:
+            client.close()
+
+    eventually(lambda: served()[0] == "first")
+    with capture_logs() as logs:
+        put(second.cert, cert)  # half of the pair
+        for _ in range(3):
+            name, degraded = served()
+            assert name == "first"
+            assert "do not belong together" in degraded
+        put(second.key, key)
+        assert served() == ("second", "")
+        cert.write_text("garbage")
+        assert served()[0] == "second"
+    assert [line["event"] for line in logs if line["event"].startswith("catalog.certificate")] == [
+        "catalog.certificate_kept", "catalog.certificate_read", "catalog.certificate_kept",
+    ]  # fmt: skip
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_token_once(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["token", "--access", str(files.access), "--name", "acme", "--role", "router"]
+    assert catalog_main([*given, "--tenant", "acme", "--expires", "31536000"]) == 0
+    token = capsys.readouterr().out.strip()
+    assert Access(str(files.access)).caller(f"Bearer {token}", None) == ("acme", "router", frozenset({"acme"}))
+    assert token not in files.access.read_text()
+    for wrong, why in (
+        (given, "--tenant T"),
+        ([*given, "--tenant", "acme"], "--replace"),
+        (["token", "--name", "x", "--role", "operator"], "catalog.access"),
+    ):
+        assert catalog_main(wrong) == 2
+        assert why in capsys.readouterr().err

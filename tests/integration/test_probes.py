@@ -1,0 +1,322 @@
+"""What a tenant can find out of another by asking the catalog: nothing. Status, body and time of "not yours" are those of "not there".
+
+Times are taken in process, through the whole ASGI application, because 10,000 samples a pair through sockets would take minutes; a
+smaller suite goes through a real TLS socket. What counts as noise is measured in the same run by a twin: two questions for things that
+are both not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import urllib3
+
+from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.catalog.access import Access, AccessOptions
+from kvbm.catalog.access_file import NewToken, add_token
+from kvbm.catalog.api import create_app
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import CatalogService, ServiceSettings
+from kvbm.core.ids import Namespace
+from tests.callers import ACME, BETA, SECRETS, TOKENS, Answered, ask, certify, hashes_in, publish
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+SAMPLES = 10_000
+OVER_TLS = 300
+WAIT_S = 20.0
+ABSENT = Namespace(model="m", block_tokens=4, tenant="nova")  # a tenant that nobody has, with a name as long
+ABSENT_TOO = Namespace(model="m", block_tokens=4, tenant="zeta")
+
+
+class Question(NamedTuple):
+    """A request."""
+
+    method: str
+    path: str
+    body: Any = None
+
+
+Ask = Callable[[Question], Coroutine[Any, Any, Answered]]
+
+
+class Probe(NamedTuple):
+    """A way to ask for what is another tenant's, and the same for things that are not there.
+
+    Two of these where a request takes some time; six where it is refused at once, because then a name's place in a hash table shows.
+
+    Attributes:
+        told_apart: what a caller has sent, which answers may echo; replaced before bodies are compared.
+    """
+
+    name: str
+    not_yours: Question
+    not_there: tuple[Question, ...]
+    told_apart: tuple[str, ...]
+
+
+def fields(namespace: Namespace) -> dict[str, Any]:
+    return dict(msgspec.to_builtins(namespace))
+
+
+def probes() -> list[Probe]:
+    ids = tuple(space.id.hex() for space in (BETA, ABSENT, ABSENT_TOO))
+    tenants = ("beta", "nova", "zeta")
+    packed = hashes_in(BETA).hex()
+    instances = ("of-beta", "of-nova", "of-zeta")
+
+    def made(name: str, told: tuple[str, ...], question: Callable[[int], Question]) -> Probe:
+        return Probe(name, question(0), tuple(question(at) for at in range(1, len(told))), told)
+
+    def posted(path: str, **body: Any) -> Question:
+        return Question("POST", path, body)
+
+    others = (*instances, "of-iota", "of-teta", "of-zorn", "of-ypsi")
+    spaces = [fields(space) for space in (BETA, ABSENT, ABSENT_TOO)]
+    wanted = [{"instance": one, "epoch": 1, "offset": 1} for one in instances]
+    return [
+        made("lookup of hashes by id", ids, lambda at: posted("/v1/lookup", namespace=ids[at], hashes=packed)),
+        made("lookup of hashes by fields", ids, lambda at: posted("/v1/lookup", namespace=spaces[at], hashes=packed)),
+        made("lookup of tokens by id", ids, lambda at: posted("/v1/lookup", namespace=ids[at], tokens=TOKENS)),
+        made("lookup of tokens by fields", ids, lambda at: posted("/v1/lookup", namespace=spaces[at], tokens=TOKENS)),
+        made(
+            "lookup at least", instances,
+            lambda at: posted("/v1/lookup", namespace=ACME.id.hex(), hashes=packed, at_least=[wanted[at]], timeout_s=0),
+        ),
+        made("route of hashes by id", ids, lambda at: posted("/v1/route", namespace=ids[at], hashes=packed, input_tokens=43)),
+        made(
+            "route of hashes by fields", ids,
+            lambda at: posted("/v1/route", namespace=spaces[at], hashes=packed, input_tokens=43),
+        ),
+        made("route of tokens by fields", tenants, lambda at: posted("/v1/route", namespace=spaces[at], tokens=TOKENS)),
+        made("block", ids, lambda at: Question("GET", f"/v1/blocks/{ids[at]}/{packed[:32]}")),
+        made("snapshot", others, lambda at: Question("POST", f"/v1/instances/{others[at]}/snapshot")),
+        made("deletion", others, lambda at: Question("DELETE", f"/v1/instances/{others[at]}")),
+    ]  # fmt: skip
+
+
+PROBES = probes()
+YOURS = Question("POST", "/v1/lookup", {"namespace": ACME.id.hex(), "hashes": hashes_in(ACME).hex()})
+NOT_THERE = PROBES[0].not_there[0]
+
+
+class Site(NamedTuple):
+    """A catalog in this process, and who asks it."""
+
+    runner: asyncio.Runner
+    app: Any
+    router: str
+    operator: str
+    offset: int
+
+    def ask(self, question: Question, token: str) -> Answered:
+        return self.runner.run(ask(self.app, question.method, question.path, question.body, token))
+
+
+@pytest.fixture(scope="module")
+def site(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("probes")
+    access, within = folder / "access.toml", f"probes-{os.getpid()}"
+    router = add_token(access, NewToken("acme", "router", ["acme"]), time.time())
+    operator = add_token(access, NewToken("ops", "operator"), time.time())
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=f"sqlite+aiosqlite:///{folder / 'catalog.db'}", cluster=within, tenant_secrets=SECRETS,
+        liveness_s=600.0,
+    )  # fmt: skip
+
+    async def start() -> tuple[CatalogService, int]:
+        service = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
+        await publish(nats_url, within, "of-acme", ACME)
+        offset = await publish(nats_url, within, "of-beta", BETA)
+        async with asyncio.timeout(WAIT_S):
+            while not (  # noqa: ASYNC110
+                service.is_ready
+                and [one.state for one in service.queries.instances()] == ["live", "live"]
+                and len(service.queries.namespaces()) == 2
+                and all(one.offset for one in service.queries.instances())
+            ):
+                await asyncio.sleep(0.05)
+        return service, offset
+
+    with asyncio.Runner() as runner:
+        service, offset = runner.run(start())
+        try:
+            yield Site(runner, create_app(service, "", Access(str(access))), router, operator, offset)
+        finally:
+            runner.run(service.close())
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_what_is_not_yours_answers_as_what_is_not_there(site: Site, probe: Probe) -> None:
+    questions = (probe.not_yours, *probe.not_there)
+    found = [site.ask(question, site.router) for question in questions]
+    bodies = [one.body.replace(told.encode(), b"*") for one, told in zip(found, probe.told_apart, strict=True)]
+    assert {one.status for one in found} == {found[0].status}
+    assert set(bodies) == {bodies[0]}
+    assert found[0].status in (200, 403, 422, 503, 504)
+
+
+def test_the_same_questions_tell_an_operator_the_difference(site: Site) -> None:
+    """Else the probes would ask for nothing."""
+    for probe in PROBES[:9]:
+        found = [site.ask(question, site.operator) for question in (probe.not_yours, probe.not_there[0])]
+        told = [one.body.replace(name.encode(), b"*") for one, name in zip(found, probe.told_apart, strict=False)]
+        if probe.name != "route of tokens by fields":
+            assert told[0] != told[1], probe.name
+
+
+def test_an_instance_of_another_tenant_is_in_no_answer(site: Site) -> None:
+    seen = site.ask(Question("GET", "/v1/instances"), site.router)
+    assert b'"instance":"of-acme"' in seen.body
+    assert b"of-beta" not in seen.body
+    assert b"beta" not in site.ask(Question("GET", "/v1/namespaces"), site.router).body
+    routed = site.ask(
+        Question(
+            "POST", "/v1/route", {"namespace": ACME.id.hex(), "hashes": hashes_in(ACME).hex(), "input_tokens": 43}
+        ),
+        site.router,
+    )
+    assert routed.status == 200
+    assert [one["instance"] for one in msgspec.json.decode(routed.body)["ranked"]] == ["of-acme"]
+    assert {(one["queueing_s"], one["balance_s"]) for one in msgspec.json.decode(routed.body)["ranked"]} == {(0.0, 0.0)}
+    summary = msgspec.json.decode(seen.body)["instances"][0]
+    assert (summary["offset"], summary["queued_tokens"], summary["held_blocks"], summary["pools"]) == (0, None, {}, [])
+
+
+class Compared(NamedTuple):
+    """How far two kinds of samples are from being below each other equally often, -0.5 to 0.5.
+
+    Attributes:
+        pair: what is not yours against all that is not there.
+        twin: the farthest that two are apart that are both not there.
+    """
+
+    pair: float
+    twin: float
+
+    def is_noise(self, count: int = SAMPLES) -> bool:
+        return abs(self.pair) <= max(5 * rank_error(count), 3 * self.twin)
+
+
+def rank_error(count: int) -> float:
+    """Standard error of `below` for two times so many samples of one distribution."""
+    return math.sqrt((2 * count + 1) / (12 * count * count))
+
+
+def below(first: np.ndarray, second: np.ndarray) -> float:
+    """The chance that a sample of `first` is below one of `second`, ties half (Mann and Whitney)."""
+    ordered = np.sort(second)
+    left, right = np.searchsorted(ordered, first, "left"), np.searchsorted(ordered, first, "right")
+    return 1.0 - float((left + right).mean()) / 2 / len(second)
+
+
+async def compare(asked: Ask, questions: Sequence[Question], count: int) -> Compared:
+    """The first against the others, and these against each other, in an order that changes with every round."""
+    times = np.zeros((len(questions), count))
+    order, dice = list(range(len(questions))), random.Random(1)
+    for at in range(count):
+        dice.shuffle(order)
+        for which in order:
+            times[which, at] = (await asked(questions[which])).elapsed_ns
+    twins = [abs(below(one, other) - 0.5) for one, other in combinations(times[1:], 2)]
+    return Compared(below(times[0], times[1:].ravel()) - 0.5, max(twins))
+
+
+async def compare_twice(asked: Ask, questions: Sequence[Question], count: int = SAMPLES) -> Compared:
+    """As `compare`; what looks like more than noise is measured once more, because a real difference does not go away."""
+    gc.collect()
+    gc.disable()
+    try:
+        found = await compare(asked, questions, count)
+        return found if found.is_noise(count) else await compare(asked, questions, count)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_what_is_not_yours_takes_as_long_as_what_is_not_there(site: Site, probe: Probe) -> None:
+    async def asked(question: Question) -> Answered:
+        return await ask(site.app, question.method, question.path, question.body, site.router)
+
+    found = site.runner.run(compare_twice(asked, (probe.not_yours, *probe.not_there)))
+    assert found.is_noise(), f"{probe.name}: {found.pair:+.4f}, twin {found.twin:.4f}"
+
+
+def test_the_comparison_sees_a_namespace_that_is_there(site: Site) -> None:
+    """Else it would see nothing at all."""
+
+    async def asked(question: Question) -> Answered:
+        return await ask(site.app, question.method, question.path, question.body, site.router)
+
+    found = site.runner.run(compare(asked, (YOURS, NOT_THERE, NOT_THERE), 1000))
+    assert abs(found.pair) > 0.2
+
+
+def test_a_wrong_token_that_begins_as_a_good_one_takes_as_long_as_any_other(site: Site) -> None:
+    """A token that begins as a good one is no nearer to it."""
+    tokens = [site.router[:-2] + "AA", *("kvbm_" + letter * 43 for letter in "abcdef")]
+    questions = [Question("GET", "/v1/namespaces", token) for token in tokens]
+
+    async def asked(question: Question) -> Answered:
+        return await ask(site.app, question.method, question.path, None, question.body)
+
+    found = site.runner.run(compare_twice(asked, questions))
+    assert found.is_noise(), f"{found.pair:+.4f}, twin {found.twin:.4f}"
+
+
+@pytest.mark.timeout(120)
+def test_through_tls_what_is_not_yours_is_what_is_not_there(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
+    ca = certify(tmp_path, "ca")
+    server = certify(tmp_path, "server", ca)
+    access = tmp_path / "access.toml"
+    router = add_token(access, NewToken("acme", "router", ["acme"]), time.time())
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", tenant_secrets=SECRETS,
+        access=AccessOptions(file=str(access), tls_cert=str(server.cert), tls_key=str(server.key)),
+    )  # fmt: skip
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, urllib3.PoolManager(ca_certs=str(ca.cert)) as pool:
+        asyncio.run(publish(nats_url, cluster, "of-acme", ACME))
+        asyncio.run(publish(nats_url, cluster, "of-beta", BETA))
+
+        def asked(question: Question) -> Answered:
+            headers = {"authorization": f"Bearer {router}", "content-type": "application/json"}
+            begin_ns = time.perf_counter_ns()
+            answer = pool.request(
+                question.method, thread.url + question.path, headers=headers,
+                body=None if question.body is None else msgspec.json.encode(question.body),
+            )  # fmt: skip
+            return Answered(answer.status, answer.data, time.perf_counter_ns() - begin_ns)
+
+        until_s = time.monotonic() + WAIT_S
+        while b'"deepest":10' not in asked(YOURS).body and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert b'"deepest":10' in asked(YOURS).body
+        for probe in PROBES:
+            found = [asked(question) for question in (probe.not_yours, *probe.not_there)]
+            bodies = {one.body.replace(told.encode(), b"*") for one, told in zip(found, probe.told_apart, strict=True)}
+            assert len(bodies) == 1, probe.name
+            assert len({one.status for one in found}) == 1, probe.name
+
+        async def waited(question: Question) -> Answered:
+            return asked(question)
+
+        for probe in (PROBES[0], PROBES[3]):
+            found = asyncio.run(compare_twice(waited, (probe.not_yours, *probe.not_there), OVER_TLS))
+            assert found.is_noise(OVER_TLS), f"{probe.name}: {found.pair:+.4f}, twin {found.twin:.4f}"
