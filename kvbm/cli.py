@@ -15,9 +15,18 @@ from typing import TextIO, TypeAlias, cast
 
 import structlog
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns, kvbm_version
+from kvbm.assembly import (
+    NATIVE,
+    NATIVE_FOLD,
+    NATIVE_INDEX,
+    catalog_client,
+    catalog_credentials,
+    decode_columns,
+    kvbm_version,
+)
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
+from kvbm.locate.http import CatalogClient
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -104,7 +113,11 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     from kvbm.workload.trace import read_trace
 
     _configure_logs()
-    parts = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace)
+
+    def new_client(url: str) -> CatalogClient:
+        return catalog_client(url, catalog_credentials(load_settings(environment=os.environ)))
+
+    parts = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, new_client, read_trace)
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
 
@@ -445,9 +458,7 @@ def _add_token(commands: _Commands) -> None:
         help='of a router; several times for several; "" for no tenant',
     )
     token.add_argument("--all-tenants", action="store_true", help="a router of all tenants")
-    token.add_argument(
-        "--expires", type=float, metavar="S", help="it is good for so many seconds (default: for ever)"
-    )
+    token.add_argument("--expires", type=float, metavar="S", help="it is good for so many seconds (default: for ever)")
     token.add_argument(
         "--replace", type=float, metavar="S", help="the name's older tokens are good for so many seconds yet"
     )
