@@ -16,10 +16,19 @@ from typing import TYPE_CHECKING, TextIO, TypeAlias, cast
 
 import structlog
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, catalog_client, catalog_credentials, decode_columns, kvbm_version
+from kvbm.assembly import (
+    NATIVE,
+    NATIVE_FOLD,
+    NATIVE_INDEX,
+    catalog_client,
+    catalog_credentials,
+    decode_columns,
+    kvbm_version,
+)
 from kvbm.config import Settings, default_lines, load_settings
 from kvbm.core.errors import ConfigError, JanitorBusyError, KvbmError
 from kvbm.core.ids import InstanceId
+from kvbm.locate.http import CatalogClient
 
 if TYPE_CHECKING:
     from kvbm.streams.nats.credentials import Credentials
@@ -124,7 +133,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
 
     _configure_logs()
     parts = Parts(
-        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client, read_trace, _replay_credentials
+        NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials
     )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
 
@@ -610,6 +619,10 @@ def _collect_garbage(arguments: argparse.Namespace) -> int:
     except JanitorBusyError as error:
         print(f"kvbm-catalog: {error}", file=sys.stderr)
         return 0
+
+
+def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient:
+    return catalog_client(url, catalog_credentials(_read_settings(config, sets)))
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:

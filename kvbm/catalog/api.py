@@ -463,6 +463,8 @@ _ROUTES = (
 
 _ERROR_WORDS = {
     400: "The body is not JSON.",
+    401: "The catalog does not know who asks.",
+    403: "The caller's role may not ask this.",
     408: "The body came too slowly.",
     413: "The body is too large.",
     403: "The caller may not do this.",
@@ -500,7 +502,8 @@ def _operation(route: _Route) -> dict[str, Any]:
     }
     if route.handler == "readyz":
         responses["503"] = responses["200"] | {"description": "Not ready; `reason` says why."}
-    for status in route.errors:
+    asks_who = () if route.handler in ("healthz", "readyz") else (401, 403)
+    for status in (*asks_who, *route.errors):
         content = {"application/json": {"schema": _reference(ErrorAnswer)}}
         responses[str(status)] = {"description": _ERROR_WORDS[status], "content": content}
     operation: dict[str, Any] = {"operationId": route.handler, "summary": route.summary, "responses": responses}

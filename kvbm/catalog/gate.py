@@ -27,7 +27,7 @@ _BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
 _UNKNOWN = ErrorAnswer(
     error=ErrorDetail(
         code="not_known", message="the catalog does not know who asks",
-        what_to_do="send Authorization: Bearer with a token that is good now, or a client certificate the catalog knows",
+        what_to_do="set catalog.token to the file of a token that is good now (Authorization: Bearer), or show a certificate it knows",
     )
 )  # fmt: skip
 _FORBIDDEN = ErrorAnswer(

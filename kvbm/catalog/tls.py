@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import stat
 import time
 from collections.abc import Callable
 
@@ -99,9 +100,14 @@ def _new_context(options: AccessOptions) -> ssl.SSLContext:
 
 def _check_readable(key: str, path: str) -> None:
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"{key} {path} cannot be read ({error.strerror}); correct it") from None
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise ConfigError(f"{key} {path} is no regular file; give PEM")
+    finally:
+        os.close(file)
 
 
 def _no_password() -> str:

@@ -102,13 +102,12 @@ class CatalogClient:
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
     def _prove(self, again: bool = False) -> bool:
-        """Take files that have changed; whether any has. Raises ConfigError: they could never be used."""
+        """Take files that have changed; whether any has. Requests under way keep the connections they have."""
         with self._guard:
             before = self._proof.context
             changed = self._proof.look(again)
             if self._proof.context is not before:
-                old, self._pool = self._pool, self._new_pool()
-                old.close()
+                self._pool = self._new_pool()
             return changed
 
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
@@ -280,6 +279,11 @@ class CatalogClient:
                 raise self._away(_words(error)) from None
             except urllib3.exceptions.TimeoutError:
                 raise self._away(f"no answer to {path} within {timeout_s:g} s") from None
+            except urllib3.exceptions.SSLError as error:
+                raise CatalogError(
+                    f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
+                    "certificate, and catalog.client_cert, if it asks for one"
+                ) from None
             except urllib3.exceptions.HTTPError as error:
                 raise self._away(_words(error)) from None
         raise self._away("no connection")

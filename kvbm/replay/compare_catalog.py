@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -33,7 +34,9 @@ class CatalogAnswers(Protocol):
     def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
 
 
-AskCatalog = Callable[[str], CatalogAnswers]  # URL → who answers
+AskCatalog = Callable[
+    [str, Path | None, Sequence[str]], CatalogAnswers
+]  # URL, file of settings, KEY=VALUE settings → who answers
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

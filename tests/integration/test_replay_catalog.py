@@ -37,7 +37,7 @@ from tests.nats_fixture import (
 ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()
 CLUSTER = "c"
-PARTS = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, catalog_client)
+PARTS = Parts(NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, lambda url, config, sets: catalog_client(url))
 
 
 def replay(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
