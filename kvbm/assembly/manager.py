@@ -248,6 +248,7 @@ def run_catalog(settings: Settings) -> int:
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
+    from kvbm.catalog.limits import LimitSettings
     from kvbm.catalog.routing import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -274,6 +275,7 @@ def run_catalog(settings: Settings) -> int:
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
             checkpoint_every_s=settings.catalog.checkpoint_every_s,
             archive=settings.catalog.archive,
+            limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),

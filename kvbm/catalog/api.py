@@ -21,6 +21,8 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
+from kvbm.catalog.limits import MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.long_requests import decode_request
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
@@ -44,10 +46,10 @@ from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId,
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
-MAX_BODY_BYTES = 16 << 20
 BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 _HEX_DIGITS = 2 * HASH_BYTES
+_TOKEN_IDS = "give token ids from 0 to 4294967295"
 _WHOLE_REQUEST = "see /openapi.json for the fields of the request"
 R = TypeVar("R", bound=LookupRequest)
 
@@ -64,6 +66,7 @@ class ApiError(Exception):
 def create_app(service: CatalogService, version: str = "") -> FastAPI:
     """The HTTP side of a running service."""
     app = FastAPI(title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Limited, limits=Limits(service.settings.limits))
     api = _Api(service, version)
     for route in _ROUTES:
         app.add_api_route(
@@ -99,7 +102,7 @@ class _Api:
         fields = (
             asked.namespace if isinstance(asked.namespace, Namespace) else self._service.queries.namespace(namespace)
         )
-        input_tokens = asked.input_tokens if asked.tokens is None else len(asked.tokens)
+        input_tokens = asked.input_tokens
         if input_tokens is None:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
@@ -110,7 +113,8 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        ranked = self._service.queries.route(RoutingTask(namespace, hashes, input_tokens, max(1, block_tokens)), fields)
+        task = RoutingTask(namespace, hashes, input_tokens, max(1, block_tokens), _exchange(request).key)
+        ranked = self._service.queries.route(task, fields)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",
@@ -179,20 +183,29 @@ class _Api:
     async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, NamespaceId, bytes]:
         """The request, its namespace and the packed hashes of its prompt, once the index has seen what it must have."""
         body = await _body(request)
-        try:
-            asked = msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
-        self._check_ready()
-        if isinstance(asked.namespace, Namespace):
-            namespace = asked.namespace.id
-        else:
-            namespace = NamespaceId(bytes.fromhex(asked.namespace))
-        hashes = await self._hashes(asked, namespace)
+        exchange = _exchange(request)
+        async with exchange.parsing(len(body)):
+            try:
+                asked = decode_request(body, kind)
+            except (LayoutError, OverflowError) as error:
+                raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
+            except msgspec.ValidationError as error:
+                raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
+            del body  # a wait holds nothing large
+            self._check_ready()
+            if isinstance(asked.namespace, Namespace):
+                namespace = asked.namespace.id
+            else:
+                namespace = NamespaceId(bytes.fromhex(asked.namespace))
+            hashes = await self._hashes(asked, namespace)
+            if isinstance(asked, RouteRequest) and asked.tokens is not None:
+                asked = msgspec.structs.replace(asked, input_tokens=len(asked.tokens))
+            asked = msgspec.structs.replace(asked, hashes=None, tokens=None)
         if asked.at_least:
-            await self._wait(asked)
+            with exchange.waiting():
+                await self._wait(asked)
         return asked, namespace, hashes
 
     def _check_ready(self) -> None:
@@ -259,7 +272,7 @@ class _Api:
             else:
                 hashes = self._service.backend.sequence_hashes(*arguments)
         except (LayoutError, OverflowError) as error:
-            raise ApiError(422, "bad_tokens", str(error), "give token ids from 0 to 4294967295") from None
+            raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
         if len(hashes) > MAX_HASHES * HASH_BYTES:
             raise ApiError(
                 422,
@@ -271,9 +284,11 @@ class _Api:
 
     async def _wait(self, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
+        furthest: dict[InstanceId, Position] = {}
         for wanted in asked.at_least:
-            position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
-            instance = InstanceId(wanted.instance)
+            instance, position = InstanceId(wanted.instance), Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            furthest[instance] = max(furthest.get(instance, position), position)
+        for instance, position in furthest.items():
             reached = await self._service.follower.wait_for(instance, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
                 raise ApiError(
@@ -285,25 +300,29 @@ class _Api:
                 )
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
-    parts: list[bytes] = []
-    size = 0
+    exchange = _exchange(request)
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():
-                size += len(part)
-                if size > MAX_BODY_BYTES:
+                body += part
+                if max(len(body), exchange.length) > MAX_BODY_BYTES:
                     raise ApiError(
                         413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
                         f"give at most {MAX_HASHES} hashes, best as one hex string",
                     )  # fmt: skip
-                parts.append(part)
     except TimeoutError:
         raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
     except ClientDisconnect:
         raise ApiError(400, "body_cut_short", "the connection ended before the body did", "try again") from None
-    return b"".join(parts)
+    return body
+
+
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.scope["kvbm.exchange"]
+    return exchange
 
 
 def _one_hash(what: str, text: str) -> bytes:

@@ -24,6 +24,7 @@ from kvbm.catalog.follow import StreamFollower
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.lag import StreamLag
+from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.liveness import LIVENESS_S
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.reference_index import ReferenceIndex
@@ -64,6 +65,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         archive: folder where all frames are kept; "" keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
+        limits: what callers may ask.
     """
 
     nats_url: str
@@ -84,6 +86,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     archive: str = ""
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
+    limits: LimitSettings = LimitSettings()
 
 
 class _Beginning(NamedTuple):

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbm.config.settings import GcSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
+from kvbm.config.settings import GcSettings, LimitSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
@@ -91,11 +91,22 @@ def check_settings(settings: Settings) -> None:
             f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
         )
     _check_tenants(settings.tenants)
+    _check_limits(settings.catalog.limits)
     routing = settings.catalog.routing
     weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
     for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
         if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"catalog.routing.{name} is {value:g}; it must be above 0")
+
+
+def _check_limits(limits: LimitSettings) -> None:
+    for name, least in (
+        ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 16 << 20),
+        ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
+    ):  # fmt: skip
+        value = getattr(limits, name)
+        if not least <= value < math.inf:
+            raise ConfigError(f"catalog.limits.{name} is {value:g}; it must be at least {least:g}")
 
 
 def _check_names(settings: Settings) -> None:
