@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import signal
 import socket
@@ -42,6 +43,7 @@ log = structlog.get_logger()
 STOP_WAIT_S = 15.0
 _GRACE_S = 3
 _BACKLOG = 2048
+_MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
 _SELDOM = SeldomFilter()
 
 
@@ -60,6 +62,7 @@ def run(
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
     room_for_sockets(settings.limits.sockets, may_raise=True)
+    _give_memory_back()
     asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
 
 
@@ -208,6 +211,12 @@ async def _serve(
 async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> None:
     await service.failed.wait()
     server.should_exit = True
+
+
+def _give_memory_back() -> None:
+    """Have the C library give back each large buffer when it is freed; by itself it would keep those of long requests."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 1 << 20)
 
 
 def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:

@@ -144,9 +144,7 @@ class SoonHeld:
             sets = self._sets_of(words)
             order = self._until_s[sets]
             is_same = self._tags[sets] == words[:, None]
-            if (
-                len(self._used) > 1 or len(self._used_before) > 1 or is_crowding
-            ):  # what is free, then its own, then what is others'
+            if is_crowding or max(len(self._used), len(self._used_before)) > 1:  # what is free, its own, then others'
                 order[(order > now_s) & (self._owners[sets] != owner)] += np.inf if is_crowding else _LONG_S
             order[is_same] = -np.inf
             way = order.argmin(1)
