@@ -117,7 +117,7 @@ class Honest:
         answered, failed: how many requests were.
     """
 
-    def __init__(self, url: str, callers: int = 2, pause_s: float = 0.02) -> None:
+    def __init__(self, url: str, callers: int = 4, pause_s: float = 0.04) -> None:
         self.url, self.answered, self.failed = url, 0, Counter[str]()
         self._pause_s = pause_s
         self._done = threading.Event()

@@ -21,7 +21,7 @@ try:
 except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
-from kvbm.catalog.limits import MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.long_requests import decode_request
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
@@ -186,7 +186,10 @@ class _Api:
         exchange = _exchange(request)
         async with exchange.parsing(len(body)):
             try:
-                asked = decode_request(body, kind)
+                if len(body) > LARGE_BODY_BYTES:
+                    asked = await asyncio.to_thread(decode_request, body, kind)
+                else:
+                    asked = decode_request(body, kind)
             except (LayoutError, OverflowError) as error:
                 raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
             except msgspec.ValidationError as error:

@@ -22,12 +22,12 @@ from kvbm.core.answers import ErrorAnswer, ErrorDetail
 
 log = structlog.get_logger()
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 12 << 20
 SMALL_BODY_BYTES = (
     32 << 10
 )  # of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway
 LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
-DRAIN_BYTES = 4 * MAX_BODY_BYTES
+DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
 _MOST_CALLERS = 4096
@@ -57,7 +57,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
             for each 64 KiB of its answer.
         burst: requests of one caller at once.
         loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 16 MiB.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB.
         waits: requests that wait for `at_least` at a time; one caller may have a quarter.
         header_s: a connection has so long for the header of a request.
         idle_s: a connection without a request is kept so long.
@@ -71,12 +71,12 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float = 2000.0
     burst: int = 4000
     loopback: bool = False
-    body_bytes: int = 16 << 20
+    body_bytes: int = 12 << 20
     waits: int = 256
     header_s: float = 10.0
     idle_s: float = 75.0
     write_s: float = 20.0
-    unsent_bytes: int = 16 << 20
+    unsent_bytes: int = 8 << 20
 
 
 class LimitError(Exception):

@@ -5,6 +5,7 @@ What is in a long request stays text until its length is known; tokens become an
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from kvbm.core.errors import LayoutError
 
 _PIECE_BYTES = 256 << 10
 _MOST_OTHER_BYTES = 256 << 10  # of a long request, what is neither hashes nor tokens
+_MOST_HASH_BYTES = 64 * MAX_HASHES  # 32 digits each, and room for quotes, commas and blanks
+_COMMA = re.compile(rb",")
 _LARGEST_TOKEN = (1 << 32) - 1
 R = TypeVar("R", bound=LookupRequest)
 
@@ -39,12 +42,14 @@ def decode_request(body: bytearray, kind: type[R]) -> R:
         )  # fmt: skip
     asked = msgspec.json.decode(msgspec.json.encode(rest), type=kind)
     long: dict[str, Any] = {}
+    if hashes.nbytes > _MOST_HASH_BYTES:
+        raise _too_many("hashes", MAX_HASHES)
     if (text := bytes(hashes)) not in (b"", b"null"):
-        _check_count("hashes", text, MAX_HASHES)
+        if text.count(b",") >= MAX_HASHES:
+            raise _too_many("hashes", MAX_HASHES)
         long["hashes"] = msgspec.json.decode(text, type=str | list[str])
-    if (text := bytes(tokens)) not in (b"", b"null"):
-        _check_count("tokens", text, MAX_TOKENS)
-        long["tokens"] = _tokens(text)
+    if tokens.nbytes and bytes(tokens[:4]) != b"null":
+        long["tokens"] = _tokens(tokens)
     return msgspec.structs.replace(asked, **long)
 
 
@@ -55,24 +60,27 @@ def _parts(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
 
 
-def _check_count(name: str, text: bytes, most: int) -> None:
-    count = text.count(b",") + 1
-    if count > most:
-        raise LimitError(422, f"too_many_{name}", f"{count} {name}; at most {most} are taken", "give fewer")
+def _too_many(name: str, most: int) -> LimitError:
+    return LimitError(
+        422, f"too_many_{name}", f"more than {most} {name} are given; at most {most} are taken", "give fewer"
+    )
 
 
-def _tokens(text: bytes) -> np.ndarray:
+def _tokens(text: memoryview) -> np.ndarray:
     """Token ids, of the text of a JSON list."""
     end = len(text) - 1
-    if text[:1] != b"[" or not text[1:end].strip():
+    if text[0] != ord("[") or not bytes(text[1 : min(end, 64)]).strip():
         return np.array(msgspec.json.decode(text, type=list[int]), np.uint32)
-    pieces, at = [], 1
+    pieces, count, at = [], 0, 1
     while at < end:
-        comma = text.find(b",", at + _PIECE_BYTES, end)
-        until = comma if comma >= 0 else end
-        piece = np.array(msgspec.json.decode(b"[%s]" % text[at:until], type=list[int]), np.int64)
+        comma = _COMMA.search(text, at + _PIECE_BYTES, end)
+        until = comma.start() if comma is not None else end
+        piece = np.array(msgspec.json.decode(b"[%b]" % bytes(text[at:until]), type=list[int]), np.int64)
         if piece.min() < 0 or piece.max() > _LARGEST_TOKEN:
             raise LayoutError(f"tokens has {piece.min() if piece.min() < 0 else piece.max()}, which is no token id")
+        count += len(piece)
+        if count > MAX_TOKENS:
+            raise _too_many("tokens", MAX_TOKENS)
         pieces.append(piece.astype(np.uint32))
         at = until + 1
     return np.concatenate(pieces)

@@ -140,7 +140,7 @@ class SoonHeld:
         salt = np.uint64((self._salt("caller " + caller) + self._salt(instance)) & _WORD)
         words = _mixed(chain.words + salt)
         self._last_s = max(self._last_s, now_s + self._hold_s)
-        for _ in range(2):  # of two that take one place in the first turn, one finds another in the second
+        for _ in range(WAYS):  # of two that take one place in the first turn, one finds another in the next
             sets = self._sets_of(words)
             order = self._until_s[sets]
             is_same = self._tags[sets] == words[:, None]

@@ -101,7 +101,7 @@ def check_settings(settings: Settings) -> None:
 
 def _check_limits(limits: LimitSettings) -> None:
     for name, least in (
-        ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 16 << 20),
+        ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 12 << 20),
         ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
     ):  # fmt: skip
         value = getattr(limits, name)

@@ -135,10 +135,10 @@ def test_each_stage_has_its_time(socketry: Socketry) -> None:
 
 def test_answers_that_nobody_takes_are_bounded_in_time_and_bytes(socketry: Socketry) -> None:
     first, second, third = [socketry.taken(stage=Stage.ANSWER) for _ in range(3)]
-    socketry.connections.stuck(first, 9 << 20)
-    socketry.connections.stuck(second, 4 << 20)
+    socketry.connections.stuck(first, 3 << 20)
+    socketry.connections.stuck(second, 3 << 20)
     assert socketry.has(first)
-    socketry.connections.stuck(third, 4 << 20)  # 17 MiB
+    socketry.connections.stuck(third, 3 << 20)  # more than the 8 MiB of the settings
     assert [socketry.has(one) for one in (first, second, third)] == [False, True, True]
     socketry.connections.flows(third)
     socketry.now_s = 9.0
