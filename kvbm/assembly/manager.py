@@ -253,6 +253,7 @@ def run_catalog(settings: Settings) -> int:
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
     from kvbm.catalog.access import AccessOptions
+    from kvbm.catalog.limits import LimitSettings
     from kvbm.catalog.routing import RoutingSettings
     from kvbm.catalog.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -287,6 +288,7 @@ def run_catalog(settings: Settings) -> int:
                 tls_key=settings.catalog.tls_key,
                 tls_client_ca=settings.catalog.tls_client_ca,
             ),
+            limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),

@@ -26,6 +26,8 @@ except ImportError:
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, Gate
+from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
+from kvbm.catalog.long_requests import decode_request
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
@@ -50,10 +52,10 @@ from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId,
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
-MAX_BODY_BYTES = 16 << 20
 BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 _HEX_DIGITS = 2 * HASH_BYTES
+_TOKEN_IDS = "give token ids from 0 to 4294967295"
 _WHOLE_REQUEST = "see /openapi.json for the fields of the request"
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
 R = TypeVar("R", bound=LookupRequest)
@@ -86,7 +88,13 @@ def create_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(Gate, access=access or Access(), count=api.metrics_kept.count_request)
+    limits = Limits(service.settings.limits)
+    app.add_middleware(
+        Gate,
+        access=access or Access(),
+        count=api.metrics_kept.count_request,
+        within=lambda judged: Limited(judged, limits),
+    )
     return app
 
 
@@ -112,7 +120,7 @@ class _Api:
         begin_s = time.perf_counter()
         blocks, caller = len(hashes) // HASH_BYTES, _caller(request)
         fields = self._fields(caller, asked)
-        input_tokens = asked.input_tokens if asked.tokens is None else len(asked.tokens)
+        input_tokens = asked.input_tokens
         if input_tokens is None:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
@@ -123,7 +131,7 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        task = RoutingTask(_id_of(namespace), hashes, input_tokens, max(1, block_tokens))
+        task = RoutingTask(_id_of(namespace), hashes, input_tokens, max(1, block_tokens), _exchange(request).key)
         ranked = self._service.queries.route(task, fields, namespace, caller)
         if not ranked:
             raise ApiError(
@@ -220,16 +228,28 @@ class _Api:
         """The request, its namespace and the packed hashes of its prompt, once the index has seen what it must have."""
         caller = _caller(request)
         body = await _body(request)
-        try:
-            asked = msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
-        self._check_ready()
-        hashes = await self._hashes(caller, asked)
+        exchange = _exchange(request)
+        async with exchange.parsing(len(body)):
+            try:
+                if len(body) > LARGE_BODY_BYTES:
+                    asked = await asyncio.to_thread(decode_request, body, kind)
+                else:
+                    asked = decode_request(body, kind)
+            except (LayoutError, OverflowError) as error:
+                raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
+            except msgspec.ValidationError as error:
+                raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
+            del body  # a wait holds nothing large
+            self._check_ready()
+            hashes = await self._hashes(caller, asked)
+            if isinstance(asked, RouteRequest) and asked.tokens is not None:
+                asked = msgspec.structs.replace(asked, input_tokens=len(asked.tokens))
+            asked = msgspec.structs.replace(asked, hashes=None, tokens=None)
         if asked.at_least:
-            await self._wait(caller, asked)
+            with exchange.waiting():
+                await self._wait(caller, asked)
         return asked, _asked_namespace(asked), hashes
 
     def _fields(self, caller: Caller, asked: LookupRequest) -> Namespace | None:
@@ -302,7 +322,7 @@ class _Api:
             else:
                 hashes = self._service.backend.sequence_hashes(*arguments)
         except (LayoutError, OverflowError) as error:
-            raise ApiError(422, "bad_tokens", str(error), "give token ids from 0 to 4294967295") from None
+            raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
         if len(hashes) > MAX_HASHES * HASH_BYTES:
             raise ApiError(
                 422,
@@ -314,9 +334,11 @@ class _Api:
 
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
+        furthest: dict[InstanceId, Position] = {}
         for wanted in asked.at_least:
-            position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
-            instance = InstanceId(wanted.instance)
+            instance, position = InstanceId(wanted.instance), Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            furthest[instance] = max(furthest.get(instance, position), position)
+        for instance, position in furthest.items():
             known = self._visible.waited_for(caller, instance)
             reached = await self._service.follower.wait_for(known, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
@@ -342,25 +364,29 @@ def _id_of(namespace: Namespace | NamespaceId) -> NamespaceId:
     return namespace.id if isinstance(namespace, Namespace) else namespace
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
-    parts: list[bytes] = []
-    size = 0
+    exchange = _exchange(request)
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():
-                size += len(part)
-                if size > MAX_BODY_BYTES:
+                body += part
+                if max(len(body), exchange.length) > MAX_BODY_BYTES:
                     raise ApiError(
                         413, "body_too_large", f"the body has more than {MAX_BODY_BYTES} bytes",
                         f"give at most {MAX_HASHES} hashes, best as one hex string",
                     )  # fmt: skip
-                parts.append(part)
     except TimeoutError:
         raise ApiError(408, "body_too_slow", f"the body did not come within {BODY_WAIT_S:g} s", "try again") from None
     except ClientDisconnect:
         raise ApiError(400, "body_cut_short", "the connection ended before the body did", "try again") from None
-    return b"".join(parts)
+    return body
+
+
+def _exchange(request: Request) -> Exchange:
+    exchange: Exchange = request.scope["kvbm.exchange"]
+    return exchange
 
 
 def _one_hash(what: str, text: str) -> bytes:
@@ -465,11 +491,10 @@ _ERROR_WORDS = {
     400: "The body is not JSON.",
     401: "The catalog does not know who asks.",
     403: "The caller's role may not ask this.",
-    408: "The body came too slowly.",
-    413: "The body is too large.",
-    403: "The caller may not do this.",
     404: "There is no such instance.",
+    408: "The body came too slowly.",
     409: "The instance is alive.",
+    413: "The body is too large.",
     422: "The request makes no sense; the error says why.",
     503: "Not ready, nobody to route to, or the stream is away.",
     504: "`at_least` was not reached in time.",

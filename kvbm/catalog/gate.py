@@ -42,19 +42,29 @@ class Gate:
 
     Args:
         count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
+        within: puts an application, and the answers 401 and 403, within limits of the caller.
     """
 
-    def __init__(self, app: App, access: Access, count: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        app: App,
+        access: Access,
+        count: Callable[[str, str], None],
+        within: Callable[[App], App] = lambda judged: judged,
+    ) -> None:
         self._app, self._access, self._count = app, access, count
+        self._judged = within(self._judge)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
-        caller = self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
-        scope[CALLER] = caller
+        scope[CALLER] = self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
+        await self._judged(scope, receive, send)
+
+    async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, caller = scope["path"], scope[CALLER]
         if path in _FOR_ALL or (caller is not None and _may(caller, path)):
             self._count(caller.name if caller is not None else "", "passed")
             await self._app(scope, receive, send)

@@ -9,12 +9,15 @@ With P the tokens an instance prefills a second, and W the weight of work that i
 
 Measured on the conversation trace and on synthetic shared prompts: without the balance term everything that shares a system
 prompt ends on one instance when arrivals are sparse.
+
+What was routed is remembered for each caller apart: nobody's routes change what others are answered, only heartbeats do. All of it is
+bounded: in tokens a route may add, in callers and instances, and in bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,11 +25,17 @@ import msgspec
 
 from kvbm.catalog.index import ClusterIndex, InstanceDepth, is_suspect
 from kvbm.catalog.liveness import LastHeartbeat
-from kvbm.core.answers import RankedInstance
+from kvbm.catalog.soon_held import Chain, SoonHeld
+from kvbm.core.answers import MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, SequenceHash, Tier
 from kvbm.core.topology import TIER_LINKS
 
-_REMEMBERED_ROUTES = 4096  # per instance; older ones cannot matter for long
+MOST_CALLERS = 256  # whose routes are remembered; who has not asked for longest is forgotten first
+_MOST_QUEUED = 10**12  # tokens a heartbeat may report
+_MOST_RECENT = 1e15
+_SAME_TIME_S = 0.05  # routes so close to each other are remembered as one
+_REMEMBERED_ROUTES = 1024  # per instance; older ones cannot matter for long
+_LOOK_S = 5.0  # between two looks at what is remembered of instances that are not asked for
 
 
 class RoutingSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,21 +67,75 @@ class RoutingTask(NamedTuple):
         hashes: packed, of its full blocks.
         input_tokens: of the whole prompt.
         block_tokens: tokens of one block, at least 1.
+        caller: who asks; what was routed for others does not count.
     """
 
     namespace: NamespaceId
     hashes: bytes
     input_tokens: int
     block_tokens: int
+    caller: str = ""
 
 
 class _Routed:
-    """What was routed to one instance, as far as it still matters."""
+    """What one caller routed to one instance, as far as it still matters."""
+
+    __slots__ = ("in_flight", "recent", "waiting")
 
     def __init__(self) -> None:
         self.recent = 0.0  # tokens, decaying
-        self.soon: dict[bytes, float] = {}  # namespace + hash → when it was routed; oldest first
-        self.in_flight: deque[tuple[float, int]] = deque(maxlen=_REMEMBERED_ROUTES)  # when, missing tokens
+        self.in_flight: list[tuple[float, int]] = []  # when, missing tokens; oldest first
+        self.waiting = 0  # tokens in flight
+
+    def add(self, now_s: float, load: int, missing: int) -> None:
+        """A prompt was routed there."""
+        self.recent = min(self.recent + load, _MOST_RECENT)
+        self.waiting += missing
+        if self.in_flight and now_s - self.in_flight[-1][0] < _SAME_TIME_S:
+            self.in_flight[-1] = (self.in_flight[-1][0], self.in_flight[-1][1] + missing)
+            return
+        self.in_flight.append((now_s, missing))
+        if len(self.in_flight) > _REMEMBERED_ROUTES:
+            self.forget(self.in_flight[0][0])
+
+    def forget(self, oldest_s: float) -> None:
+        """What was routed up to then is in flight no longer."""
+        gone = 0
+        while gone < len(self.in_flight) and self.in_flight[gone][0] <= oldest_s:
+            self.waiting -= self.in_flight[gone][1]
+            gone += 1
+        if gone:
+            del self.in_flight[:gone]
+
+
+class _Caller:
+    """What one caller routed."""
+
+    def __init__(self) -> None:
+        self.routed: dict[InstanceId, _Routed] = {}
+        self.last_s: float | None = None
+
+    def recent(self, instance: InstanceId) -> float:
+        """Tokens routed to an instance, decaying."""
+        routed = self.routed.get(instance)
+        return routed.recent if routed is not None else 0.0
+
+    def decay(self, now_s: float, half_life_s: float) -> None:
+        """Let time pass."""
+        if self.last_s is not None and now_s > self.last_s:
+            factor = 2.0 ** (-(now_s - self.last_s) / half_life_s)
+            for routed in self.routed.values():
+                routed.recent *= factor
+        self.last_s = now_s if self.last_s is None else max(now_s, self.last_s)
+
+    def shrink(self, now_s: float, settings: RoutingSettings) -> None:
+        """Drop what no longer matters. Whether anything is left."""
+        self.decay(now_s, settings.half_life_s)
+        for instance in list(self.routed):
+            routed = self.routed[instance]
+            routed.forget(now_s - settings.hold_s)
+            if routed.recent < 1.0 and not routed.in_flight:
+                del self.routed[instance]
 
 
 class Router:
@@ -80,8 +143,9 @@ class Router:
 
     def __init__(self, settings: RoutingSettings | None = None) -> None:
         self.settings = settings or RoutingSettings()
-        self._routed: dict[InstanceId, _Routed] = {}
-        self._last_s: float | None = None
+        self._soon = SoonHeld(self.settings.hold_s)
+        self._callers: OrderedDict[str, _Caller] = OrderedDict()  # who has asked last is last
+        self._looked_s: float | None = None
 
     def route(
         self,
@@ -97,15 +161,12 @@ class Router:
             now_s: on the clock of the pulses.
             candidates: at least one.
         """
-        ranked = self.rank(now_s, task, index, candidates, pulses)
+        chain = self._soon.chain(task.namespace, task.hashes)
+        ranked = self._rank(now_s, task, chain, index, candidates, pulses)
         best = ranked[0]
-        routed = self._routed[InstanceId(best.instance)]
-        routed.recent += task.input_tokens
-        routed.in_flight.append((now_s, best.missing_tokens))
-        for at in range(0, len(task.hashes), HASH_BYTES):
-            key = task.namespace + task.hashes[at : at + HASH_BYTES]
-            routed.soon.pop(key, None)
-            routed.soon[key] = now_s
+        routed = self._caller(now_s, task.caller).routed.setdefault(InstanceId(best.instance), _Routed())
+        routed.add(now_s, min(task.input_tokens, MAX_TOKENS), min(best.missing_tokens, MAX_TOKENS))
+        self._soon.note(now_s, task.caller, best.instance, chain)
         return ranked
 
     def rank(
@@ -117,43 +178,73 @@ class Router:
         pulses: Mapping[InstanceId, LastHeartbeat | None],
     ) -> list[RankedInstance]:
         """Rank the candidates, best first."""
-        self._decay(now_s)
-        for instance in candidates:
-            self._routed.setdefault(instance, _Routed())
-        depths = {depth.instance: depth for depth in index.prefixes(task.namespace, task.hashes).instances}
-        mean = sum(self._routed[instance].recent for instance in candidates) / len(candidates)
+        return self._rank(now_s, task, self._soon.chain(task.namespace, task.hashes), index, candidates, pulses)
+
+    def _rank(
+        self,
+        now_s: float,
+        task: RoutingTask,
+        chain: Chain,
+        index: ClusterIndex,
+        candidates: Sequence[InstanceId],
+        pulses: Mapping[InstanceId, LastHeartbeat | None],
+    ) -> list[RankedInstance]:
+        if task.input_tokens > MAX_INPUT_TOKENS:
+            task = task._replace(input_tokens=MAX_INPUT_TOKENS)
+        caller = self._caller(now_s, task.caller)
+        found = {depth.instance: depth for depth in index.prefixes(task.namespace, task.hashes).instances}
+        held = [found[instance].depth if instance in found else 0 for instance in candidates]
+        depths = self._soon.depths(now_s, task.caller, candidates, chain, held)
+        mean = sum(caller.recent(instance) for instance in candidates) / len(candidates)
         ranked = [
-            self._price(now_s, task, index, instance, depths.get(instance), pulses.get(instance), mean)
-            for instance in candidates
+            self._price(now_s, task, caller, index, instance, depth, found.get(instance), pulses.get(instance), mean)
+            for instance, depth in zip(candidates, depths, strict=True)
         ]
         ties: dict[str, bytes] = {}
-        if len({(entry.cost_s, self._routed[InstanceId(entry.instance)].recent) for entry in ranked}) < len(ranked):
+        if len({(entry.cost_s, caller.recent(InstanceId(entry.instance))) for entry in ranked}) < len(ranked):
             ties = {entry.instance: _tie(task, entry) for entry in ranked}
         ranked.sort(
             key=lambda entry: (
-                entry.cost_s, self._routed[InstanceId(entry.instance)].recent, ties.get(entry.instance, b""),
+                entry.cost_s, caller.recent(InstanceId(entry.instance)), ties.get(entry.instance, b""),
             )
         )  # fmt: skip
         return ranked
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance."""
-        self._routed.pop(instance, None)
+        for caller in self._callers.values():
+            caller.routed.pop(instance, None)
+
+    def _caller(self, now_s: float, name: str) -> _Caller:
+        """What a caller has routed, as it counts now."""
+        caller = self._callers.get(name)
+        if caller is None:
+            caller = self._callers[name] = _Caller()
+            if len(self._callers) > MOST_CALLERS:
+                self._callers.popitem(last=False)
+        self._callers.move_to_end(name)
+        caller.decay(now_s, self.settings.half_life_s)
+        if self._looked_s is None or now_s >= self._looked_s + _LOOK_S:
+            self._looked_s = now_s
+            for other in self._callers.values():
+                other.shrink(now_s, self.settings)
+        return caller
 
     def _price(
         self,
         now_s: float,
         task: RoutingTask,
+        caller: _Caller,
         index: ClusterIndex,
         instance: InstanceId,
+        depth: int,
         held: InstanceDepth | None,
         pulse: LastHeartbeat | None,
         mean: float,
     ) -> RankedInstance:
-        settings, routed = self.settings, self._routed[instance]
+        """The cost of serving there, where it has, or will soon have, `depth` blocks."""
+        settings = self.settings
         rate = settings.prefill_by_instance.get(instance, settings.prefill_tokens_per_s)
-        own = held.depth if held is not None else 0
-        depth = self._soon_depth(routed, task, own)
         fetch_s, fetch_blocks = 0.0, 0
         if held is not None:
             for tier in (Tier.HOST, Tier.NVME, Tier.OBJECT):
@@ -167,9 +258,9 @@ class Router:
                     fetch_blocks += beyond
                     depth = held.reach
         missing = max(0, task.input_tokens - depth * task.block_tokens)
-        queueing_s = self._queued(now_s, routed, pulse, rate) / rate
+        queueing_s = self._queued(now_s, caller.routed.get(instance), pulse, rate) / rate
         recompute_s = settings.work_weight * missing / rate
-        share = (routed.recent - mean) / (mean + settings.prior_s * rate)
+        share = (caller.recent(instance) - mean) / (mean + settings.prior_s * rate)
         balance_s = settings.work_weight * (task.input_tokens / rate) * share
         return RankedInstance(
             instance=instance,
@@ -184,26 +275,15 @@ class Router:
             suspect=held.suspect if held is not None else is_suspect(index, instance),
         )
 
-    def _soon_depth(self, routed: _Routed, task: RoutingTask, depth: int) -> int:
-        """The depth with what was routed there lately and will be held soon."""
-        if routed.soon:
-            blocks = len(task.hashes) // HASH_BYTES
-            while depth < blocks:
-                at = depth * HASH_BYTES
-                if task.namespace + task.hashes[at : at + HASH_BYTES] not in routed.soon:
-                    break
-                depth += 1
-        return depth
-
-    def _queued(self, now_s: float, routed: _Routed, pulse: LastHeartbeat | None, rate: float) -> float:
+    def _queued(self, now_s: float, routed: _Routed | None, pulse: LastHeartbeat | None, rate: float) -> float:
         """Tokens that wait there: as its heartbeat reported, with what was routed since, less what was worked off since."""
-        in_flight = routed.in_flight
-        oldest_s = now_s - self.settings.hold_s if pulse is None else pulse.at_s
-        while in_flight and in_flight[0][0] <= oldest_s:
-            in_flight.popleft()
-        since_s = pulse.at_s if pulse is not None else in_flight[0][0] if in_flight else now_s
-        reported = pulse.heartbeat.queued_tokens if pulse is not None else 0
-        return max(0.0, reported + sum(tokens for _, tokens in in_flight) - (now_s - since_s) * rate)
+        waiting, first_s = 0, now_s
+        if routed is not None:
+            routed.forget(now_s - self.settings.hold_s if pulse is None else pulse.at_s)
+            waiting, first_s = routed.waiting, routed.in_flight[0][0] if routed.in_flight else now_s
+        since_s = pulse.at_s if pulse is not None else first_s
+        reported = min(max(0, pulse.heartbeat.queued_tokens), _MOST_QUEUED) if pulse is not None else 0
+        return max(0.0, reported + waiting - (now_s - since_s) * rate)
 
     def _fetch_s(self, index: ClusterIndex, instance: InstanceId, tier: Tier, blocks: int) -> float:
         if not blocks:
@@ -211,15 +291,6 @@ class Router:
         view = index.view(instance)
         block_bytes = next((pool.block_bytes for pool in view.pools if pool.tier == tier), 0) if view is not None else 0
         return TIER_LINKS[tier].seconds(blocks * block_bytes) * self.settings.tier_weights.get(tier.name, 1.0)
-
-    def _decay(self, now_s: float) -> None:
-        if self._last_s is not None and now_s > self._last_s:
-            factor = 2.0 ** (-(now_s - self._last_s) / self.settings.half_life_s)
-            for routed in self._routed.values():
-                routed.recent *= factor
-                while routed.soon and now_s - (oldest := next(iter(routed.soon.items())))[1] >= self.settings.hold_s:
-                    del routed.soon[oldest[0]]
-        self._last_s = now_s if self._last_s is None else max(now_s, self._last_s)
 
 
 def _tie(task: RoutingTask, entry: RankedInstance) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import logging
 import signal
 import socket
 import threading
@@ -25,6 +27,14 @@ except ImportError:
 
 from kvbm.catalog.access import Access, check_exposed
 from kvbm.catalog.api import create_app
+from kvbm.catalog.connections import (
+    MAX_HEADER_BYTES,
+    Connections,
+    Listener,
+    SeldomFilter,
+    protocol_within,
+    room_for_sockets,
+)
 from kvbm.catalog.gate import with_peer
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.reference_index import ReferenceIndex
@@ -36,6 +46,8 @@ log = structlog.get_logger()
 STOP_WAIT_S = 15.0
 _GRACE_S = 3
 _BACKLOG = 2048
+_MALLOC_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc
+_SELDOM = SeldomFilter()
 
 
 def run(
@@ -52,6 +64,8 @@ def run(
         make_stream: called in the service's loop for the stream, instead of the NATS of the settings.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
+    room_for_sockets(settings.limits.sockets, may_raise=True)
+    _give_memory_back()
     asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
 
 
@@ -168,14 +182,19 @@ async def _serve(
         service = await CatalogService.start(
             settings, backend, new_index, make_stream() if make_stream is not None else None
         )
+        connections = Connections(settings.limits, room_for_sockets(settings.limits.sockets, may_raise=False))
+        listener.limit(connections)
+        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
         try:
             config = uvicorn.Config(
                 create_app(service, _own_version(), access, lambda: _troubles(access, tls)),
+                http=protocol_within(connections),
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                timeout_keep_alive=75,
+                timeout_keep_alive=max(1, round(settings.limits.idle_s)),
                 timeout_graceful_shutdown=_GRACE_S,
                 ws="none",
             )
@@ -186,10 +205,12 @@ async def _serve(
             server = _Server(config, lambda: on_started(url))
             on_began(server, asyncio.get_running_loop())
             watching = asyncio.create_task(_end_on_failure(service, server))
+            looking = asyncio.create_task(connections.look_for_ever())
             try:
                 await server.serve(sockets=[listener])
             finally:
                 watching.cancel()
+                looking.cancel()
         finally:
             await service.close()
         if service.failure is not None:
@@ -199,6 +220,12 @@ async def _serve(
 async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> None:
     await service.failed.wait()
     server.should_exit = True
+
+
+def _give_memory_back() -> None:
+    """Have the C library give back each large buffer when it is freed; by itself it would keep those of long requests."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 1 << 20)
 
 
 def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
@@ -220,12 +247,12 @@ def _host_and_port(listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    listener: socket.socket | None = None
+def _bind(host: str, port: int) -> Listener:
+    listener: Listener | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         family, kind, protocol, _, address = found[0]
-        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle off only where the protocol is TCP
+        listener = Listener(family, kind, protocol)  # asyncio turns Nagle off only where the protocol is TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)

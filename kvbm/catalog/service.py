@@ -27,6 +27,7 @@ from kvbm.catalog.forgetting import Forgetting
 from kvbm.catalog.heartbeats import HeartbeatFollower
 from kvbm.catalog.index import NewIndex
 from kvbm.catalog.lag import StreamLag
+from kvbm.catalog.limits import LimitSettings
 from kvbm.catalog.liveness import LIVENESS_S
 from kvbm.catalog.queries import Queries
 from kvbm.catalog.reference_index import ReferenceIndex
@@ -70,6 +71,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
         access: who may ask, and how the catalog knows.
+        limits: what callers may ask.
     """
 
     nats_url: str
@@ -92,6 +94,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
     access: AccessOptions = AccessOptions()
+    limits: LimitSettings = LimitSettings()
 
 
 class _Beginning(NamedTuple):

@@ -9,7 +9,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvbm.config.settings import CatalogSettings, GcSettings, ObjectSettings, PoolsSettings, Settings, TenantSettings
+from kvbm.config.settings import (
+    CatalogSettings,
+    GcSettings,
+    LimitSettings,
+    ObjectSettings,
+    PoolsSettings,
+    Settings,
+    TenantSettings,
+)
 from kvbm.core.errors import ConfigError
 from kvbm.core.ledger import LEAST_EVENT_BYTES
 from kvbm.core.policy import EVICTION_POLICIES, OFFLOAD_POLICIES
@@ -101,11 +109,22 @@ def _check_catalog(catalog: CatalogSettings) -> None:
             f"catalog.forget_s is {catalog.forget_s:g}; give a number above {_STREAM_KEEPS_S:g}: so long the stream keeps "
             "events, from which a forgotten instance would be read again"
         )
+    _check_limits(catalog.limits)
     routing = catalog.routing
     weights = {f"tier_weights.{tier}": weight for tier, weight in msgspec.structs.asdict(routing.tier_weights).items()}
     for name, value in {**msgspec.structs.asdict(routing), **weights}.items():
         if isinstance(value, float) and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"catalog.routing.{name} is {value:g}; it must be above 0")
+
+
+def _check_limits(limits: LimitSettings) -> None:
+    for name, least in (
+        ("sockets", 16), ("sockets_per_peer", 1), ("connects_per_s", 1), ("burst", 1), ("body_bytes", 12 << 20),
+        ("waits", 4), ("header_s", 0.1), ("idle_s", 1), ("write_s", 0.1), ("unsent_bytes", 1 << 20), ("requests_per_s", 0),
+    ):  # fmt: skip
+        value = getattr(limits, name)
+        if not least <= value < math.inf:
+            raise ConfigError(f"catalog.limits.{name} is {value:g}; it must be at least {least:g}")
 
 
 def _check_names(settings: Settings) -> None:

@@ -269,6 +269,39 @@ class RoutingSettings(SettingsGroup, frozen=True):
     tier_weights: TierWeightSettings = TierWeightSettings()
 
 
+class LimitSettings(SettingsGroup, frozen=True):
+    """What one caller may ask of the catalog, so that none ruins another's answers. A caller is known by its name, else by its address.
+
+    Attributes:
+        sockets: connections open at a time. When there are more, those that ask for nothing go first.
+        sockets_per_peer: of one address (IPv6: its /64).
+        connects_per_s: connections of one address that are taken in a second; four times as many at once.
+        requests_per_s: of one caller; 0: no limit. A long request counts as several: one more for each 16 KiB of its body, and
+            for each 64 KiB of its answer.
+        burst: requests of one caller at once.
+        loopback: whether requests of callers without a name on the machine itself are limited too.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB.
+        waits: requests that wait for `at_least` at a time; one caller may have a quarter.
+        header_s: a connection has so long for the header of a request.
+        idle_s: a connection without a request is kept so long.
+        write_s: a caller has so long to take an answer.
+        unsent_bytes: of answers that callers do not take, all together.
+    """
+
+    sockets: int = 1024
+    sockets_per_peer: int = 512
+    connects_per_s: float = 500.0
+    requests_per_s: float = 2000.0
+    burst: int = 4000
+    loopback: bool = False
+    body_bytes: int = 12 << 20
+    waits: int = 256
+    header_s: float = 10.0
+    idle_s: float = 75.0
+    write_s: float = 20.0
+    unsent_bytes: int = 8 << 20
+
+
 class TenantSettings(SettingsGroup, frozen=True):
     """What one tenant may have, where tenants share pools. The tenant "*" stands for all that are not named.
 
@@ -318,6 +351,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     checkpoint_every_s: float = 60.0
     archive: str = ""
     routing: RoutingSettings = RoutingSettings()
+    limits: LimitSettings = LimitSettings()
     tenant_secrets: dict[str, str] = {}
     access: str = ""
     open: bool = False

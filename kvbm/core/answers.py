@@ -13,17 +13,30 @@ from kvbm.core.ids import Namespace
 
 MAX_HASHES = 65_536
 MAX_TOKENS = 1 << 20
+MAX_INPUT_TOKENS = 1 << 24
+MAX_POSITIONS = 256
 MAX_WAIT_S = 5.0
+_MOST_COUNT = (1 << 63) - 1  # of an epoch or an offset
+_HEX_DIGITS = 32  # of a hash
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST_COUNT)]
+Hashes = Annotated[
+    str, msgspec.Meta(description="32 hex digits each", extra_json_schema={"maxLength": _HEX_DIGITS * MAX_HASHES})
+]
+HashList = Annotated[list[str], msgspec.Meta(extra_json_schema={"maxItems": MAX_HASHES})]
+Tokens = Annotated[
+    list[Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": (1 << 32) - 1})]],
+    msgspec.Meta(extra_json_schema={"maxItems": MAX_TOKENS}),
+]
 HashHex = Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{32}$", description="16 bytes as 32 hex digits")]
 
 
 class PositionWanted(msgspec.Struct, frozen=True, kw_only=True):
     """A place in an instance's stream that the answer must have seen: everything before `offset` of `epoch`."""
 
-    instance: str
-    epoch: int
-    offset: int
+    instance: Annotated[str, msgspec.Meta(max_length=128)]
+    epoch: Count
+    offset: Count
 
 
 class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,9 +51,9 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     namespace: HashHex | Namespace
-    hashes: str | list[str] | None = None
-    tokens: list[int] | None = None
-    at_least: list[PositionWanted] = []
+    hashes: Hashes | HashList | None = None
+    tokens: Tokens | None = None
+    at_least: Annotated[list[PositionWanted], msgspec.Meta(max_length=MAX_POSITIONS)] = []
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 1.0
 
 
@@ -48,10 +61,11 @@ class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     """Which instance should serve this prompt? As a lookup, and the routed prompt is remembered.
 
     Attributes:
-        input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are given.
+        input_tokens: tokens of the whole prompt, its partial last block included; may be left out when `tokens` are given. What an
+            instance is taken to be busy with grows by at most 1,048,576 tokens with one route.
     """
 
-    input_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    input_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INPUT_TOKENS)] | None = None
 
 
 class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):

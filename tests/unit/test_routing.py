@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 
 import pytest
@@ -19,8 +21,9 @@ from kvbm.catalog.liveness import (
     Ticked,
 )
 from kvbm.catalog.lookup import lookup
-from kvbm.catalog.routing import Router, RoutingSettings, RoutingTask
-from kvbm.core.answers import RankedInstance
+from kvbm.catalog.routing import MOST_CALLERS, Router, RoutingSettings, RoutingTask
+from kvbm.catalog.soon_held import WAYS, SoonHeld
+from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_TOKENS, RankedInstance
 from kvbm.core.events import BlocksCreated, Event, InstanceStarted, InstanceStopped, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.core.topology import TIER_LINKS
@@ -204,6 +207,94 @@ def test_equal_costs_are_told_apart_by_content_and_always_the_same_way(twin: Twi
 @each_twin
 def test_a_prompt_shorter_than_a_block_is_routed_too(twin: Twin) -> None:
     assert Cluster(twin).route(0.0, RoutingTask(SPACE, b"", 7, 100)) in ("a", "b")
+
+
+# -- what one request may do to the others -----------------------------------------------------------------------------
+
+
+@each_twin
+def test_no_number_makes_costs_infinite_or_starves_an_instance_for_long(twin: Twin) -> None:
+    cluster = Cluster(twin, A, B)
+    for tokens in (10**18, 10**308, 10**309, MAX_INPUT_TOKENS):
+        cluster.route(0.0, RoutingTask(SPACE, b"", tokens, 100))
+    cluster.pulses[A] = beat(A, at_s=0.5, queued=10**400)
+    ranked = cluster.rank(1.0, ask(1, 2, 3))
+    assert all(math.isfinite(entry.cost_s) for entry in ranked.values())
+    cluster.pulses = {name: beat(name, at_s=1.0) for name in (A, B)}
+    counts: Counter[str] = Counter()
+    for number in range(1000):  # as much as the four may have claimed
+        counts[cluster.route(1.0 + number / 1000, ask(*range(1000 * number, 1000 * number + 40)))] += 1
+        cluster.pulses = {name: beat(name, at_s=1.0 + number / 1000) for name in (A, B)}
+    assert min(counts.values()) > 200
+
+
+@each_twin
+def test_a_route_adds_no_more_than_the_longest_prompt(twin: Twin) -> None:
+    cluster = Cluster(twin, A)
+    cluster.route(1.0, RoutingTask(SPACE, b"", MAX_INPUT_TOKENS, 100))
+    assert cluster.rank(1.0, ask(1))[A].queueing_s == pytest.approx(MAX_TOKENS / 10_000 - 1.0)
+
+
+@each_twin
+def test_what_one_caller_routes_changes_no_answer_for_another(twin: Twin) -> None:
+    flooded, quiet = Cluster(twin, A, B, C), Cluster(twin, A, B, C)
+    for number in range(300):
+        now_s = 0.01 * number
+        for blocks in (range(7), range(100 * number, 100 * number + 90)):
+            flooded.route(now_s, ask(*blocks)._replace(input_tokens=MAX_TOKENS, caller="other"))
+        task = ask(*range(number // 3, number // 3 + 5))._replace(caller="router")
+        assert flooded.rank(now_s, task) == quiet.rank(now_s, task)
+        assert flooded.route(now_s, task) == quiet.route(now_s, task)
+
+
+@each_twin
+def test_routes_are_remembered_of_so_many_callers_and_forgotten_when_they_no_longer_matter(twin: Twin) -> None:
+    cluster = Cluster(twin, A, B)
+    for number in range(MOST_CALLERS + 50):
+        cluster.route(0.0, ask(1, 2)._replace(caller=f"caller {number}"))
+    assert len(cluster.router._callers) == MOST_CALLERS
+    cluster.route(10_000.0, ask(1, 2)._replace(caller="later"))
+    assert sum(len(caller.routed) for caller in cluster.router._callers.values()) == 1
+
+
+def test_long_prompts_are_found_again_and_cost_a_bounded_table_few_entries() -> None:
+    soon, pick = SoonHeld(30.0), random.Random(1)
+    for blocks in (1, 255, 256, 257, 1000, 8191, MAX_HASHES):
+        prompt = pick.randbytes(16 * blocks)
+        before = soon.entries(0.0)
+        soon.note(0.0, "", "a", soon.chain(SPACE, prompt))
+        assert soon.entries(0.0) - before <= 1300
+        assert soon.depths(1.0, "", ["a", "b"], soon.chain(SPACE, prompt), [0, 0]) == [blocks, 0]
+        longer = soon.chain(SPACE, (prompt + pick.randbytes(1600))[: 16 * MAX_HASHES])
+        assert 0.99 * blocks <= soon.depths(1.0, "", ["a"], longer, [0])[0] <= blocks
+        shorter = soon.chain(SPACE, prompt[: 16 * (blocks // 2)])
+        assert 0.99 * (blocks // 2) <= soon.depths(1.0, "", ["a"], shorter, [0])[0] <= blocks // 2
+        assert soon.depths(30.0, "", ["a"], soon.chain(SPACE, prompt), [0]) == [0]
+
+
+def test_many_instances_are_found_as_few_are() -> None:
+    soon, names = SoonHeld(30.0), [f"i{number}" for number in range(60)]
+    chain = soon.chain(SPACE, random.Random(1).randbytes(16 * 300))
+    for name in names[::2]:
+        soon.note(0.0, "", name, chain)
+    found = soon.depths(1.0, "", names, chain, [5] * 60)
+    assert found == [300, 5] * 30
+    assert found == [soon.depths(1.0, "", [name], chain, [5])[0] for name in names]
+
+
+def test_a_caller_that_fills_the_table_pushes_out_nobody_elses_routes() -> None:
+    soon, pick = SoonHeld(30.0, sets=1 << 10), random.Random(1)
+    prompts = [pick.randbytes(16 * 100) for _ in range(10)]
+    for prompt in prompts:
+        soon.note(0.0, "router", "a", soon.chain(SPACE, prompt))
+    for _ in range(100):
+        soon.note(1.0, "flood", "a", soon.chain(SPACE, pick.randbytes(16 * 5000)))
+    assert soon.entries(1.0) <= (1 << 10) * WAYS
+    found = [soon.depths(2.0, "router", ["a"], soon.chain(SPACE, prompt), [0])[0] for prompt in prompts]
+    assert sum(found) >= 500
+    again = soon.chain(SPACE, pick.randbytes(16))
+    soon.note(2.0, "router", "a", again)
+    assert soon.depths(3.0, "router", ["a"], again, [0]) == [1]
 
 
 # -- who is considered ------------------------------------------------------------------------------------------------

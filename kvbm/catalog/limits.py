@@ -1,0 +1,396 @@
+"""What one caller may ask of the catalog, so that none ruins another's answers: requests a second, bytes in flight, waits.
+
+A caller is known by its name where it has one, else by its address (IPv6: its /64). Memory for callers is bounded too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import structlog
+
+from kvbm.core.answers import ErrorAnswer, ErrorDetail
+
+log = structlog.get_logger()
+
+MAX_BODY_BYTES = 12 << 20
+SMALL_BODY_BYTES = (
+    32 << 10
+)  # of a body, or of its beginning, that counts for no room: as much as a socket may have here anyway
+LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
+DRAIN_BYTES = 5 * MAX_BODY_BYTES
+DRAIN_S = 5.0
+_DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
+_MOST_CALLERS = 4096
+_BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
+_ANSWER_UNIT_BYTES = 64 << 10
+_REFUSED_PAUSE_S = (
+    1.0  # what a caller waits for a refusal once it has had many: else refusing would cost as much as answering
+)
+_REMARK_EVERY_S = 10.0
+_SECOND_REMARKS = 64  # kinds of them
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits of a catalog.
+
+    Attributes:
+        sockets: connections open at a time. When there are more, those that ask for nothing go first.
+        sockets_per_peer: of one address.
+        connects_per_s: connections of one address that are taken in a second; four times as many at once.
+        requests_per_s: of one caller; 0: no limit. A long request counts as several: one more for each 16 KiB of its body, and
+            for each 64 KiB of its answer.
+        burst: requests of one caller at once.
+        loopback: whether requests of callers without a name on the machine itself are limited too.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB.
+        waits: requests that wait for `at_least` at a time; one caller may have a quarter.
+        header_s: a connection has so long for the header of a request.
+        idle_s: a connection without a request is kept so long.
+        write_s: a caller has so long to take an answer.
+        unsent_bytes: of answers that callers do not take, all together.
+    """
+
+    sockets: int = 1024
+    sockets_per_peer: int = 512
+    connects_per_s: float = 500.0
+    requests_per_s: float = 2000.0
+    burst: int = 4000
+    loopback: bool = False
+    body_bytes: int = 12 << 20
+    waits: int = 256
+    header_s: float = 10.0
+    idle_s: float = 75.0
+    write_s: float = 20.0
+    unsent_bytes: int = 8 << 20
+
+
+class LimitError(Exception):
+    """A request that is over a limit: its HTTP status and what its body says. A retry after `retry_after_s` can help."""
+
+    def __init__(self, status: int, code: str, message: str, what_to_do: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
+
+
+class Seldom:
+    """Remarks that come at most once in a while each, however often there is cause."""
+
+    def __init__(self, every_s: float = _REMARK_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock = every_s, clock
+        self._said: dict[str, tuple[float, int]] = {}  # event → when, and how often since without a word
+
+    def due(self, event: str) -> int | None:
+        """None where it was said just now; else how often it was not said since the last time."""
+        now_s = self._clock()
+        said = self._said.get(event)
+        if said is not None and now_s < said[0] + self._every_s:
+            self._said[event] = (said[0], said[1] + 1)
+            return None
+        if len(self._said) >= _SECOND_REMARKS and said is None:
+            self._said.clear()
+        self._said[event] = (now_s, 0)
+        return said[1] if said is not None else 0
+
+    def warn(self, event: str, **fields: object) -> None:
+        """Log a warning, if it is due."""
+        more = self.due(event)
+        if more is not None:
+            log.warning(event, **fields, more_before=more)
+
+
+class Buckets:
+    """A token bucket for each caller. The one that was not heard for longest is forgotten first; it would be full again.
+
+    Args:
+        per_s: what comes back in a second; 0 for no limit.
+        burst: what a bucket holds.
+    """
+
+    def __init__(self, per_s: float, burst: float, most: int = _MOST_CALLERS) -> None:
+        self._per_s, self._burst, self._most = per_s, max(burst, 1.0), most
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what was left, and when
+
+    def take(self, now_s: float, key: str) -> float:
+        """Take one, if it is there: 0; else how many seconds until it is."""
+        if not self._per_s:
+            return 0.0
+        left = self._refilled(now_s, key)
+        if left < 1.0:
+            return (1.0 - left) / self._per_s
+        self._left[key] = (left - 1.0, now_s)
+        return 0.0
+
+    def charge(self, now_s: float, key: str, cost: float) -> None:
+        """Take what a request has turned out to cost; the caller may owe as much as a bucket holds."""
+        if self._per_s and cost:
+            self._left[key] = (max(self._refilled(now_s, key) - cost, -self._burst), now_s)
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def _refilled(self, now_s: float, key: str) -> float:
+        found = self._left.get(key)
+        if found is None:
+            if len(self._left) >= self._most:
+                self._left.popitem(last=False)
+            self._left[key] = (self._burst, now_s)
+            return self._burst
+        self._left.move_to_end(key)
+        return min(self._burst, found[0] + max(0.0, now_s - found[1]) * self._per_s)
+
+
+class Room:
+    """So much of something for all callers, and a part of it for each."""
+
+    def __init__(self, most: int, most_each: int) -> None:
+        self._most, self._most_each = most, most_each
+        self.taken = 0
+        self._by_caller: dict[str, int] = {}
+
+    def take(self, key: str, amount: int) -> str:
+        """Take it. Returns "" or why not: "caller" or "all"."""
+        own = self._by_caller.get(key, 0)
+        if own + amount > self._most_each:
+            return "caller"
+        if self.taken + amount > self._most:
+            return "all"
+        self.taken += amount
+        self._by_caller[key] = own + amount
+        return ""
+
+    def give(self, key: str, amount: int) -> None:
+        """Give it back."""
+        self.taken -= amount
+        left = self._by_caller.get(key, 0) - amount
+        if left > 0:
+            self._by_caller[key] = left
+        else:
+            self._by_caller.pop(key, None)
+
+
+class Limits:
+    """The limits of one catalog, and what is used of them. Belongs to one asyncio loop."""
+
+    def __init__(self, settings: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.requests = Buckets(settings.requests_per_s, settings.burst)
+        self.refusals = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
+        self.bodies = Room(settings.body_bytes, max(MAX_BODY_BYTES, settings.body_bytes // 2))
+        self.waits = Room(settings.waits, max(1, settings.waits // 4))
+        self.remarks = Seldom(clock=clock)
+        self.large = asyncio.Lock()  # held while a large request is parsed and hashed
+
+
+class Limited:
+    """An ASGI application within limits: refuses what is over them, and lets the caller read why."""
+
+    def __init__(self, app: App, limits: Limits) -> None:
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(self._limits, scope, receive, send)
+        scope["kvbm.exchange"] = exchange
+        try:
+            if (wait_s := exchange.over_s()) > 0:
+                await self._refuse(exchange, wait_s)
+                return
+            await self._app(scope, exchange.receive, exchange.send)
+        except LimitError as error:
+            self._limits.remarks.warn("catalog.request_refused", why=error.answer.error.code, caller=exchange.key)
+            await exchange.answer(error)
+        finally:
+            exchange.end()
+
+    async def _refuse(self, exchange: Exchange, wait_s: float) -> None:
+        limits = self._limits
+        limits.remarks.warn("catalog.request_refused", why="too_many_requests", caller=exchange.key)
+        if limits.refusals.take(limits.clock(), exchange.key):
+            await asyncio.sleep(_REFUSED_PAUSE_S)
+        await exchange.answer(
+            LimitError(
+                429, "too_many_requests", f"more than {limits.settings.requests_per_s:g} requests a second",
+                "ask again after the seconds of the header retry-after, or have catalog.limits.requests_per_s raised", wait_s,
+            )
+        )  # fmt: skip
+
+
+class Exchange:
+    """One request and its answer.
+
+    Attributes:
+        key: of the caller.
+    """
+
+    def __init__(self, limits: Limits, scope: Scope, receive: Receive, send: Send) -> None:
+        self.key = caller_key(scope)
+        self._limits, self._receive, self._send = limits, receive, send
+        self._limited = limits.settings.loopback or not is_local(scope)
+        self._more, self._expects, self.length = _body_headers(scope)
+        self._body_bytes = self._answer_bytes = self._held = 0
+        self._started = False
+
+    def over_s(self) -> float:
+        """0 where the caller may ask now, else in how many seconds."""
+        return self._limits.requests.take(self._limits.clock(), self.key) if self._limited else 0.0
+
+    async def receive(self) -> Message:
+        """The next part of the body, within the room for bodies. Raises LimitError."""
+        message = await self._receive()
+        self._more = bool(message.get("more_body", False))
+        self._body_bytes += len(message.get("body", b""))
+        over = self._body_bytes - SMALL_BODY_BYTES - self._held
+        if over > 0 and self._body_bytes <= MAX_BODY_BYTES:
+            if why := self._limits.bodies.take(self.key, over):
+                raise LimitError(
+                    429 if why == "caller" else 503, "too_many_bytes",
+                    "requests that are being read have no room for this one"
+                    if why == "all" else "requests of this caller that are being read have no room for this one",
+                    "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
+                )  # fmt: skip
+            self._held += over
+        return message
+
+    async def send(self, message: Message) -> None:
+        """A part of the answer. Before the last one, what the caller still sends is read and dropped, so that it gets to read it."""
+        if message["type"] == "http.response.start":
+            self._started = True
+            if self._more:
+                message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
+        else:
+            self._answer_bytes += len(message.get("body", b""))
+            if self._more and not message.get("more_body", False):
+                await self._send({**message, "more_body": True})
+                await self._drain()
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)
+
+    async def answer(self, error: LimitError) -> None:
+        """Say what is over a limit, unless something else was said already."""
+        if self._started:
+            return
+        body = msgspec.json.encode(error.answer)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))),
+        ]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Held while the request waits for `at_least`. Raises LimitError: too many do."""
+        if why := self._limits.waits.take(self.key, 1):
+            raise LimitError(
+                429 if why == "caller" else 503, "too_many_waits",
+                "too many requests wait for at_least" if why == "all" else "too many requests of this caller wait for at_least",
+                "ask again soon, with fewer such requests at a time, or have catalog.limits.waits raised",
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            self._limits.waits.give(self.key, 1)
+
+    @contextlib.asynccontextmanager
+    async def parsing(self, body_bytes: int) -> AsyncIterator[None]:
+        """Held while a request is parsed and hashed: large ones one after the other."""
+        if body_bytes <= LARGE_BODY_BYTES:
+            yield
+            return
+        async with self._limits.large:
+            yield
+
+    def end(self) -> None:
+        """The request is over: give back what it held, and charge what it cost."""
+        if self._held:
+            self._limits.bodies.give(self.key, self._held)
+            self._held = 0
+        if self._limited:
+            cost = self._body_bytes // _BODY_UNIT_BYTES + self._answer_bytes // _ANSWER_UNIT_BYTES
+            self._limits.requests.charge(self._limits.clock(), self.key, cost)
+
+    async def _drain(self) -> None:
+        """Read what the caller still sends, within bounds."""
+        if self._expects and not self._body_bytes:
+            self._more = False  # it waits for our word before it sends
+            return
+        left = DRAIN_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while self._more and left > 0:
+                    async with asyncio.timeout(_DRAIN_STEP_S):
+                        message = await self._receive()
+                    left -= len(message.get("body", b""))
+                    self._more = bool(message.get("more_body", False))
+        self._more = False
+
+
+def caller_key(scope: Scope) -> str:
+    """Who asks: the caller's name, else the address."""
+    name = getattr(scope.get("kvbm.caller"), "name", "")
+    return f"caller {name}" if name else peer_key((scope.get("client") or ("",))[0])
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether it is asked from the machine itself, without a name."""
+    return not getattr(scope.get("kvbm.caller"), "name", "") and _is_loopback((scope.get("client") or ("",))[0])
+
+
+@lru_cache(4096)
+def peer_key(host: str) -> str:
+    """What addresses count as one peer: of IPv6 a /64, which is what one customer gets at least."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return "peer"
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+@lru_cache(4096)
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _body_headers(scope: Scope) -> tuple[bool, bool, int]:
+    """Whether a body comes, whether the caller waits for our word before it sends it, and how long it says it is (0: it does not)."""
+    has_body, expects, length = False, False, 0
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            length = int(value) if value.isdigit() and len(value) < 20 else 0
+            has_body = has_body or value != b"0"
+        elif name == b"transfer-encoding":
+            has_body = True
+        elif name == b"expect":
+            expects = value.lower() == b"100-continue"
+    return has_body, expects, length

@@ -1,0 +1,208 @@
+"""Which blocks instances will soon hold, because prompts were routed to them lately: a table of fixed size, whatever is routed.
+
+Equal hashes mean equal prefixes, so whoever gets one block of a chain gets all before it: of a long prompt some blocks stand for all.
+The first 256 are noted each; beyond those the depth that is found is less than 1 % too small, and that of the same prompt is exact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbm.core.answers import MAX_HASHES
+from kvbm.core.ids import HASH_BYTES, NamespaceId
+
+WAYS = 4
+SETS = 1 << 17  # 18 bytes an entry: 9.4 MB when all of it is in use
+_EXACT_BLOCKS = 256
+_LONG_S = 1e9
+_MANY = 24  # instances: from there on one look at all of them is quicker than one at each
+_FACTOR = 0xD6E8FEB86659FD93
+_MOST_SALTS = 1 << 16
+_WORD = (1 << 64) - 1
+_Words = npt.NDArray[np.uint64]
+_Numbers = npt.NDArray[np.int64]
+
+
+def _marks() -> _Numbers:
+    """Depths at which a chain is noted: all at first, then 128 between each two powers of two."""
+    depths = list(range(1, _EXACT_BLOCKS + 1))
+    while depths[-1] < MAX_HASHES:
+        first = depths[-1]
+        step = 2 * first // _EXACT_BLOCKS
+        depths += range(first + step, 2 * first + 1, step)
+    return np.array(depths, np.int64)
+
+
+_MARKS = _marks()
+
+
+class Chain(NamedTuple):
+    """A prompt's blocks as the table knows them.
+
+    Attributes:
+        depths: where it is noted, ascending; the last is all of it.
+        words: a number for each, of its hash and namespace.
+    """
+
+    depths: _Numbers
+    words: _Words
+
+
+class SoonHeld:
+    """Remembers for `hold_s` what was routed where, for each caller apart. One thread.
+
+    When the table is full the oldest entries go first: a caller's own, and others' only while it has used less than an even share of
+    the table. So nobody pushes out what others have routed.
+    """
+
+    def __init__(self, hold_s: float, sets: int = SETS) -> None:
+        """
+        Args:
+            sets: a power of two; each has four entries.
+        """
+        self._hold_s = hold_s
+        self._sets, self._mask = sets, np.uint64(sets - 1)
+        self._tags = np.zeros((sets, WAYS), np.uint64)
+        self._until_s = np.zeros((sets, WAYS), np.float64)
+        self._flat_tags, self._flat_until_s = self._tags.ravel().data, self._until_s.ravel().data
+        self._owners = np.zeros((sets, WAYS), np.uint16)
+        self._last_s = -np.inf  # nothing is held any more from then on
+        self._window_s = -np.inf
+        self._used: dict[int, int] = {}  # owner → entries noted in this window
+        self._used_before: dict[int, int] = {}
+        self._odd = [np.uint64(secrets.randbits(64) | 1) for _ in range(3)]  # so that nobody can aim at others' entries
+        self._key = secrets.token_bytes(16)
+        self._salts: dict[str, int] = {}
+
+    def chain(self, namespace: NamespaceId, hashes: bytes) -> Chain:
+        """What stands for a prompt's blocks."""
+        blocks = len(hashes) // HASH_BYTES
+        depths = _MARKS[: int(np.searchsorted(_MARKS, blocks, side="right"))]
+        if blocks and (not len(depths) or depths[-1] != blocks):
+            depths = np.append(depths, blocks)
+        halves = np.frombuffer(hashes, np.uint64, 2 * blocks).reshape(-1, 2)[depths - 1]
+        space = int.from_bytes(namespace[:8], "little") ^ int.from_bytes(namespace[8:16], "little")
+        own = np.uint64(space * int(self._odd[2]) & _WORD)
+        words: _Words = halves[:, 0] * self._odd[0] + halves[:, 1] * self._odd[1] + own
+        return Chain(depths, words)
+
+    def depths(
+        self, now_s: float, caller: str, instances: Sequence[str], chain: Chain, held: Sequence[int]
+    ) -> Sequence[int]:
+        """How far each instance will soon have the chain.
+
+        Args:
+            held: how far each has it now; never less is answered.
+        """
+        if now_s >= self._last_s or not len(chain.depths):
+            return held
+        of_caller = self._salt("caller " + caller)
+        salts = [(of_caller + self._salt(name)) & _WORD for name in instances]
+        asked: Iterable[int] = range(len(salts))
+        if len(salts) >= _MANY:  # most have nothing of it: one look at all of them
+            at = np.searchsorted(chain.depths, np.array(held, np.int64), side="right")
+            words = chain.words[np.minimum(at, len(chain.depths) - 1)] + np.array(salts, np.uint64)
+            asked = np.flatnonzero(self._holds(now_s, _mixed(words))).tolist()
+        depths = list(held)
+        marks, numbers = chain.depths.tolist(), chain.words.tolist()
+        for one in asked:
+            depths[one] = self._depth(now_s, marks, numbers, salts[one], depths[one])
+        return depths
+
+    def _depth(self, now_s: float, marks: list[int], numbers: list[int], salt: int, held: int) -> int:
+        """How far one has the chain: looks at marks ever farther apart, then halves what is left between the last two."""
+        first = at = bisect_right(marks, held)
+        step = 1
+        while at < len(marks) and self._holds_one(now_s, numbers[at] + salt):
+            first, at, step = at + 1, at + step, 2 * step
+        end = min(at, len(marks))
+        while first < end:  # before `first` it is held, from `end` on it is not
+            middle = (first + end) // 2
+            if self._holds_one(now_s, numbers[middle] + salt):
+                first = middle + 1
+            else:
+                end = middle
+        return max(held, marks[first - 1]) if first else held
+
+    def note(self, now_s: float, caller: str, instance: str, chain: Chain) -> None:
+        """The prompt was sent to an instance."""
+        if not len(chain.depths):
+            return
+        owner = self._salt("caller " + caller) & 0xFFFF
+        is_crowding = self._count(now_s, owner, len(chain.depths))
+        salt = np.uint64((self._salt("caller " + caller) + self._salt(instance)) & _WORD)
+        words = _mixed(chain.words + salt)
+        self._last_s = max(self._last_s, now_s + self._hold_s)
+        for _ in range(WAYS):  # of two that take one place in the first turn, one finds another in the next
+            sets = self._sets_of(words)
+            order = self._until_s[sets]
+            is_same = self._tags[sets] == words[:, None]
+            if is_crowding or max(len(self._used), len(self._used_before)) > 1:  # what is free, its own, then others'
+                order[(order > now_s) & (self._owners[sets] != owner)] += np.inf if is_crowding else _LONG_S
+            order[is_same] = -np.inf
+            way = order.argmin(1)
+            if is_crowding:
+                fits = order[np.arange(len(way)), way] < np.inf
+                sets, way, words = sets[fits], way[fits], words[fits]
+            places = sets * WAYS + way
+            self._tags.ravel()[places] = words
+            self._until_s.ravel()[places] = now_s + self._hold_s
+            self._owners.ravel()[places] = owner
+            words = words[self._tags.ravel()[places] != words]
+            if not len(words):
+                break
+
+    def entries(self, now_s: float) -> int:
+        """How many are in the table."""
+        return int((self._until_s > now_s).sum())
+
+    def _count(self, now_s: float, owner: int, entries: int) -> bool:
+        """Whether the caller has used more than its share of the table."""
+        if now_s >= self._window_s + self._hold_s:
+            is_next = now_s < self._window_s + 2 * self._hold_s
+            self._used, self._used_before, self._window_s = {}, self._used if is_next else {}, now_s
+        self._used[owner] = self._used.get(owner, 0) + entries
+        share = self._sets * WAYS // max(len(self._used), len(self._used_before))
+        return self._used[owner] + self._used_before.get(owner, 0) > share
+
+    def _holds(self, now_s: float, words: _Words) -> npt.NDArray[np.bool_]:
+        sets = self._sets_of(words)
+        found = (self._tags[sets] == words[..., None]) & (self._until_s[sets] > now_s)
+        return np.asarray(found.any(-1))
+
+    def _holds_one(self, now_s: float, word: int) -> bool:
+        word &= _WORD
+        word ^= word >> 32
+        word = word * _FACTOR & _WORD
+        word ^= word >> 32
+        at = (word & self._sets - 1) * WAYS
+        tags, until_s = self._flat_tags, self._flat_until_s
+        for way in (at, at + 1, at + 2, at + 3):
+            if tags[way] == word:
+                return until_s[way] > now_s
+        return False
+
+    def _sets_of(self, words: _Words) -> npt.NDArray[np.intp]:
+        return (words & self._mask).view(np.intp)
+
+    def _salt(self, name: str) -> int:
+        salt = self._salts.get(name)
+        if salt is None:
+            if len(self._salts) >= _MOST_SALTS:
+                self._salts.clear()
+            digest = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8, key=self._key).digest()
+            salt = self._salts[name] = int.from_bytes(digest, "little")
+        return salt
+
+
+def _mixed(words: Any) -> _Words:
+    mixed: _Words = words ^ (words >> np.uint64(32))
+    mixed = mixed * np.uint64(_FACTOR)
+    return mixed ^ (mixed >> np.uint64(32))

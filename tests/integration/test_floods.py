@@ -1,0 +1,227 @@
+"""A catalog that is asked too much goes on answering those who ask what they may, in bounded memory and with few words.
+
+The long form takes ten minutes: KVBM_LONG_FLOODS=1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+from structlog.testing import capture_logs
+
+from kvbm.catalog.api import MAX_BODY_BYTES
+from kvbm.catalog.connections import Connections, Listener
+from kvbm.catalog.limits import LimitSettings
+from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_POSITIONS
+from tests.floods import (
+    FIELDS,
+    FLOODS,
+    CatalogProcess,
+    Honest,
+    Source,
+    catalog_process,
+    flooding,
+    half_open_sockets,
+    post,
+    publish_instances,
+    raise_file_limit,
+)
+from tests.nats_fixture import cluster, nats_url  # noqa: F401
+
+MIB = 1 << 20
+IS_LONG = bool(os.environ.get("KVBM_LONG_FLOODS"))
+FLOOD_S = 600.0 if IS_LONG else 20.0
+HONEST_S = 60.0 if IS_LONG else 8.0
+
+
+@pytest.fixture
+def catalog(nats_url: str, cluster: str, tmp_path: Path) -> Iterator[CatalogProcess]:  # noqa: F811
+    publish_instances(nats_url, cluster)
+    with catalog_process(tmp_path, nats_url, cluster) as process:
+        yield process
+
+
+def ask(catalog: CatalogProcess, path: str, body: dict[str, Any] | bytes, **options: Any) -> tuple[int, dict[str, Any]]:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = urllib3.request("POST", catalog.url + path, body=data, retries=False, timeout=30, **options)
+    return reply.status, json.loads(reply.data)
+
+
+GOOD = {"namespace": FIELDS, "hashes": "00" * 16, "input_tokens": 20}
+WANTED = {"instance": "a", "epoch": 1, "offset": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("route", GOOD | {"input_tokens": MAX_INPUT_TOKENS + 1}),
+        ("route", GOOD | {"input_tokens": 10**18}),
+        ("route", json.dumps(GOOD).replace("20", "1" + "0" * 308).encode()),
+        ("route", json.dumps(GOOD).replace("20", "1e308").encode()),
+        ("route", json.dumps(GOOD).replace("20", "1" * 100_000).encode()),
+        ("lookup", {"namespace": FIELDS, "hashes": "", "timeout_s": -1}),
+        ("lookup", b'{"namespace":"%s","hashes":"","timeout_s":1e999}' % (b"00" * 16)),
+        ("lookup", b'{"namespace":"%s","hashes":"","timeout_s":NaN}' % (b"00" * 16)),
+        ("lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED] * (MAX_POSITIONS + 1)}),
+        ("lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED | {"offset": 2**64}]}),
+        ("lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED | {"epoch": -1}]}),
+        ("lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED | {"instance": "a" * 129}]}),
+        ("lookup", {"namespace": FIELDS, "hashes": ["00" * 16] * (MAX_HASHES + 1)}),
+        ("lookup", {"namespace": FIELDS, "tokens": [1] * (1 << 21)}),
+        ("lookup", {"namespace": FIELDS, "tokens": [10**300] * 100}),
+        ("lookup", b"[" * MAX_BODY_BYTES),
+        ("lookup", b'{"namespace":' * 100_000),
+    ],
+    ids=range(17),
+)
+def test_every_number_and_list_has_a_bound(asked: CatalogProcess, path: str, body: dict[str, Any] | bytes) -> None:
+    status, answer = ask(asked, f"/v1/{path}", body)
+    assert status in (400, 422)
+    assert answer["error"]["what_to_do"]
+
+
+@pytest.fixture(scope="module")
+def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
+    with catalog_process(tmp_path_factory.mktemp("asked"), nats_url, "nobody") as process:
+        yield process
+
+
+def test_a_listener_without_files_sheds_connections_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def accepted() -> list[object]:
+        with Listener(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(8)
+            listener.limit(Connections(LimitSettings()))
+            first = socket.create_connection(listener.getsockname())
+            second = socket.create_connection(listener.getsockname())
+            listener.setblocking(False)
+            real, left = socket.socket.accept, [1]
+
+            def accept(self: socket.socket) -> tuple[socket.socket, Any]:
+                if left[0]:
+                    left[0] -= 1
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                return real(self)
+
+            monkeypatch.setattr(socket.socket, "accept", accept)
+            with capture_logs() as logs:
+                taken, _ = listener.accept()
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+            first.settimeout(5)
+            with pytest.raises(ConnectionResetError):
+                first.recv(1)
+            for one in (first, second, taken):
+                one.close()
+            return [entry["why"] for entry in logs]
+
+    assert asyncio.run(accepted()) == [os.strerror(errno.EMFILE)]
+
+
+def test_a_body_that_is_too_large_gets_an_answer_its_caller_can_read(asked: CatalogProcess) -> None:
+    for headers in ({}, {"connection": "close"}, {"expect": "100-continue"}):
+        status, answer = ask(asked, "/v1/lookup", b" " * (MAX_BODY_BYTES + MIB), headers=headers)
+        assert (status, answer["error"]["code"]) == (413, "body_too_large")
+    for path in ("/v1/lookup", "/nowhere"):  # whoever sends all of it first, and reads then
+        with socket.create_connection(asked.url.removeprefix("http://").split(":"), 20) as sock:  # type: ignore[arg-type]
+            sock.sendall(post(path, b"", 40 * MIB))
+            for _ in range(40):
+                sock.sendall(bytes(MIB))
+            assert sock.recv(64).startswith(b"HTTP/1.1 4")
+
+
+def test_half_open_connections_in_thousands_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+    raise_file_limit()
+    with catalog_process(tmp_path, nats_url, cluster, files=1024) as catalog:
+        logged, rss = catalog.log.stat().st_size, catalog.rss_bytes()
+        sockets = half_open_sockets(catalog.url, 1500)
+        try:
+            for _ in range(20):
+                assert urllib3.request("GET", catalog.url + "/healthz", timeout=5, retries=False).status == 200
+            assert catalog.log.stat().st_size - logged < 10_000
+            assert catalog.rss_bytes() - rss < 64 * MIB
+        finally:
+            for one in sockets:
+                one.close()
+
+
+def test_long_routes_take_a_bounded_table(catalog: CatalogProcess) -> None:
+    pick = random.Random(1)
+    rss = catalog.rss_bytes()
+    for _ in range(60):
+        body = GOOD | {"hashes": pick.randbytes(16 * MAX_HASHES).hex(), "input_tokens": MAX_INPUT_TOKENS}
+        assert ask(catalog, "/v1/route", body)[0] == 200
+    assert catalog.rss_bytes() - rss < 64 * MIB
+
+
+def test_who_asks_too_often_is_told_when_to_ask_again(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+    with catalog_process(tmp_path, nats_url, cluster, requests_per_s=5, burst=10, loopback=True) as catalog:
+        pool = urllib3.connectionpool.connection_from_url(catalog.url, retries=False, timeout=10)
+        replies = [pool.request("GET", "/v1/namespaces") for _ in range(30)]
+        refused = [reply for reply in replies if reply.status == 429]
+        assert {reply.status for reply in replies} == {200, 429}
+        assert json.loads(refused[0].data)["error"]["code"] == "too_many_requests"
+        assert int(refused[0].headers["retry-after"]) >= 1
+        other = urllib3.connectionpool.connection_from_url(
+            catalog.url, retries=False, timeout=10, source_address=("127.0.0.9", 0)
+        )
+        assert other.request("GET", "/v1/namespaces").status == 200
+
+
+def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+    async def crowd(url: str) -> list[int]:
+        source = Source(url, "127.0.0.2")
+        body = json.dumps({"namespace": FIELDS, "hashes": "", "at_least": [WANTED], "timeout_s": 3}).encode()
+        return await asyncio.gather(*(source.ask(post("/v1/lookup", body)) for _ in range(40)))
+
+    with catalog_process(tmp_path, nats_url, cluster, waits=40) as catalog:
+        statuses = asyncio.run(crowd(catalog.url))
+        assert sorted(set(statuses)) == [429, 504]
+        assert statuses.count(504) == 10
+        assert (
+            ask(catalog, "/v1/lookup", {"namespace": FIELDS, "hashes": "", "at_least": [WANTED], "timeout_s": 0})[0]
+            == 504
+        )
+
+
+@pytest.mark.timeout(FLOOD_S + 6 * HONEST_S + 120)
+def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Against the same catalog without a flood, in the same run."""
+    publish_instances(nats_url, cluster)
+    names = [f"{name}@127.0.1.{number}" for number, name in enumerate(FLOODS, 1)]
+    with (
+        catalog_process(tmp_path, nats_url, cluster, requests_per_s=200, burst=400, loopback=True) as catalog,
+        Honest(catalog.url) as honest,
+    ):
+        for _ in range(8):  # routing's table is in use, as it is in any catalog that has run for a while
+            body = GOOD | {"hashes": random.randbytes(16 * MAX_HASHES).hex(), "input_tokens": MAX_INPUT_TOKENS}
+            assert ask(catalog, "/v1/route", body)[0] == 200
+        quiet_rate = honest.rate(HONEST_S)
+        quiet_rss, logged = catalog.rss_bytes(), catalog.log.stat().st_size
+        with flooding(catalog.url, FLOOD_S, names, tmp_path) as ended:
+            flooded_rate = honest.rate(FLOOD_S)
+            found = ended()
+        facts = {
+            "quiet rate": quiet_rate, "flooded rate": flooded_rate, "quiet RSS": quiet_rss / MIB,
+            "RSS": catalog.rss_bytes() / MIB, "most RSS": catalog.rss_bytes("VmHWM") / MIB,
+            "logged": catalog.log.stat().st_size - logged, "failed": dict(honest.failed), "floods": found,
+        }  # fmt: skip
+        print(json.dumps(facts))
+        assert flooded_rate >= 0.8 * quiet_rate, facts
+        assert catalog.rss_bytes("VmHWM") - quiet_rss <= 64 * MIB, facts
+        assert catalog.log.stat().st_size - logged < 100_000, facts
+        assert ask(catalog, "/v1/route", GOOD)[0] == 200

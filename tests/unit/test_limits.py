@@ -1,0 +1,155 @@
+"""Limits of the catalog: buckets, room, remarks, peers, and which connection goes when there are too many."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from kvbm.catalog.connections import Connection, Connections, Stage
+from kvbm.catalog.limits import Buckets, LimitSettings, Room, Seldom, caller_key, peer_key
+from kvbm.config import load_settings
+from kvbm.core.errors import ConfigError
+
+
+def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
+    buckets = Buckets(10.0, 5.0)
+    assert [buckets.take(0.0, "a") for _ in range(5)] == [0.0] * 5
+    assert buckets.take(0.0, "a") == pytest.approx(0.1)
+    assert buckets.take(0.0, "b") == 0.0
+    assert buckets.take(0.1, "a") == 0.0
+    buckets.charge(0.1, "a", 1000.0)
+    assert buckets.take(0.1, "a") == pytest.approx(0.6)  # a debt is no larger than a bucket
+    assert Buckets(0.0, 1.0).take(0.0, "a") == 0.0
+
+
+def test_buckets_of_callers_without_number_take_bounded_memory() -> None:
+    buckets = Buckets(1.0, 1.0, most=100)
+    for number in range(1000):
+        buckets.take(0.0, str(number))
+    assert len(buckets) == 100
+
+
+def test_room_is_shared_and_each_caller_has_a_part() -> None:
+    room = Room(10, 6)
+    assert (room.take("a", 6), room.take("a", 1), room.take("b", 4), room.take("b", 1)) == ("", "caller", "", "all")
+    room.give("a", 6)
+    assert (room.take("b", 2), room.taken) == ("", 6)
+
+
+def test_a_remark_comes_once_in_a_while_and_says_how_many_did_not() -> None:
+    now_s = [0.0]
+    seldom = Seldom(10.0, lambda: now_s[0])
+    with capture_logs() as logs:
+        for second in range(21):
+            now_s[0] = float(second)
+            seldom.warn("thing.happened", why="x")
+    assert [entry["more_before"] for entry in logs] == [0, 9, 9]
+
+
+def test_a_peer_is_an_address_and_of_ipv6_a_64() -> None:
+    assert peer_key("10.0.0.1") == peer_key("::ffff:10.0.0.1") == "10.0.0.1"
+    assert peer_key("2001:db8::1") == peer_key("2001:db8::ffff") != peer_key("2001:db8:0:1::1")
+    assert peer_key("fe80::1%eth0") == peer_key("fe80::2")
+    assert peer_key("") == peer_key("nonsense")
+    assert caller_key({"client": ("10.0.0.1", 5)}) == "10.0.0.1"
+    assert caller_key({"client": None, "kvbm.caller": type("Caller", (), {"name": "r"})()}) == "caller r"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sockets", 1), ("body_bytes", 1), ("requests_per_s", -1), ("burst", 0), ("waits", 0), ("header_s", "nan")],
+)
+def test_limits_that_nothing_could_live_with_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"catalog.limits.{name}"):
+        load_settings(flags={f"catalog.limits.{name}": value})
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+class Socketry:
+    """Connections without a server: each a socket of a pair."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now_s = 0.0
+        self.connections = Connections(LimitSettings(**settings), clock=lambda: self.now_s)
+        self.open: list[socket.socket] = []
+
+    def take(self, address: str = "10.0.0.1") -> socket.socket | None:
+        ours, theirs = socket.socketpair()
+        self.open += [ours, theirs]
+        return ours if self.connections.admit(ours, (address, 1)) else None
+
+    def taken(self, address: str = "10.0.0.1", stage: Stage = Stage.HEADER) -> Connection:
+        sock = self.take(address)
+        assert sock is not None
+        connection = self.connections._by_file[sock.fileno()]
+        self.connections.moved(connection, stage)
+        return connection
+
+    def has(self, connection: Connection) -> bool:
+        return connection in connection.peer.stages[connection.stage]
+
+
+@pytest.fixture
+def socketry() -> Iterator[Socketry]:
+    made = Socketry(sockets=6, sockets_per_peer=4, connects_per_s=1000.0, header_s=5.0, idle_s=60.0, write_s=9.0)
+    yield made
+    for one in made.open:
+        one.close()
+
+
+def test_who_never_asked_goes_first_then_slow_bodies_then_the_idle(socketry: Socketry) -> None:
+    header, slow, idle, busy = [socketry.taken(stage=stage) for stage in Stage]
+    socketry.now_s = 2.0
+    for gone in (header, slow, idle):
+        fourth = socketry.taken(stage=Stage.ANSWER)
+        assert not socketry.has(gone)
+        assert socketry.has(busy)
+        assert socketry.has(fourth)
+    assert socketry.take() is None
+    assert len(socketry.connections) == 4
+
+
+def test_when_all_is_full_the_peer_with_most_pays(socketry: Socketry) -> None:
+    many = [socketry.taken("10.0.0.1", Stage.IDLE) for _ in range(4)]
+    few = [socketry.taken("10.0.0.2"), socketry.taken("10.0.0.3")]
+    assert socketry.take("10.0.0.4") is not None
+    assert [socketry.has(one) for one in (*many, *few)] == [False, True, True, True, True, True]
+
+
+def test_each_stage_has_its_time(socketry: Socketry) -> None:
+    header, _, idle, busy = [socketry.taken(f"10.0.0.{stage}", stage) for stage in Stage]
+    for now_s, left in ((4.9, 4), (5.0, 3), (30.0, 2), (59.0, 2), (62.0, 1), (1e6, 1)):
+        socketry.now_s = now_s
+        socketry.connections.look()
+        assert len(socketry.connections) == left
+    assert not socketry.has(header)
+    assert not socketry.has(idle)
+    assert socketry.has(busy)
+
+
+def test_answers_that_nobody_takes_are_bounded_in_time_and_bytes(socketry: Socketry) -> None:
+    first, second, third = [socketry.taken(stage=Stage.ANSWER) for _ in range(3)]
+    socketry.connections.stuck(first, 3 << 20)
+    socketry.connections.stuck(second, 3 << 20)
+    assert socketry.has(first)
+    socketry.connections.stuck(third, 3 << 20)  # more than the 8 MiB of the settings
+    assert [socketry.has(one) for one in (first, second, third)] == [False, True, True]
+    socketry.connections.flows(third)
+    socketry.now_s = 9.0
+    socketry.connections.look()
+    assert [socketry.has(one) for one in (second, third)] == [False, True]
+
+
+def test_connections_of_one_peer_are_taken_at_a_bounded_rate(socketry: Socketry) -> None:
+    taken = sum(socketry.take() is not None for _ in range(4500))
+    assert taken == 4000
+    assert socketry.take("10.0.0.2") is not None
+    for one in socketry.open:
+        one.close()
+    socketry.open.clear()
