@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import structlog
@@ -48,6 +48,9 @@ CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0
 
 
+Companion: TypeAlias = "Callable[[CatalogService], Coroutine[None, None, None]]"
+
+
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a catalog needs to run.
 
@@ -64,6 +67,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         archive: folder where all frames are kept; "" keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
+        companions: what else runs beside the service until it is closed, by name. The service goes on without one that ends.
     """
 
     nats_url: str
@@ -84,6 +88,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     archive: str = ""
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
+    companions: tuple[tuple[str, Companion], ...] = ()
 
 
 class _Beginning(NamedTuple):
@@ -316,6 +321,8 @@ class CatalogService:
         if self.archive is not None:
             self._spawn("archive", self.archive.keep_frames(), is_vital=False)
             self._spawn("samples", self.archive.keep_samples(), is_vital=False)
+        for name, companion in self.settings.companions:
+            self._spawn(name, companion(self), is_vital=False)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None], is_vital: bool = True) -> None:
         task = asyncio.create_task(work, name=f"catalog-{name}")

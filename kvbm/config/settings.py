@@ -311,6 +311,19 @@ class CatalogSettings(SettingsGroup, frozen=True):
     tenant_secrets: dict[str, str] = {}
 
 
+class ErasureSettings(SettingsGroup, frozen=True):
+    """How an instance hears of erasures (`kvbm-catalog erase`).
+
+    Attributes:
+        poll_s: between two looks at the record of erasures on the stream.
+        hold_s: where the stream does not answer at the start, nothing of NVME, the pod's folder and OBJECT is used until the record was read,
+            and for so long at most; -1: until it was read, however long that takes. 0: they are used at once.
+    """
+
+    poll_s: float = 5.0
+    hold_s: float = 30.0
+
+
 class GcSettings(SettingsGroup, frozen=True):
     """The janitor of the object pool, `kvbm-catalog gc`. All janitors of one store should have the same.
 
@@ -351,4 +364,5 @@ class Settings(SettingsGroup, frozen=True):
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
     gc: GcSettings = GcSettings()
+    erasure: ErasureSettings = ErasureSettings()
     tenants: dict[str, TenantSettings] = {}

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
 from kvbm.streams.base import (
+    ERASE_PREFIX,
+    ERASED_PREFIX,
     EVENTS_PREFIX,
     FENCE_PREFIX,
     PULSE_PREFIX,
@@ -22,7 +24,7 @@ from kvbm.streams.base import (
 )
 from kvbm.streams.nats.connection import BORROWED_API, JS_API
 from kvbm.streams.nats.credentials import INBOX
-from kvbm.streams.nats.setup import PULSE, STREAM
+from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 
 ACCOUNT = "KVBM"  # whose the streams are
 
@@ -55,7 +57,9 @@ def _lent_to_instance(cluster: str, instance: str) -> list[str]:
     )
     calls = [f"STREAM.INFO.{STREAM}", f"STREAM.INFO.{PULSE}", f"DIRECT.GET.{STREAM}.{events}"]
     calls += [f"DIRECT.GET.{STREAM}.{fence}", f"DIRECT.GET.{PULSE}.{pulse}"]
-    return [events, fence, pulse, samples, *(f"{BORROWED_API}.{call}" for call in calls)]
+    calls += [f"DIRECT.GET.{ERASURES}.{cluster_filter(ERASE_PREFIX, cluster).removesuffix('.>')}"]
+    erased = instance_subject(ERASED_PREFIX, cluster, instance)
+    return [events, fence, pulse, samples, erased, *(f"{BORROWED_API}.{call}" for call in calls)]
 
 
 def _true_subject(subject: str) -> str:
@@ -69,8 +73,8 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     It makes both streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
-    allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX)]
-    for stream in (STREAM, PULSE):
+    allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
+    for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
         allowed += [f"{JS_API}.CONSUMER.DELETE.{stream}.>", f"{JS_API}.DIRECT.GET.{stream}.>"]
