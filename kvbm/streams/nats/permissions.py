@@ -57,9 +57,14 @@ def _lent_to_instance(cluster: str, instance: str) -> list[str]:
     )
     calls = [f"STREAM.INFO.{STREAM}", f"STREAM.INFO.{PULSE}", f"DIRECT.GET.{STREAM}.{events}"]
     calls += [f"DIRECT.GET.{STREAM}.{fence}", f"DIRECT.GET.{PULSE}.{pulse}"]
-    calls += [f"DIRECT.GET.{ERASURES}.{cluster_filter(ERASE_PREFIX, cluster).removesuffix('.>')}"]
+    calls += [f"DIRECT.GET.{ERASURES}.{_erasures_subject(cluster)}"]
     erased = instance_subject(ERASED_PREFIX, cluster, instance)
     return [events, fence, pulse, samples, erased, *(f"{BORROWED_API}.{call}" for call in calls)]
+
+
+def _erasures_subject(cluster: str | None) -> str:
+    """Where the record of erasures of a cluster, or of all, lies."""
+    return f"{ERASE_PREFIX}.*" if cluster is None else cluster_filter(ERASE_PREFIX, cluster).removesuffix(".>")
 
 
 def _true_subject(subject: str) -> str:
@@ -74,6 +79,7 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
     allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
+    allowed.append(_erasures_subject(cluster))
     for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
