@@ -106,6 +106,8 @@ def run_erase(
         if number is None:
             number = _run(_ask(settings, url, credentials, options))
         if options.status is None and (settings.pools.object.url or new_store is not None):
+            begun = Progress(places=(Place(name="objects", waits="the janitor"),))
+            _run(_say(settings, url, credentials, number, begun))
             progress = _erase_objects(settings, options, new_store)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s

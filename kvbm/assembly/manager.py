@@ -282,6 +282,7 @@ def run_catalog(
             replicas=settings.nats.replicas,
             liveness_s=settings.catalog.liveness_s,
             tenant_secrets=settings.catalog.tenant_secrets,
+            tenant_secrets_file=settings.catalog.tenant_secrets_file,
             capacity=settings.catalog.capacity,
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
             checkpoint_every_s=settings.catalog.checkpoint_every_s,

@@ -245,7 +245,7 @@ class _Api:
         except HashSchemeError as error:
             message, _, remedy = str(error).partition("; ")
             raise ApiError(422, "scheme_not_hashable", message, remedy) from None
-        secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
+        secret = self._service.secrets.get(fields.tenant, None if fields.tenant else "")
         if secret is None:
             raise ApiError(
                 422, "tokens_not_hashable",

@@ -11,6 +11,7 @@ from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header
 from kvbm.core.errors import FrameError
 from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample
+from kvbm.streams.erased_records import ERASED_MAGIC, ErasedRecord, encode_erased, erased_bytes
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, record_bytes
 
 
@@ -30,7 +31,7 @@ class Rewritten(NamedTuple):
 
 
 def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
-    """Take frames out of a file of whole frames and fences; what is damaged goes, too, since nobody can tell what it names.
+    """Take frames out of a file of whole frames and fences, and say so in their place; what is damaged goes, too, for nobody knows what it names.
 
     Args:
         size: of its whole part.
@@ -40,10 +41,11 @@ def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
     kept: list[memoryview] = []
     at = taken_out = 0
     while at < size:
-        fence = record_bytes(bytes(data[at : at + HEAD_BYTES]))
-        if fence:
-            kept.append(data[at : at + fence])
-            at += fence
+        head = bytes(data[at : at + HEAD_BYTES])
+        record = record_bytes(head) or erased_bytes(head)
+        if record:
+            kept.append(data[at : at + record])
+            at += record
             continue
         try:
             header = decode_header(bytes(data[at : at + 512]))
@@ -55,6 +57,7 @@ def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
             continue
         if meant.frame(frame):
             taken_out += 1
+            kept.append(memoryview(encode_erased(_in_its_place(frame, meant.number))))
         else:
             kept.append(piece)
         at += header.frame_bytes
@@ -62,6 +65,13 @@ def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
         return Rewritten(size, 0)
     _put(path, b"".join(kept))
     return Rewritten(sum(map(len, kept)), taken_out)
+
+
+def _in_its_place(frame: Frame, number: int) -> ErasedRecord:
+    return ErasedRecord(
+        instance=frame.instance, epoch=frame.epoch, first_offset=frame.first_offset, event_count=len(frame.events),
+        wall_time_ns=frame.wall_time_ns, number=number,
+    )  # fmt: skip
 
 
 def rewrite_samples(path: Path, meant: Meant) -> int:
@@ -75,7 +85,7 @@ def rewrite_samples(path: Path, meant: Meant) -> int:
 
 def _next(data: memoryview, at: int) -> int:
     rest = bytes(data[at:])
-    found = [place for magic in (MAGIC, FENCE_MAGIC) if (place := rest.find(magic)) >= 0]
+    found = [place for magic in (MAGIC, FENCE_MAGIC, ERASED_MAGIC) if (place := rest.find(magic)) >= 0]
     return at + min(found) if found else len(data)
 
 

@@ -41,6 +41,7 @@ from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
+from kvbm.tenant_secrets import TenantSecrets
 
 log = structlog.get_logger()
 
@@ -61,7 +62,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         claims_every_s: how often claims in the index are held against those in the database.
-        tenant_secrets: tenant → secret, for lookups by tokens.
+        tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change; "" for none.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
@@ -81,6 +82,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_every_s: float = 0.1
     claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
+    tenant_secrets_file: str = ""
     routing: RoutingSettings = RoutingSettings()
     capacity: int = 100_000_000
     checkpoints: str = ""
@@ -106,7 +108,7 @@ class CatalogService:
         failed: set when it cannot go on; `failure` has the reason.
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
         follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
-        queries: what it answers.
+        queries: what it answers. secrets: of tenants, for lookups by tokens.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
@@ -117,6 +119,7 @@ class CatalogService:
     ) -> None:  # fmt: skip
         """Prefer `CatalogService.start`."""
         self.settings = settings
+        self.secrets = TenantSecrets(settings.tenant_secrets, settings.tenant_secrets_file)
         self.backend = backend
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None

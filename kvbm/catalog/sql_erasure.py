@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from kvbm.catalog import sql_tables as tables
 from kvbm.catalog.database import database_errors, shown
+from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
 
 _WRITTEN: tuple[Table, ...] = (tables.namespaces, tables.tenants, tables.object_claims)
@@ -67,7 +68,11 @@ async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], ten
             alone = await connection.execution_options(isolation_level="AUTOCOMMIT")
             if is_sqlite:
                 await alone.exec_driver_sql("VACUUM")
-                await alone.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+                is_busy, *_ = (await alone.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")).one()
+                if is_busy:
+                    raise CatalogError(
+                        f"{shown(engine.url)} is being read, so its log still has what was deleted; it is tried again"
+                    )
             else:
                 await alone.exec_driver_sql(f"VACUUM {', '.join(table.name for table in _WRITTEN)}")
     return deleted

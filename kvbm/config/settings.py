@@ -293,6 +293,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         database: SQLAlchemy URL; "" is SQLite in the data folder.
         liveness_s: an instance not heard for this long is left out of answers.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
+        tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change without a restart.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
@@ -309,6 +310,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     archive: str = ""
     routing: RoutingSettings = RoutingSettings()
     tenant_secrets: dict[str, str] = {}
+    tenant_secrets_file: str = ""
 
 
 class ErasureSettings(SettingsGroup, frozen=True):

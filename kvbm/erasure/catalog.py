@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from kvbm.catalog import sql_erasure
+from kvbm.catalog.archive import SAMPLES_EVERY_S
 from kvbm.catalog.archive_erasure import Meant
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
@@ -22,7 +23,7 @@ from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.record import Erasure, Matcher, Record
-from kvbm.erasure.report import CATALOG, INSTANCE, Answer, Place, Progress
+from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
 from kvbm.streams.base import AccessSample
 from kvbm.streams.nats.api import Stored
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _STEP_S = 1.0  # between two looks while something is under way
+_SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive
 _NAMED = 3  # of those that are waited for
 
 
@@ -61,7 +63,9 @@ class CatalogErasures:
         self._service, self._name, self._connect, self._poll_s = service, name, connect, poll_s
         self._progress: dict[int, Progress] = {}
         self._said: object = None
-        self._settled: dict[int, int] = {}  # the stream's end when nobody was left to send anything of an erasure
+        self._settled: dict[
+            int, tuple[int, float]
+        ] = {}  # the stream's end when nobody was left to send anything, and when that was
         self._record = Record()
         self._is_busy = False
 
@@ -122,6 +126,9 @@ class CatalogErasures:
         waits = await self._waits(erasure, answers, matcher, list(meant))
         if waits:
             self._settled.pop(erasure.number, None)
+        else:
+            waits = await self._unread(erasure.number)
+        if waits:
             return Progress(places=tuple(Place(name=name, waits=waits) for name in self._places()))
         try:
             places = await self._erase(erasure, matcher, meant)
@@ -156,15 +163,23 @@ class CatalogErasures:
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             return f"instances {', '.join(names[:_NAMED])}{more}"
         of = None if matcher.is_whole else matcher.of
+        if report.unfinished(answers, erasure.number, OBJECTS):
+            return "the object pool's janitor"
         claims = await sql_erasure.claimed(service.store.engine, meant, of)
         if claims:
             return f"{claims} claims of objects: kvbm-catalog erase with the pool's settings"
-        if erasure.number not in self._settled:
-            self._settled[erasure.number] = await service.stream.last_sequence()
-        end = self._settled[erasure.number]
+        return ""
+
+    async def _unread(self, number: int) -> str:
+        """What of all that was sent this catalog has not read and stored yet; "" for nothing."""
+        service = self._service
+        if number not in self._settled:
+            self._settled[number] = await service.stream.last_sequence(), time.monotonic()
+        end, since_s = self._settled[number]
         read = end if service.lag.messages() == 0 else service.sequencer.sequence
         stored = min(service.writer.stored, service.archive.sequence if service.archive is not None else end)
-        if read < end or stored < min(end, service.sequencer.sequence):
+        is_late = service.archive is not None and time.monotonic() - since_s < _SAMPLES_S
+        if read < end or stored < min(end, service.sequencer.sequence) or is_late:
             return "the stream to be read and stored"
         return ""
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -62,6 +63,8 @@ class ErasureWatch:
         self._holds = not is_known
         self._begun_s = time.monotonic()
         self._said: object = None
+        self._log: Log | None = None
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Task[object]] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvbm-erasure-{name}", daemon=True)
 
@@ -74,25 +77,32 @@ class ErasureWatch:
     def stop(self) -> None:
         """End: no pool is used by it any more when this returns, unless a device does not answer."""
         self._stopping.set()
+        waiting = self._waiting
+        if waiting is not None:
+            loop, task = waiting
+            with suppress(RuntimeError):  # it has ended just now
+                loop.call_soon_threadsafe(task.cancel)
         if self._thread.ident is not None:
             self._thread.join(_STOP_S)
 
+    # -- its own thread -----------------------------------------------------------------------------------------------
+
     def _run(self) -> None:
         try:
-            asyncio.run(self._watch())
-        except Exception as error:
-            log.exception(
-                "erasure.watch_broke", instance=self._name, why=str(error), remedy="report it; restart the engine"
-            )
+            with asyncio.Runner() as runner:
+                self._watch(runner)
+                runner.run(self._close())
+        except (RuntimeError, asyncio.CancelledError):
+            if not self._stopping.is_set():
+                raise
+            # all is done; Python 3.12 starts no thread while it ends, and a loop wants one for its resolver's
 
-    async def _watch(self) -> None:
-        connected: Log | None = None
+    def _watch(self, runner: asyncio.Runner) -> None:
         last = ""
         while not self._stopping.is_set():
             pause_s = self._options.poll_s
             try:
-                connected = connected or await self._connect()
-                await self._turn(connected)
+                self._turn(runner)
                 if last:
                     log.info("erasure.record_read", instance=self._name)
                 last = ""
@@ -100,28 +110,48 @@ class ErasureWatch:
                 if str(error) != last:
                     last = str(error)
                     log.info("erasure.record_unread", instance=self._name, why=last)
-                if connected is not None:
-                    await connected.close()
-                    connected = None
+                runner.run(self._close())
                 self._release_late()
                 pause_s = min(pause_s, _AGAIN_S)
-                await asyncio.to_thread(self._erasures.step)
-            await self._sleep(_BUSY_S if self._erasures.is_busy else pause_s)
-        if connected is not None:
-            await connected.close()
+                self._erasures.step()
+            self._stopping.wait(_BUSY_S if self._erasures.is_busy else pause_s)
 
-    async def _turn(self, connected: Log) -> None:
-        found = await connected.record()
+    def _turn(self, runner: asyncio.Runner) -> None:
+        """Read the record, go on, and say how far that is. The loop runs while something is asked, and not while a device works."""
+        found = runner.run(self._read())
         if found is not None:
-            record = records.decoded(found.data)
-            await asyncio.to_thread(self._erasures.take, record)
+            self._erasures.take(records.decoded(found.data))
         self._release()
-        await asyncio.to_thread(self._erasures.step)
+        self._erasures.step()
         progress = self._erasures.progress()
         if progress and progress != self._said:
             answer = Answer(name=self._name, kind=INSTANCE, at_ns=time.time_ns(), progress=progress)
-            await connected.put_answer(self._name, report.encoded(answer))
+            runner.run(self._say(report.encoded(answer)))
             self._said = progress
+
+    async def _read(self) -> Stored | None:
+        self._note_waiting()
+        if self._log is None:
+            self._log = await self._connect()
+        return await self._log.record()
+
+    async def _say(self, data: bytes) -> None:
+        self._note_waiting()
+        assert self._log is not None
+        await self._log.put_answer(self._name, data)
+
+    async def _close(self) -> None:
+        if self._log is not None:
+            await self._log.close()
+            self._log = None
+
+    def _note_waiting(self) -> None:
+        """`stop` cancels what is waited for."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting = asyncio.get_running_loop(), task
+        if self._stopping.is_set():
+            task.cancel()
 
     def _release(self) -> None:
         if self._holds:
@@ -132,10 +162,8 @@ class ErasureWatch:
         hold_s = self._options.hold_s
         if self._holds and 0 <= hold_s <= time.monotonic() - self._begun_s:
             log.warning(
-                "erasure.unknown", instance=self._name, waited_s=hold_s, effect="blocks of an earlier run are served all the same",
-                remedy="see to NATS; erasure.hold_s says how long they are held back, -1 until the record was read",
+                "erasure.unknown", instance=self._name, waited_s=hold_s,
+                remedy="blocks of an earlier run are served all the same: see to NATS; erasure.hold_s says how long they are held back,"
+                " -1 until the record was read",
             )  # fmt: skip
             self._release()
-
-    async def _sleep(self, seconds: float) -> None:
-        await asyncio.to_thread(self._stopping.wait, seconds)

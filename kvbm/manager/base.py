@@ -134,7 +134,7 @@ class BlockManager:
             options,
         )  # fmt: skip
         self.erasing = Erasing(
-            self._stream, pools, self._offsets, self.publisher_port, options.retention, self._lasting, self._namespaces,
+            self._stream, pools, self._offsets, self.publisher_port, options.retention, offloader, self._lasting, self._namespaces,
             backend.checksums, self._owns_hbm,
         )  # fmt: skip
         self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)

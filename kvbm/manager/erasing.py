@@ -14,6 +14,7 @@ from kvbm.core.ids import HASH_BYTES, Epoch, NamespaceId, Tier, pack_slots, spli
 from kvbm.manager.journal_retention import JournalRetention
 from kvbm.manager.lasting import LastingNamespaces
 from kvbm.manager.ledger_stream import LedgerStream
+from kvbm.manager.offload_queue import Offloader
 from kvbm.manager.offsets import Offsets
 from kvbm.manager.publisher_port import PublisherPort
 from kvbm.manager.transfer import Pools
@@ -58,10 +59,11 @@ class Erasing:
 
     def __init__(
         self, stream: LedgerStream, pools: Pools, offsets: Offsets, port: PublisherPort, retention: JournalRetention | None,
-        lasting: LastingNamespaces, used: dict[NamespaceId, None], checksums: ChecksumRows, owns_hbm: bool,
+        offloader: Offloader, lasting: LastingNamespaces, used: dict[NamespaceId, None], checksums: ChecksumRows, owns_hbm: bool,
     ) -> None:  # fmt: skip
         self._stream, self._pools, self._offsets, self._port, self._retention = stream, pools, offsets, port, retention
-        self._lasting, self._used, self._checksums, self._owns_hbm = lasting, used, checksums, owns_hbm
+        self._offloader, self._lasting, self._used = offloader, lasting, used
+        self._checksums, self._owns_hbm = checksums, owns_hbm
         self._ledger = stream.ledger
 
     @property
@@ -122,6 +124,15 @@ class Erasing:
                 count += self._ledger.evict(tier, hashes[at : at + _EVICT_BYTES], EvictReason.CLEARED)
             self._stream.recorded()
         return count
+
+    def drop_samples(self) -> None:
+        """Sampled prompts that were not sent on yet are lost."""
+        self._port.drop_samples()
+
+    def unclaim(self, hashes: bytes) -> None:
+        """The object pool has these no more: when they are used anew they are put anew."""
+        with self._stream.lock:
+            self._offloader.unclaim(hashes)
 
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         """Heartbeats do not name these until they are used again."""

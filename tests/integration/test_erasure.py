@@ -15,24 +15,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
+from kvbm.core.errors import ErasureError
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
 from kvbm.erasure.report import Line
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.replay.opening import open_source
+from kvbm.replay.verify import verify
 from kvbm.streams.nats.api import request
 from kvbm.streams.nats.connection import NatsConnection
-from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.credentials import Credentials, keep_seed
+from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, server_config
 from kvbm.streams.nats.setup import STREAM, STREAMS
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually
 from tests.object_pools import memory_objects
+from tests.servers import free_port
 
 BLOCK_BYTES = 4096
 K = 2
@@ -300,9 +305,121 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
     for manager in managers.values():
         assert not victim.in_bytes(memory_of(manager))
+    world.catalog.stop()
+    archive = verify(open_source(str(world.folder / "archive")), NATIVE, NATIVE_FOLD)
+    assert archive.findings == []
+    assert any(f"erased by erasure {number}" in note for note in archive.notes), archive.notes
+    world.start_catalog()
     # The other tenant has all it had.
     assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
     for name, manager in managers.items():
         for prompt in prompts[name]:
             assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
     assert all(depth(world, OTHER, prompt) == DEPTH for prompt in range(1, 5))
+
+
+def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: World, tmp_path: Path) -> None:
+    manager = world.instance("a")
+    for prompt in (1, 2):
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, prompt))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, VICTIM, 2) == DEPTH, "the catalog has not all claims")
+    hashes = hashes_of(VICTIM, 1)
+    gone, stays = Needles(VICTIM, [1]), Needles(VICTIM, [2])
+    for needles in (gone, stays):  # of the tenant itself all stays
+        needles.words = {word: what for word, what in needles.words.items() if what in ("a hash", "bytes of a block")}
+    code, number, _ = world.erase(namespace=VICTIM.id, hashes=hashes)
+    assert code == 1
+    only_age = {"NATS events on the stream"}
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    assert gone.in_folder(world.folder) == {}
+    assert gone.in_bytes(world.tables()) == set()
+    assert not any(gone.in_bytes(name.encode() + bytes(body[0])) for name, body in world.store.objects.items())
+    assert not gone.in_bytes(memory_of(manager))
+    assert {"nvme.pool", "catalog.db"} <= {Path(name).name for name in stays.in_folder(world.folder)}
+    for space, prompt in ((VICTIM, 2), (OTHER, 1), (OTHER, 2)):
+        assert manager.acquire(space.id, hashes_of(space, prompt)).depth == DEPTH
+    assert manager.acquire(VICTIM.id, hashes).depth == 0
+    # The tenant uses it anew: that is new, and stays.
+    manager.unpin(serve(manager, VICTIM, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, VICTIM, 1) == DEPTH, "new use is not claimed")
+    assert manager.match(hashes).depth == DEPTH
+    assert world.erase(lift=number)[1] == number
+    with pytest.raises(ErasureError, match=r"in force: none"):
+        world.erase(status=number)
+
+
+def lonely(folder: Path, url: str, hold_s: float) -> Manager:
+    flags = {
+        "instance.data_dir": str(folder), "instance.id": "a", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
+        "pools.nvme.slots": 32, "nats.url": url, "nats.timeout_s": 0.5, "erasure.hold_s": hold_s, "erasure.poll_s": 0.1,
+    }  # fmt: skip
+    return open_manager(load_settings(flags=flags), [OTHER], BLOCK_BYTES)
+
+
+def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_path: Path) -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+
+    def depth_of(manager: Manager) -> int:
+        prefix = manager.acquire(OTHER.id, hashes_of(OTHER, 1))
+        manager.unpin(prefix.slots)
+        return prefix.depth
+
+    with lonely(tmp_path, url, 0.0) as manager:
+        manager.unpin(serve(manager, OTHER, 1))
+        assert manager.settle(WAIT_S)
+    with lonely(tmp_path, url, 0.0) as manager:  # nothing is held back
+        assert depth_of(manager) == DEPTH
+    with lonely(tmp_path, url, 0.2) as manager:  # for a moment
+        eventually(lambda: depth_of(manager) == DEPTH, "it is held back for ever")
+    with lonely(tmp_path, url, -1.0) as manager:
+        assert depth_of(manager) == 0
+        assert len(manager.held(Tier.NVME)) == DEPTH
+        server = EmbeddedServer.start(tmp_path / "nats", port=int(url.rpartition(":")[2]))
+        try:
+            eventually(lambda: depth_of(manager) == DEPTH, "the record was read, and it is held back")
+        finally:
+            manager.close()
+            server.stop()
+
+
+def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    users = [ServerUser(keep_seed(keys / "instance-a.nk"), "a"), ServerUser(keep_seed(keys / "catalog.nk"))]
+    server = EmbeddedServer.start(tmp_path / "nats", settings=server_config("home", users))
+    seed = str(keys / "catalog.nk")
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": "home", "nats.url": server.url, "erasure.poll_s": 0.2,
+        "snapshots.least_s": 0.3, "pools.hbm.slots": 32, "pools.hbm.device": "memory",
+    }  # fmt: skip
+    mine = load_settings(flags=flags | {"instance.id": "a", "nats.nkey_seed": str(keys / "instance-a.nk")})
+    of_catalog = load_settings(flags=flags | {"nats.nkey_seed": seed, "instance.id": "catalog"})
+    credentials = Credentials(nkey_seed=seed, inbox=catalog_inbox("home"))
+    told: list[tuple[int, Sequence[Line]]] = []
+
+    def erase(**options: Any) -> Sequence[Line]:
+        run_erase(of_catalog, EraseOptions(wait_s=0.0, **options), lambda number, lines: told.append((number, lines)))
+        return told[-1][1]
+
+    service = ServiceSettings(
+        nats_url=server.url, credentials=credentials, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster="home",
+        listen="127.0.0.1:0", store_every_s=0.02, companions=(catalog_companion(of_catalog, server.url, credentials),),
+    )  # fmt: skip
+    try:
+        with CatalogThread(service, NATIVE, NATIVE_INDEX), open_manager(mine, [VICTIM, OTHER], BLOCK_BYTES) as manager:
+            for space in (VICTIM, OTHER):
+                manager.unpin(serve(manager, space, 1))
+            eventually(lambda: b"initech" in (tmp_path / "catalog.db-wal").read_bytes(), "SQL does not know the tenant")
+            erase(tenant=VICTIM.tenant)
+            eventually(
+                lambda: set(waits(erase(status=1))) == {"NATS events on the stream"}, "not all are done",
+                state=lambda: waits(erase(status=1)), timeout_s=WAIT_S,
+            )  # fmt: skip
+            assert set(manager.held(Tier.HBM)) == set(split_hashes(hashes_of(OTHER, 1)))
+    finally:
+        server.stop()

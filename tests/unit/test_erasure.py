@@ -50,7 +50,8 @@ class Instance:
         self.pinned: set[int] = set()
         self.journal_from = Position(Epoch(1), Offset(0))
         self.at = Position(Epoch(1), Offset(10))
-        self.asked = 0
+        self.asked = self.dropped = 0
+        self.unclaimed = b""
         self.is_over = False
         self.engine_tier: Tier | None = None
         self.unnamed: list[NamespaceId] = []
@@ -85,6 +86,12 @@ class Instance:
             count += len(kept) - len(left)
             self.blocks[tier][space] = b"".join(left)
         return count
+
+    def drop_samples(self) -> None:
+        self.dropped += 1
+
+    def unclaim(self, hashes: bytes) -> None:
+        self.unclaimed += hashes
 
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         self.unnamed += namespaces
@@ -159,7 +166,7 @@ def test_an_instance_withdraws_at_once_waits_for_slots_then_for_the_journal() ->
     mine = erasures(instance)
     mine.take(recorded(Subject("acme", (ACME.id,))))
     assert instance.blocks == {Tier.HOST: {ACME.id: b"", GLOBEX.id: blocks(3)}, Tier.NVME: {ACME.id: b""}}
-    assert instance.unnamed == [ACME.id]
+    assert (instance.unnamed, instance.dropped, instance.unclaimed) == ([ACME.id], 1, blocks(1, 2))
     mine.step()
     places = {place.name: place for place in mine.progress()[1].places}
     assert places["HOST"].waits == "1 slots that requests or copies use"
