@@ -165,7 +165,8 @@ class World:
 
     def instance(self, name: str, spaces: Sequence[Namespace] = (VICTIM, OTHER)) -> Manager:
         objects = memory_objects(BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=1.0)
-        manager = open_manager(self.settings(name), list(spaces), BLOCK_BYTES, object_pool=objects)
+        pod = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
+        manager = open_manager(self.settings(name, **pod), list(spaces), BLOCK_BYTES, object_pool=objects)
         self._opened.callback(manager.close)
         return manager
 
@@ -261,7 +262,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
     eventually(lambda: "a hash" in str(victim.in_folder(world.folder / "archive")), "the archive has not the blocks")
     # What the search must be able to find.
-    for place in ("nvme.pool", "journal", "catalog.db", "archive", "checkpoints", "samples"):
+    for place in ("nvme.pool", "pod/b", ".slots", "journal", "catalog.db", "archive", "checkpoints", "samples"):
         eventually(lambda: place in str(victim.in_folder(world.folder)), f"{place} has nothing")  # noqa: B023 - called now
     assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
     assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
@@ -286,8 +287,10 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
         others_wait, "a and b are not done", state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S
     )
     assert not any(str(VICTIM.id.hex()) in name for name in world.store.objects)
-    for name, manager in managers.items():
+    for name in managers:
         assert not victim.in_folder(world.folder / "instances" / name)
+    assert not victim.in_folder(world.folder / "pod")
+    for manager in managers.values():
         assert not victim.in_bytes(memory_of(manager))
 
     # One that was away erases before it serves; its engine does not name the tenant any more.
