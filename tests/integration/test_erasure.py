@@ -262,7 +262,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
     eventually(lambda: "a hash" in str(victim.in_folder(world.folder / "archive")), "the archive has not the blocks")
     # What the search must be able to find.
-    for place in ("nvme.pool", "pod/b", ".slots", "journal", "catalog.db", "archive", "checkpoints", "samples"):
+    for place in ("nvme.pool", "pod/home.b.pool", ".slots", "journal", "catalog.db", "archive", "checkpoints", "samples"):
         eventually(lambda: place in str(victim.in_folder(world.folder)), f"{place} has nothing")  # noqa: B023 - called now
     assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
     assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
