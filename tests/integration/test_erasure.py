@@ -42,7 +42,7 @@ from tests.servers import free_port
 BLOCK_BYTES = 4096
 K = 2
 DEPTH = 4
-WAIT_S = 30.0
+WAIT_S = 120.0
 AGE_S = 30  # of events on the stream, which are kept for a day else
 VICTIM = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="initech-payroll")
 OTHER = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="globex")
