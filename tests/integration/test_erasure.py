@@ -32,8 +32,10 @@ from kvbm.replay.verify import verify
 from kvbm.streams.nats.api import request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
-from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, server_config
+from kvbm.streams.nats.erasures import ErasureLog
+from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, instance_inbox, server_config
 from kvbm.streams.nats.setup import STREAM, STREAMS
+from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually
 from tests.object_pools import memory_objects
@@ -262,7 +264,16 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
     eventually(lambda: "a hash" in str(victim.in_folder(world.folder / "archive")), "the archive has not the blocks")
     # What the search must be able to find.
-    for place in ("nvme.pool", "pod/home.b.pool", ".slots", "journal", "catalog.db", "archive", "checkpoints", "samples"):
+    for place in (
+        "nvme.pool",
+        "pod/home.b.pool",
+        ".slots",
+        "journal",
+        "catalog.db",
+        "archive",
+        "checkpoints",
+        "samples",
+    ):
         eventually(lambda: place in str(victim.in_folder(world.folder)), f"{place} has nothing")  # noqa: B023 - called now
     assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
     assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
@@ -391,6 +402,19 @@ def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_pat
             server.stop()
 
 
+async def ready(url: str, credentials: Credentials) -> None:
+    """The streams of events are there, as a catalog of before would have made them."""
+    await (await NatsStream.connect(url, 5.0, credentials=credentials)).close()
+
+
+async def record_of(url: str, credentials: Credentials) -> object:
+    erasures = await ErasureLog.open(url, "home", 5.0, credentials, 1)
+    try:
+        return await erasures.record()
+    finally:
+        await erasures.close()
+
+
 def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     users = [ServerUser(keep_seed(keys / "instance-a.nk"), "a"), ServerUser(keep_seed(keys / "catalog.nk"))]
@@ -414,6 +438,13 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
         listen="127.0.0.1:0", store_every_s=0.02, companions=(catalog_companion(of_catalog, server.url, credentials),),
     )  # fmt: skip
     try:
+        # Before a catalog has made the stream of erasures there are none.
+        asyncio.run(ready(server.url, credentials))
+        with open_manager(mine, [VICTIM, OTHER], BLOCK_BYTES):
+            record = asyncio.run(
+                record_of(server.url, Credentials(nkey_seed=mine.nats.nkey_seed, inbox=instance_inbox("home", "a")))
+            )
+            assert record is None
         with CatalogThread(service, NATIVE, NATIVE_INDEX), open_manager(mine, [VICTIM, OTHER], BLOCK_BYTES) as manager:
             for space in (VICTIM, OTHER):
                 manager.unpin(serve(manager, space, 1))

@@ -76,7 +76,7 @@ class ErasureLog:
 
     async def record(self) -> Stored | None:
         """The record; None: nothing was ever erased here."""
-        return await last_message(self._connection, ERASURES, self._subject, self._timeout_s)
+        return await last_message(self._connection, ERASURES, self._subject, self._timeout_s, may_lack=True)
 
     async def put_record(self, data: bytes, expected: int) -> int:
         """Replace the record that lies at a sequence, 0 where there is none. Raises FencedError: another was written meanwhile."""
