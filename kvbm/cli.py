@@ -118,10 +118,15 @@ files and the archive have its events. An instance that is alive is not forgotte
     forget.add_argument("instance", metavar="NAME", help="the instance's id")
     _add_settings(forget)
     _add_token(commands)
+    _add_erase(commands)
     arguments = parser.parse_args(argv)
-    work = {"serve": _serve_catalog, "gc": _collect_garbage, "forget": _forget_instance, "token": _make_token}[
-        arguments.command
-    ]
+    work = {
+        "serve": _serve_catalog,
+        "gc": _collect_garbage,
+        "forget": _forget_instance,
+        "token": _make_token,
+        "erase": _erase,
+    }[arguments.command]
     return _run(work, arguments, "kvbm-catalog")
 
 
@@ -136,6 +141,61 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
         NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, _replay_catalog, read_trace, _replay_credentials
     )  # fmt: skip
     return replay(list(sys.argv[1:] if argv is None else argv), parts)
+
+
+def _add_erase(commands: _Commands) -> None:
+    erase = _add_command(
+        commands,
+        "erase",
+        "have everything of a tenant, of a namespace or of a prompt be gone, everywhere",
+        "kvbm-catalog erase --tenant acme --set nats.url=nats://127.0.0.1:4222 --set catalog.database=sqlite:///catalog.db",
+    )
+    erase.description = """Have everything of a tenant, of a namespace or of a prompt be gone: from the tiers and journals of
+all instances, from the object pool and its front, from the catalog's database, index, checkpoints and archive.
+
+It prints what is gone and what waits for whom, and returns 0 only when all is gone, else 1. Instances that are away
+erase before they serve when they return. To ask again for the same goes on with the same erasure. What is used anew
+afterwards is new; take a tenant out of the engines' configuration first."""
+    what = erase.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
+    what.add_argument("--namespace", metavar="ID", type=_namespace_id, help="one namespace, 32 hex digits")
+    what.add_argument("--status", metavar="N", type=_small_number, help="tell how far an erasure has come")
+    what.add_argument(
+        "--lift",
+        metavar="N",
+        type=_small_number,
+        help="take an erasure out of the record: who returns later does not do it",
+    )
+    erase.add_argument(
+        "--hashes", metavar="FILE|HEX", default="", help="with --namespace: only these blocks, 32 hex digits each"
+    )
+    erase.add_argument(
+        "--wait",
+        type=_wait_seconds,
+        default=60.0,
+        metavar="S",
+        help="wait so long for the others; 0: do not (default 60)",
+    )
+    erase.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    _add_settings(erase)
+
+
+def _namespace_id(text: str) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no namespace id; give its 32 hex digits")
+    return found
+
+
+def _small_number(text: str) -> int:
+    return _count_between(text, 1, 1 << 31)
+
+
+def _wait_seconds(text: str) -> float:
+    return 0.0 if text == "0" else _seconds(text)
 
 
 def _add_command(commands: _Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
@@ -598,12 +658,33 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _erase(arguments: argparse.Namespace) -> int:
+    from kvbm.assembly.erasure import EraseOptions, read_hashes, run_erase
+    from kvbm.erasure.report import Line, as_json, as_words
+
+    if arguments.hashes and arguments.namespace is None:
+        raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
+    hashes = read_hashes(arguments.hashes) if arguments.hashes else b""
+    options = EraseOptions(
+        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait
+    )
+
+    def tell(number: int, lines: Sequence[Line]) -> None:
+        if options.lift is not None:
+            print(f"erasure {number} is lifted")
+        else:
+            print((as_json if arguments.json else as_words)(number, lines), flush=True)
+
+    return run_erase(_settings(arguments), options, tell)
+
+
 def _serve_catalog(arguments: argparse.Namespace) -> int:
     from kvbm.assembly import run_catalog
+    from kvbm.assembly.erasure import catalog_companion
 
     if arguments.archive is not None:
         arguments.sets.append(f"catalog.archive={arguments.archive}")
-    return run_catalog(_settings(arguments))
+    return run_catalog(_settings(arguments), catalog_companion)
 
 
 def _collect_garbage(arguments: argparse.Namespace) -> int:

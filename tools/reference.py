@@ -37,7 +37,7 @@ _KINDS = {"str": "text", "int": "integer", "float": "number", "bool": "true or f
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _COMMANDS = {
     "kvbm": ("demo", "simulate", "engine", "bench", "doctor", "probe", "nats-permissions", "keys", "settings"),
-    "kvbm-catalog": ("serve", "gc"),
+    "kvbm-catalog": ("serve", "gc", "erase"),
     "kvbm-replay": ("cat", "stat", "state", "verify", "diff", "rebuild", "export", "whatif", "serve"),
 }
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from kvbm.assembly.pools import key_source, pool_name
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
 from kvbm.core.events import JANITOR
-from kvbm.core.ids import InstanceId, Namespace, Offset
+from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Offset
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.object.encryption import Sealing
@@ -76,7 +76,29 @@ def run_gc(
         time.sleep(settings.gc.every_s)
 
 
-def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) -> Report:
+def erase_objects(
+    settings: Settings, erased: Mapping[NamespaceId, frozenset[bytes]], new_store: Callable[[], Store] | None = None
+) -> Report:
+    """One run of the janitor in which objects of some namespaces go, and no others.
+
+    Args:
+        erased: blocks that an object must hold one of, by namespace; none: all objects.
+        new_store: as of `run_gc`.
+    Raises: as `run_gc`; JanitorBusyError: another janitor works.
+    """
+    check_settings(settings)
+    check_gc(settings.gc, settings.pools.object)
+    gc = msgspec.structs.replace(settings.gc, young_s=0.0)
+    settings = msgspec.structs.replace(settings, gc=gc)
+    return _gc_once(settings, False, new_store or (lambda: _open_store(settings)), erased)
+
+
+def _gc_once(
+    settings: Settings,
+    dry_run: bool,
+    new_store: Callable[[], Store],
+    erased: Mapping[NamespaceId, frozenset[bytes]] | None = None,
+) -> Report:
     from kvbm.janitor import ClaimsReader, Driver, DriverOptions, Janitor, Rules, TenantPart, run_once
 
     gc, wanted = settings.gc, settings.pools.object
@@ -90,6 +112,7 @@ def _gc_once(settings: Settings, dry_run: bool, new_store: Callable[[], Store]) 
         gc.lease_s,
         only_blocks=wanted.blocks,
         sealed=is_sealed,
+        erase=erased,
         parts={
             tenant: TenantPart(share.weight, share.object_bytes or None) for tenant, share in settings.tenants.items()
         },

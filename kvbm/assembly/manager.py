@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 import structlog
@@ -27,6 +27,7 @@ from kvbm.core.errors import (
     ArgumentTypeError,
     CatalogError,
     ConfigError,
+    ErasureError,
     PackageConflictError,
     StreamError,
 )
@@ -34,6 +35,9 @@ from kvbm.core.events import JANITOR, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.core.policy import OFFLOAD_POLICIES, OffloadPolicy, Share, WriteBudget
 from kvbm.core.snapshots import Recovered
+from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
+from kvbm.erasure.record import Record, decoded
+from kvbm.erasure.watch import ErasureWatch, WatchOptions
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -61,6 +65,7 @@ from kvbm.streams.journal.writer import JournalOptions
 from kvbm.streams.memory import DiscardingSink, MemoryLog
 from kvbm.streams.nats.connection import shown
 from kvbm.streams.nats.credentials import INBOX, Credentials
+from kvbm.streams.nats.erasures import ErasureLog
 from kvbm.streams.nats.permissions import Role, catalog_inbox, grant, instance_inbox
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher_ownership import unknown_runs
@@ -70,7 +75,7 @@ from kvbm.telemetry.remarks import to_standard_error
 from kvbm_ledger import conflict
 
 if TYPE_CHECKING:
-    pass
+    from kvbm.catalog.service import Companion
 
 log = structlog.get_logger()
 
@@ -214,9 +219,10 @@ def _open_manager(
         frames = journal or memory
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
         # What can be refused has been by now: an epoch that begins and states nothing would hide what NVME kept.
-        on_stream = _epoch_on_stream(settings, instance, url, credentials) if url else Epoch(0)
-        known = max(on_stream, _epoch_in_catalog(settings, instance))
-        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, lasting, core.new_fold)
+        on_stream = _ask_stream(settings, instance, url, credentials) if url else OnStream()
+        known = max(on_stream.epoch, _epoch_in_catalog(settings, instance))
+        watched = WatchedErasures(settings, on_stream.erasures, lasting, journal is not None)
+        pool_id = _begin_epoch(ledger, settings, journal, pools, namespaces, engine, known, watched, core.new_fold)
         retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
         room_bytes = 0
@@ -243,12 +249,18 @@ def _open_manager(
         publishing = _publishing(settings, manager, frames, url, credentials) if frames is not None and url else None
         opened_pools.pop_all()  # the manager closes them, or leaves them to a copy that has not ended
         disowners = [journal.disown] if journal is not None else []
-        manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners)
+        stoppers = [watched.begin(manager, url, credentials).stop] if url and engine != JANITOR else []
+        manager.start(publishing, closers=[opened.pop_all().close], disowners=disowners, stoppers=stoppers)
         return manager
 
 
-def run_catalog(settings: Settings) -> int:
+def run_catalog(
+    settings: Settings, companion: Callable[[Settings, str, Credentials], tuple[str, Companion]] | None = None
+) -> int:
     """Serve the catalog until SIGINT, SIGTERM or SIGHUP.
+
+    Args:
+        companion: makes what runs beside the service.
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
@@ -277,6 +289,7 @@ def run_catalog(settings: Settings) -> int:
             liveness_s=settings.catalog.liveness_s,
             forget_s=settings.catalog.forget_s,
             tenant_secrets=settings.catalog.tenant_secrets,
+            tenant_secrets_file=settings.catalog.tenant_secrets_file,
             capacity=settings.catalog.capacity,
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
             checkpoint_every_s=settings.catalog.checkpoint_every_s,
@@ -289,6 +302,7 @@ def run_catalog(settings: Settings) -> int:
                 tls_client_ca=settings.catalog.tls_client_ca,
             ),
             limits=LimitSettings(**msgspec.structs.asdict(settings.catalog.limits)),
+            companions=() if companion is None else (companion(settings, url, credentials),),
             routing=RoutingSettings(
                 **costs | {"tier_weights": {tier.upper(): weight for tier, weight in weights.items()}}
             ),
@@ -301,6 +315,12 @@ def run_catalog(settings: Settings) -> int:
             lambda at: print(f"kvbm-catalog: {at} {say}", file=sys.stderr, flush=True),
         )
     return 0
+
+
+def stream_of_catalog(settings: Settings, opened: ExitStack) -> tuple[str, Credentials]:
+    """Where the stream is, and how a catalog proves itself to it. Raises ConfigError, StreamError, MissingExtraError."""
+    credentials = stream_credentials(settings, Role.CATALOG)
+    return _nats_url(settings, opened), credentials
 
 
 def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -> CatalogClient:
@@ -344,29 +364,88 @@ def _publishing(
     )
 
 
-def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> Epoch:
-    """The last epoch the stream has of this instance; 0 when it has none, or does not answer within `nats.timeout_s`.
+class WatchedErasures:
+    """What a manager has to do with erasures: what its start leaves out, and the thread that hears of others.
+
+    Args:
+        record: what is to be erased; None: the stream did not say.
+        lasting: the namespaces the engine names, and whose each is.
+    """
+
+    def __init__(
+        self, settings: Settings, record: Record | None, lasting: LastingNamespaces, has_journal: bool
+    ) -> None:
+        self._settings, self._record, self._lasting = settings, record, lasting
+        self._done = DoneErasures(instance_folder(settings) / DONE_FILE if has_journal else None)
+        self._start = StartErasures(record or Record(), self._done, lasting.tenants)
+        self._recovered = 0
+
+    def kept(self, found: Sequence[Recovered]) -> list[Recovered]:
+        """What of the blocks that an earlier process left may be held."""
+        kept = [one for one in found if not self._lasting.must_not(one.namespace) and self._start.keeps(one)]
+        self._recovered = len(kept)
+        if self._start.left_out:
+            log.info("erasure.left_out", instance=self._settings.instance.id, blocks=self._start.left_out)
+        return kept
+
+    def begin(self, manager: BlockManager, url: str, credentials: Credentials) -> ErasureWatch:
+        """Watch the record from now on."""
+        settings, nats = self._settings, self._settings.nats
+        erasures = InstanceErasures(manager.erasing, self._done, self._record, time.time_ns)
+
+        async def connect() -> ErasureLog:
+            return await ErasureLog.open(url, settings.instance.cluster, nats.timeout_s, credentials, nats.replicas)
+
+        is_known = self._record is not None or not self._recovered or not settings.erasure.hold_s
+        options = WatchOptions(settings.erasure.poll_s, settings.erasure.hold_s)
+        watch = ErasureWatch(manager.instance, erasures, connect, manager.erasing.hold_back, is_known, options)
+        watch.start()
+        return watch
+
+
+class OnStream(NamedTuple):
+    """What the stream knows of an instance that starts.
+
+    Attributes:
+        epoch: its last one; 0 when there is none, or the stream did not answer.
+        erasures: what is to be erased; None: the stream did not say.
+    """
+
+    epoch: Epoch = Epoch(0)
+    erasures: Record | None = None
+
+
+def _ask_stream(settings: Settings, instance: InstanceId, url: str, credentials: Credentials) -> OnStream:
+    """The last epoch the stream has of this instance, and what is to be erased; nothing when it does not answer within `nats.timeout_s`.
 
     A journal that was lost, or kept in memory, would begin again with an epoch whose offsets the stream has seen; the stream
     would then pass for ahead and hide the new events.
     """
-    found: list[Epoch] = []
+    found: list[OnStream] = []
     cluster, timeout_s = settings.instance.cluster, settings.nats.timeout_s
 
-    async def ask() -> Epoch:
+    async def ask() -> OnStream:
         async with asyncio.timeout(timeout_s):
             stream = await NatsStream.connect(url, timeout_s, credentials=credentials, replicas=settings.nats.replicas)
             try:
                 tail = await stream.tail(cluster, instance, timeout_s)
                 fence = await stream.fence(cluster, instance, timeout_s)
-                return max(tail.end.epoch if tail else Epoch(0), fence.epoch if fence else Epoch(0))
+                epoch = max(tail.end.epoch if tail else Epoch(0), fence.epoch if fence else Epoch(0))
             finally:
                 await stream.close()
+        found.append(OnStream(epoch))
+        async with asyncio.timeout(timeout_s):
+            erasures = await ErasureLog.open(url, cluster, timeout_s, credentials, settings.nats.replicas)
+            try:
+                last = await erasures.record()
+                return OnStream(epoch, Record() if last is None else decoded(last.data))
+            finally:
+                await erasures.close()
 
     def run() -> None:
         try:
             found.append(asyncio.run(ask()))
-        except (StreamError, TimeoutError) as error:
+        except (StreamError, ErasureError, TimeoutError) as error:
             log.warning(
                 "instance.stream_unasked", why=str(error) or f"no answer within {timeout_s:g} s", url=shown(url)
             )
@@ -376,7 +455,7 @@ def _epoch_on_stream(settings: Settings, instance: InstanceId, url: str, credent
     )  # the engine may have a loop of its own
     asking.start()
     asking.join(timeout_s + 1.0)
-    return found[0] if found else Epoch(0)
+    return found[-1] if found else OnStream()
 
 
 def _epoch_in_catalog(settings: Settings, instance: InstanceId) -> Epoch:
@@ -406,7 +485,7 @@ def _begin_epoch(
     namespaces: Sequence[Namespace],
     engine: str,
     known: Epoch,
-    lasting: LastingNamespaces,
+    watched: WatchedErasures,
     new_fold: NewFold,
 ) -> str:
     """Start the ledger in a new epoch. Returns the name of the durable pool it speaks of, "" for none."""
@@ -417,7 +496,7 @@ def _begin_epoch(
         pool_id = nvme.pool_id if isinstance(nvme, NvmePool) else ""
         if nvme is not None:
             found = recover(journal, Tier.NVME, nvme.slots, pool_id, new_fold)
-            recovered[Tier.NVME] = [one for one in found if not lasting.must_not(one.namespace)]
+            recovered[Tier.NVME] = watched.kept(found)
         if isinstance(nvme, NvmePool) and nvme.hints is not None and nvme.hints.is_new:
             for namespace, run in groupby(recovered[Tier.NVME], key=lambda one: one.namespace):
                 kept = list(run)

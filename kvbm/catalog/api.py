@@ -306,7 +306,7 @@ class _Api:
             message, _, remedy = str(error).partition("; ")
             raise ApiError(422, "scheme_not_hashable", message, remedy) from None
         if caller.sees_all or fields.tenant in (caller.tenants or ()):
-            secret = self._service.settings.tenant_secrets.get(fields.tenant, None if fields.tenant else "")
+            secret = self._service.secrets.get(fields.tenant, None if fields.tenant else "")
         else:
             secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
         if secret is None:

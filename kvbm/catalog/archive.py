@@ -26,6 +26,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 import structlog
 
+from kvbm.catalog.archive_erasure import Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
@@ -187,6 +188,25 @@ class ArchiveFiles:
             with suppress(OSError):
                 os.truncate(path, begin)
             raise self._failed(error) from error
+
+    def erase(self, meant: Meant) -> int:
+        """Take frames and samples out of all files; gives how many."""
+        self.sync()
+        self._close_file()
+        taken_out = 0
+        try:
+            for path in sorted(self._folder.glob(f"*{FRAMES}")):
+                is_last = path.name == self.position.file
+                done = rewrite_frames(path, self.position.bytes if is_last else path.stat().st_size, meant)
+                taken_out += done.taken_out
+                if is_last and done.taken_out:
+                    self.position = msgspec.structs.replace(self.position, bytes=done.bytes)
+                    self.sync()
+            for path in sorted((self._folder / "samples").glob(f"*{SUFFIX}")):
+                taken_out += rewrite_samples(path, meant)
+        except OSError as error:
+            raise self._failed(error) from error
+        return taken_out
 
     def close(self) -> None:
         """Sync, and give the file back."""
@@ -384,6 +404,10 @@ class Archive:
                     self.samples_lost += 1
         finally:
             writing.cancel()
+
+    async def erase(self, meant: Meant) -> int:
+        """Take frames and samples out of all files; gives how many. Raises CatalogError: the folder does not take it."""
+        return await self._run((await self._open()).erase, meant)
 
     async def close(self) -> None:
         """Sync and close the files."""

@@ -212,6 +212,15 @@ class Checkpointer:
             await asyncio.sleep(self._every_s)
             await self.write()
 
+    async def write_alone(self) -> bool:
+        """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
+        self.last, written = None, self.written
+        await self.write()
+        if self.written == written:
+            return False
+        await asyncio.to_thread(_tidy, self._folder, 1)
+        return True
+
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
         if self.last is not None and self.last.sequence == self._sequencer.sequence:
@@ -256,10 +265,10 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
         yield path, manifest
 
 
-def _tidy(folder: Path) -> None:
+def _tidy(folder: Path, kept: int = KEPT) -> None:
     """Remove all but the newest checkpoints, and what writers that died have left."""
     names = sorted((path.stem for path in folder.glob(f"*{_MANIFEST}")), reverse=True)
-    for name in names[KEPT:]:
+    for name in names[kept:]:
         (folder / f"{name}{_MANIFEST}").unlink(missing_ok=True)
         (folder / f"{name}{_INDEX}").unlink(missing_ok=True)
     for path in (*folder.glob(f"*{_PART}"), *folder.glob(f"*{_INDEX}")):

@@ -183,6 +183,9 @@ class ClusterIndex(Protocol):
         Every block that is claimed from the first call to the last is in one stretch.
         """
 
+    def forget_namespace(self, namespace: NamespaceId) -> None:
+        """Nobody holds or claims blocks of it any more, and checkpoints are not to know its id. What comes later is of a new one."""
+
     def sweep(self, pages: int = 256) -> bool:
         """Free the memory of what instances that died, or snapshots that ended, have left; a piece of it. Whether more is left."""
 

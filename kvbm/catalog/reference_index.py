@@ -199,6 +199,9 @@ class ReferenceIndex:
                 runs.setdefault((pool, namespace), set()).add(block)
         return None, [(*key, b"".join(blocks)) for key, blocks in runs.items()]
 
+    def forget_namespace(self, namespace: NamespaceId) -> None:
+        """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks alone."""
+
     def sweep(self, pages: int = 256) -> bool:
         """As `ClusterIndex.sweep`; here a death leaves nothing."""
         return False

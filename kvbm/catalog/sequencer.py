@@ -258,6 +258,14 @@ class Sequencer:
         """The namespaces whose fields an instance has declared. Read only."""
         return self._namespaces
 
+    def forget_namespaces(self, names: Iterable[NamespaceId]) -> None:
+        """Know no more what these are, until an instance declares them again."""
+        gone = frozenset(names)
+        for name in gone:
+            self._namespaces.pop(name, None)
+        for followed in self._sequences.values():
+            followed.declared -= gone
+
     def declared(self, instance: InstanceId) -> frozenset[NamespaceId]:
         """The namespaces an instance's newest start named; empty when none are known."""
         followed = self._sequences.get(instance)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Set
+from collections.abc import Callable, Coroutine, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import structlog
@@ -46,11 +46,15 @@ from kvbm.streams.base import EventReader, EventStream, Mark, still_holds
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.telemetry.metrics import CatalogNumbers
+from kvbm.tenant_secrets import TenantSecrets
 
 log = structlog.get_logger()
 
 CLOSE_WAIT_S = 5.0
 LAST_CHECKPOINT_S = 8.0
+
+
+Companion: TypeAlias = "Callable[[CatalogService], Coroutine[None, None, None]]"
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +68,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         claims_every_s: how often claims in the index are held against those in the database.
-        tenant_secrets: tenant → secret, for lookups by tokens.
+        tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change; "" for none.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
@@ -72,6 +76,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
         access: who may ask, and how the catalog knows.
         limits: what callers may ask.
+        companions: what else runs beside the service until it is closed, by name. The service goes on without one that ends.
     """
 
     nats_url: str
@@ -86,6 +91,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     store_every_s: float = 0.1
     claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
+    tenant_secrets_file: str = ""
     routing: RoutingSettings = RoutingSettings()
     capacity: int = 100_000_000
     checkpoints: str = ""
@@ -95,6 +101,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     whole_wait_s: float = 10.0
     access: AccessOptions = AccessOptions()
     limits: LimitSettings = LimitSettings()
+    companions: tuple[tuple[str, Companion], ...] = ()
 
 
 class _Beginning(NamedTuple):
@@ -113,7 +120,7 @@ class CatalogService:
         stream, reader, sequencer, index, rows, writer, store: from the stream to the index and to SQL. lag: what is not read yet.
         follower, heartbeats, requests, upkeep: what follows the stream and the heartbeats, asks for snapshots, and cares for the index.
         forgetting: forgets who is gone for long.
-        queries: what it answers.
+        queries: what it answers. secrets: of tenants, for lookups by tokens.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
@@ -124,6 +131,7 @@ class CatalogService:
     ) -> None:  # fmt: skip
         """Prefer `CatalogService.start`."""
         self.settings = settings
+        self.secrets = TenantSecrets(settings.tenant_secrets, settings.tenant_secrets_file)
         self.backend = backend
         self.failed = asyncio.Event()
         self.failure: BaseException | None = None
@@ -341,6 +349,8 @@ class CatalogService:
         if self.archive is not None:
             self._spawn("archive", self.archive.keep_frames(), is_vital=False)
             self._spawn("samples", self.archive.keep_samples(), is_vital=False)
+        for name, companion in self.settings.companions:
+            self._spawn(name, companion(self), is_vital=False)
 
     def _spawn(self, name: str, work: Coroutine[None, None, None], is_vital: bool = True) -> None:
         task = asyncio.create_task(work, name=f"catalog-{name}")

@@ -123,6 +123,11 @@ class SqlStore:
         """
         return cls(await open_database(url, connect_timeout_s))
 
+    @property
+    def engine(self) -> AsyncEngine:
+        """Its connections, for `sql_erasure`."""
+        return self._engine
+
     async def close(self) -> None:
         """Give the connections back."""
         await self._engine.dispose()

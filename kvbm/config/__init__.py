@@ -4,6 +4,7 @@ from kvbm.config.checks import check_gc, check_settings
 from kvbm.config.load import ENVIRONMENT_PREFIX, Sources, default_lines, leaves, load_settings
 from kvbm.config.settings import (
     CatalogSettings,
+    ErasureSettings,
     GcSettings,
     HbmSettings,
     HostSettings,
@@ -26,6 +27,7 @@ from kvbm.config.settings import (
 __all__ = [
     "ENVIRONMENT_PREFIX",
     "CatalogSettings",
+    "ErasureSettings",
     "GcSettings",
     "HbmSettings",
     "HostSettings",

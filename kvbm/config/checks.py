@@ -92,6 +92,7 @@ def check_settings(settings: Settings) -> None:
         ("pools.object.timeout_s", settings.pools.object.timeout_s),
         ("pools.object.look_s", settings.pools.object.look_s),
         ("catalog.liveness_s", settings.catalog.liveness_s),
+        ("erasure.poll_s", settings.erasure.poll_s),
     ):
         if not 0 < wait_s <= _LONGEST_S:
             raise ConfigError(f"{key} is {wait_s:g}; it must be above 0 and at most {_LONGEST_S:g}")
@@ -99,6 +100,7 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"nats.replicas is {settings.nats.replicas}; give 1, or in a NATS cluster 3 or 5: of an even number half may not fail"
         )
+    _check_hold(settings.erasure.hold_s)
     _check_tenants(settings.tenants)
     _check_catalog(settings.catalog)
 
@@ -125,6 +127,13 @@ def _check_limits(limits: LimitSettings) -> None:
         value = getattr(limits, name)
         if not least <= value < math.inf:
             raise ConfigError(f"catalog.limits.{name} is {value:g}; it must be at least {least:g}")
+
+
+def _check_hold(hold_s: float) -> None:
+    if not (hold_s == -1 or 0 <= hold_s <= _LONGEST_S):
+        raise ConfigError(
+            f"erasure.hold_s is {hold_s:g}; give 0 to {_LONGEST_S:g} seconds, or -1 until the record of erasures was read"
+        )
 
 
 def _check_names(settings: Settings) -> None:

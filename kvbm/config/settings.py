@@ -327,6 +327,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         liveness_s: an instance not heard for this long is left out of answers.
         forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a catalog listens counts.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
+        tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change without a restart.
         capacity: residencies and claims the index takes; more are refused and counted. 10 million need about 350 MB.
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
@@ -353,6 +354,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     routing: RoutingSettings = RoutingSettings()
     limits: LimitSettings = LimitSettings()
     tenant_secrets: dict[str, str] = {}
+    tenant_secrets_file: str = ""
     access: str = ""
     open: bool = False
     tls_cert: str = ""
@@ -362,6 +364,19 @@ class CatalogSettings(SettingsGroup, frozen=True):
     tls_ca: str = ""
     client_cert: str = ""
     client_key: str = ""
+
+
+class ErasureSettings(SettingsGroup, frozen=True):
+    """How an instance hears of erasures (`kvbm-catalog erase`).
+
+    Attributes:
+        poll_s: between two looks at the record of erasures on the stream.
+        hold_s: where the stream does not answer at the start, nothing of NVME, the pod's folder and OBJECT is used until the record was read,
+            and for so long at most; -1: until it was read, however long that takes. 0: they are used at once.
+    """
+
+    poll_s: float = 5.0
+    hold_s: float = 30.0
 
 
 class GcSettings(SettingsGroup, frozen=True):
@@ -407,4 +422,5 @@ class Settings(SettingsGroup, frozen=True):
     samples: SamplesSettings = SamplesSettings()
     catalog: CatalogSettings = CatalogSettings()
     gc: GcSettings = GcSettings()
+    erasure: ErasureSettings = ErasureSettings()
     tenants: dict[str, TenantSettings] = {}

@@ -190,6 +190,10 @@ class CatalogError(KvbmError):
     """The catalog or its database does not answer or refuses. A retry may help; the message says what was seen."""
 
 
+class ErasureError(KvbmError):
+    """An erasure cannot be asked for, or not be read; the message says why. A retry does not help."""
+
+
 class JanitorError(KvbmError):
     """A janitor of a pool may not work, or not go on; the message says why. What it has left undone the next run finishes."""
 

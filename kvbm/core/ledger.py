@@ -38,7 +38,7 @@ from kvbm.core.events import (
     PoolStated,
     StopReason,
 )
-from kvbm.core.fold import Delta
+from kvbm.core.fold import Delta, Held
 from kvbm.core.ids import (
     HASH_BYTES,
     NO_PARENT,
@@ -283,6 +283,10 @@ class Ledger:
         """The hashes of all blocks the tier holds, in the order it gained them."""
         return b"".join(self.residencies.held[tier])
 
+    def held_of(self, tier: Tier, namespace: NamespaceId | None = None) -> tuple[bytes, bytes]:
+        """Hashes and slots, packed, of the blocks the tier holds of a namespace, or of all; in the order it gained them."""
+        return _held_of(self.residencies.held[tier], namespace)
+
     def pin(self, tier: Tier, slots: bytes) -> None:
         """Forbid the eviction of held blocks; counted. Each pin is a use.
 
@@ -494,3 +498,12 @@ class Ledger:
         for change in delta.added:
             if change.slot is not None:
                 self._tiers[change.tier].allocated.discard(change.slot)
+
+
+def _held_of(held: Mapping[SequenceHash, Held], namespace: NamespaceId | None) -> tuple[bytes, bytes]:
+    found = [
+        (block, entry.slot)
+        for block, entry in held.items()
+        if entry.slot is not None and namespace in (None, entry.namespace)
+    ]
+    return b"".join(block for block, _ in found), pack_slots(slot for _, slot in found)

@@ -205,6 +205,11 @@ def expired(holdings: Holdings, now_ns: int, older_ns: int) -> Iterator[Victim]:
         yield from _victims(claims, rows, EvictReason.TTL)
 
 
+def placed(claims: NamespaceClaims, reason: EvictReason) -> Iterator[Victim]:
+    """All objects of a namespace that are there."""
+    yield from _victims(claims, np.flatnonzero(claims.blocks > 0), reason)
+
+
 class TenantPart(NamedTuple):
     """What a tenant may have of a pool.
 

@@ -88,7 +88,10 @@ class Janitor:
             found_bytes = yield from reconciler.inspect_objects(holdings)
             yield from reconciler.reconcile(holdings)
             reconciler.count_parts(holdings)
-            victims = withdrawer.choose(holdings, found_bytes)
+            if steps.rules.erase is None:
+                victims = withdrawer.choose(holdings, found_bytes)
+            else:
+                victims = yield from withdrawer.choose_erased(holdings, steps.rules.erase)
             for at in range(0, len(victims), WAVE_NAMES):
                 yield from withdrawer.withdraw(holdings, victims[at : at + WAVE_NAMES])
         except KvbmError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kvbm.core.ids import NamespaceId
 from kvbm.janitor.holdings import TenantPart
 
 _USED_S = 30 * 86_400.0  # where nothing goes for its age, other clusters learn of uses so far back
@@ -25,6 +26,8 @@ class Rules(NamedTuple):
         only_blocks: the k of this pool; 0: every k that is there.
         parts: of tenants, by name; OTHERS for all that are not named.
         sealed: whether its objects are those whose names tell nothing; others are not this pool's, then.
+        erase: an erasure: objects of these namespaces go, whatever their age, and no others. Those that hold one of the blocks, or all where
+            no block is named.
     """
 
     ttl_s: float
@@ -37,6 +40,7 @@ class Rules(NamedTuple):
     only_blocks: int = 0
     sealed: bool = False
     parts: Mapping[str, TenantPart] = {}
+    erase: Mapping[NamespaceId, frozenset[bytes]] | None = None
 
     @property
     def older_ns(self) -> int:

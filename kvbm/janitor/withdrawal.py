@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvbm.core.events import EvictReason
-from kvbm.core.ids import NamespaceId
+from kvbm.core.ids import NamespaceId, split_hashes
 from kvbm.janitor.effects import ClaimedLast, Delete, Header, Pause, ReadLists, Run, Unread, WriteList
-from kvbm.janitor.holdings import Holdings, Victim, expired, over_quota
+from kvbm.janitor.holdings import Holdings, Victim, expired, over_quota, placed
 from kvbm.janitor.reconcile import names_of
 from kvbm.janitor.run_steps import DESCRIBED_AT_ONCE, RunSteps, Steps, do, runs_of
 from kvbm.pools.object.tombstones import WITHDRAWN_PREFIX
@@ -81,6 +81,25 @@ class Withdrawer:
         for one in victims:
             gone.setdefault(one.namespace, set()).add(one.block)
         return victims + over_quota(holdings, gone, self._rules.quota_bytes, more_bytes, self._rules.parts)
+
+    def choose_erased(self, holdings: Holdings, erased: Mapping[NamespaceId, frozenset[bytes]]) -> Steps[list[Victim]]:
+        """The objects of some namespaces; where blocks are named, those that hold one of them, as their headers say."""
+        victims: list[Victim] = []
+        for namespace, blocks in erased.items():
+            claims = holdings.claims.get(namespace)
+            if claims is None:
+                continue
+            mine = list(placed(claims, EvictReason.CLEARED))
+            if not blocks:
+                victims += mine
+                continue
+            for _, k, group in _by_folder(mine):
+                names = yield from names_of(holdings, namespace, k, [one.block for one in group])
+                described = yield from self._steps.describe(names)
+                for (_, header), one in zip(described, group, strict=True):
+                    if isinstance(header, Header) and blocks.intersection(split_hashes(header.hashes)):
+                        victims.append(one)
+        return victims
 
     def withdraw(self, holdings: Holdings, victims: Sequence[Victim]) -> Steps[None]:
         """Withdraw the claims of some objects, wait, and delete what nobody has claimed since."""

@@ -39,6 +39,7 @@ from kvbm.core.slots import HIGHEST_PRIORITY
 from kvbm.locate.base import Locator
 from kvbm.manager.claim_watch import RUN_BYTES, ClaimWatch
 from kvbm.manager.copies import CopiesInFlight, name_of, slots_held
+from kvbm.manager.erasing import Erasing
 from kvbm.manager.event_writer import RUNS_A_TURN, EventWriter, FrameSink
 from kvbm.manager.host_passage import HostPassage
 from kvbm.manager.lasting import LastingNamespaces
@@ -54,6 +55,7 @@ from kvbm.manager.staging import Staging
 from kvbm.manager.stats import Counters, ManagerStats
 from kvbm.manager.transfer import Pools
 from kvbm.manager.workers import Workers
+from kvbm.pools.base import NamespaceBytes, ObjectPool
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
@@ -79,9 +81,11 @@ class BlockManager:
     Attributes:
         run: of this process: random, made at its start.
         publisher_port: what a publisher asks and reports, in its own thread.
+        erasing: what an erasure asks.
     """
 
     _target: ClassVar[Tier]  # where requests get their blocks
+    _owns_hbm: ClassVar[bool]
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class BlockManager:
         self._load = Load()
         self._closers: list[Callable[[], None]] = []
         self._disowners: list[Callable[[], None]] = []
+        self._stoppers: list[Callable[[], None]] = []
 
         self._stream = LedgerStream(instance, ledger, options.wall_clock_ns)
         self._lock = self._stream.lock
@@ -128,6 +133,10 @@ class BlockManager:
             self._stream, self._copies, offloader, locator, self._lasting, self._counters, self._claims, self._executor,
             options,
         )  # fmt: skip
+        self.erasing = Erasing(
+            self._stream, pools, self._offsets, self.publisher_port, options.retention, offloader, self._lasting, self._namespaces,
+            backend.checksums, self._owns_hbm,
+        )  # fmt: skip
         self._passage = HostPassage(self._stream, self._copies, offloader, self._writer, options)
         self._offloads = OffloadDriver(
             self._stream, self._copies, offloader, self._passage, self._claims, self._writer, self._counters,
@@ -139,6 +148,7 @@ class BlockManager:
         publishing: Publishing | None = None,
         closers: Sequence[Callable[[], None]] = (),
         disowners: Sequence[Callable[[], None]] = (),
+        stoppers: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Start the threads.
 
@@ -146,9 +156,10 @@ class BlockManager:
             publishing: how events reach the stream; None keeps them in the journal.
             closers: called last when the manager closes.
             disowners: called in a forked child, whose the manager is not.
+            stoppers: called first when the manager closes, while its pools are still there.
         """
         self.publisher_port.publishing = publishing
-        self._closers, self._disowners = list(closers), list(disowners)
+        self._closers, self._disowners, self._stoppers = list(closers), list(disowners), list(stoppers)
         leaving.keep(self)
         self._writer.start()
         self._offloads.start()
@@ -367,12 +378,11 @@ class BlockManager:
             epoch, applied = self._ledger.epoch, self._ledger.applied
         offset = published.offset if published.epoch == epoch else Offset(0)
         pool = self.pools.object
-        put_bytes = {} if pool is None else dict(islice(pool.stats().namespaces.items(), _TOLD_NAMESPACES))
         return Heartbeat(
             instance=self.instance, cluster=self.cluster, epoch=epoch, published=offset,
             wall_time_ns=self._wall_clock_ns(), run=self.run, trouble=self.trouble(), queued_tokens=self._load.queued_tokens,
             running_requests=self._load.running_requests, free_slots=free, namespaces=namespaces,
-            stopping=self._stream.closing, put_bytes=put_bytes, applied=applied,
+            stopping=self._stream.closing, put_bytes=_put_bytes(pool, namespaces), applied=applied,
         )  # fmt: skip
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -396,6 +406,8 @@ class BlockManager:
                 return
             self._stream.closing = True
         leaving.forget(self)
+        for stop in self._stoppers:
+            stop()
         self._offloader.wanted.set()
         self._loads.nobody_waits.set()
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -467,6 +479,12 @@ def _staging(pools: Pools, options: ManagerOptions) -> Staging:
             " raise offload.staging_bytes or lower pools.object.blocks"
         )
     return staging
+
+
+def _put_bytes(pool: ObjectPool | None, namespaces: Iterable[NamespaceId]) -> dict[NamespaceId, NamespaceBytes]:
+    """What was put of those namespaces that are in use."""
+    put = {} if pool is None else pool.stats().namespaces
+    return dict(islice(((one, put[one]) for one in namespaces if one in put), _TOLD_NAMESPACES))
 
 
 def _check_reason(reason: EvictReason) -> None:

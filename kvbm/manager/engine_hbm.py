@@ -71,7 +71,7 @@ _INSTEAD = {
 class EngineHbmManager(BlockManager):
     """See the module. `kvbm.assembly.open_engine_manager` makes one from settings."""
 
-    _target = Tier.HOST
+    _target, _owns_hbm = Tier.HOST, False
 
     # -- what the engine holds in HBM -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvbm.core.codec import FrameBytes
 from kvbm.core.ids import Epoch, Offset
-from kvbm.streams.base import Position
+from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.memory import MemoryLog
 
@@ -38,6 +38,9 @@ class JournalRetention(Protocol):
     def used_bytes(self) -> int:
         """How large the journal is."""
 
+    def erase_before(self, position: Position) -> bool:
+        """Delete history; whether nothing from before a position is left. For an erasure, from its own thread. Raises OSError."""
+
 
 class NoRetention:
     """Of a sink that keeps nothing for another process."""
@@ -60,6 +63,10 @@ class NoRetention:
     def used_bytes(self) -> int:
         """See `JournalRetention.used_bytes`."""
         return 0
+
+    def erase_before(self, position: Position) -> bool:
+        """See `JournalRetention.erase_before`."""
+        return True
 
 
 class DiskRetention:
@@ -98,6 +105,10 @@ class DiskRetention:
         """See `JournalRetention.used_bytes`."""
         return self._journal.used_bytes
 
+    def erase_before(self, position: Position) -> bool:
+        """See `JournalRetention.erase_before`."""
+        return self._journal.erase_history(position)
+
 
 class MemoryRetention:
     """Of a log in memory, which nobody recovers from; a sink too, so that it knows how much it keeps."""
@@ -106,6 +117,7 @@ class MemoryRetention:
         self._log = log
         self._kept: deque[tuple[Position, int]] = deque()  # end and size of each frame
         self._used_bytes = 0
+        self._dropped = ORIGIN  # all before it
         self.epoch = Epoch(0)
 
     def append(self, frame: FrameBytes) -> None:
@@ -129,9 +141,14 @@ class MemoryRetention:
         """See `JournalRetention.truncate`."""
         truncatable = min(published, completed_snapshot)
         self._log.drop_before(truncatable)
+        self._dropped = truncatable
         while self._kept and self._kept[0][0] <= truncatable:
             self._used_bytes -= self._kept.popleft()[1]
 
     def used_bytes(self) -> int:
         """See `JournalRetention.used_bytes`."""
         return self._used_bytes
+
+    def erase_before(self, position: Position) -> bool:
+        """See `JournalRetention.erase_before`."""
+        return self._dropped >= position

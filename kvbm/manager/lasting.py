@@ -20,10 +20,14 @@ class LastingNamespaces:
 
     Attributes:
         refused: models of namespaces that name none.
+        tenants: whose each known namespace is.
+        held_back: for now no namespace may: it is not known yet what was to be erased while the instance was away.
     """
 
     def __init__(self, namespaces: Iterable[Namespace] = (), all_may: bool = False) -> None:
         self.refused: dict[str, None] = {}
+        self.tenants: dict[NamespaceId, str] = {}
+        self.held_back = False
         self._all_may = all_may
         self._may: set[NamespaceId] = set()
         self._must_not: set[NamespaceId] = set()
@@ -32,6 +36,7 @@ class LastingNamespaces:
     def add(self, namespaces: Iterable[Namespace]) -> None:
         """Know more of them."""
         for namespace in namespaces:
+            self.tenants[namespace.id] = namespace.tenant
             if namespace.revision.strip():
                 self._may.add(namespace.id)
             else:
@@ -40,7 +45,7 @@ class LastingNamespaces:
 
     def may(self, namespace: NamespaceId) -> bool:
         """Whether its blocks may go to lasting tiers, and come from there."""
-        return self._all_may or namespace in self._may
+        return not self.held_back and (self._all_may or namespace in self._may)
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether it is one of those that are known."""

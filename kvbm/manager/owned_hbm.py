@@ -24,7 +24,7 @@ class Manager(BlockManager):
     it was before.
     """
 
-    _target = Tier.HBM
+    _target, _owns_hbm = Tier.HBM, True
 
     @property
     def hbm(self) -> HbmPool:

@@ -108,6 +108,11 @@ class PublisherPort:
             for one in self._samples.take()
         ]  # fmt: skip
 
+    def drop_samples(self) -> None:
+        """Forget the prompts that were sampled and not sent on yet: they may name what is erased."""
+        if self._samples is not None:
+            self._samples.take()
+
     # -- the event writer, in its turns -------------------------------------------------------------------------------
 
     def confirmed(self) -> Position | None:

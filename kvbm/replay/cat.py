@@ -11,7 +11,7 @@ from kvbm.core.backend import REFERENCE, DecodeFrame
 from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import event_fields, event_text, place_text, time_text
 from kvbm.replay.order import DamagedBytes
-from kvbm.replay.scan import TORN, Damage
+from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.source import Located, only
 from kvbm.streams.fence_records import FenceRecord
 
@@ -42,7 +42,7 @@ def cat(
             continue  # whose events follow is no event
         if isinstance(frame, Damage):
             damaged = DamagedBytes(one, frame)
-            if frame.kind == TORN:
+            if frame.kind in NOTED:
                 notes.append(damage_text(damaged))
             else:
                 findings.append(damage_finding(damaged))

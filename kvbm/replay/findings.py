@@ -9,7 +9,7 @@ import msgspec
 from kvbm.core.ids import InstanceId
 from kvbm.replay.format import counted
 from kvbm.replay.order import DamagedBytes, Step, StreamKey
-from kvbm.replay.scan import NEWER, TORN
+from kvbm.replay.scan import ERASED, NEWER, NOTED, TORN
 from kvbm.replay.source import TRUNCATED, FramePlace
 
 MISSING, CONFLICT, ILLEGAL = "missing-frame", "conflicting-repeat", "illegal-event"
@@ -72,7 +72,7 @@ def damage_text(damaged: DamagedBytes) -> str:
         )
     if damage.kind == TRUNCATED:
         return f"the capture ends inside a frame ({damage.why}); it was cut short after byte {place.at:,}"
-    if damage.kind == NEWER:
+    if damage.kind in (NEWER, ERASED):
         return damage.why
     return f"no good frame in {counted(damage.size, 'byte')}, which were left out: {damage.why}"
 
@@ -84,7 +84,7 @@ def undamaged(
     for item in items:
         if not isinstance(item, DamagedBytes):
             yield item
-        elif item.damage.kind == TORN:
+        elif item.damage.kind in NOTED:
             notes.append(damage_text(item))
         else:
             findings.append(damage_finding(item))

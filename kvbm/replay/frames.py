@@ -30,7 +30,7 @@ from kvbm.replay.order import (
     in_order,
     life_text,
 )
-from kvbm.replay.scan import TORN
+from kvbm.replay.scan import NOTED
 from kvbm.replay.source import FramePlace, Located, SourceError
 from kvbm.streams.base import Position
 
@@ -144,7 +144,7 @@ class FrameLibrary:
         conflicts = stale = lost = 0
         for item in in_order(located, is_trimmed):
             if isinstance(item, DamagedBytes):
-                if item.damage.kind == TORN:
+                if item.damage.kind in NOTED:
                     self.notes.append(damage_text(item))
                 else:
                     self.findings.append(damage_finding(item))

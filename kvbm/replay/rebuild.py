@@ -35,7 +35,7 @@ from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
-from kvbm.replay.scan import TORN, Damage
+from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.serve import TIMEOUT_S, OpenStream
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.streams.base import (
@@ -237,7 +237,7 @@ class _Rebuild:
             raise SourceError(f"{self.report.database} is written by somebody else; give a new database")
 
     def _note_damage(self, damaged: DamagedBytes) -> None:
-        if damaged.damage.kind == TORN:
+        if damaged.damage.kind in NOTED:
             self.report.notes.append(damage_text(damaged))
         else:
             self.report.findings.append(damage_finding(damaged))

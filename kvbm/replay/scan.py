@@ -9,10 +9,13 @@ from typing import NamedTuple
 from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
+from kvbm.streams.erased_records import ERASED_MAGIC, decode_erased, erased_bytes
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
 from kvbm.streams.fence_records import VERSION as FENCE_VERSION
 
 CORRUPT, NEWER, TORN = "corrupt-frame", "newer-frame", "torn-tail"
+ERASED = "erased-frame"  # taken out by an erasure
+NOTED = (TORN, ERASED)  # which are no defects
 
 _HEADER_MOST = 48 + 255  # header and the longest name
 _SCAN_BYTES = 1 << 20
@@ -25,7 +28,7 @@ class Damage(NamedTuple):
     """Bytes that are no good frame, up to where the next frame begins.
 
     Attributes:
-        kind: CORRUPT, NEWER (a newer kvbm wrote it) or TORN (the bytes end before the frame does, and no frame follows).
+        kind: CORRUPT, NEWER (a newer kvbm wrote it), TORN (the bytes end before the frame does, and no frame follows), or ERASED.
         header: what its header holds, as far as it can be read; it may be what was damaged.
     """
 
@@ -57,6 +60,11 @@ def scan(read: ReadAt, end: int, backend: Backend) -> Iterator[Piece]:
         if frames:
             at = base + frames[-1].end
             continue
+        erased = _erased_at(read, at, end)
+        if erased is not None:
+            yield Piece(at, erased, b"")
+            at += erased.size
+            continue
         size = record_bytes(read(at, min(HEAD_BYTES, end - at)))
         if size > end - at:
             yield Piece(at, Damage(TORN, "the bytes end before the fence does", end - at, None), b"")
@@ -80,6 +88,19 @@ def scan(read: ReadAt, end: int, backend: Backend) -> Iterator[Piece]:
         else:
             yield Piece(at, found, data)
             at += len(data)
+
+
+def _erased_at(read: ReadAt, at: int, end: int) -> Damage | None:
+    """What says that a frame was erased here; None where nothing does."""
+    size = erased_bytes(read(at, min(HEAD_BYTES, end - at)))
+    record = decode_erased(read(at, size)) if 0 < size <= end - at else None
+    if record is None:
+        return None
+    header = FrameHeader(
+        instance=record.instance, epoch=record.epoch, first_offset=record.first_offset, event_count=record.event_count,
+        wall_time_ns=record.wall_time_ns, digest=0, frame_bytes=size,
+    )  # fmt: skip
+    return Damage(ERASED, f"erased by erasure {record.number}", size, header)
 
 
 def _scan_at(read: ReadAt, at: int, end: int, backend: Backend) -> tuple[ScannedFrame, bytes]:
@@ -142,7 +163,7 @@ def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: Frame
     stop = end
     if header is not None:
         named_end = at + header.frame_bytes
-        if named_end < end and read(named_end, len(MAGIC)) in (MAGIC, FENCE_MAGIC):
+        if named_end < end and read(named_end, len(MAGIC)) in (MAGIC, FENCE_MAGIC, ERASED_MAGIC):
             stop = named_end
     position = at + 1
     while (position := _find_magic(read, position, stop)) < stop:

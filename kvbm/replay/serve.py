@@ -23,7 +23,7 @@ from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
 from kvbm.replay.progress import Watch
-from kvbm.replay.scan import TORN, Damage
+from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.source import Located, Source, SourceError, only
 from kvbm.streams.base import ORIGIN, EventLog, EventStream, Fence, Heartbeat, Position, is_other_life, run_of
 from kvbm.streams.fence_records import FenceRecord
@@ -194,7 +194,7 @@ async def _messages(located: Iterator[Located], report: Served, speed: float) ->
             frame = one.found
             if isinstance(frame, Damage):
                 damaged = DamagedBytes(one, frame)
-                if frame.kind == TORN:
+                if frame.kind in NOTED:
                     report.notes.append(damage_text(damaged))
                 else:
                     report.findings.append(damage_finding(damaged))

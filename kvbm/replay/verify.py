@@ -39,7 +39,7 @@ from kvbm.replay.order import (
     in_order,
     life_text,
 )
-from kvbm.replay.scan import TORN
+from kvbm.replay.scan import ERASED, TORN
 from kvbm.replay.source import Located, Source, only
 
 
@@ -132,6 +132,7 @@ class _Verifier:
         self._found: list[tuple[int, Finding]] = []  # by the order of the frame
         self._damage: list[DamagedBytes] = []
         self._holes: list[Hole] = []
+        self._erased: dict[str, int] = {}  # frames, by which erasure
 
     def take(self, item: tuple[StreamKey, Step] | DamagedBytes) -> None:
         if isinstance(item, DamagedBytes):
@@ -171,6 +172,10 @@ class _Verifier:
         for index, hole in enumerate(self._holes):
             if index not in explained:
                 self._find_hole(hole)
+        for why, count in self._erased.items():
+            self.report.notes.append(
+                f"{counted(count, 'frame')} {why}; each instance is whole again at its next snapshot"
+            )
         self.report.instances = len(self._folds)
         self.report.epochs = len(self._epochs)
         self.report.findings = [finding for _, finding in sorted(self._found, key=lambda entry: entry[0])]
@@ -248,4 +253,8 @@ class _Verifier:
             self.report.notes.append(damage_text(damaged))
             return
         self._damage.append(damaged)
+        if damaged.damage.kind == ERASED:
+            why = damaged.damage.why
+            self._erased[why] = self._erased.get(why, 0) + 1
+            return
         self._found.append((damaged.located.order, damage_finding(damaged)))

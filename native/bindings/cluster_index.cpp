@@ -229,6 +229,8 @@ class PythonIndex {
     index_.unclaim(pool, namespace_id(id), packed(hashes, "hashes"));
   }
 
+  void forget_namespace(const nb::bytes& id) { index_.forget_namespace(namespace_id(id)); }
+
   nb::tuple claims(std::uint64_t first, std::size_t pages) {
     ClaimPart part;
     {
@@ -516,6 +518,10 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
             translated(errors, [&] { self.unclaim(pool, id, hashes); });
           },
           nb::arg("pool"), nb::arg("namespace"), nb::arg("hashes"))
+      .def(
+          "forget_namespace",
+          [errors](Self& self, const nb::bytes& id) { translated(errors, [&] { self.forget_namespace(id); }); },
+          nb::arg("namespace"))
       .def("claims", &Self::claims, nb::arg("first") = 0, nb::arg("pages") = 64)
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })

@@ -242,6 +242,15 @@ class PythonLedger {
 
   nb::bytes held(nb::handle tier) const { return copy_bytes(ledger_.held(tier_of(tier))); }
 
+  nb::tuple held_of(nb::handle tier, nb::handle namespace_id) const {
+    return translated([&] {
+      const std::optional<NamespaceId> wanted =
+          namespace_id.is_none() ? std::nullopt : std::optional<NamespaceId>(namespace_of(namespace_id));
+      const HeldBlocks found = ledger_.held_of(tier_of(tier), wanted ? &*wanted : nullptr);
+      return nb::make_tuple(copy_bytes(found.hashes), packed(found.slots));
+    });
+  }
+
   void pin(nb::handle tier, nb::handle slots) {
     translated([&] { ledger_.pin(tier_of(tier), run_of(slots)); });
   }
@@ -421,6 +430,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"))
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
       .def("held", &PythonLedger::held, nb::arg("tier"))
+      .def("held_of", &PythonLedger::held_of, nb::arg("tier"), nb::arg("namespace") = nb::none())
       .def("pin", &PythonLedger::pin, nb::arg("tier"), nb::arg("slots"))
       .def("unpin", &PythonLedger::unpin, nb::arg("tier"), nb::arg("slots"))
       .def("allocate", &PythonLedger::allocate, nb::arg("tier"), nb::arg("count"), nb::arg("namespace") = nb::none())

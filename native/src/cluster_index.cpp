@@ -113,6 +113,23 @@ std::uint32_t ClusterIndex::find_space(const NamespaceId& id) const noexcept {
   return known != space_numbers_.end() ? known->second : kNone;
 }
 
+void ClusterIndex::forget_namespace(const NamespaceId& id) {
+  const std::lock_guard turn(writer_);
+  const WriteGuard change(lock_);
+  const auto known = space_numbers_.find(id);
+  if (known == space_numbers_.end()) {
+    return;
+  }
+  const std::uint32_t number = known->second;
+  const std::array<std::uint64_t, 2> words{random_word(), random_word()};
+  NamespaceId& name = spaces_[number].id;
+  std::memcpy(name.data(), words.data(), name.size());
+  space_numbers_.erase(known);
+  space_numbers_.emplace(name, number);
+  last_instance_ = kNone;
+  last_id_ = {};
+}
+
 std::uint32_t ClusterIndex::space_of(const NamespaceId& id) {
   if (const std::uint32_t known = find_space(id); known != kNone) {
     return known;

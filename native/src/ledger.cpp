@@ -296,6 +296,20 @@ std::vector<std::uint8_t> Ledger::held(Tier tier) const {
   return hashes;
 }
 
+HeldBlocks Ledger::held_of(Tier tier, const NamespaceId* namespace_id) const {
+  HeldBlocks found;
+  if (const TierSlots* const slots = find_tier(tier)) {
+    const NamespaceTable& namespaces = recorder_.fold().namespaces();
+    for (const std::uint32_t slot : slots->held()) {
+      if (namespace_id == nullptr || namespaces[slots->owner_of(slot)] == *namespace_id) {
+        append(found.hashes, slots->hash_of(slot));
+        found.slots.push_back(slot);
+      }
+    }
+  }
+  return found;
+}
+
 void Ledger::pin(Tier tier, Bytes slots) {
   TierSlots& state = tier_slots(tier);
   const std::size_t count = slot_count(slots);

@@ -154,6 +154,8 @@ class Twins:
             assert fold.digest == self.native.digest
             for pool in self.pools:
                 assert b"".join(fold.held[pool.tier]) == self.native.held(pool.tier)
+                for namespace in (None, *(one.id for one in NAMESPACES)):
+                    assert self.native.held_of(pool.tier, namespace) == self.reference.held_of(pool.tier, namespace)
 
     # -- one step of a script, made from numbers so that any numbers are a script
 

@@ -214,7 +214,7 @@ def test_the_command_takes_the_archives_folder(monkeypatch: pytest.MonkeyPatch) 
     from kvbm.config import Settings
 
     served: list[Settings] = []
-    monkeypatch.setattr(assembly, "run_catalog", lambda settings: served.append(settings) or 0)
+    monkeypatch.setattr(assembly, "run_catalog", lambda settings, *_: served.append(settings) or 0)
     assert cli.catalog_main(["serve", "--archive", "somewhere", "--set", "catalog.listen=127.0.0.1:0"]) == 0
     assert [(settings.catalog.archive, settings.catalog.listen) for settings in served] == [
         ("somewhere", "127.0.0.1:0")

@@ -67,11 +67,11 @@ class Identity:
         facts: Mapping[str, Any] | None = None,
         is_lasting: bool = True,
     ) -> None:
-        """Args: secrets: tenant → secret, as `catalog.tenant_secrets` has them."""
+        """Args: secrets: tenant → secret, as `catalog.tenant_secrets` has them; they may change."""
         self.groups = tuple(groups)
         self.facts = dict(facts or {})
         self.is_lasting = is_lasting
-        self._secrets = dict(secrets)
+        self._secrets = secrets
         self._known: dict[tuple[str, str], tuple[Namespace, ...]] = {}
         self._has_warned = False
 
@@ -142,9 +142,13 @@ class Identity:
         names.pop(_OTHERS, None)
         return [namespace for tenant in names for namespace in self.namespaces(tenant)]
 
+    def secret_of(self, tenant: str) -> str:
+        """A tenant's secret as it is now, "" for none."""
+        return self._secrets.get(tenant, "")
+
     def root(self, namespace: Namespace) -> SequenceHash:
         """What the hashes of a namespace are derived from, under its tenant's secret."""
-        return namespace.root(self._secrets.get(namespace.tenant, "").encode())
+        return namespace.root(self.secret_of(namespace.tenant).encode())
 
     def tenant_of(self, request: Any) -> str:
         """Whose a request is: `kv_transfer_params["kvbm.tenant"]`, "" when it says nothing that can be a name.

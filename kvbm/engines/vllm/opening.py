@@ -25,6 +25,7 @@ from kvbm.engines.vllm.settings import settings_of
 from kvbm.engines.vllm.store_planner import StoreRules
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.object.pool import BlockObjects
+from kvbm.tenant_secrets import TenantSecrets
 
 log = structlog.get_logger()
 
@@ -87,7 +88,7 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
         kv_cache_config,
         " | ".join(layout_words(kv_cache_config, group.id, served.ranks) for group in groups),
         machine=machine_words(),
-        secrets=settings.catalog.tenant_secrets,
+        secrets=TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file),
         environment=os.environ,
     )
     namespaces, row_bytes = identity.named(settings.tenants), served.ranks.row_bytes
@@ -98,13 +99,14 @@ def open_scheduler(served: Served, extra: dict[str, Any]) -> Scheduler:
     share = HostShare(
         os.getpid(), host.fd, host.mapped_bytes, host.slots, served.ranks.row_bytes, served.ranks.part_bytes
     )
-    known: dict[tuple[str, str], list[GroupNamespace]] = {}
+    known: dict[tuple[str, str, str], list[GroupNamespace]] = {}
 
     def namespaces_of(request: Any, weights: str = "") -> list[GroupNamespace]:
-        whose = identity.tenant_of(request), identity.lora_of(request, weights)
+        tenant, lora = identity.tenant_of(request), identity.lora_of(request, weights)
+        whose = tenant, lora, identity.secret_of(tenant)
         found = known.get(whose)
         if found is None:
-            names = identity.namespaces(*whose)
+            names = identity.namespaces(tenant, lora)
             manager.declare(names)
             found = [GroupNamespace(names[group.id].id, identity.root(names[group.id])) for group in groups]
             if len(known) >= _MOST_KNOWN:

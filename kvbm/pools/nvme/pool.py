@@ -23,9 +23,10 @@ from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import LayoutError, PoolError
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, Tier
 from kvbm.pools.base import Proof, ReadOutcome, ReadResult
-from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine
+from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.file_header import shape_of
 from kvbm.pools.nvme.hints import SlotHints
+from kvbm.pools.nvme.slot_header import HEADER_BYTES
 from kvbm.pools.nvme.stripes import StripeFiles, stripe_bytes
 from kvbm.pools.run import all_failed, check_proof, check_rows, check_size, check_slots
 
@@ -165,6 +166,35 @@ class NvmePool:
                 return all_failed(count)
             outcomes, sums = engine.read(indexes, rows, _row_numbers(at, count), namespace, hashes)
         return ReadResult([_OUTCOMES[outcome] for outcome in outcomes.tolist()], sums)
+
+    def written(self, slots: Sequence[int]) -> list[int]:
+        """Those slots whose header is not blank: something was written there since the file was made. Raises PoolError."""
+        stripes, stride = len(self._fds), stride_of(self.block_bytes)
+        found = []
+        with self._using() as engine, mmap.mmap(-1, PAGE_BYTES) as page:
+            if engine is None:
+                raise PoolError(f"{self}: it is closed; {len(slots)} headers were not read")
+            for slot in slots:
+                try:
+                    os.preadv(self._fds[slot % stripes], [page], PAGE_BYTES + slot // stripes * stride)
+                except OSError as error:
+                    raise PoolError(f"{self}: the header of slot {slot} cannot be read ({error.strerror})") from error
+                if page[:HEADER_BYTES].strip(b"\0"):
+                    found.append(slot)
+        return found
+
+    def sync(self) -> None:
+        """Bring what was written to the devices. Raises PoolError: one refuses."""
+        with self._using() as engine:
+            for fd in self._fds if engine is not None else ():
+                try:
+                    os.fsync(fd)
+                except OSError as error:
+                    raise PoolError(
+                        f"{self}: it cannot be synced ({error.strerror}); check the device's health"
+                    ) from error
+        if self.hints is not None:
+            self.hints.sync()
 
     def checksums(self, slots: Sequence[int]) -> np.ndarray:
         """Raises LayoutError: there is no `memory` to compute them over."""

@@ -29,10 +29,10 @@ from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import Position
 from kvbm.streams.journal.disk import Device, OsDevice, write_file
 from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
-from kvbm.streams.journal.history import KEPT_SUFFIX, History
+from kvbm.streams.journal.history import DAMAGED_SUFFIX, KEPT_SUFFIX, History
 from kvbm.streams.journal.reader import JournalReader
 from kvbm.streams.journal.repair import load_segments
-from kvbm.streams.journal.segments import Segments, scan_file, segment_files
+from kvbm.streams.journal.segments import SEGMENT_SUFFIX, Segments, scan_file, segment_files
 from kvbm.streams.journal.writer import FSYNC_MODES, FullError, JournalOptions, SegmentWriter
 
 log = structlog.get_logger()
@@ -280,6 +280,22 @@ class Journal:
                     log.warning("journal.segment_kept", segment=str(segment.path), why=str(error))
             self._history.trim(self._segments.used_bytes)
         return len(gone)
+
+    def erase_history(self, before: Position) -> bool:
+        """Delete all history, and what was cut from segments that are gone. Whether no segment begins before a position.
+
+        The files are unlinked, not overwritten: what their blocks on the device held is there until the device uses them again.
+
+        Raises: OSError: a file cannot be removed.
+        """
+        with self._writing:
+            while self._history.give_up_oldest():
+                pass
+            for path in (*self.folder.glob(f"*{KEPT_SUFFIX}"), *self.folder.glob(f"*-*{DAMAGED_SUFFIX}")):
+                if not path.with_suffix(SEGMENT_SUFFIX).exists():
+                    self._device.remove(path)
+            self._device.sync_folder(self.folder)
+            return all(Position(one.epoch, one.first_offset) >= before for one in self._segments.all())
 
     def _with_room(self, write: Callable[[], Result]) -> Result:
         """Write, and again for as long as the device has no room and there is history to give up. Raises OSError."""

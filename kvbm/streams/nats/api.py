@@ -191,15 +191,22 @@ async def store(
     return ack.seq
 
 
-async def last_message(connection: NatsConnection, stream: str, subject: str, timeout_s: float) -> Stored | None:
+async def last_message(
+    connection: NatsConnection, stream: str, subject: str, timeout_s: float, may_lack: bool = False
+) -> Stored | None:
     """The last message of a subject.
 
     It is asked for in a way that a permission can bind to the subject. Another replica of the server may answer, a little
     late: for a fence the next publish finds out, and a tail that lies earlier costs a repeat.
+
+    Args:
+        may_lack: there may be no such stream, and then there is no message; who may not ask its leader takes silence for that.
     """
     try:
         found = await connection.ask(f"$JS.API.DIRECT.GET.{stream}.{subject}", b"", timeout_s)
     except NobodyError:
+        if may_lack and connection.is_lent:
+            return None
         return await _last_asked_of_leader(connection, stream, subject, timeout_s)  # a stream without direct access
     headers = {str(name): value for name, value in (found.headers or {}).items()}
     if headers.get("Status") == "404":

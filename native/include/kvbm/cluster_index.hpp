@@ -184,6 +184,10 @@ class ClusterIndex {
   void claim(std::string_view pool, const NamespaceId& id, Bytes hashes);
   void unclaim(std::string_view pool, const NamespaceId& id, Bytes hashes);
 
+  // Another, random id takes the place of a namespace's: answers and checkpoints know it no more. What is said of it later is of a
+  // new namespace. Blocks that somebody still holds of it stay, where nobody finds them.
+  void forget_namespace(const NamespaceId& id);
+
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 

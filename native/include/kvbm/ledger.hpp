@@ -39,6 +39,12 @@ struct Pool {
   bool is_cluster;      // whether it belongs to the cluster, so that its blocks are claims
 };
 
+// Blocks that a tier holds, in the order it gained them.
+struct HeldBlocks {
+  std::vector<std::uint8_t> hashes;  // packed
+  std::vector<std::uint32_t> slots;  // of each
+};
+
 // The longest run of held blocks, each in its hottest tier.
 struct Match {
   std::size_t depth;  // blocks in the run
@@ -81,6 +87,8 @@ class Ledger {
   bool holds(Tier tier, Bytes hash) const noexcept;
   Bytes lacking(Tier tier, Bytes hashes);
   std::vector<std::uint8_t> held(Tier tier) const;
+  // The blocks a tier holds of a namespace, or of all where it is nullptr: hashes, packed, and their slots.
+  HeldBlocks held_of(Tier tier, const NamespaceId* namespace_id = nullptr) const;
   void pin(Tier tier, Bytes slots);
   void unpin(Tier tier, Bytes slots);
   // namespace_id: whose blocks will be written, or nullptr.

@@ -1,0 +1,310 @@
+"""Settings → an erasure: asked for, its objects seen to, and followed until all is gone or nobody waits any longer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import structlog
+
+from kvbm.assembly.janitor import erase_objects
+from kvbm.assembly.manager import database_url, make_data_dir, stream_of_catalog
+from kvbm.assembly.pools import key_source
+from kvbm.catalog.service import CatalogService, Companion
+from kvbm.catalog.sql_store import SqlStore
+from kvbm.config import Settings, check_settings
+from kvbm.core.errors import ConfigError, ErasureError, FencedError, KvbmError
+from kvbm.core.events import JANITOR
+from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
+from kvbm.erasure import record as records
+from kvbm.erasure import report
+from kvbm.erasure.catalog import CatalogErasures
+from kvbm.erasure.record import Erasure, Record, Subject
+from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
+from kvbm.janitor.holdings import parse
+from kvbm.pools.stores.base import Store
+from kvbm.pools.stores.opening import open_store
+from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.erasures import ErasureLog
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+_ASK_S = 1.0  # between two looks at what the others answer
+_RUNS = 4  # of the janitor: one that claims what nobody claims, one that erases it, and two for what was in use
+_FRONT_NAMES = 1000  # deleted at once
+
+
+class EraseOptions(NamedTuple):
+    """What `kvbm-catalog erase` was asked.
+
+    Attributes:
+        tenant, namespace, hashes: what to erase; as in `Subject`.
+        status, lift: the number of an erasure to tell of, or to take out of the record.
+        wait_s: for how long to wait for the others.
+    """
+
+    tenant: str | None = None
+    namespace: NamespaceId | None = None
+    hashes: bytes = b""
+    status: int | None = None
+    lift: int | None = None
+    wait_s: float = 60.0
+
+
+class _Cluster(NamedTuple):
+    """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer."""
+
+    tenants: dict[NamespaceId, str]
+    instances: dict[str, str]
+
+
+def read_hashes(words: str) -> bytes:
+    """Packed hashes from hex digits, or from a file of them. Raises ConfigError."""
+    path = Path(words)
+    try:
+        text = path.read_text(encoding="ascii") if len(words) < 4096 and path.is_file() else words
+        hashes = bytes.fromhex("".join(text.split()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--hashes is neither a file of hex digits nor hex digits ({error}); give 32 of them a block"
+        ) from None
+    if not hashes or len(hashes) % HASH_BYTES:
+        raise ConfigError(f"--hashes has {len(hashes)} bytes; give {HASH_BYTES} a block, at least one block")
+    return hashes
+
+
+def run_erase(
+    settings: Settings,
+    options: EraseOptions,
+    tell: Callable[[int, Sequence[Line]], None],
+    new_store: Callable[[], Store] | None = None,
+) -> int:
+    """Ask for an erasure, or tell of one. Returns 0 when all is gone, 1 while something waits.
+
+    Args:
+        tell: gets the number and the table, once, at the end.
+        new_store: opens a store to use instead of the one `pools.object` names.
+    Raises: ConfigError, ErasureError, StreamError, CatalogError, MissingExtraError: why it could not be asked for.
+    """
+    check_settings(settings)
+    if not settings.catalog.database:
+        make_data_dir(settings)
+    with ExitStack() as opened:
+        url, credentials = stream_of_catalog(settings, opened)
+        if options.lift is not None:
+            _run(_lift(settings, url, credentials, options.lift))
+            tell(options.lift, [])
+            return 0
+        number = options.status
+        if number is None:
+            number = _run(_ask(settings, url, credentials, options))
+        if options.status is None and (settings.pools.object.url or new_store is not None):
+            begun = Progress(places=(Place(name="objects", waits="the janitor"),))
+            _run(_say(settings, url, credentials, number, begun))
+            progress = _erase_objects(settings, options, new_store)
+            _run(_say(settings, url, credentials, number, progress))
+        wait_s = 0.0 if options.status is not None else options.wait_s
+        lines = _run(_follow(settings, url, credentials, number, wait_s))
+        tell(number, lines)
+        return 0 if report.is_gone(lines) else 1
+
+
+def catalog_companion(settings: Settings, url: str, credentials: Credentials) -> tuple[str, Companion]:
+    """A catalog's side of erasures, to run beside its service."""
+    where = (
+        f"{socket.gethostname()}:{settings.catalog.listen}:{settings.catalog.checkpoints}:{settings.instance.data_dir}"
+    )
+    name = f"catalog-{hashlib.sha256(where.encode()).hexdigest()[:8]}"
+
+    async def connect() -> ErasureLog:
+        return await _open(settings, url, credentials)
+
+    async def run(service: CatalogService) -> None:
+        await CatalogErasures(service, name, connect, settings.erasure.poll_s).run()
+
+    return "erasures", run
+
+
+# -- the stream and SQL --------------------------------------------------------------------------------------------------
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+async def _open(settings: Settings, url: str, credentials: Credentials) -> ErasureLog:
+    nats = settings.nats
+    return await ErasureLog.open(url, settings.instance.cluster, nats.timeout_s, credentials, nats.replicas)
+
+
+async def _cluster(settings: Settings) -> _Cluster:
+    store = await SqlStore.open(database_url(settings))
+    try:
+        tenants = {row.id: row.fields.tenant for row in await store.namespaces()}
+        instances = {
+            str(row.id): "the instance to answer"
+            if row.state.value == "live"
+            else "the instance: it erases before it serves when it starts again; if it never will, forget it"
+            for row in await store.instances()
+            if row.engine != JANITOR
+        }
+        return _Cluster(tenants, instances)
+    finally:
+        await store.close()
+
+
+async def _ask(settings: Settings, url: str, credentials: Credentials, options: EraseOptions) -> int:
+    """Put the request into the record; gives its number."""
+    cluster = await _cluster(settings)
+    if options.tenant is not None:
+        mine = tuple(one for one, tenant in cluster.tenants.items() if tenant == options.tenant)
+        wanted = Subject(options.tenant, mine, options.hashes)
+    else:
+        assert options.namespace is not None
+        wanted = Subject(None, (options.namespace,), options.hashes)
+    connected = await _open(settings, url, credentials)
+    try:
+        await connected.make()
+        while True:
+            found = await connected.record()
+            record = Record() if found is None else records.decoded(found.data)
+            done = [
+                one.number for one in record.erasures if report.is_gone(await _table(connected, cluster, settings, one))
+            ]
+            grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
+            if grown is record:
+                return erasure.number
+            try:
+                await connected.put_record(records.encoded(grown), 0 if found is None else found.sequence)
+                log.info("erasure.asked", number=erasure.number, namespaces=len(erasure.namespaces))
+                return erasure.number
+            except FencedError:
+                continue  # another erasure was asked for just now
+    finally:
+        await connected.close()
+
+
+async def _lift(settings: Settings, url: str, credentials: Credentials, number: int) -> None:
+    connected = await _open(settings, url, credentials)
+    try:
+        found = await connected.record()
+        record = Record() if found is None else records.decoded(found.data)
+        _known(record, number)
+        assert found is not None
+        await connected.put_record(records.encoded(records.without(record, number)), found.sequence)
+    finally:
+        await connected.close()
+
+
+def _known(record: Record, number: int) -> Erasure:
+    erasure = record.find(number)
+    if erasure is None:
+        there = ", ".join(str(one.number) for one in record.erasures) or "none"
+        raise ErasureError(f"there is no erasure {number} in force in this cluster; in force: {there}")
+    return erasure
+
+
+async def _follow(settings: Settings, url: str, credentials: Credentials, number: int, wait_s: float) -> list[Line]:
+    """The table, once all is gone or nobody waits any longer."""
+    until_s = time.monotonic() + wait_s
+    connected = await _open(settings, url, credentials)
+    try:
+        found = await connected.record()
+        erasure = _known(Record() if found is None else records.decoded(found.data), number)
+        while True:
+            lines = await _table(connected, await _cluster(settings), settings, erasure)
+            if report.is_gone(lines) or time.monotonic() >= until_s:
+                return lines
+            if not any(line.waits for line in lines if line.who != "NATS"):
+                return lines  # only age is waited for, which takes hours
+            await asyncio.sleep(_ASK_S)
+    finally:
+        await connected.close()
+
+
+async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure) -> list[Line]:
+    answers = [report.decoded(data) for data in await connected.answers()]
+    kept = await connected.events_kept()
+    known = Known(cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns())
+    return report.table(erasure.number, answers, known)
+
+
+async def _say(settings: Settings, url: str, credentials: Credentials, number: int, progress: Progress) -> None:
+    """Answer for the object pool."""
+    name = f"objects-{hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8]}"
+    connected = await _open(settings, url, credentials)
+    try:
+        before = next((one for one in map(report.decoded, await connected.answers()) if one.name == name), None)
+        said = {number: progress} if before is None else {**before.progress, number: progress}
+        answer = Answer(name=name, kind=OBJECTS, at_ns=time.time_ns(), progress=said)
+        await connected.put_answer(name, report.encoded(answer))
+    finally:
+        await connected.close()
+
+
+# -- objects -------------------------------------------------------------------------------------------------------------
+
+
+def _erase_objects(settings: Settings, options: EraseOptions, new_store: Callable[[], Store] | None) -> Progress:
+    """Have the janitor delete the objects; trouble is what is waited for."""
+    cluster = _run(_cluster(settings))
+    if options.namespace is not None:
+        mine = {options.namespace}
+    else:
+        mine = {one for one, tenant in cluster.tenants.items() if tenant == options.tenant}
+    erased = {one: frozenset(split_hashes(options.hashes)) for one in mine}
+    deleted, waits = 0, ""
+    try:
+        for _ in range(_RUNS):
+            done = erase_objects(settings, erased, new_store)
+            deleted += done.deleted
+            left = sum(part.objects - part.deleted for name, part in done.parts.items() if bytes.fromhex(name) in mine)
+            waits = f"{left} objects that were used meanwhile, or could not be read: erase again" if left else ""
+            if not done.found and not done.deleted and not done.waiting:
+                break
+        if options.hashes:
+            waits = ""  # objects of other prompts stay
+        deleted += _erase_front(settings, mine, options.tenant)
+    except KvbmError as error:
+        waits = str(error)
+    place = Place(name="objects", erased=f"{deleted} objects", waits=waits)
+    return Progress(places=(place,), done_ns=0 if waits else time.time_ns())
+
+
+def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenant: str | None) -> int:
+    """Delete a tenant's objects from the front of the pool, which a janitor does not know; gives how many."""
+    wanted = settings.pools.object
+    if not wanted.front:
+        return 0
+    tag = ""
+    if (
+        tenant is not None
+        and (wanted.keys or wanted.keys_command)
+        and (keys := key_source(settings).load().get(tenant))
+    ):
+        tag = f"/e/{keys.tag}/"
+    front = open_store(wanted.front, ttl_s=wanted.ttl_s)
+    try:
+        names = [
+            one.name
+            for one in front.listed("", wanted.timeout_s)
+            if (parts := parse(one.name)) is not None
+            and (parts.namespace in namespaces if parts.namespace is not None else bool(tag) and tag in one.name)
+        ]
+        return sum(
+            _deleted(front, names[at : at + _FRONT_NAMES], wanted.timeout_s)
+            for at in range(0, len(names), _FRONT_NAMES)
+        )
+    finally:
+        front.close()
+
+
+def _deleted(store: Store, names: Sequence[str], deadline_s: float) -> int:
+    return sum(refusal is None for refusal in store.delete(names, deadline_s))

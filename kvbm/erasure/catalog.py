@@ -1,0 +1,227 @@
+"""A catalog's side of erasures: its database, its archive, its index and its checkpoints, once no instance and no object is left to name them.
+
+What names the erased comes to a catalog by the stream for as long as somebody has events of it to send. So a catalog waits until every
+instance that SQL knows has answered that it is done, and until no claim of the object pool is left; then it does all of its own at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+
+from kvbm.catalog import sql_erasure
+from kvbm.catalog.archive import SAMPLES_EVERY_S
+from kvbm.catalog.archive_erasure import Meant
+from kvbm.core.codec import RUN_EVENTS, Frame
+from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
+from kvbm.core.events import JANITOR, InstanceStarted
+from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.erasure import record as records
+from kvbm.erasure import report
+from kvbm.erasure.record import Erasure, Matcher, Record
+from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
+from kvbm.streams.base import AccessSample
+from kvbm.streams.nats.api import Stored
+
+if TYPE_CHECKING:
+    from kvbm.catalog.service import CatalogService
+
+log = structlog.get_logger()
+
+_STEP_S = 1.0  # between two looks while something is under way
+_SAMPLES_S = 3 * SAMPLES_EVERY_S  # what was heard by then is in the archive
+_NAMED = 3  # of those that are waited for
+
+
+class Log(Protocol):
+    """What a catalog asks of the stream: `streams.nats.erasures.ErasureLog`."""
+
+    async def make(self) -> None: ...
+    async def record(self) -> Stored | None: ...
+    async def put_record(self, data: bytes, expected: int) -> int: ...
+    async def put_answer(self, name: str, data: bytes) -> None: ...
+    async def answers(self) -> list[bytes]: ...
+    async def close(self) -> None: ...
+
+
+class CatalogErasures:
+    """A companion of a catalog's service. One asyncio loop.
+
+    Args:
+        name: of this catalog, as no other of the cluster has it.
+        connect: opens the log. Raises StreamError.
+        poll_s: between two looks at the record.
+    """
+
+    def __init__(
+        self, service: CatalogService, name: str, connect: Callable[[], Awaitable[Log]], poll_s: float
+    ) -> None:
+        self._service, self._name, self._connect, self._poll_s = service, name, connect, poll_s
+        self._progress: dict[int, Progress] = {}
+        self._said: object = None
+        self._settled: dict[
+            int, tuple[int, float]
+        ] = {}  # the stream's end when nobody was left to send anything, and when that was
+        self._record = Record()
+        self._is_busy = False
+
+    async def run(self) -> None:
+        """Go on for ever; trouble is noted."""
+        connected: Log | None = None
+        while True:
+            try:
+                if connected is None:
+                    connected = await self._connect()
+                    await connected.make()
+                    await self._recall(connected)
+                await self._turn(connected)
+                self._service.degraded.clear("erasures")
+            except (StreamError, ErasureError, CatalogError, OSError, TimeoutError) as error:
+                self._service.degraded.note("erasures", str(error))
+                if connected is not None:
+                    await connected.close()
+                    connected = None
+            await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
+
+    async def _recall(self, connected: Log) -> None:
+        """What this catalog has said before, and the record, should the stream have lost it."""
+        for answer in await _answers(connected):
+            if answer.name == self._name:
+                self._progress = {
+                    number: progress for number, progress in answer.progress.items() if progress.done_ns
+                } | self._progress
+        if self._record.newest and await connected.record() is None:
+            try:
+                await connected.put_record(records.encoded(self._record), 0)
+                log.warning("erasure.record_restored", newest=self._record.newest)
+            except FencedError:
+                pass  # another catalog was first
+
+    async def _turn(self, connected: Log) -> None:
+        found = await connected.record()
+        self._record = Record() if found is None else records.decoded(found.data)
+        self._is_busy = False
+        if open_ones := [one for one in self._record.erasures if not self._is_done(one.number)]:
+            self._is_busy = True
+            answers = await _answers(connected)
+            for erasure in open_ones:
+                self._progress[erasure.number] = await self._go_on(erasure, answers)
+        in_force = {one.number for one in self._record.erasures}
+        said = {number: progress for number, progress in self._progress.items() if number in in_force}
+        if said != self._said:
+            answer = Answer(name=self._name, kind=CATALOG, at_ns=time.time_ns(), progress=said)
+            await connected.put_answer(self._name, report.encoded(answer))
+            self._said = said
+
+    def _is_done(self, number: int) -> bool:
+        return number in self._progress and self._progress[number].done_ns > 0
+
+    async def _go_on(self, erasure: Erasure, answers: Sequence[Answer]) -> Progress:
+        matcher = Matcher(erasure, report.namespaces_said(answers, erasure.number))
+        meant = await self._meant(matcher)
+        waits = await self._waits(erasure, answers, matcher, list(meant))
+        if waits:
+            self._settled.pop(erasure.number, None)
+        else:
+            waits = await self._unread(erasure.number)
+        if waits:
+            return Progress(places=tuple(Place(name=name, waits=waits) for name in self._places()))
+        try:
+            places = await self._erase(erasure, matcher, meant)
+        except (CatalogError, OSError) as error:
+            return Progress(places=tuple(Place(name=name, waits=str(error)) for name in self._places()))
+        log.info("erasure.done", number=erasure.number, namespaces=len(meant))
+        return Progress(places=tuple(places), done_ns=time.time_ns())
+
+    def _places(self) -> list[str]:
+        names = ["SQL", "index"]
+        return [
+            *names,
+            *["checkpoints"][: self._service.checkpointer is not None],
+            *["archive"][: self._service.archive is not None],
+        ]
+
+    async def _meant(self, matcher: Matcher) -> dict[NamespaceId, Namespace]:
+        """The namespaces that are meant, as far as anybody has told this catalog of them."""
+        known = dict(self._service.sequencer.namespaces())
+        known |= {row.id: row.fields for row in await self._service.store.namespaces()}
+        return {one: fields for one, fields in known.items() if matcher.namespace(one, fields.tenant)}
+
+    async def _waits(
+        self, erasure: Erasure, answers: Sequence[Answer], matcher: Matcher, meant: Sequence[NamespaceId]
+    ) -> str:
+        """For whom this catalog has to wait; "" for nobody."""
+        service = self._service
+        expected = [row.id for row in await service.store.instances() if row.engine != JANITOR]
+        left = report.unfinished(answers, erasure.number, INSTANCE, expected) if expected else {}
+        if left:
+            names = sorted(left)
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            return f"instances {', '.join(names[:_NAMED])}{more}"
+        of = None if matcher.is_whole else matcher.of
+        if report.unfinished(answers, erasure.number, OBJECTS):
+            return "the object pool's janitor"
+        claims = await sql_erasure.claimed(service.store.engine, meant, of)
+        if claims:
+            return f"{claims} claims of objects: kvbm-catalog erase with the pool's settings"
+        return ""
+
+    async def _unread(self, number: int) -> str:
+        """What of all that was sent this catalog has not read and stored yet; "" for nothing."""
+        service = self._service
+        if number not in self._settled:
+            self._settled[number] = await service.stream.last_sequence(), time.monotonic()
+        end, since_s = self._settled[number]
+        read = end if service.lag.messages() == 0 else service.sequencer.sequence
+        stored = min(service.writer.stored, service.archive.sequence if service.archive is not None else end)
+        is_late = service.archive is not None and time.monotonic() - since_s < _SAMPLES_S
+        if read < end or stored < min(end, service.sequencer.sequence) or is_late:
+            return "the stream to be read and stored"
+        return ""
+
+    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Mapping[NamespaceId, Namespace]) -> list[Place]:
+        service = self._service
+        places = []
+        if matcher.is_whole:
+            tenants = [one for one in await sql_erasure.quota_tenants(service.store.engine) if matcher.tenant(one)]
+            service.sequencer.forget_namespaces(meant)
+            for namespace in meant:
+                service.index.forget_namespace(namespace)
+            rows = await sql_erasure.erase_rows(service.store.engine, list(meant), tenants)
+            places.append(Place(name="SQL", erased=f"{rows} rows"))
+            places.append(Place(name="index", erased=f"{len(meant)} namespaces"))
+        else:
+            await sql_erasure.erase_rows(service.store.engine, [], [])  # what claims left in its files
+            places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
+        if service.archive is not None:
+            taken_out = await service.archive.erase(_meant_by(matcher, erasure.number))
+            places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
+        if service.checkpointer is not None:
+            if not await service.checkpointer.write_alone():
+                raise CatalogError(f"no new checkpoint: {service.degraded}")
+            places.append(Place(name="checkpoints", erased="all older ones"))
+        return places
+
+
+def _meant_by(matcher: Matcher, number: int) -> Meant:
+    def frame(found: Frame) -> bool:
+        for event in found.events:
+            if isinstance(event, InstanceStarted):
+                if matcher.is_whole and any(matcher.namespace(one.id, one.tenant) for one in event.namespaces):
+                    return True
+            elif isinstance(event, RUN_EVENTS) and matcher.namespace(event.namespace) and matcher.any(event.hashes):
+                return True
+        return False
+
+    def sample(found: AccessSample) -> bool:
+        return matcher.namespace(found.namespace) and matcher.any(found.hashes)
+
+    return Meant(frame, sample, number)
+
+
+async def _answers(connected: Log) -> list[Answer]:
+    return [report.decoded(data) for data in await connected.answers()]

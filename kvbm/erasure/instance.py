@@ -1,0 +1,282 @@
+"""An instance's side of erasures: what it has to do for each, step by step, without thread, clock or socket.
+
+For each erasure, in this order:
+
+1. It notes which blocks it holds that are meant. Blocks that come later are new use, and are left alone.
+2. It withdraws them from its tiers by ordinary events. Pinned ones too: their slots stay with their requests.
+3. It fills every slot with zeros that is free, in HBM, HOST and NVME, and waits until each other slot was free once or holds another block.
+4. It has what is held listed again, and once the stream has that, it deletes what the journal had before, history included.
+
+Nothing has to be done twice: numbers of erasures that are done are kept beside the journal. A process that dies in between begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from kvbm.core.errors import KvbmError
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.core.snapshots import Recovered
+from kvbm.erasure.record import Erasure, Matcher, Record
+from kvbm.erasure.report import Place, Progress
+from kvbm.manager.erasing import HeldRun, Wiped
+from kvbm.streams.base import Position
+
+log = structlog.get_logger()
+
+DONE_FILE = "ERASED"
+
+
+class Erasable(Protocol):
+    """What an instance offers: `manager.erasing.Erasing`, which says what each of these does."""
+
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def tiers(self) -> list[Tier]: ...
+    @property
+    def engine_tier(self) -> Tier | None: ...
+    def slots(self, tier: Tier) -> int: ...
+    def hold_back(self, held_back: bool) -> None: ...
+    def tenants(self) -> dict[NamespaceId, str]: ...
+    def held(self, tier: Tier) -> list[HeldRun]: ...
+    def evict(self, tier: Tier, hashes: bytes) -> int: ...
+    def drop_samples(self) -> None: ...
+    def unclaim(self, hashes: bytes) -> None: ...
+    def unname(self, namespaces: Iterable[NamespaceId]) -> None: ...
+    def wipe(self, tier: Tier, dirty: set[int]) -> Wiped: ...
+    def mark(self) -> Position: ...
+    def ask_snapshot(self) -> None: ...
+    def is_durable(self, place: Position) -> bool: ...
+    def forget_before(self, place: Position) -> bool: ...
+
+
+class DoneErasures:
+    """Which erasures this instance is done with, in a file beside its journal; in memory where it has none.
+
+    Args:
+        path: the file; None: there is no journal, so what is done is done again by the next process.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.at_ns: dict[int, int] = {}
+        try:
+            self.at_ns = {} if path is None else msgspec.json.decode(path.read_bytes(), type=dict[int, int])
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("erasure.done_unreadable", path=str(path), why=str(error), effect="erasures are done once more")
+
+    def add(self, number: int, at_ns: int) -> None:
+        """One more is done. Trouble is a warning: the next process does it again."""
+        self.at_ns[number] = at_ns
+        if self._path is None:
+            return
+        part = self._path.with_name(f"{self._path.name}.part")
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(self.at_ns))
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._path)
+        except OSError as error:
+            log.warning("erasure.done_unwritten", path=str(self._path), why=str(error), effect="it is done once more")
+
+
+class StartErasures:
+    """What a start leaves out of what the journal says NVME has kept: all that is meant by erasures this instance has not done.
+
+    Blocks of namespaces that the engine does not name at its start are left out, too: nobody here can tell whose they are.
+
+    Args:
+        tenants: the namespaces the engine names, and whose each is.
+    """
+
+    def __init__(self, record: Record, done: DoneErasures, tenants: dict[NamespaceId, str]) -> None:
+        self.left_out = 0
+        self._tenants = tenants
+        self._matchers = [Matcher(one) for one in record.erasures if one.number not in done.at_ns]
+
+    def keeps(self, one: Recovered) -> bool:
+        """Whether a block may be held and served."""
+        tenant = self._tenants.get(one.namespace)
+        for matcher in self._matchers:
+            is_meant = tenant is None or matcher.namespace(one.namespace, tenant)
+            if is_meant and matcher.block(one.hash):
+                self.left_out += 1
+                return False
+        return True
+
+
+@dataclass
+class _Job:
+    """One erasure under way.
+
+    Attributes:
+        chosen: packed hashes that were held when it began; None: not looked yet.
+        dirty: slots that may hold bytes of them, by tier.
+        before: once all is zeros, the place that the journal must begin at.
+    """
+
+    erasure: Erasure
+    matcher: Matcher
+    chosen: bytes | None = None
+    dirty: dict[Tier, set[int]] = field(default_factory=dict)
+    before: Position | None = None
+    withdrawn: dict[Tier, int] = field(default_factory=dict)
+    zeroed: dict[Tier, int] = field(default_factory=dict)
+    engine_holds: int = 0
+    trouble: dict[str, str] = field(default_factory=dict)
+    journal: str = "not yet"
+    namespaces: tuple[bytes, ...] = ()
+
+
+class InstanceErasures:
+    """See the module.
+
+    Args:
+        started_with: the record that the start has left blocks out by; None: it was not known then.
+        now_ns: the wall clock.
+    """
+
+    def __init__(
+        self, instance: Erasable, done: DoneErasures, started_with: Record | None, now_ns: Callable[[], int]
+    ) -> None:
+        self._instance, self._done, self._now_ns = instance, done, now_ns
+        self._at_start = (
+            frozenset(one.number for one in started_with.erasures) if started_with is not None else frozenset()
+        )
+        self._jobs: dict[int, _Job] = {}
+        self._in_force: tuple[int, ...] = ()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an erasure is under way."""
+        return bool(self._jobs)
+
+    def take(self, record: Record) -> None:
+        """What is in force. Blocks that are meant by something new are withdrawn before this returns."""
+        self._in_force = tuple(one.number for one in record.erasures)
+        for gone in [number for number in self._jobs if number not in self._in_force]:
+            del self._jobs[gone]
+        for erasure in record.erasures:
+            if erasure.number in self._done.at_ns or erasure.number in self._jobs:
+                continue
+            job = self._jobs[erasure.number] = _Job(erasure, Matcher(erasure))
+            self._choose(job)
+            self._withdraw(job)
+            self._instance.drop_samples()
+            self._instance.unclaim(job.chosen or b"")
+            log.info("erasure.begun", number=erasure.number, blocks=sum(job.withdrawn.values()))
+
+    def step(self) -> None:
+        """Go on with what is under way, as far as it goes without waiting for others."""
+        for number, job in list(self._jobs.items()):
+            if self._instance.is_over:
+                return
+            self._withdraw(job)
+            self._wipe(job)
+            if self._is_clean(job) and self._is_out_of_journal(job):
+                self._done.add(number, self._now_ns())
+                del self._jobs[number]
+                log.info("erasure.done", number=number)
+
+    def progress(self) -> dict[int, Progress]:
+        """How far each erasure in force has come."""
+        return {number: self._progress(number) for number in self._in_force}
+
+    # -- one erasure --------------------------------------------------------------------------------------------------
+
+    def _choose(self, job: _Job) -> None:
+        matcher, chosen = job.matcher, list[bytes]()
+        tenants = self._instance.tenants()
+        meant = [namespace for namespace, tenant in tenants.items() if matcher.namespace(namespace, tenant)]
+        if job.erasure.tenant:
+            digests = {job.erasure.namespace_digest(namespace) for namespace in meant}
+            job.namespaces = tuple(sorted(digests.difference(job.erasure.namespaces)))
+        if job.erasure.number not in self._at_start:  # else what was there was left out by the start: the rest is new
+            for tier in [*self._instance.tiers, *filter(None, [self._instance.engine_tier])]:
+                for run in self._instance.held(tier):
+                    if run.namespace is None or matcher.namespace(run.namespace, run.tenant):
+                        chosen.append(matcher.of(run.hashes))
+        if matcher.is_whole:
+            self._instance.unname(meant)
+        job.chosen = b"".join(dict.fromkeys(_split(b"".join(chosen))))
+        job.dirty = {tier: set(range(self._instance.slots(tier))) for tier in self._instance.tiers}
+
+    def _withdraw(self, job: _Job) -> None:
+        """Also what a copy has brought to another tier since."""
+        if job.chosen:
+            for tier in self._instance.tiers:
+                count = self._instance.evict(tier, job.chosen)
+                if count:
+                    job.before = None
+                    job.withdrawn[tier] = job.withdrawn.get(tier, 0) + count
+        engine_tier = self._instance.engine_tier
+        if job.chosen and engine_tier is not None:
+            chosen = set(_split(job.chosen))
+            held = b"".join(run.hashes for run in self._instance.held(engine_tier))
+            job.engine_holds = sum(block in chosen for block in _split(held))
+
+    def _wipe(self, job: _Job) -> None:
+        for tier, dirty in job.dirty.items():
+            if not dirty:
+                continue
+            job.trouble.pop(tier.name, None)
+            try:
+                wiped = self._instance.wipe(tier, dirty)
+            except KvbmError as error:
+                job.trouble[tier.name] = str(error)
+                continue
+            dirty.difference_update(wiped.clean)
+            job.zeroed[tier] = job.zeroed.get(tier, 0) + wiped.zeroed
+
+    def _is_clean(self, job: _Job) -> bool:
+        return not any(job.dirty.values()) and not job.engine_holds
+
+    def _is_out_of_journal(self, job: _Job) -> bool:
+        instance = self._instance
+        if job.before is None:
+            job.before, job.journal = instance.mark(), "its own writer"
+        if not instance.is_durable(job.before):
+            return False
+        try:
+            if instance.forget_before(job.before):
+                return True
+        except OSError as error:
+            job.journal = f"its folder: {error.strerror or error}"
+            return False
+        job.journal = "a snapshot, and the stream to have it"
+        instance.ask_snapshot()
+        return False
+
+    def _progress(self, number: int) -> Progress:
+        job = self._jobs.get(number)
+        if job is None:
+            done = Place(name="all", erased="every tier, and the journal")
+            return Progress(places=(done,), done_ns=self._done.at_ns.get(number, 0))
+        places = [self._tier_place(job, tier) for tier in job.dirty]
+        if self._instance.engine_tier is not None:
+            waits = f"the engine: {job.engine_holds} blocks in its prefix cache; reset it, or restart the engine"
+            places.append(Place(name="engine's HBM", waits=waits if job.engine_holds else ""))
+        is_last = self._is_clean(job)
+        places.append(Place(name="journal", waits=job.journal if is_last else "the tiers"))
+        return Progress(places=tuple(places), namespaces=job.namespaces)
+
+    def _tier_place(self, job: _Job, tier: Tier) -> Place:
+        left, trouble = len(job.dirty[tier]), job.trouble.get(tier.name, "")
+        waits = f"{left} slots that requests or copies use" if left else ""
+        erased = f"{job.withdrawn.get(tier, 0)} blocks withdrawn, {job.zeroed.get(tier, 0)} slots zeroed"
+        return Place(name=tier.name, erased=erased, waits=trouble or waits)
+
+
+def _split(hashes: bytes) -> list[bytes]:
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]

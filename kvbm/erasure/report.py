@@ -1,0 +1,206 @@
+"""How far an erasure has come: what each who holds something answers, and the table of all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvbm.core.errors import ErasureError
+
+INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
+_SECOND_NS = 1_000_000_000
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """One place of one who answers.
+
+    Attributes:
+        name: of the place: a tier, the journal, SQL.
+        erased: what was erased there, in words.
+        waits: for whom or what the rest waits; "" when nothing is left.
+    """
+
+    name: str
+    erased: str = ""
+    waits: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one has come with one erasure.
+
+    Attributes:
+        places: those that had, or may have, something.
+        done_ns: when nothing was left anywhere; 0: not yet.
+        namespaces: digests of namespaces of the tenant that the record does not name.
+    """
+
+    places: tuple[Place, ...] = ()
+    done_ns: int = 0
+    namespaces: tuple[bytes, ...] = ()
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What one says of all erasures in force. `kind`: INSTANCE, CATALOG or OBJECTS."""
+
+    name: str
+    kind: str
+    at_ns: int
+    progress: dict[int, Progress]
+
+
+class Line(NamedTuple):
+    """One line of the table. `waits` is empty where all is gone."""
+
+    who: str
+    place: str
+    erased: str
+    waits: str
+
+
+def encoded(answer: Answer) -> bytes:
+    """An answer as it goes on the stream."""
+    return msgspec.msgpack.encode(answer)
+
+
+def decoded(data: bytes) -> Answer:
+    """An answer from the stream. Raises ErasureError: it is none."""
+    try:
+        return msgspec.msgpack.decode(data, type=Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ErasureError(f"an answer to an erasure cannot be read ({error})") from None
+
+
+def namespaces_said(answers: Sequence[Answer], number: int) -> set[bytes]:
+    """Digests of namespaces that those who answered know beside the record's."""
+    return {one for answer in answers if number in answer.progress for one in answer.progress[number].namespaces}
+
+
+def unfinished(answers: Sequence[Answer], number: int, kind: str, expected: Collection[str] = ()) -> dict[str, str]:
+    """Who of a kind is not done with an erasure, and what each waits for.
+
+    Args:
+        expected: names that must answer, whether they have or not.
+    """
+    left = dict.fromkeys(expected, "has not answered")
+    for answer in answers:
+        if answer.kind != kind or (expected and answer.name not in left):
+            continue
+        progress = answer.progress.get(number)
+        if progress is None:
+            if kind != OBJECTS:  # a pool that nobody has had erased may have nothing of it
+                left[answer.name] = "has not answered"
+        elif progress.done_ns:
+            left.pop(answer.name, None)
+        else:
+            waits = "; ".join(f"{place.name}: {place.waits}" for place in progress.places if place.waits)
+            left[answer.name] = waits or "goes on"
+    return left
+
+
+class Known(NamedTuple):
+    """What the table is made of, beside the answers.
+
+    Attributes:
+        instances: that must answer, each with what is to be said while it does not.
+        first_ns: when the oldest event that the stream still has was stored; None: it has none.
+        max_age_s: how long the stream keeps events; 0: for ever.
+        has_objects: whether an object pool is configured here.
+        now_ns: the time.
+    """
+
+    instances: Mapping[str, str]
+    first_ns: int | None
+    max_age_s: float
+    has_objects: bool
+    now_ns: int
+
+
+def table(number: int, answers: Sequence[Answer], known: Known) -> list[Line]:
+    """Each place, what was erased there, and what it waits for."""
+    lines: list[Line] = []
+    by_name = {answer.name: answer for answer in answers if number in answer.progress}
+    done_ns: list[int] = []
+    for name, silent in sorted(known.instances.items()):
+        answer = by_name.get(name)
+        if answer is None:
+            lines.append(Line(name, "all", "", silent))
+        else:
+            lines += _lines_of(answer, number)
+            done_ns.append(answer.progress[number].done_ns)
+    others = [answer for answer in by_name.values() if answer.name not in known.instances]
+    for answer in sorted(others, key=lambda one: (one.kind, one.name)):
+        if answer.kind != INSTANCE:  # one that SQL does not know any more was forgotten
+            lines += _lines_of(answer, number)
+            done_ns.append(answer.progress[number].done_ns if answer.kind == OBJECTS else 1)
+    if known.has_objects and not any(answer.kind == OBJECTS for answer in others):
+        lines.append(Line("object pool", "objects", "", "kvbm-catalog erase with the pool's settings"))
+        done_ns.append(0)
+    if not any(answer.kind == CATALOG for answer in others):
+        lines.append(Line("catalog", "SQL, index, files", "", "a catalog that serves"))
+    lines.append(_stream_line(done_ns, known))
+    return lines
+
+
+def _lines_of(answer: Answer, number: int) -> list[Line]:
+    progress = answer.progress[number]
+    lines = [Line(answer.name, place.name, place.erased, place.waits) for place in progress.places]
+    return lines or [Line(answer.name, "all", "nothing was there", "" if progress.done_ns else "its first step")]
+
+
+def _stream_line(done_ns: Sequence[int], known: Known) -> Line:
+    """Events that name what was erased are on the stream until they are too old for it."""
+    where = "events on the stream"
+    if not known.max_age_s:
+        return Line("NATS", where, "", "an operator: the stream KVBM keeps events for ever; set its max_age")
+    if not all(done_ns):
+        return Line("NATS", where, "", f"all above, and {_span(known.max_age_s)} after that")
+    last_ns = max(done_ns, default=0)
+    if known.first_ns is None or known.first_ns > last_ns:
+        return Line("NATS", where, "all went by age", "")
+    until_ns = last_ns + int(known.max_age_s * _SECOND_NS)
+    return Line("NATS", where, "", f"age: the last goes by {at_words(until_ns)}")
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 3600:g} h" if seconds >= 3600 else f"{seconds:g} s"
+
+
+def at_words(at_ns: int) -> str:
+    """A time for people, UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(-(-at_ns // _SECOND_NS)))
+
+
+def is_gone(lines: Sequence[Line]) -> bool:
+    """Whether nothing waits."""
+    return not any(line.waits for line in lines)
+
+
+def as_words(number: int, lines: Sequence[Line]) -> str:
+    """The table for people."""
+    rows = [
+        ("who", "place", "erased", "waits for"),
+        *((*line[:3], line.waits or "nothing: it is gone") for line in lines),
+    ]
+    widths = [max(len(row[at]) for row in rows) for at in range(3)]
+    body = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
+    ]
+    waiting = sum(bool(line.waits) for line in lines)
+    last = (
+        f"erasure {number}: all is gone"
+        if not waiting
+        else (
+            f"erasure {number}: {waiting} of {len(lines)} places wait; ask again: kvbm-catalog erase --status {number}"
+        )
+    )
+    return "\n".join([*body, last])
+
+
+def as_json(number: int, lines: Sequence[Line]) -> str:
+    """The same as one line of JSON."""
+    return msgspec.json.encode(
+        {"number": number, "gone": is_gone(lines), "places": [line._asdict() for line in lines]}
+    ).decode()

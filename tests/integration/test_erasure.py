@@ -1,0 +1,459 @@
+"""An erasure, proven by searching every file, table, object, message and slot for the tenant's name, namespaces, hashes and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
+from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
+from kvbm.catalog.server import CatalogThread
+from kvbm.catalog.service import ServiceSettings
+from kvbm.config import Settings, load_settings
+from kvbm.core.errors import ErasureError
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.erasure.report import Line
+from kvbm.locate.http import CatalogClient
+from kvbm.manager.owned_hbm import Manager
+from kvbm.pools.base import Proof
+from kvbm.pools.stores.memory import MemoryStore
+from kvbm.replay.opening import open_source
+from kvbm.replay.verify import verify
+from kvbm.streams.nats.api import request
+from kvbm.streams.nats.connection import NatsConnection
+from kvbm.streams.nats.credentials import Credentials, keep_seed
+from kvbm.streams.nats.erasures import ErasureLog
+from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, instance_inbox, server_config
+from kvbm.streams.nats.setup import STREAM, STREAMS
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually
+from tests.object_pools import memory_objects
+from tests.servers import free_port
+
+BLOCK_BYTES = 4096
+K = 2
+DEPTH = 4
+WAIT_S = 120.0
+AGE_S = 30  # of events on the stream, which are kept for a day else
+VICTIM = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="initech-payroll")
+OTHER = Namespace(model="erasure", revision="r1", block_tokens=16, tenant="globex")
+
+
+def hashes_of(space: Namespace, prompt: int) -> bytes:
+    return b"".join(
+        hashlib.sha256(f"{space.tenant}/{prompt}/{at}".encode()).digest()[:HASH_BYTES] for at in range(DEPTH)
+    )
+
+
+def rows_of(hashes: bytes) -> np.ndarray:
+    """The bytes a block must have: 4 KiB that nothing else has."""
+    rows = [hashlib.shake_256(block).digest(BLOCK_BYTES) for block in split_hashes(hashes)]
+    return np.frombuffer(b"".join(rows), dtype=np.uint8).reshape(-1, BLOCK_BYTES)
+
+
+def serve(manager: Manager, space: Namespace, prompt: int) -> list[int]:
+    """Serve a prompt as an engine does; gives its pinned slots."""
+    hashes = hashes_of(space, prompt)
+    prefix = manager.acquire(space.id, hashes)
+    at = prefix.depth * HASH_BYTES
+    slots = list(prefix.slots)
+    check_bytes(manager, space, hashes[:at], slots)
+    if prefix.depth < DEPTH:
+        fresh: list[list[int]] = []
+
+        def is_allocated() -> bool:
+            found = manager.allocate(DEPTH - prefix.depth)
+            fresh.extend([found] if found is not None else [])
+            return found is not None
+
+        eventually(is_allocated, "HBM stays short", state=manager.stats)
+        rows = rows_of(hashes[at:])
+        proof = Proof(space.id, Epoch(1), hashes[at:], NATIVE.checksums(rows))
+        manager.pools.slots[Tier.HBM].write(fresh[0], rows, proof)
+        parent = SequenceHash(hashes[at - HASH_BYTES : at]) if at else NO_PARENT
+        slots += manager.create(space.id, parent, prefix.depth, hashes[at:], fresh[0])
+    return slots
+
+
+def check_bytes(manager: Manager, space: Namespace, hashes: bytes, slots: Sequence[int]) -> None:
+    if slots:
+        rows = np.empty((len(slots), BLOCK_BYTES), dtype=np.uint8)
+        manager.pools.slots[Tier.HBM].read(slots, space.id, hashes, rows)
+        assert np.array_equal(rows, rows_of(hashes))
+
+
+class Needles:
+    """What must not be found: names, ids and hashes as bytes, hex and base64, and pieces of blocks."""
+
+    def __init__(self, space: Namespace, prompts: Iterable[int]) -> None:
+        hashes = [block for prompt in prompts for block in split_hashes(hashes_of(space, prompt))]
+        self.words = {space.tenant.encode(): "the tenant's name"}
+        for value, what in [(bytes(space.id), "the namespace"), *((bytes(block), "a hash") for block in hashes)]:
+            for form in (
+                value, value.hex().encode(), value.hex().upper().encode(), base64.b64encode(value)[:21],
+                base64.urlsafe_b64encode(value)[:21],
+            ):  # fmt: skip
+                self.words[form] = what
+        for row in rows_of(b"".join(hashes)):
+            data = row.tobytes()
+            self.words |= {data[at : at + 24]: "bytes of a block" for at in (0, 1000, BLOCK_BYTES - 24)}
+
+    def in_bytes(self, data: bytes) -> set[str]:
+        return {what for word, what in self.words.items() if word in data}
+
+    def in_folder(self, folder: Path) -> dict[str, set[str]]:
+        found = {
+            str(path.relative_to(folder)): self.in_bytes(path.read_bytes())
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        return {name: what for name, what in found.items() if what}
+
+
+class World:
+    """A nats-server, a catalog with SQLite, archive and checkpoints, instances with all tiers, and a store of objects."""
+
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
+        self.folder, self.store = folder, MemoryStore()
+        self.server = EmbeddedServer.start(folder.parent / "nats")
+        opened.callback(self.server.stop)
+        asyncio.run(make_stream(self.server.url))
+        self.database = folder / "catalog" / "catalog.db"
+        self._opened = opened
+        self.start_catalog()
+
+    def start_catalog(self) -> None:
+        settings = self.settings("catalog")
+        self.catalog = CatalogThread(
+            ServiceSettings(
+                nats_url=self.server.url, database_url=f"sqlite+aiosqlite:///{self.database}", cluster="home",
+                listen="127.0.0.1:0", store_every_s=0.02, whole_wait_s=0.2, checkpoints=str(self.folder / "checkpoints"),
+                checkpoint_every_s=0.5, archive=str(self.folder / "archive"),
+                companions=(catalog_companion(settings, self.server.url, Credentials()),),
+            ),
+            NATIVE,
+            NATIVE_INDEX,
+        )  # fmt: skip
+        self.catalog.start()
+        self._opened.callback(self.catalog.stop)
+        self.client = CatalogClient(self.catalog.url)
+        self._opened.callback(self.client.close)
+        self.client.wait_ready(WAIT_S)
+
+    def settings(self, instance: str, **flags: Any) -> Settings:
+        named = {key.replace("__", "."): value for key, value in flags.items()}
+        return load_settings(
+            flags={
+                "instance.data_dir": str(self.folder), "instance.cluster": "home", "instance.id": instance,
+                "pools.hbm.slots": 32, "pools.hbm.device": "memory", "pools.host.slots": 48, "pools.nvme.slots": 64,
+                "nats.url": self.server.url, "nats.heartbeat_s": 0.2, "snapshots.least_s": 0.3, "erasure.poll_s": 0.2,
+                "journal.keep_s": 3600.0, "journal.segment_bytes": 8192, "journal.capacity_bytes": 1 << 20, "samples.rate": 1.0,
+                "catalog.url": "" if instance == "catalog" else self.client.url,
+                "catalog.database": f"sqlite+aiosqlite:///{self.database}",
+                "pools.object.timeout_s": 1.0, "pools.object.look_s": 0.5, "gc.grace_s": 2.0, "gc.lease_s": 10.0, **named,
+            }
+        )  # fmt: skip
+
+    def instance(self, name: str, spaces: Sequence[Namespace] = (VICTIM, OTHER)) -> Manager:
+        objects = memory_objects(BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=1.0)
+        pod = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
+        manager = open_manager(self.settings(name, **pod), list(spaces), BLOCK_BYTES, object_pool=objects)
+        self._opened.callback(manager.close)
+        return manager
+
+    def erase(self, wait_s: float = 0.0, **options: Any) -> tuple[int, int, list[Line]]:
+        """Its exit code, number and table."""
+        told: list[tuple[int, Sequence[Line]]] = []
+        wanted = EraseOptions(wait_s=wait_s, **options)
+        store: Callable[[], MemoryStore] = lambda: self.store  # noqa: E731
+        code = run_erase(self.settings("catalog"), wanted, lambda number, lines: told.append((number, lines)), store)
+        return code, told[0][0], list(told[0][1])
+
+    def tables(self) -> bytes:
+        """Every row of the database, as words."""
+        with sqlite3.connect(self.database) as connection:
+            names = [row[0] for row in connection.execute("select name from sqlite_master where type = 'table'")]
+            rows = [list(connection.execute(f"select * from {name}")) for name in names]
+        return b"".join(
+            value if isinstance(value, bytes) else str(value).encode()
+            for table in rows
+            for row in table
+            for value in row
+        )
+
+    def messages(self) -> list[bytes]:
+        """Every message of every stream."""
+        return asyncio.run(all_messages(self.server.url))
+
+
+async def make_stream(url: str) -> None:
+    """The stream of events as an operator may have made it: one that keeps them for less than a day."""
+    connection = await NatsConnection.open(url, 5.0, Credentials())
+    config = STREAMS[STREAM] | {"max_age": AGE_S * 10**9, "duplicate_window": 10**9, "num_replicas": 1}
+    await request(connection, f"$JS.API.STREAM.CREATE.{STREAM}", config, dict, 5.0)
+    await connection.close()
+
+
+async def all_messages(url: str) -> list[bytes]:
+    connection = await NatsConnection.open(url, 5.0, Credentials())
+    found = []
+    try:
+        names = json.loads((await connection.ask("$JS.API.STREAM.NAMES", b"", 5.0)).data)["streams"]
+        for name in names:
+            state = json.loads((await connection.ask(f"$JS.API.STREAM.INFO.{name}", b"", 5.0)).data)["state"]
+            for sequence in range(state["first_seq"], state["last_seq"] + 1):
+                asked = json.dumps({"seq": sequence}).encode()
+                reply = json.loads((await connection.ask(f"$JS.API.STREAM.MSG.GET.{name}", asked, 5.0)).data)
+                if message := reply.get("message"):
+                    parts = (base64.b64decode(message.get(part, "")) for part in ("data", "hdrs"))
+                    found.append(message["subject"].encode() + b" " + b" ".join(parts))
+    finally:
+        await connection.close()
+    return found
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with opened_world(tmp_path) as found:
+        yield found
+
+
+@contextmanager
+def opened_world(tmp_path: Path) -> Iterator[World]:
+    with ExitStack() as opened:
+        (tmp_path / "data").mkdir()
+        yield World(tmp_path / "data", opened)
+
+
+def memory_of(manager: Manager) -> bytes:
+    pools = [manager.pools.slots[tier] for tier in (Tier.HBM, Tier.HOST)]
+    return b"".join(pool.memory.tobytes() for pool in pools if pool.memory is not None)
+
+
+def waits(lines: Sequence[Line]) -> dict[str, str]:
+    return {f"{line.who} {line.place}": line.waits for line in lines if line.waits}
+
+
+def depth(world: World, space: Namespace, prompt: int) -> int:
+    answer = world.client.lookup(space, hashes_of(space, prompt))
+    return max((pool.depth for pool in answer.pools), default=0)
+
+
+def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
+    prompts = {"a": [1, 2], "b": [2, 3], "c": [4]}
+    victim, other = Needles(VICTIM, range(1, 5)), Needles(OTHER, range(1, 5))
+    managers = {name: world.instance(name) for name in prompts}
+    for name, manager in managers.items():
+        for prompt in prompts[name]:
+            for space in (VICTIM, OTHER):
+                manager.unpin(serve(manager, space, prompt))
+        assert manager.settle(WAIT_S)
+    eventually(lambda: all(depth(world, s, 3) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+    checkpoints = world.folder / "checkpoints"
+    eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
+    eventually(lambda: "a hash" in str(victim.in_folder(world.folder / "archive")), "the archive has not the blocks")
+    # What the search must be able to find.
+    for place in (
+        "nvme.pool",
+        "pod/home.b.pool",
+        ".slots",
+        "journal",
+        "catalog.db",
+        "archive",
+        "checkpoints",
+        "samples",
+    ):
+        eventually(lambda: place in str(victim.in_folder(world.folder)), f"{place} has nothing")  # noqa: B023 - called now
+    assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
+    assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
+    assert any(str(VICTIM.id.hex()) in name for name in world.store.objects)
+    assert all("bytes of a block" in victim.in_bytes(memory_of(manager)) for manager in managers.values())
+
+    managers.pop("c").close()
+    pinned = serve(managers["a"], VICTIM, 1)
+    code, number, _ = world.erase(tenant=VICTIM.tenant)
+    assert code == 1
+    eventually(lambda: "a HBM" in waits(world.erase(status=number)[2]), "nobody waits for the request")
+    check_bytes(managers["a"], VICTIM, hashes_of(VICTIM, 1), pinned)  # the request goes on with its bytes
+    assert managers["a"].match(hashes_of(VICTIM, 1)).depth == 0
+    managers["a"].unpin(pinned)
+    left = {"c all", "NATS events on the stream"}
+
+    def others_wait() -> bool:
+        found = waits(world.erase(status=number)[2])
+        return left <= set(found) and all(name in left or name.startswith("catalog-") for name in found)
+
+    eventually(
+        others_wait, "a and b are not done", state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S
+    )
+    assert not any(str(VICTIM.id.hex()) in name for name in world.store.objects)
+    for name in managers:
+        assert not victim.in_folder(world.folder / "instances" / name)
+    assert not victim.in_folder(world.folder / "pod")
+    for manager in managers.values():
+        assert not victim.in_bytes(memory_of(manager))
+
+    # One that was away erases before it serves; its engine does not name the tenant any more.
+    managers["c"] = world.instance("c", [OTHER])
+    assert set(managers["c"].held(Tier.NVME)) == set(split_hashes(hashes_of(OTHER, 4)))
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) <= {"NATS events on the stream"}, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=AGE_S + WAIT_S)
+
+    assert victim.in_folder(world.folder) == {}
+    assert victim.in_bytes(world.tables()) == set()
+    assert [victim.in_bytes(message) for message in world.messages() if victim.in_bytes(message)] == []
+    assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
+    for manager in managers.values():
+        assert not victim.in_bytes(memory_of(manager))
+    world.catalog.stop()
+    archive = verify(open_source(str(world.folder / "archive")), NATIVE, NATIVE_FOLD)
+    assert archive.findings == []
+    assert any(f"erased by erasure {number}" in note for note in archive.notes), archive.notes
+    world.start_catalog()
+    # The other tenant has all it had.
+    assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
+    for name, manager in managers.items():
+        for prompt in prompts[name]:
+            assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
+    assert all(depth(world, OTHER, prompt) == DEPTH for prompt in range(1, 5))
+
+
+def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: World, tmp_path: Path) -> None:
+    manager = world.instance("a")
+    for prompt in (1, 2):
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, prompt))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, VICTIM, 2) == DEPTH, "the catalog has not all claims")
+    hashes = hashes_of(VICTIM, 1)
+    gone, stays = Needles(VICTIM, [1]), Needles(VICTIM, [2])
+    for needles in (gone, stays):  # of the tenant itself all stays
+        needles.words = {word: what for word, what in needles.words.items() if what in ("a hash", "bytes of a block")}
+    code, number, _ = world.erase(namespace=VICTIM.id, hashes=hashes)
+    assert code == 1
+    only_age = {"NATS events on the stream"}
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+    )  # fmt: skip
+    assert gone.in_folder(world.folder) == {}
+    assert gone.in_bytes(world.tables()) == set()
+    assert not any(gone.in_bytes(name.encode() + bytes(body[0])) for name, body in world.store.objects.items())
+    assert not gone.in_bytes(memory_of(manager))
+    assert {"nvme.pool", "catalog.db"} <= {Path(name).name for name in stays.in_folder(world.folder)}
+    for space, prompt in ((VICTIM, 2), (OTHER, 1), (OTHER, 2)):
+        assert manager.acquire(space.id, hashes_of(space, prompt)).depth == DEPTH
+    assert manager.acquire(VICTIM.id, hashes).depth == 0
+    # The tenant uses it anew: that is new, and stays.
+    manager.unpin(serve(manager, VICTIM, 1))
+    assert manager.settle(WAIT_S)
+    eventually(lambda: depth(world, VICTIM, 1) == DEPTH, "new use is not claimed")
+    assert manager.match(hashes).depth == DEPTH
+    assert world.erase(lift=number)[1] == number
+    with pytest.raises(ErasureError, match=r"in force: none"):
+        world.erase(status=number)
+
+
+def lonely(folder: Path, url: str, hold_s: float) -> Manager:
+    flags = {
+        "instance.data_dir": str(folder), "instance.id": "a", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
+        "pools.nvme.slots": 32, "nats.url": url, "nats.timeout_s": 0.5, "erasure.hold_s": hold_s, "erasure.poll_s": 0.1,
+    }  # fmt: skip
+    return open_manager(load_settings(flags=flags), [OTHER], BLOCK_BYTES)
+
+
+def test_what_an_earlier_run_left_is_held_back_until_the_record_is_known(tmp_path: Path) -> None:
+    url = f"nats://127.0.0.1:{free_port()}"
+
+    def depth_of(manager: Manager) -> int:
+        prefix = manager.acquire(OTHER.id, hashes_of(OTHER, 1))
+        manager.unpin(prefix.slots)
+        return prefix.depth
+
+    with lonely(tmp_path, url, 0.0) as manager:
+        manager.unpin(serve(manager, OTHER, 1))
+        assert manager.settle(WAIT_S)
+    with lonely(tmp_path, url, 0.0) as manager:  # nothing is held back
+        assert depth_of(manager) == DEPTH
+    with lonely(tmp_path, url, 0.2) as manager:  # for a moment
+        eventually(lambda: depth_of(manager) == DEPTH, "it is held back for ever")
+    with lonely(tmp_path, url, -1.0) as manager:
+        assert depth_of(manager) == 0
+        assert len(manager.held(Tier.NVME)) == DEPTH
+        server = EmbeddedServer.start(tmp_path / "nats", port=int(url.rpartition(":")[2]))
+        try:
+            eventually(lambda: depth_of(manager) == DEPTH, "the record was read, and it is held back")
+        finally:
+            manager.close()
+            server.stop()
+
+
+async def ready(url: str, credentials: Credentials) -> None:
+    """The streams of events are there, as a catalog of before would have made them."""
+    await (await NatsStream.connect(url, 5.0, credentials=credentials)).close()
+
+
+async def record_of(url: str, credentials: Credentials) -> object:
+    erasures = await ErasureLog.open(url, "home", 5.0, credentials, 1)
+    try:
+        return await erasures.record()
+    finally:
+        await erasures.close()
+
+
+def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    users = [ServerUser(keep_seed(keys / "instance-a.nk"), "a"), ServerUser(keep_seed(keys / "catalog.nk"))]
+    server = EmbeddedServer.start(tmp_path / "nats", settings=server_config("home", users))
+    seed = str(keys / "catalog.nk")
+    flags = {
+        "instance.data_dir": str(tmp_path), "instance.cluster": "home", "nats.url": server.url, "erasure.poll_s": 0.2,
+        "snapshots.least_s": 0.3, "pools.hbm.slots": 32, "pools.hbm.device": "memory",
+    }  # fmt: skip
+    mine = load_settings(flags=flags | {"instance.id": "a", "nats.nkey_seed": str(keys / "instance-a.nk")})
+    of_catalog = load_settings(flags=flags | {"nats.nkey_seed": seed, "instance.id": "catalog"})
+    credentials = Credentials(nkey_seed=seed, inbox=catalog_inbox("home"))
+    told: list[tuple[int, Sequence[Line]]] = []
+
+    def erase(**options: Any) -> Sequence[Line]:
+        run_erase(of_catalog, EraseOptions(wait_s=0.0, **options), lambda number, lines: told.append((number, lines)))
+        return told[-1][1]
+
+    service = ServiceSettings(
+        nats_url=server.url, credentials=credentials, database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", cluster="home",
+        listen="127.0.0.1:0", store_every_s=0.02, companions=(catalog_companion(of_catalog, server.url, credentials),),
+    )  # fmt: skip
+    try:
+        # Before a catalog has made the stream of erasures there are none.
+        asyncio.run(ready(server.url, credentials))
+        with open_manager(mine, [VICTIM, OTHER], BLOCK_BYTES):
+            record = asyncio.run(
+                record_of(server.url, Credentials(nkey_seed=mine.nats.nkey_seed, inbox=instance_inbox("home", "a")))
+            )
+            assert record is None
+        with CatalogThread(service, NATIVE, NATIVE_INDEX), open_manager(mine, [VICTIM, OTHER], BLOCK_BYTES) as manager:
+            for space in (VICTIM, OTHER):
+                manager.unpin(serve(manager, space, 1))
+            eventually(lambda: b"initech" in (tmp_path / "catalog.db-wal").read_bytes(), "SQL does not know the tenant")
+            erase(tenant=VICTIM.tenant)
+            eventually(
+                lambda: set(waits(erase(status=1))) == {"NATS events on the stream"}, "not all are done",
+                state=lambda: waits(erase(status=1)), timeout_s=WAIT_S,
+            )  # fmt: skip
+            assert set(manager.held(Tier.HBM)) == set(split_hashes(hashes_of(OTHER, 1)))
+    finally:
+        server.stop()

@@ -1,0 +1,310 @@
+"""Erasures: what a record tells and does not tell, an instance's steps one by one, and the table of what waits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from kvbm.core.errors import ErasureError
+from kvbm.core.ids import HASH_BYTES, Epoch, Namespace, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.snapshots import Recovered
+from kvbm.erasure import record as records
+from kvbm.erasure import report
+from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
+from kvbm.erasure.record import Matcher, Record, Subject, with_erasure, without
+from kvbm.erasure.report import Answer, Known, Place, Progress
+from kvbm.manager.erasing import HeldRun, Wiped
+from kvbm.streams.base import Position
+
+ACME = Namespace(model="m", revision="r", block_tokens=16, tenant="acme")
+ACME_LORA = Namespace(model="m", revision="r", block_tokens=16, tenant="acme", lora="l")
+GLOBEX = Namespace(model="m", revision="r", block_tokens=16, tenant="globex")
+NOW_NS = 1_700_000_000_000_000_000
+
+
+def block(number: int) -> SequenceHash:
+    return SequenceHash(hashlib.sha256(str(number).encode()).digest()[:HASH_BYTES])
+
+
+def blocks(*numbers: int) -> bytes:
+    return b"".join(map(block, numbers))
+
+
+def recorded(*wanted: Subject) -> Record:
+    record = Record()
+    for one in wanted:
+        record, _ = with_erasure(record, one, NOW_NS)
+    return record
+
+
+class Instance:
+    """As much of a manager as an erasure asks: blocks by tier and namespace, slots that are pinned, a journal."""
+
+    def __init__(
+        self, held: dict[Tier, dict[NamespaceId, bytes]], tenants: Iterable[Namespace] = (ACME, GLOBEX)
+    ) -> None:
+        self.blocks, self.known = held, {one.id: one.tenant for one in tenants}
+        self.pinned: set[int] = set()
+        self.journal_from = Position(Epoch(1), Offset(0))
+        self.at = Position(Epoch(1), Offset(10))
+        self.asked = self.dropped = 0
+        self.unclaimed = b""
+        self.is_over = False
+        self.engine_tier: Tier | None = None
+        self.unnamed: list[NamespaceId] = []
+        self.held_back: list[bool] = []
+
+    @property
+    def tiers(self) -> list[Tier]:
+        return [tier for tier in self.blocks if tier is not self.engine_tier]
+
+    def slots(self, tier: Tier) -> int:
+        return 4
+
+    def hold_back(self, held_back: bool) -> None:
+        self.held_back.append(held_back)
+
+    def tenants(self) -> dict[NamespaceId, str]:
+        return self.known
+
+    def held(self, tier: Tier) -> list[HeldRun]:
+        return [
+            HeldRun(tier, space if space in self.known else None, self.known.get(space), hashes)
+            for space, hashes in self.blocks[tier].items()
+            if hashes
+        ]
+
+    def evict(self, tier: Tier, hashes: bytes) -> int:
+        gone = {hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)}
+        count = 0
+        for space, run in self.blocks[tier].items():
+            kept = [run[at : at + HASH_BYTES] for at in range(0, len(run), HASH_BYTES)]
+            left = [one for one in kept if one not in gone]
+            count += len(kept) - len(left)
+            self.blocks[tier][space] = b"".join(left)
+        return count
+
+    def drop_samples(self) -> None:
+        self.dropped += 1
+
+    def unclaim(self, hashes: bytes) -> None:
+        self.unclaimed += hashes
+
+    def unname(self, namespaces: Iterable[NamespaceId]) -> None:
+        self.unnamed += namespaces
+
+    def wipe(self, tier: Tier, dirty: set[int]) -> Wiped:
+        clean = sorted(dirty - self.pinned)
+        return Wiped(clean, len(clean))
+
+    def mark(self) -> Position:
+        return self.at
+
+    def ask_snapshot(self) -> None:
+        self.asked += 1
+
+    def is_durable(self, place: Position) -> bool:
+        return True
+
+    def forget_before(self, place: Position) -> bool:
+        return self.journal_from >= place
+
+
+def erasures(
+    instance: Instance, done: DoneErasures | None = None, started_with: Record | None = None
+) -> InstanceErasures:
+    return InstanceErasures(instance, done or DoneErasures(None), started_with, lambda: NOW_NS)
+
+
+def test_a_record_names_nobody_and_means_whom_it_should() -> None:
+    record = recorded(Subject("acme", (ACME.id,)), Subject(None, (GLOBEX.id,), blocks(1, 2)))
+    data = records.encoded(record)
+    for secret in (b"acme", b"globex", ACME.id, GLOBEX.id, block(1), block(2)):
+        assert secret not in data
+    whole, prompt = map(Matcher, records.decoded(data).erasures)
+    assert whole.tenant("acme") and not whole.tenant("globex") and whole.is_whole
+    assert (
+        whole.namespace(ACME.id) and whole.namespace(ACME_LORA.id, "acme") and not whole.namespace(GLOBEX.id, "globex")
+    )
+    assert prompt.namespace(GLOBEX.id) and not prompt.namespace(ACME.id, "acme") and not prompt.is_whole
+    assert prompt.of(blocks(1, 3, 2)) == blocks(1, 2)
+    assert (prompt.any(blocks(3, 2)), prompt.any(blocks(3, 4))) == (True, False)
+
+
+def test_two_records_of_one_tenant_cannot_be_told_to_mean_the_same() -> None:
+    one, two = (recorded(Subject("acme", (ACME.id,))).erasures[0] for _ in range(2))
+    assert not {one.tenant, *one.namespaces} & {two.tenant, *two.namespaces}
+
+
+def test_to_ask_again_is_the_same_erasure_until_it_is_done_and_numbers_are_never_given_twice() -> None:
+    record, first = with_erasure(Record(), Subject("acme", (ACME.id,)), NOW_NS)
+    same, again = with_erasure(record, Subject("acme", ()), NOW_NS + 1)
+    assert same is record and again == first
+    _, anew = with_erasure(record, Subject("acme", ()), NOW_NS + 1, done=[1])
+    assert anew.number == 2
+    lifted = without(record, 1)
+    assert lifted.find(1) is None
+    assert with_erasure(lifted, Subject("globex", ()), NOW_NS)[1].number == 2
+    assert with_erasure(record, Subject(None, (ACME.id,)), NOW_NS)[1].number == 2  # not the tenant: one namespace
+
+
+def test_too_many_hashes_and_a_record_of_a_newer_kvbm_are_refused_in_words() -> None:
+    with pytest.raises(ErasureError, match="erase them in parts"):
+        with_erasure(Record(), Subject(None, (ACME.id,), bytes(HASH_BYTES * (records.MOST_HASHES + 1))), NOW_NS)
+    with pytest.raises(ErasureError, match="upgrade"):
+        records.decoded(records.encoded(Record(version=99)))
+    with pytest.raises(ErasureError, match="cannot be read"):
+        records.decoded(b"\xc1")
+
+
+def test_an_instance_withdraws_at_once_waits_for_slots_then_for_the_journal() -> None:
+    instance = Instance({Tier.HOST: {ACME.id: blocks(1, 2), GLOBEX.id: blocks(3)}, Tier.NVME: {ACME.id: blocks(1)}})
+    instance.pinned = {3}
+    mine = erasures(instance)
+    mine.take(recorded(Subject("acme", (ACME.id,))))
+    assert instance.blocks == {Tier.HOST: {ACME.id: b"", GLOBEX.id: blocks(3)}, Tier.NVME: {ACME.id: b""}}
+    assert (instance.unnamed, instance.dropped, instance.unclaimed) == ([ACME.id], 1, blocks(1, 2))
+    mine.step()
+    places = {place.name: place for place in mine.progress()[1].places}
+    assert places["HOST"].waits == "1 slots that requests or copies use"
+    assert places["HOST"].erased == "2 blocks withdrawn, 3 slots zeroed"
+    assert places["journal"].waits == "the tiers" and not instance.asked
+    instance.pinned.clear()
+    mine.step()
+    assert instance.asked == 1 and mine.progress()[1].done_ns == 0
+    instance.journal_from = instance.at
+    mine.step()
+    assert mine.progress()[1].done_ns == NOW_NS and not mine.is_busy
+
+
+def test_what_a_copy_brings_to_another_tier_meanwhile_is_withdrawn_and_the_journal_begins_behind_that() -> None:
+    instance = Instance({Tier.HOST: {ACME.id: blocks(1)}, Tier.NVME: {ACME.id: b""}})
+    mine = erasures(instance)
+    mine.take(recorded(Subject("acme", (ACME.id,))))
+    mine.step()
+    instance.blocks[Tier.NVME][ACME.id] = blocks(1)
+    instance.journal_from = instance.at
+    instance.at = Position(Epoch(1), Offset(20))
+    mine.step()
+    assert instance.blocks[Tier.NVME][ACME.id] == b""
+    assert mine.is_busy  # the journal begins at 10, and names it after that
+    instance.journal_from = instance.at
+    mine.step()
+    assert not mine.is_busy
+
+
+def test_new_use_while_an_erasure_goes_on_stays() -> None:
+    instance = Instance({Tier.HOST: {ACME.id: blocks(1)}})
+    mine = erasures(instance)
+    record = recorded(Subject("acme", (ACME.id,)))
+    mine.take(record)
+    instance.blocks[Tier.HOST][ACME.id] = blocks(2)
+    mine.take(record)
+    mine.step()
+    assert instance.blocks[Tier.HOST][ACME.id] == blocks(2)
+
+
+def test_only_the_blocks_of_a_prompt_go_where_hashes_are_named() -> None:
+    instance = Instance({Tier.HOST: {ACME.id: blocks(1, 2, 3), GLOBEX.id: blocks(4)}})
+    mine = erasures(instance)
+    mine.take(recorded(Subject(None, (ACME.id,), blocks(2, 4))))
+    assert instance.blocks[Tier.HOST] == {ACME.id: blocks(1, 3), GLOBEX.id: blocks(4)}
+    assert instance.unnamed == []
+
+
+def test_blocks_of_namespaces_that_nobody_has_named_go_with_any_erasure() -> None:
+    instance = Instance({Tier.NVME: {ACME.id: blocks(1), GLOBEX.id: blocks(2)}}, tenants=[GLOBEX])
+    mine = erasures(instance)
+    mine.take(recorded(Subject("somebody", ())))
+    assert instance.blocks[Tier.NVME] == {ACME.id: b"", GLOBEX.id: blocks(2)}
+
+
+def test_the_engines_own_hbm_is_waited_for() -> None:
+    instance = Instance({Tier.HBM: {ACME.id: blocks(1)}, Tier.HOST: {ACME.id: blocks(1)}})
+    instance.engine_tier = Tier.HBM
+    mine = erasures(instance)
+    mine.take(recorded(Subject("acme", (ACME.id,))))
+    mine.step()
+    waits = {place.name: place.waits for place in mine.progress()[1].places}
+    assert "1 blocks in its prefix cache" in waits["engine's HBM"] and not waits["HOST"]
+    instance.blocks[Tier.HBM][ACME.id] = b""
+    instance.journal_from = instance.at
+    mine.step()
+    assert not mine.is_busy
+
+
+def test_an_instance_tells_of_namespaces_of_the_tenant_that_the_record_does_not_name() -> None:
+    instance = Instance({Tier.HOST: {}}, tenants=[ACME, ACME_LORA, GLOBEX])
+    mine = erasures(instance)
+    record = recorded(Subject("acme", (ACME.id,)))
+    mine.take(record)
+    erasure = record.erasures[0]
+    assert mine.progress()[1].namespaces == (erasure.namespace_digest(ACME_LORA.id),)
+    answers = [Answer(name="i", kind=report.INSTANCE, at_ns=1, progress=mine.progress())]
+    assert Matcher(erasure, report.namespaces_said(answers, 1)).namespace(ACME_LORA.id)
+
+
+def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done(tmp_path: Path) -> None:
+    found = [Recovered(block(at), space.id, at) for at, space in enumerate([ACME, GLOBEX, ACME_LORA])]
+    record = recorded(Subject("acme", (ACME.id,)))
+    tenants = {ACME.id: "acme", GLOBEX.id: "globex"}
+    start = StartErasures(record, DoneErasures(None), tenants)
+    assert [one.slot for one in found if start.keeps(one)] == [1]
+    assert start.left_out == 2
+    assert all(StartErasures(Record(), DoneErasures(None), {}).keeps(one) for one in found)
+    done = DoneErasures(tmp_path / DONE_FILE)
+    done.add(1, NOW_NS)
+    assert all(StartErasures(record, DoneErasures(tmp_path / DONE_FILE), tenants).keeps(one) for one in found)
+    (tmp_path / DONE_FILE).write_text("{")
+    assert not DoneErasures(tmp_path / DONE_FILE).at_ns  # done once more, which does no harm
+
+
+def test_what_a_start_has_left_out_is_wiped_and_what_came_since_is_new() -> None:
+    record = recorded(Subject("acme", (ACME.id,)))
+    instance = Instance({Tier.NVME: {ACME.id: blocks(5)}})
+    mine = erasures(instance, started_with=record)
+    mine.take(record)
+    instance.journal_from = instance.at
+    mine.step()
+    assert instance.blocks[Tier.NVME][ACME.id] == blocks(5)
+    assert mine.progress()[1].done_ns == NOW_NS
+
+
+def known(instances: dict[str, str], first_ns: int | None = None, has_objects: bool = False) -> Known:
+    return Known(instances, first_ns, 3600.0, has_objects, NOW_NS)
+
+
+def answered(name: str, kind: str, done_ns: int, waits: str = "") -> Answer:
+    progress = Progress(places=(Place(name="place", erased="x", waits=waits),), done_ns=done_ns)
+    return Answer(name=name, kind=kind, at_ns=NOW_NS, progress={7: progress})
+
+
+def test_the_table_says_who_is_waited_for_and_only_nobody_is_gone() -> None:
+    lines = report.table(
+        7, [answered("a", report.INSTANCE, 0, "1 slots")], known({"a": "", "b": "it is away"}, 1, True)
+    )
+    waits = {line.who: line.waits for line in lines}
+    assert waits["a"] == "1 slots" and waits["b"] == "it is away"
+    assert "pool's settings" in waits["object pool"] and "serves" in waits["catalog"] and "1 h after" in waits["NATS"]
+    assert not report.is_gone(lines)
+    answers = [
+        answered("a", report.INSTANCE, 100),
+        answered("c", report.CATALOG, 120),
+        answered("o", report.OBJECTS, 150),
+    ]
+    late = report.table(7, answers, known({"a": ""}, first_ns=140, has_objects=True))
+    assert [line.who for line in late if line.waits] == ["NATS"]
+    assert "goes by 1970-01-01 01:00:01 UTC" in late[-1].waits
+    gone = report.table(7, answers, known({"a": ""}, first_ns=151, has_objects=True))
+    assert report.is_gone(gone) and "erasure 7: all is gone" in report.as_words(7, gone)
+    assert '"gone":true' in report.as_json(7, gone)
+
+
+def test_a_catalog_waits_for_everybody_it_knows() -> None:
+    answers = [answered("a", report.INSTANCE, 100), answered("b", report.INSTANCE, 0, "2 slots")]
+    left = report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])
+    assert left == {"b": "place: 2 slots", "c": "has not answered"}
+    assert report.unfinished(answers[:1], 7, report.INSTANCE, ["a"]) == {}
