@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from kvbm_ledger import conflict
@@ -11,25 +12,23 @@ __all__ = ["catalog_main", "main", "replay_main"]
 
 def main() -> int:
     """The `kvbm` command; 2 when the package of that name is not ours."""
-    return _started("main", "kvbm")
+    return _started("cli", "main", "kvbm")
 
 
 def catalog_main() -> int:
     """The `kvbm-catalog` command, likewise."""
-    return _started("catalog_main", "kvbm-catalog")
+    return _started("catalog_cli", "catalog_main", "kvbm-catalog")
 
 
 def replay_main() -> int:
     """The `kvbm-replay` command, likewise."""
-    return _started("replay_main", "kvbm-replay")
+    return _started("cli", "replay_main", "kvbm-replay")
 
 
-def _started(command: str, name: str) -> int:
+def _started(module: str, command: str, name: str) -> int:
     why = conflict()
     if why:
         print(f"{name}: {why}", file=sys.stderr)
         return 2
-    from kvbm import cli
-
-    code: int = getattr(cli, command)()
+    code: int = getattr(importlib.import_module(f"kvbm.{module}"), command)()
     return code

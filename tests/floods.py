@@ -67,7 +67,12 @@ def catalog_process(
         "nats.url": nats_url, "instance.cluster": cluster, "instance.data_dir": str(folder / "data"),
         "catalog.listen": url.removeprefix("http://"), **{f"catalog.limits.{name}": value for name, value in limits.items()},
     }  # fmt: skip
-    command = [sys.executable, "-c", "from kvbm.cli import catalog_main; raise SystemExit(catalog_main())", "serve"]
+    command = [
+        sys.executable,
+        "-c",
+        "from kvbm.catalog_cli import catalog_main; raise SystemExit(catalog_main())",
+        "serve",
+    ]
     command += [
         f"--set={name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()
     ]

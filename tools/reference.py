@@ -22,7 +22,7 @@ import msgspec
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from kvbm import cli  # noqa: E402
+from kvbm import catalog_cli, cli  # noqa: E402
 from kvbm.catalog import api  # noqa: E402
 from kvbm.catalog.api import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, TenantSettings, default_lines  # noqa: E402
@@ -422,7 +422,7 @@ def commands_page() -> str:
 
 def _help(program: str, words: tuple[str, ...]) -> str:
     """A command's help, 100 columns wide."""
-    main = {"kvbm": cli.main, "kvbm-catalog": cli.catalog_main, "kvbm-replay": cli.replay_main}[program]
+    main = {"kvbm": cli.main, "kvbm-catalog": catalog_cli.catalog_main, "kvbm-replay": cli.replay_main}[program]
     out = io.StringIO()
     columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"

@@ -212,9 +212,7 @@ def _open_manager(
         )
         for namespace in namespaces:
             ledger.assign(namespace.id, namespace.tenant)
-        locator: Locator = (
-            HttpLocator(settings.catalog.url, catalog_credentials(settings)) if settings.catalog.url else Nowhere()
-        )
+        locator = _locator(settings)
         memory = MemoryLog() if journal is None and settings.nats.enabled else None
         frames = journal or memory
         url = _nats_url(settings, opened) if settings.nats.enabled else ""
@@ -321,6 +319,10 @@ def stream_of_catalog(settings: Settings, opened: ExitStack) -> tuple[str, Crede
     """Where the stream is, and how a catalog proves itself to it. Raises ConfigError, StreamError, MissingExtraError."""
     credentials = stream_credentials(settings, Role.CATALOG)
     return _nats_url(settings, opened), credentials
+
+
+def _locator(settings: Settings) -> Locator:
+    return HttpLocator(settings.catalog.url, catalog_credentials(settings)) if settings.catalog.url else Nowhere()
 
 
 def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -> CatalogClient:

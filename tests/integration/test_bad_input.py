@@ -332,8 +332,8 @@ def test_an_engine_serves_while_nats_does_not_and_says_so_once(kind: str, tmp_pa
 import json, sys, kvbm
 from kvbm.streams.nats.stream import NatsStream
 from tests.eventually import eventually
-from kvbm.cli import _configure_logs
-_configure_logs()
+from kvbm.command_line import configure_logs
+configure_logs()
 flags = {"instance.data_dir": "data", "pools.hbm.slots": 8, "pools.hbm.device": "memory", "nats.timeout_s": 1,
          "nats.url": sys.argv[1]}
 tries, connect = [], NatsStream.connect

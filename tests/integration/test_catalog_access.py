@@ -22,7 +22,7 @@ from kvbm.catalog.access import EMBEDDED, Access, AccessOptions, check_exposed
 from kvbm.catalog.access_file import NewToken, add_token, hashed, read_entries
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
-from kvbm.cli import catalog_main
+from kvbm.catalog_cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.credentials import CatalogCredentials

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kvbm.assembly import open_manager
-from kvbm.cli import catalog_main
+from kvbm.catalog_cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.locate.http import CatalogClient
 from tests.composed import ROOT, WAIT_S, Cluster, composed, read_services

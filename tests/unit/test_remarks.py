@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 import structlog
 
-from kvbm.cli import _configure_logs
+from kvbm.command_line import configure_logs
 
 
 class FullDisk(StringIO):
@@ -24,14 +24,14 @@ class FullDisk(StringIO):
 
 def test_a_remark_that_cannot_be_written_is_lost_and_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", FullDisk())
-    _configure_logs()
+    configure_logs()
     structlog.get_logger().warning("journal.write_failed", why="no room")
 
 
 def test_remarks_go_to_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     said = StringIO()
     monkeypatch.setattr(sys, "stderr", said)
-    _configure_logs()
+    configure_logs()
     structlog.get_logger().warning("journal.write_failed", why="no room")
     assert "journal.write_failed" in said.getvalue()
 
@@ -40,7 +40,7 @@ def test_a_logger_that_was_used_before_writes_where_standard_error_is_now(monkey
     first, second = StringIO(), StringIO()
     log = structlog.get_logger()
     monkeypatch.setattr(sys, "stderr", first)
-    _configure_logs()
+    configure_logs()
     log.warning("journal.write_failed")
     first.close()
     log.warning("journal.write_failed")  # nobody can take it

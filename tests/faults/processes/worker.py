@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from kvbm.assembly import open_manager
-from kvbm.cli import _configure_logs
+from kvbm.command_line import configure_logs
 from kvbm.config import load_settings
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
@@ -210,7 +210,7 @@ def _listen(commands: queue.SimpleQueue[bytes | None]) -> None:
 
 def main() -> int:
     """Serve until told to stop. Returns 2 with one sentence on standard error when it cannot start."""
-    _configure_logs()
+    configure_logs()
     flags = dict(pair.split("=", 1) for pair in sys.argv[3:])
     try:
         worker = Worker(int(sys.argv[1]), float(sys.argv[2]), flags)

@@ -1,0 +1,238 @@
+"""The command `kvbm-catalog`: the service, its janitor, and what an operator asks of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvbm.assembly import catalog_client, catalog_credentials
+from kvbm.command_line import Commands, add_command, add_settings, count_between, run_command, seconds, settings_of
+from kvbm.core.errors import ConfigError, JanitorBusyError
+from kvbm.core.ids import InstanceId
+
+
+def catalog_main(argv: Sequence[str] | None = None) -> int:
+    """The `kvbm-catalog` command."""
+    parser = argparse.ArgumentParser(
+        prog="kvbm-catalog",
+        description="The cluster-wide view of which block lies where.",
+        epilog="`kvbm-catalog COMMAND --help` says more. It returns 0 after a clean stop, 2 when it cannot start.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serve = add_command(
+        commands,
+        "serve",
+        "follow the stream and answer over HTTP until stopped",
+        "kvbm-catalog serve --set nats.url=nats://127.0.0.1:4222 --set catalog.listen=127.0.0.1:7700",
+    )
+    serve.add_argument(
+        "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
+    )
+    add_settings(serve)
+    gc = add_command(
+        commands,
+        "gc",
+        "clean up the object pool: claim what nobody claims, delete what is too old or too much",
+        "kvbm-catalog gc --dry-run --set pools.object.url=s3://bucket/kv --set gc.ttl_s=604800 --set gc.quota_bytes=1000000000000",
+    )
+    gc.description = """Clean up the object pool that pools.object names, as the only janitor of all clusters that share it.
+
+It claims the objects nobody claims, withdraws claims without an object, and withdraws, waits for gc.grace_s and deletes
+what nobody has put or read for gc.ttl_s, and the least recently used above gc.quota_bytes. It runs beside `kvbm-catalog
+serve`, on the same database and stream. What is not a block of kvbm's is never touched. While another janitor works it
+says so and returns 0."""
+    gc.add_argument(
+        "--every",
+        type=seconds,
+        default=None,
+        metavar="S",
+        help="go on, with so many seconds between runs (gc.every_s)",
+    )
+    gc.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
+    gc.add_argument("--json", action="store_true", help="print reports as JSON, one a line")
+    add_settings(gc)
+    forget = add_command(
+        commands,
+        "forget",
+        "have a running catalog forget an instance that is gone",
+        "kvbm-catalog forget gpu-7 --set catalog.url=http://catalog:7700",
+    )
+    forget.description = """Have the catalog at catalog.url forget an instance that has stopped or is not heard, before catalog.forget_s is over.
+
+It leaves the catalog's memory, its database, metrics and answers. What it has put in object stores stays there and is found, and
+files and the archive have its events. An instance that is alive is not forgotten. One that comes back is asked for a snapshot."""
+    forget.add_argument("instance", metavar="NAME", help="the instance's id")
+    add_settings(forget)
+    _add_token(commands)
+    _add_erase(commands)
+    arguments = parser.parse_args(argv)
+    work = {
+        "serve": _serve_catalog,
+        "gc": _collect_garbage,
+        "forget": _forget_instance,
+        "token": _make_token,
+        "erase": _erase,
+    }[arguments.command]
+    return run_command(work, arguments, "kvbm-catalog")
+
+
+def _add_erase(commands: Commands) -> None:
+    erase = add_command(
+        commands,
+        "erase",
+        "have everything of a tenant, of a namespace or of a prompt be gone, everywhere",
+        "kvbm-catalog erase --tenant acme --set nats.url=nats://127.0.0.1:4222 --set catalog.database=sqlite:///catalog.db",
+    )
+    erase.description = """Have everything of a tenant, of a namespace or of a prompt be gone: from the tiers and journals of
+all instances, from the object pool and its front, from the catalog's database, index, checkpoints and archive.
+
+It prints what is gone and what waits for whom, and returns 0 only when all is gone, else 1. Instances that are away
+erase before they serve when they return. To ask again for the same goes on with the same erasure. What is used anew
+afterwards is new; take a tenant out of the engines' configuration first."""
+    what = erase.add_mutually_exclusive_group(required=True)
+    what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
+    what.add_argument("--namespace", metavar="ID", type=_namespace_id, help="one namespace, 32 hex digits")
+    what.add_argument("--status", metavar="N", type=_small_number, help="tell how far an erasure has come")
+    what.add_argument(
+        "--lift",
+        metavar="N",
+        type=_small_number,
+        help="take an erasure out of the record: who returns later does not do it",
+    )
+    erase.add_argument(
+        "--hashes", metavar="FILE|HEX", default="", help="with --namespace: only these blocks, 32 hex digits each"
+    )
+    erase.add_argument(
+        "--wait",
+        type=_wait_seconds,
+        default=60.0,
+        metavar="S",
+        help="wait so long for the others; 0: do not (default 60)",
+    )
+    erase.add_argument("--json", action="store_true", help="print the report as one line of JSON")
+    add_settings(erase)
+
+
+def _namespace_id(text: str) -> bytes:
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        found = b""
+    if len(found) != 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no namespace id; give its 32 hex digits")
+    return found
+
+
+def _small_number(text: str) -> int:
+    return count_between(text, 1, 1 << 31)
+
+
+def _wait_seconds(text: str) -> float:
+    return 0.0 if text == "0" else seconds(text)
+
+
+def _add_token(commands: Commands) -> None:
+    token = add_command(
+        commands,
+        "token",
+        "make a token that may ask the catalog: print it, and put its hash into the file of catalog.access",
+        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme > router-acme.token",
+    )
+    token.add_argument(
+        "--access", type=Path, metavar="FILE", help="as catalog.access; made if it is not there, for its owner alone"
+    )
+    token.add_argument("--name", required=True, metavar="NAME", help="of who will ask, as metrics and limits call it")
+    token.add_argument(
+        "--role",
+        required=True,
+        choices=("router", "operator", "metrics"),
+        help="router: lookups and routes of its tenants; operator: everything; metrics: /metrics alone",
+    )
+    token.add_argument(
+        "--tenant",
+        action="append",
+        default=[],
+        metavar="T",
+        help='of a router; several times for several; "" for no tenant',
+    )
+    token.add_argument("--all-tenants", action="store_true", help="a router of all tenants")
+    token.add_argument("--expires", type=float, metavar="S", help="it is good for so many seconds (default: for ever)")
+    token.add_argument(
+        "--replace", type=float, metavar="S", help="the name's older tokens are good for so many seconds yet"
+    )
+    add_settings(token)
+
+
+def _make_token(arguments: argparse.Namespace) -> int:
+
+    from kvbm.catalog.access_file import NewToken, add_token
+
+    path = arguments.access or Path(settings_of(arguments).catalog.access)
+    if not path.name:
+        raise ConfigError("there is no file of callers; give --access FILE, or set catalog.access")
+    if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
+        raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
+    wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
+    print(add_token(path, wanted, time.time()))
+    print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
+    return 0
+
+
+def _erase(arguments: argparse.Namespace) -> int:
+    from kvbm.assembly.erasure import EraseOptions, read_hashes, run_erase
+    from kvbm.erasure.report import Line, as_json, as_words
+
+    if arguments.hashes and arguments.namespace is None:
+        raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
+    hashes = read_hashes(arguments.hashes) if arguments.hashes else b""
+    options = EraseOptions(
+        arguments.tenant, arguments.namespace, hashes, arguments.status, arguments.lift, arguments.wait
+    )
+
+    def tell(number: int, lines: Sequence[Line]) -> None:
+        if options.lift is not None:
+            print(f"erasure {number} is lifted")
+        else:
+            print((as_json if arguments.json else as_words)(number, lines), flush=True)
+
+    return run_erase(settings_of(arguments), options, tell)
+
+
+def _serve_catalog(arguments: argparse.Namespace) -> int:
+    from kvbm.assembly import run_catalog
+    from kvbm.assembly.erasure import catalog_companion
+
+    if arguments.archive is not None:
+        arguments.sets.append(f"catalog.archive={arguments.archive}")
+    return run_catalog(settings_of(arguments), catalog_companion)
+
+
+def _collect_garbage(arguments: argparse.Namespace) -> int:
+    from kvbm.assembly import run_gc
+    from kvbm.janitor.report import as_json, as_words
+
+    if arguments.every is not None:
+        arguments.sets.append(f"gc.every_s={arguments.every}")
+    settings = settings_of(arguments)
+    words = as_json if arguments.json else as_words
+    try:
+        return run_gc(settings, arguments.dry_run, lambda report: print(words(report), flush=True))
+    except JanitorBusyError as error:
+        print(f"kvbm-catalog: {error}", file=sys.stderr)
+        return 0
+
+
+def _forget_instance(arguments: argparse.Namespace) -> int:
+    settings = settings_of(arguments)
+    if not settings.catalog.url:
+        raise ConfigError("catalog.url is empty; name the running catalog, as --set catalog.url=http://127.0.0.1:7700")
+    client = catalog_client(settings.catalog.url, catalog_credentials(settings))
+    try:
+        client.forget(InstanceId(arguments.instance))
+    finally:
+        client.close()
+    print(f"instance {arguments.instance} is forgotten")
+    return 0

@@ -1,0 +1,133 @@
+"""What all commands of kvbm share: how arguments and settings are read, how a command ends, where remarks go."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO, TypeAlias, cast
+
+import structlog
+
+from kvbm.config import Settings, load_settings
+from kvbm.core.errors import ConfigError, KvbmError
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(commands: Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=words,
+        description=words[0].upper() + words[1:] + ".",
+        epilog=example and f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter if example else argparse.HelpFormatter,
+    )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="sets",
+        help="one setting, such as pools.host.slots=1024; may be given several times. `kvbm settings` lists them. It wins over the "
+        "environment (KVBM_POOLS__HOST__SLOTS=1024), and that over the file",
+    )
+
+
+def run_command(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
+    _end_as_interrupted()
+    configure_logs(
+        logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor", "probe") else logging.INFO
+    )
+    try:
+        code = work(arguments)
+        sys.stdout.flush()
+    except KvbmError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # a pager or head has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _end_as_interrupted() -> None:
+    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that what is open is closed: leases, pools, children."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup, and not where a caller has its own
+            signal.signal(number, signal.default_int_handler)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    return read_settings(arguments.config, arguments.sets)
+
+
+def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
+    flags = {}
+    for pair in sets:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {pair!r} has no {'value' if key else 'key'}; write KEY=VALUE")
+        flags[key] = value
+    return load_settings(config, os.environ, flags)
+
+
+class _Remarks:
+    """Standard error, as it is when something is written. Where the disk behind it is full, or it is closed, remarks are lost and
+    nothing else: no loop ends for want of a word."""
+
+    def write(self, text: str) -> None:
+        """Write, if it can be done."""
+        with suppress(OSError, ValueError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Flush, if it can be done."""
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+
+
+def configure_logs(level: int = logging.INFO) -> None:
+    """Remarks for people go to standard error; standard output carries answers only."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Remarks())),
+        cache_logger_on_first_use=True,
+    )
+
+
+def seconds(text: str) -> float:
+    """A time between runs; argparse names the option. Raises ArgumentTypeError."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give seconds above 0, at most 1000000")
+    return seconds
+
+
+def count_between(text: str, least: int, most: int) -> int:
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} will not do; give {least} to {most}")
+    return int(text)
