@@ -155,8 +155,14 @@ class Queries:
         """All instances, by name."""
         now_s = time.monotonic()
         claims = self._index.claim_counts()
-        known = {*self._liveness.instances(), *self._index.instances()}
-        return [self._summary(now_s, instance, claims) for instance in sorted(known)]
+        return [self._summary(now_s, instance, claims) for instance in sorted(self._known())]
+
+    def instance_count(self) -> int:
+        """How many instances there are."""
+        return len(self._known())
+
+    def _known(self) -> set[InstanceId]:
+        return {*self._liveness.instances(), *self._index.instances()}
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
         view, row = self._index.view(instance), self._sequencer.instance_row(instance)
