@@ -174,7 +174,7 @@ class Queries:
     def instances(self, caller: Caller = EMBEDDED) -> list[InstanceSummary]:
         """The instances the caller may know of, by name. A caller of some tenants sees who they are and whether they serve, no numbers."""
         now_s = time.monotonic()
-        known = {*self._liveness.instances(), *self._index.instances()}
+        known = self._known()
         if not caller.sees_all:
             return [
                 _without_counts(self._summary(now_s, instance, {}))
@@ -183,6 +183,13 @@ class Queries:
             ]
         claims = self._index.claim_counts()
         return [self._summary(now_s, instance, claims) for instance in sorted(known)]
+
+    def instance_count(self) -> int:
+        """How many instances there are."""
+        return len(self._known())
+
+    def _known(self) -> set[InstanceId]:
+        return {*self._liveness.instances(), *self._index.instances()}
 
     def _summary(self, now_s: float, instance: InstanceId, claims: dict[str, int]) -> InstanceSummary:
         view, row = self._index.view(instance), self._sequencer.instance_row(instance)

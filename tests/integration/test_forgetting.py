@@ -24,6 +24,7 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql_rows import ForgottenRow
 from kvbm.catalog.sql_store import SqlStore
 from kvbm.config import load_settings
+from kvbm.core.errors import ConfigError
 from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
 from tests.eventually import eventually
@@ -423,6 +424,13 @@ async def restored(store: SqlStore, copies: list[list[dict[str, Any]]]) -> int:
             if rows:
                 await connection.execute(insert(table), rows)
     return len(copies[0])
+
+
+def test_nobody_is_forgotten_whose_events_the_stream_still_has() -> None:
+    assert load_settings(flags={"catalog.forget_s": 90_000}).catalog.forget_s == 90_000
+    for wrong in (0, 3600, 86_400, "nan", "inf"):
+        with pytest.raises(ConfigError, match=r"catalog.forget_s is .*above 86400: so long the stream keeps events"):
+            load_settings(flags={"catalog.forget_s": wrong})
 
 
 def test_the_archive_and_replay_still_know_it(
