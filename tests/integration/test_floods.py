@@ -1,6 +1,6 @@
 """A catalog that is asked too much goes on answering those who ask what they may, in bounded memory and with few words.
 
-The long form floods it for ten minutes: KVBM_LONG_FLOODS=600.
+The long form floods it for ten minutes: FLOOD_SECONDS=600.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.floods import (
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
 MIB = 1 << 20
-FLOOD_S = float(os.environ.get("KVBM_LONG_FLOODS") or 20)
+FLOOD_S = float(os.environ.get("FLOOD_SECONDS") or 20)
 HONEST_S = max(8.0, FLOOD_S / 10)
 
 
