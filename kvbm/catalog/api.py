@@ -334,11 +334,9 @@ class _Api:
 
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
-        furthest: dict[InstanceId, Position] = {}
         for wanted in asked.at_least:
-            instance, position = InstanceId(wanted.instance), Position(Epoch(wanted.epoch), Offset(wanted.offset))
-            furthest[instance] = max(furthest.get(instance, position), position)
-        for instance, position in furthest.items():
+            position = Position(Epoch(wanted.epoch), Offset(wanted.offset))
+            instance = InstanceId(wanted.instance)
             known = self._visible.waited_for(caller, instance)
             reached = await self._service.follower.wait_for(known, position, max(0.0, deadline_s - time.monotonic()))
             if reached < position:
@@ -496,6 +494,7 @@ _ERROR_WORDS = {
     409: "The instance is alive.",
     413: "The body is too large.",
     422: "The request makes no sense; the error says why.",
+    429: "The caller asks too much; `retry-after` says when to ask again.",
     503: "Not ready, nobody to route to, or the stream is away.",
     504: "`at_least` was not reached in time.",
 }
@@ -532,6 +531,8 @@ def _operation(route: _Route) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(ErrorAnswer)}}
         responses[str(status)] = {"description": _ERROR_WORDS[status], "content": content}
     operation: dict[str, Any] = {"operationId": route.handler, "summary": route.summary, "responses": responses}
+    content = {"application/json": {"schema": _reference(ErrorAnswer)}}
+    responses["429"] = {"description": _ERROR_WORDS[429], "content": content}
     if route.takes is not None:
         content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
         operation["requestBody"] = {"required": True, "content": content}

@@ -465,7 +465,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
         "/v1/instances/{instance}",
     }
     operation = described["paths"]["/v1/lookup"]["post"]
-    assert set(operation["responses"]) == {"200", "400", "401", "403", "408", "413", "422", "503", "504"}
+    assert set(operation["responses"]) == {"200", "400", "401", "403", "408", "413", "422", "429", "503", "504"}
     for example in operation["requestBody"]["content"]["application/json"]["examples"].values():
         assert post(asked, "/v1/lookup", example["value"])[0] in (200, 504)
 
