@@ -443,6 +443,43 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
     ]  # fmt: skip
 
 
+def test_who_signs_certificates_is_replaced_on_both_sides_while_it_serves(
+    files: Files, serve: Callable[..., str]
+) -> None:
+    files.token(OPERATOR)
+    with files.access.open("a") as file:
+        file.write('\n[[certificate]]\nname = "router-beta"\nrole = "router"\ntenants = ["beta"]\n')
+    (folder := files.folder / "second").mkdir()
+    second = certify(folder, "second-ca")
+    old, new = certify(files.folder, "router-beta", files.ca), certify(folder, "router-beta", second)
+    new_server = certify(folder, "server", second)
+    ca, cert, key, client_ca = (files.folder / name for name in ("live-ca", "live-cert", "live-key", "live-client-ca"))
+    mine, my_key = files.folder / "mine", files.folder / "my-key"
+
+    def put(*pairs: tuple[Path, Path]) -> None:
+        for source, target in pairs:
+            shutil.copy(source, beside := files.folder / "beside")
+            beside.replace(target)
+
+    put((files.ca.cert, ca), (files.server.cert, cert), (files.server.key, key), (files.ca.cert, client_ca))
+    put((old.cert, mine), (old.key, my_key))
+    url = serve(file=str(files.access), tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(client_ca))
+    credentials = CatalogCredentials("", str(ca), str(mine), str(my_key))
+    client = CatalogClient(url, credentials=credentials)
+    client.wait_ready(10)
+    assert client.namespaces() == []
+    put((new_server.cert, cert), (new_server.key, key), (second.cert, client_ca))
+    assert client.namespaces() == []  # its connection goes on
+    with pytest.raises(CatalogError, match="do not trust each other"):
+        CatalogClient(url, credentials=credentials).namespaces()
+    put((second.cert, ca))
+    with pytest.raises(CatalogError):  # the old certificate of this side is good no more
+        client.namespaces()
+    put((new.cert, mine), (new.key, my_key))
+    assert client.namespaces() == []
+    assert CatalogClient(url, credentials=credentials).namespaces() == []
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
