@@ -18,6 +18,7 @@ from kvbm.pools.nvme.block_io import PAGE_BYTES
 from kvbm.pools.nvme.file_header import FileHeader, encode_header, shape_of
 from kvbm.pools.nvme.hints import SlotHints, hints_path
 from kvbm.pools.nvme.pod import PodFolder
+from kvbm.streams.journal.disk import OsDevice
 from tests.managers import BLOCK_BYTES, NAMESPACE
 
 WAIT_S = 20.0
@@ -121,3 +122,12 @@ def test_own_hints_never_follow_a_link_and_a_pipe_there_is_an_error(tmp_path: Pa
     os.mkfifo(hints_path(pool))
     with pytest.raises(PoolError, match="hints"):
         SlotHints(pool, 4, keep=False)
+
+
+def test_a_journals_segments_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        os.close(OsDevice().open(tmp_path / "segment"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "segment").stat().st_mode & 0o777 == 0o600
