@@ -17,6 +17,7 @@ from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.block_io import PAGE_BYTES
 from kvbm.pools.nvme.file_header import FileHeader, encode_header, shape_of
 from kvbm.pools.nvme.hints import SlotHints, hints_path
+from kvbm.pools.nvme.plain_file import read_plain
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.streams.journal.disk import OsDevice
 from tests.managers import BLOCK_BYTES, NAMESPACE
@@ -91,9 +92,13 @@ def test_a_header_that_claims_absurdly_many_slots_costs_a_bounded_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
-    real = pod_module.read_plain
+
+    def read(path: Path, most_bytes: int) -> bytes:
+        reads.append(most_bytes)
+        return read_plain(path, most_bytes)
+
     monkeypatch.setattr(pod_module, "_SLOTS_MOST", 1024)
-    monkeypatch.setattr(pod_module, "read_plain", lambda path, most: reads.append(most) or real(path, most))
+    monkeypatch.setattr(pod_module, "read_plain", read)
     pool = tmp_path / "c.other.pool"
     put_pool(pool, "other", ABSURD_SLOTS, 4 << 40)
     hints_path(pool).touch()
