@@ -17,6 +17,7 @@ import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.pools.nvme.plain_file import open_plain
 
 log = structlog.get_logger()
 
@@ -46,7 +47,7 @@ class SlotHints:
         self._lock = Lock()
         self._is_dirty = self._has_failed = False
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = open_plain(self.path, os.O_RDWR | os.O_CREAT)
             self.is_new = not keep or os.fstat(self._fd).st_size != slots * HINT_BYTES
             if self.is_new:
                 os.ftruncate(self._fd, 0)

@@ -5,7 +5,8 @@
 
 Nobody is asked and nothing is locked. The owner overwrites slots whenever it wants, so a hint only says where to look: a block is what
 its slot's header and checksum prove, in the bytes that were read, and everything else is a miss. Whoever may write into the folder is
-trusted as an instance is; the file modes let in the instances' user alone.
+trusted as an instance is; the file modes let in the instances' user alone. All the same nothing there is believed to be short, plain or
+few: a pipe, a link, a file of absurd size and a folder of a million names each cost a bounded look and one warning.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +33,7 @@ from kvbm.pools.base import PodRun, ReadOutcome, ReadResult
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape_of
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
+from kvbm.pools.nvme.plain_file import open_plain, read_plain
 from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
 
@@ -40,6 +43,9 @@ POLL_S = 1.0  # the folder is looked at no more often, and less often where a lo
 _BUSY_SHARE = 0.1  # of the time, for looking
 _DOUBT_S = 60.0  # a slot that proved nothing is left alone for so long, unless its hint changes
 _IDLE_S = 60.0  # a file that was not read for so long is closed
+_SLOTS_MOST = 4 << 20  # of a peer's pool whose hints are read: 128 MiB; those behind are not seen
+_PEERS_MOST = 1024  # pools of a folder that are looked at
+_ENTRIES_MOST = 65_536  # names of a folder that are looked at
 _OPEN_MOST = 16  # files of peers that are open at once, while nobody reads more of them
 
 
@@ -105,7 +111,8 @@ class _Peer:
         self.hints: _Seen | None = None
         self.is_settled = False  # the hints were read again after they had last changed
         self.pool: tuple[int, int, int] | None = None  # device, inode and size of the pool's file
-        self.slots = 0  # of a file that fits
+        self.slots = 0  # of a file that fits, as many as are read
+        self.declared_slots = 0  # as its header has them
         self.refusal = ""  # why it does not fit
         self.told = ""  # the last refusal that was logged
         self.table: _Table | None = None
@@ -144,6 +151,7 @@ class PodFolder:
         self._lock = threading.Lock()  # of what `_peers` holds; never while a file is touched
         self._peers: dict[InstanceId, _Peer] = {}
         self._tables: tuple[tuple[InstanceId, _Table], ...] = ()  # replaced as a whole
+        self._told_crowded = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -204,12 +212,20 @@ class PodFolder:
         if self._hints is not None:
             self._hints.sync()
         try:
-            with os.scandir(self.folder) as entries:
-                names = [entry.name for entry in entries]
+            names, is_crowded = self._names()
         except OSError as error:
             log.warning("pod.unseen", folder=str(self.folder), why=error.strerror, remedy="check pools.nvme.folder")
             return
-        found = {InstanceId(name[len(self._prefix) : -len(".pool")]): name for name in names if self._is_peer(name)}
+        if is_crowded and not self._told_crowded:
+            log.warning(
+                "pod.crowded",
+                folder=str(self.folder),
+                names_most=_ENTRIES_MOST,
+                pools_most=_PEERS_MOST,
+                remedy="the rest is not looked at; remove what is no pool's from the folder",
+            )
+        self._told_crowded = is_crowded
+        found = {InstanceId(name[len(self._prefix) : -len(".pool")]): name for name in names}
         for instance, name in found.items():
             peer = self._peers.get(instance) or _Peer(self.folder / name)
             try:
@@ -251,12 +267,22 @@ class PodFolder:
                 log.exception("pod.poll_broke", folder=str(self.folder), remedy="report it")
             pause_s = max(POLL_S, (self._clock() - began) / _BUSY_SHARE)
 
+    def _names(self) -> tuple[list[str], bool]:
+        """Pools of others, and whether there are more than are looked at; those known already come first. Raises OSError."""
+        with os.scandir(self.folder) as entries:
+            names = [entry.name for entry in islice(entries, _ENTRIES_MOST) if self._is_peer(entry.name)]
+            is_crowded = next(entries, None) is not None or len(names) > _PEERS_MOST
+        if len(names) > _PEERS_MOST:
+            known = {peer.path.name for peer in self._peers.values()}
+            names.sort(key=lambda name: (name not in known, name))
+        return names[:_PEERS_MOST], is_crowded
+
     def _is_peer(self, name: str) -> bool:
         return name.startswith(self._prefix) and name.endswith(".pool") and name.count(".") == 2 and name != self._own
 
     def _look(self, instance: InstanceId, peer: _Peer) -> None:
         """Bring what is known of a peer up to date. Raises OSError."""
-        held = os.stat(peer.path)
+        held = os.lstat(peer.path)
         if not stat.S_ISREG(held.st_mode):
             self._refuse(instance, peer, "it is no plain file")
             return
@@ -272,7 +298,12 @@ class PodFolder:
             with self._lock:
                 peer.doubts.clear()
             peer.hints = None
-        at = os.stat(hints_path(peer.path))
+        at = os.lstat(hints_path(peer.path))
+        if stat.S_ISREG(at.st_mode) and at.st_size > peer.declared_slots * HINT_BYTES:
+            why = f"its hints take {at.st_size} bytes, those of {peer.declared_slots} slots take {peer.declared_slots * HINT_BYTES}"
+            self._refuse(instance, peer, why)
+            peer.pool = None  # look again the next time
+            return
         seen = _Seen(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
         if seen == peer.hints and peer.is_settled:
             return
@@ -284,8 +315,7 @@ class PodFolder:
 
     def _judge(self, instance: InstanceId, peer: _Peer, size_bytes: int) -> None:
         """Whether a pool's file is one of this pod, and how many slots are there. Raises OSError."""
-        with open(peer.path, "rb", buffering=0) as file:
-            page = file.read(PAGE_BYTES)
+        page = read_plain(peer.path, PAGE_BYTES)
         try:
             held = decode_header(peer.path, page, self._checksums)
         except PoolError as error:
@@ -301,7 +331,9 @@ class PodFolder:
                 self._refuse(instance, peer, f"it was made for {name} {theirs!r}, here it is {ours!r}")
                 return
         peer.refusal = ""
-        peer.slots = min(held.shape.slots, max(0, size_bytes - PAGE_BYTES) // stride_of(self._block_bytes))
+        room = max(0, size_bytes - PAGE_BYTES) // stride_of(self._block_bytes)
+        peer.declared_slots = held.shape.slots
+        peer.slots = max(0, min(held.shape.slots, room, _SLOTS_MOST))
 
     def _refuse(self, instance: InstanceId, peer: _Peer, why: str) -> None:
         if why != peer.told:
@@ -313,8 +345,7 @@ class PodFolder:
 
     def _load(self, peer: _Peer) -> None:
         """Read the hints of a peer anew; opened anew too, since that is when other machines' writes are seen. Raises OSError."""
-        with open(hints_path(peer.path), "rb", buffering=0) as file:
-            data = file.read(peer.slots * HINT_BYTES)
+        data = read_plain(hints_path(peer.path), peer.slots * HINT_BYTES)
         whole = len(data) // HINT_BYTES * HINT_BYTES
         table = _Table(np.frombuffer(data[:whole], dtype=np.uint8).reshape(-1, HINT_BYTES).copy())
         with self._lock:
@@ -371,7 +402,7 @@ class PodFolder:
     def _open(self, peer: _Peer) -> _File:
         """Raises OSError."""
         options = self._options
-        fd = os.open(peer.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(peer.path)
         try:
             is_direct = options.direct != "off" and _set_direct(fd)
             engine = self._open_engine(

@@ -197,7 +197,7 @@ class StripeFiles:
         """
         building = path.with_name(path.name + ".creating")
         with ExitStack() as undo:
-            fd = _open_locked(building, os.O_RDWR | os.O_CREAT)
+            fd = _open_locked(building, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             undo.callback(os.close, fd)
             undo.callback(building.unlink, missing_ok=True)
             if path.exists() and path.stat().st_size > 0:

@@ -113,6 +113,7 @@ class BlockObjects:
         self._stats = ObjectStats()
         self._lock = threading.Lock()  # of the counters, `refused` and `closed`
         self._closed = False
+        self._told_unusable = False
         threads, look_s = options.threads, options.look_s
         self._workers = ThreadPoolExecutor(threads, thread_name_prefix="kvbm-object") if threads > 1 else None
         self.admit(options.namespaces)
@@ -177,9 +178,11 @@ class BlockObjects:
         names = envelope.names(namespace, _last_hashes(wanted.chain, self.blocks))
         call = _Call("get", end - begin, self._deadline_s)
 
+        most_bytes = envelope.lead_bytes + self.blocks * self.block_bytes + envelope.extra_bytes
+
         def gets(indexes: Iterable[int]) -> list[Get]:
             expected_bytes = self._object_bytes.get(namespace, 0)
-            return [Get(names[index], expected_bytes=expected_bytes) for index in indexes]
+            return [Get(names[index], expected_bytes=expected_bytes, most_bytes=most_bytes) for index in indexes]
 
         def start(batch: slice) -> Future[list[Got | Refusal]]:
             return self._submit(self.store.get, gets(range(batch.start, batch.stop)), call)
@@ -310,6 +313,9 @@ class BlockObjects:
             wanted.outcomes[index] = ReadOutcome.FAILED
             if names[index] in gone or (isinstance(answer, Refusal) and answer.trouble is Trouble.ABSENT):
                 wanted.outcomes[index] = ReadOutcome.MISSING
+            elif isinstance(answer, Refusal) and answer.trouble is Trouble.UNUSABLE:
+                wanted.outcomes[index] = ReadOutcome.CORRUPT
+                self._tell_unusable(answer)
             elif isinstance(answer, Refusal):
                 call.troubles.append(answer.words)
             else:
@@ -319,6 +325,15 @@ class BlockObjects:
         call.troubles += self._reader.fill(envelope, wanted, found)
         if wanted.object_bytes:
             self._object_bytes[wanted.namespace] = wanted.object_bytes
+
+    def _tell_unusable(self, refusal: Refusal) -> None:
+        """One warning for what has an object's name and can be none."""
+        with self._lock:
+            is_new, self._told_unusable = not self._told_unusable, True
+        if is_new:
+            self._on_trouble(
+                f"OBJECT pool {self.name}: {refusal.words}; it counts as damaged, and others like it do without a word"
+            )
 
     def _same(
         self, envelope: ObjectEnvelope, proof: Proof, names: Sequence[str], taken: Sequence[int], call: _Call

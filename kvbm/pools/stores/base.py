@@ -22,6 +22,7 @@ class Trouble(Enum):
     TAKEN = "taken"  # something has this name already
     DENIED = "denied"  # credentials or policy; a retry does not help
     REFUSED = "refused"  # anything else the store said; a retry has been tried where it could help
+    UNUSABLE = "unusable"  # what has this name is no object of ours: larger than was allowed, or of another type; the store is well
     SILENT = "silent"  # no answer, or not in time
 
 
@@ -62,12 +63,22 @@ class Get(NamedTuple):
     Attributes:
         first, count: bytes from `first` on, `count` of them or as many as there are; None: to the end.
         expected_bytes: how large the part probably is, 0 for unknown: a store may read large parts in parallel ranges.
+        most_bytes: how large the part may be, 0 for any size: of a larger one no more is read, and it is UNUSABLE.
     """
 
     name: str
     first: int = 0
     count: int | None = None  # type: ignore[assignment]  # hides tuple's method, which nobody asks a request for
     expected_bytes: int = 0
+    most_bytes: int = 0
+
+    def refuse(self, part_bytes: int) -> Refusal | None:
+        """The refusal of a part that is larger than allowed."""
+        if not self.most_bytes or part_bytes <= self.most_bytes:
+            return None
+        return Refusal(
+            Trouble.UNUSABLE, f"{self.name} has {part_bytes} bytes, no object here has more than {self.most_bytes}"
+        )
 
 
 class Got(NamedTuple):

@@ -271,7 +271,7 @@ class BlobStore:
         wanted = get.expected_bytes if get.count is None else min(get.count, get.expected_bytes or get.count)
         if get.count != 0 and wanted >= 2 * PART_BYTES:
             return await self._get_ranges(get, wanted)
-        return await self._get_range(get.name, get.first, get.count)
+        return await self._get_range(get)
 
     async def _get_ranges(self, get: Get, wanted: int) -> Got | Refusal:
         """The parts of one object side by side. The last one goes to the end of what was asked for, should it be longer than expected."""
@@ -279,7 +279,10 @@ class BlobStore:
         counts: list[int | None] = [PART_BYTES] * (len(firsts) - 1)
         counts.append(None if get.count is None else get.first + get.count - firsts[-1])
         parts = await asyncio.gather(
-            *(self._get_range(get.name, first, count) for first, count in zip(firsts, counts, strict=True))
+            *(
+                self._get_range(get._replace(first=first, count=count))
+                for first, count in zip(firsts, counts, strict=True)
+            )
         )
         body, sizes = bytearray(), set()
         for part in parts:
@@ -291,8 +294,9 @@ class BlobStore:
             return Refusal(Trouble.REFUSED, f"{get.name} changed while it was read in {len(parts)} ranges")
         return Got(body, sizes.pop())
 
-    async def _get_range(self, name: str, first: int, count: int | None) -> Got | Refusal:
-        """One range by one request; two where the store has to be asked how long the object is."""
+    async def _get_range(self, get: Get) -> Got | Refusal:
+        """One range by one request; two where the store has to be asked how long the object is. Too long a body is not received."""
+        name, first, count = get.name, get.first, get.count
         if count == 0:
             return await self._nothing_of(name)
         options: GetOptions = {}
@@ -301,8 +305,11 @@ class BlobStore:
         elif first:
             options["range"] = {"offset": first}
 
-        async def read() -> Got:
+        async def read() -> Got | Refusal:
             answer = await self._obstore.get_async(self._blobs, name, options=options)
+            too_large = get.refuse(answer.range[1] - answer.range[0])
+            if too_large is not None:
+                return too_large
             body = memoryview(await answer.bytes_async())
             begin, end = answer.range
             if len(body) != end - begin:

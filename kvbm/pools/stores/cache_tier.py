@@ -41,6 +41,7 @@ class CachedStore:
         self._on_trouble = on_trouble
         self._clock = clock
         self._rests_until = 0.0
+        self._told_unusable = False
         self._lock = threading.Condition()
         self._waiting: deque[Put] = deque()
         self._waiting_bytes = 0
@@ -59,14 +60,19 @@ class CachedStore:
         """As `Store.get`. Parts of objects come from the backing store: who wants only those asks what is kept."""
         ends = self._clock() + deadline_s
         answers: dict[int, Got | Refusal] = {}
+        unusable: list[str] = []
         whole = [index for index, get in enumerate(gets) if get.first == 0 and get[2] is None]
         if whole and self._clock() >= self._rests_until:
             wait_s = min(_CACHE_WAIT_S, deadline_s / 2)
             for index, answer in zip(whole, self.cache.get([gets[index] for index in whole], wait_s), strict=True):
                 if isinstance(answer, Got):
                     answers[index] = answer
-                else:
-                    self._note(answer)
+                    continue
+                self._note(answer)
+                if answer.trouble is Trouble.UNUSABLE:
+                    unusable.append(gets[index].name)
+            if unusable:  # so that the object itself can have its name there again
+                self.cache.delete(unusable, wait_s)
         rest = [index for index in range(len(gets)) if index not in answers]
         if rest:
             kept = self.backing.get([gets[index] for index in rest], max(0.0, ends - self._clock()))
@@ -139,8 +145,17 @@ class CachedStore:
                 self._lock.notify_all()
 
     def _note(self, refusal: Refusal) -> None:
-        """Leave a cache alone that is in trouble, and report it once each time."""
+        """Leave a cache alone that is in trouble, and report it once each time. What is the matter with one name is no trouble of the cache."""
         if refusal.trouble in (Trouble.ABSENT, Trouble.TAKEN):
+            return
+        if refusal.trouble is Trouble.UNUSABLE:
+            with self._lock:
+                is_new, self._told_unusable = not self._told_unusable, True
+            if is_new:
+                self._on_trouble(
+                    f"front of the object pool {self.cache.name}: {refusal.words}; it and others like it are removed there and read"
+                    " from the backing store; let nobody else write under this prefix"
+                )
             return
         with self._lock:
             now_s = self._clock()

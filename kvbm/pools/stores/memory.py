@@ -70,4 +70,5 @@ class MemoryStore:
             return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
         body = held[0]
         end = len(body) if get.count is None else get.first + get.count
-        return Got(body[get.first : end], len(body))
+        part = body[get.first : end]
+        return get.refuse(len(part)) or Got(part, len(body))

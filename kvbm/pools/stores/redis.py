@@ -61,7 +61,9 @@ class RedisStore:
 
     def get(self, gets: Sequence[Get], deadline_s: float) -> list[Got | Refusal]:
         """As `Store.get`."""
-        return self._run(gets, self._get_run, deadline_s, [get.expected_bytes or get.count or 0 for get in gets])
+        return self._run(
+            gets, self._get_run, deadline_s, [get.expected_bytes or get.count or get.most_bytes for get in gets]
+        )
 
     def delete(self, names: Sequence[str], deadline_s: float) -> list[Refusal | None]:
         """As `Store.delete`. The server frees the memory behind our back."""
@@ -139,7 +141,7 @@ class RedisStore:
             for get in gets:
                 key = self._prefix + get.name
                 pipeline.strlen(key)
-                if get.first == 0 and get.count is None:
+                if get.first == 0 and get.count is None and not get.most_bytes:
                     pipeline.get(key)
                 else:
                     pipeline.exists(key) if get.count == 0 else pipeline.getrange(key, get.first, _last(get))
@@ -153,8 +155,15 @@ class RedisStore:
             if refusal is not None:
                 return refusal
         part = b"" if get.count == 0 else body
-        whole = get.first == 0 and get.count is None
+        whole = get.first == 0 and get.count is None and not get.most_bytes
         wanted = max(0, length - get.first) if get.count is None else max(0, min(get.count, length - get.first))
+        too_large = get.refuse(wanted)
+        if too_large is not None:
+            return too_large
+        if get.most_bytes and not length:
+            return Refusal(
+                Trouble.ABSENT, f"nothing is named {get.name}"
+            )  # or an empty string, which is no object either
         gone = not length and (not self._client.exists(self._prefix + get.name) if not whole else body is None)
         if gone or part is None or len(part) != wanted:
             return Refusal(Trouble.ABSENT, f"nothing is named {get.name}")
@@ -317,7 +326,8 @@ def _split(sizes: Sequence[int], connections: int) -> list[slice]:
 
 def _last(get: Get) -> int:
     """The last byte of a part as GETRANGE counts, which includes it; -1 is the end."""
-    return -1 if get.count is None else get.first + get.count - 1
+    counts = [count for count in (get.count, get.most_bytes) if count]
+    return get.first + min(counts) - 1 if counts else -1
 
 
 def _refusal(said: object) -> Refusal | None:
@@ -331,6 +341,8 @@ def _refusal(said: object) -> Refusal | None:
             return Refusal(Trouble.DENIED, str(said))
         case ConnectionError() | TimeoutError() | OSError():
             return Refusal(Trouble.SILENT, str(said))
+        case _ if str(said).startswith("WRONGTYPE"):
+            return Refusal(Trouble.UNUSABLE, "a key of another type has an object's name")
         case _:
             return Refusal(Trouble.REFUSED, str(said))
 

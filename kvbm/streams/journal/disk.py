@@ -44,7 +44,7 @@ class OsDevice:
 
     def open(self, path: Path) -> int:
         """See `Device.open`."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, file: int, pieces: Sequence[memoryview]) -> int:
         """See `Device.write`."""
