@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, insert, select
 
@@ -215,36 +214,6 @@ def test_a_catalog_that_has_not_listened_yet_forgets_nobody(settings: ServiceSet
         eventually(lambda: "silent" in names(running))
         error = refusal(running, "silent")
         assert (error.status, error.code) == (503, "not_now") and "listened" in str(error)
-
-
-def test_only_an_operator_may(settings: ServiceSettings) -> None:
-    from kvbm.catalog.api import create_app
-
-    class Caller:
-        role = "router"
-
-    class Asked:
-        scope = {"kvbm.caller": Caller(), "type": "http"}  # noqa: RUF012
-        path_params = {"instance": "a"}  # noqa: RUF012
-
-    with catalog(settings) as running:
-        pool = urllib3.PoolManager()
-        assert pool.request("DELETE", f"{running.client.url}/v1/instances/a").status in (404, 503)
-    handler = next(
-        route.endpoint
-        for route in create_app(_Service(), "").routes
-        if getattr(route, "name", "") == "forget"  # type: ignore[arg-type]
-    )
-    with pytest.raises(Exception, match="only an operator") as caught:
-        asyncio.run(handler(Asked()))
-    assert caught.value.status == 403  # type: ignore[attr-defined]
-
-
-class _Service:
-    """Nothing of it is asked."""
-
-    def numbers(self) -> None:
-        return None
 
 
 def test_who_comes_back_in_a_later_epoch_is_whole_at_once(settings: ServiceSettings, tmp_path: Path) -> None:
