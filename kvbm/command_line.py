@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TextIO, TypeAlias, cast
 
@@ -17,6 +16,7 @@ import structlog
 
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.telemetry.remarks import StandardError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -87,21 +87,6 @@ def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
     return load_settings(config, os.environ, flags)
 
 
-class _Remarks:
-    """Standard error, as it is when something is written. Where the disk behind it is full, or it is closed, remarks are lost and
-    nothing else: no loop ends for want of a word."""
-
-    def write(self, text: str) -> None:
-        """Write, if it can be done."""
-        with suppress(OSError, ValueError):
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        """Flush, if it can be done."""
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-
-
 def configure_logs(level: int = logging.INFO) -> None:
     """Remarks for people go to standard error; standard output carries answers only."""
     structlog.configure(
@@ -111,7 +96,7 @@ def configure_logs(level: int = logging.INFO) -> None:
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _Remarks())),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),
         cache_logger_on_first_use=True,
     )
 

@@ -9,14 +9,17 @@ from typing import TextIO, cast
 import structlog
 
 
-class _StandardError:
-    """Whatever standard error is by then. A remark that cannot be written is lost, and nothing else."""
+class StandardError:
+    """Whatever standard error is by then. Where the disk behind it is full, or it is closed, a remark is lost and nothing else: no
+    loop ends for want of a word."""
 
     def write(self, text: str) -> None:
+        """Write, if it can be done."""
         with suppress(OSError, ValueError):
             sys.stderr.write(text)
 
     def flush(self) -> None:
+        """Flush, if it can be done."""
         with suppress(OSError, ValueError):
             sys.stderr.flush()
 
@@ -24,4 +27,4 @@ class _StandardError:
 def to_standard_error() -> None:
     """Send remarks there unless the process has set structlog up, or does so later."""
     if not structlog.is_configured():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _StandardError())))
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())))
