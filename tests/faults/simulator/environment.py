@@ -21,6 +21,7 @@ from typing import Any
 
 import structlog
 
+import kvbm.assembly.manager
 import kvbm.assembly.pools
 import kvbm.catalog.service
 import kvbm.core.codec
@@ -31,14 +32,25 @@ import kvbm.pools.nvme.stripes
 import kvbm.streams.journal.journal
 import kvbm.streams.publisher_thread
 from kvbm import assembly
+from kvbm.core.ids import InstanceId
 from kvbm.streams.nats.stream import NatsStream
 from tests.faults.simulator.blocks import PlainBlockIo
 from tests.faults.simulator.disk import Os, open_file
-from tests.faults.simulator.kernel import INSTALLED, Executor, Threading, Time, Violation, run_coroutine, wait_futures
+from tests.faults.simulator.kernel import (
+    INSTALLED,
+    CoroutineRunner,
+    Executor,
+    Threading,
+    Time,
+    Violation,
+    run_coroutine,
+    wait_futures,
+)
 from tests.faults.simulator.server import SimStream
 
 _JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
 _NVME_MODULES = ("pool", "stripes")
+_NOBODY = InstanceId("nobody")
 _DISK_MODULES = (
     *(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES),
     *(f"kvbm.pools.nvme.{name}" for name in _NVME_MODULES),
@@ -53,6 +65,23 @@ class _Nats:
     """Stands for the class `NatsStream`."""
 
     connect = staticmethod(_connect)
+
+
+class _Erasures:
+    """Stands for `ErasureLog`, of a cluster in which nothing was ever erased: it answers when the server does."""
+
+    def __init__(self, stream: SimStream, cluster: str, timeout_s: float) -> None:
+        self._stream, self._cluster, self._timeout_s = stream, cluster, timeout_s
+
+    @classmethod
+    async def open(cls, url: str, cluster: str, timeout_s: float, *_: object) -> _Erasures:
+        return cls(await _connect(url, timeout_s), cluster, timeout_s)
+
+    async def record(self) -> None:
+        await self._stream.fence(self._cluster, _NOBODY, self._timeout_s)
+
+    async def close(self) -> None:
+        await self._stream.close()
 
 
 def _open_blocks(fds: Sequence[int], slots: int, block_bytes: int, *how: object) -> PlainBlockIo:
@@ -146,7 +175,9 @@ def installed(*, logs: bool = False) -> Iterator[None]:
         put(sys.modules[name], "os", Os())
         put(sys.modules[name], "open", open_file)
     put(kvbm.assembly.pools, "OPEN_BLOCK_IO", _open_blocks)
+    put(kvbm.assembly.manager, "ErasureLog", _Erasures)
     put(asyncio, "run", run_coroutine)
+    put(asyncio, "Runner", CoroutineRunner)
     put(os, "urandom", _urandom)
     put(random, "_urandom", _urandom)
     put(kvbm.core.codec, "crc32c", assembly.NATIVE.crc32c)

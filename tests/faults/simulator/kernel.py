@@ -672,3 +672,17 @@ def run_coroutine(coroutine: Coroutine[Any, Any, Any], **_: Any) -> Any:
         task.add_done_callback(lambda _: waiter.fire())
         waiter.wait(None)
     return task.result()
+
+
+class CoroutineRunner:
+    """Stands for `asyncio.Runner`, as `run_coroutine` for `asyncio.run`."""
+
+    def __enter__(self) -> CoroutineRunner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """See `asyncio.Runner.run`."""
+        return run_coroutine(coroutine)
