@@ -99,7 +99,7 @@ class Arena:
     def memory(self) -> np.ndarray: ...
 
 class BlockIo:
-    """`kvbm.pools.nvme.block_io.BlockEngine` over io_uring, or over threads where it is refused."""
+    """`kvbm.pools.nvme.sealing.SealingEngine` over io_uring, or over threads where it is refused."""
 
     def __init__(
         self,
@@ -117,7 +117,13 @@ class BlockIo:
     @property
     def refusal(self) -> str: ...
     def read(
-        self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
+        self,
+        slots: np.ndarray,
+        rows: np.ndarray,
+        at: np.ndarray,
+        namespace: bytes,
+        hashes: bytes,
+        seals: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]: ...
     def write(
         self,
@@ -128,6 +134,7 @@ class BlockIo:
         hashes: bytes,
         epoch: int,
         checksums: np.ndarray,
+        seals: np.ndarray | None = None,
     ) -> np.ndarray: ...
     def close(self, timeout_s: float) -> bool: ...
     def withhold(

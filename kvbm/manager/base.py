@@ -196,6 +196,7 @@ class BlockManager:
         known = check_namespaces(namespaces)
         with self._lock:
             self._lasting.add(known)
+            self.pools.declare(known)
 
     def match(self, hashes: bytes) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
