@@ -22,6 +22,7 @@ import os
 import queue
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -63,7 +64,8 @@ _NOBODY = bytes(HASH_BYTES)  # the namespace of zeros that an erasure writes
 _GROUP_BYTES = 4 << 20  # opened while the next ones are read, sealed while the last ones are written
 _ROOMS = 2  # groups under way of a run
 _MOST_CIPHERS = 256  # by salt; each start of an instance has made one
-_LOOK_S = 2.0  # how often the keys are looked at
+_LOOK_S = 2.0  # how often to look whether the keys have changed
+_COMMAND_EVERY_S = 300.0  # how often a command that prints keys is asked again
 _CLOSE_S = 15.0  # longer than a command that prints keys may take
 
 
@@ -112,7 +114,7 @@ class SlotKeys:
 
     Args:
         namespaces: that are known; `declare` tells more.
-        look_s: how often the keys are read anew where they have changed, in a thread of its own from `start` on.
+        look_s: how often to look whether they have changed, in a thread of its own from `start` on.
     Raises: ConfigError: the keys cannot be used, or the tenant of a namespace has none. MissingExtraError: no cryptography.
     """
 
@@ -121,7 +123,7 @@ class SlotKeys:
         self._source, self._look_s = source, look_s
         self._tenants: dict[NamespaceId, str] = {}
         self._keys = source.load()
-        self._changed = source.changed()
+        self._changed, self._read_s = source.changed(), time.monotonic()
         self._ciphers: dict[tuple[str, bytes, bytes], AES] = {}  # by tenant, key id and salt; who has come last is last
         self._lock = threading.Lock()  # of the ciphers
         self._told: set[str] = set()
@@ -184,10 +186,10 @@ class SlotKeys:
 
     def refresh(self) -> None:
         """Read the keys anew where they have changed. Trouble leaves them as they are."""
-        changed = self._source.changed()
-        if changed is not None and changed == self._changed:
+        changed, now_s = self._source.changed(), time.monotonic()
+        if changed == self._changed and not (changed is None and now_s - self._read_s >= _COMMAND_EVERY_S):
             return
-        self._changed = changed
+        self._changed, self._read_s = changed, now_s
         try:
             keys = self._source.load()
         except ConfigError as error:
