@@ -370,7 +370,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "keys":
-            from kvbm.pools.object.keys import add_key
+            from kvbm.pools.tenant_keys import add_key
 
             add_key(arguments.file, arguments.tenant, arguments.name)
             print(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")

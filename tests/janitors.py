@@ -20,10 +20,10 @@ from kvbm.janitor.rules import Rules
 from kvbm.pools.base import Proof
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.keys import keys_of_file
 from kvbm.pools.object.pool import BlockObjects
 from kvbm.pools.stores.base import Get, Got, Refusal, Trouble
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.tenant_keys import keys_of_file
 from kvbm.streams.base import Position
 from tests.object_pools import memory_objects
 

@@ -10,7 +10,7 @@ from kvbm.core.backend import Backend, NewFold, NewLedger
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
 from kvbm.pools.host.rows import NewArena
-from kvbm.pools.nvme.block_io import OpenEngine
+from kvbm.pools.nvme.sealing import OpenSealing
 from kvbm.pools.object.coding import BlockCoder
 
 NATIVE = Backend(
@@ -39,7 +39,7 @@ class Core(NamedTuple):
 
 NATIVE_CORE = Core(NATIVE, NATIVE_LEDGER, NATIVE_FOLD)
 NATIVE_ARENA: NewArena = _native.Arena
-OPEN_BLOCK_IO: OpenEngine = _native.BlockIo  # as `pools.nvme.block_io.OpenEngine`; there is no readable implementation
+OPEN_BLOCK_IO: OpenSealing = _native.BlockIo  # as `pools.nvme.sealing.OpenSealing`; there is no readable implementation
 RowCopier = _native.RowCopier  # as `pools.host.rows.RowCopies`
 CODER = BlockCoder(_native.encode_blocks, _native.decode_blocks)  # of blocks in objects
 

@@ -20,16 +20,17 @@ from kvbm.pools.hbm.paged import PagedTensor
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.memory import MemoryPool
-from kvbm.pools.nvme.block_io import BlockIoOptions
+from kvbm.pools.nvme.block_io import BlockIoOptions, OpenEngine
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.keys import KeySource, keys_of_command, keys_of_file
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.opening import open_store
+from kvbm.pools.tenant_keys import KeySource, keys_of_command, keys_of_file
 
 log = structlog.get_logger()
 
@@ -68,7 +69,10 @@ def open_pools(
             if host.notice:
                 log.warning("pool.opened", tier="HOST", notice=host.notice)
             keep(host)
-    block_io = BlockIoOptions(wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth, wanted.nvme.offload_share)
+    keys, open_engine = _slot_keys(settings, namespaces, opened)
+    block_io = BlockIoOptions(
+        wanted.nvme.io, wanted.nvme.direct, wanted.nvme.depth, wanted.nvme.offload_share, keys is not None
+    )
     if count := _slots(wanted.nvme.slots, wanted.nvme.capacity_bytes, block_bytes, "pools.nvme"):
         nvme = NvmePool(
             nvme_paths(settings),
@@ -77,7 +81,7 @@ def open_pools(
             _first_named(namespaces),
             instance,
             checksums,
-            OPEN_BLOCK_IO,
+            open_engine,
             block_io,
             Reach.POD if wanted.nvme.folder else Reach.INSTANCE,
         )
@@ -93,7 +97,7 @@ def open_pools(
             block_bytes,
             _first_named(namespaces),
             checksums,
-            OPEN_BLOCK_IO,
+            open_engine,
             own.hints if isinstance(own, NvmePool) else None,
             block_io,
         )
@@ -103,7 +107,20 @@ def open_pools(
     if objects is None and wanted.object.url:
         objects = open_objects(settings, namespaces, block_bytes)
         opened.callback(objects.close)
-    return Pools(slots, objects, pod)
+    return Pools(slots, objects, pod, keys)
+
+
+def _slot_keys(
+    settings: Settings, namespaces: Sequence[Namespace], opened: ExitStack
+) -> tuple[SlotKeys | None, OpenEngine]:
+    """The keys of what NVME holds, where it is encrypted, and what moves its blocks. Raises ConfigError, MissingExtraError."""
+    wanted = settings.pools.nvme
+    if not wanted.encrypt or not (wanted.slots or wanted.capacity_bytes or wanted.folder):
+        return None, OPEN_BLOCK_IO
+    keys = SlotKeys(key_source(settings), namespaces)
+    opened.callback(keys.close)
+    keys.start()
+    return keys, keys.opening(OPEN_BLOCK_IO, NATIVE.checksums)
 
 
 def _open_hbm(

@@ -9,6 +9,7 @@ measured beside.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from kvbm.pools.base import Proof, ReadOutcome
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.nvme.sealing import SlotKeys
+from kvbm.pools.tenant_keys import KEY_BYTES, KEY_ID_BYTES, KeySource, TenantKeys
 
 CALLERS = 2  # threads that read or write runs, as offload.threads and onboard.threads have it
 NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
@@ -69,15 +72,35 @@ class Latencies(NamedTuple):
     written_bytes_s: float
 
 
+class Encryption(NamedTuple):
+    """Seconds of passes over plain blocks and over as many encrypted ones of the same file, pair by pair."""
+
+    plain_reads: list[float]
+    encrypted_reads: list[float]
+    plain_writes: list[float]
+    encrypted_writes: list[float]
+
+
 class _Switch:
-    """Two engines over the same files, of which one checks what it reads and one does not: only a benchmark has such a pool."""
+    """Engines over the same files, of which one checks what it reads, one does not, and one encrypts: only a benchmark has such a pool."""
 
     def __init__(
         self, fds: Sequence[int], slots: int, block_bytes: int, io: str, direct: bool, depth: int, offload_share: float
     ) -> None:
         self._checking = OPEN_BLOCK_IO(fds, slots, block_bytes, io, direct, depth, offload_share)
         self._trusting = open_unverified(fds, slots, block_bytes, io, direct, depth, offload_share)
+        self._opened = fds, slots, block_bytes, io, direct, depth, offload_share
+        self._sealing: BlockEngine | None = None
         self.verified = True
+        self.encrypted = False
+
+    def encrypt(self) -> None:
+        """Have the engine that encrypts, too. Raises MissingExtraError."""
+        if self._sealing is None:
+            key = secrets.token_bytes(KEY_BYTES)
+            keys = {"": TenantKeys("", key, b"bench".ljust(KEY_ID_BYTES), {b"bench".ljust(KEY_ID_BYTES): key})}
+            source = KeySource("the benchmark", lambda: keys, lambda: 0)
+            self._sealing = SlotKeys(source, [NAMESPACE]).opening(OPEN_BLOCK_IO, NATIVE.checksums)(*self._opened)
 
     @property
     def io(self) -> str:
@@ -90,6 +113,8 @@ class _Switch:
     def read(
         self, slots: np.ndarray, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes
     ) -> tuple[np.ndarray, np.ndarray]:
+        if self.encrypted and self._sealing is not None:
+            return self._sealing.read(slots, rows, at, namespace, hashes)
         engine: BlockEngine = self._checking if self.verified else self._trusting
         return engine.read(slots, rows, at, namespace, hashes)
 
@@ -103,11 +128,14 @@ class _Switch:
         epoch: int,
         checksums: np.ndarray,
     ) -> np.ndarray:
-        return self._checking.write(slots, rows, at, namespace, hashes, epoch, checksums)
+        engine: BlockEngine = self._checking
+        if self.encrypted and self._sealing is not None:
+            engine = self._sealing
+        return engine.write(slots, rows, at, namespace, hashes, epoch, checksums)
 
     def close(self, timeout_s: float) -> bool:
-        closed = self._trusting.close(timeout_s)
-        return self._checking.close(timeout_s) and closed
+        closed = [one.close(timeout_s) for one in (self._trusting, self._checking, self._sealing) if one is not None]
+        return all(closed)
 
 
 class Slots:
@@ -200,6 +228,32 @@ class Slots:
     def write_all(self) -> None:
         """Write every slot."""
         self.write(self.parts(1)[0])
+
+    def encryption(self, pairs: int, step: Callable[[], object]) -> Encryption:
+        """Passes over half of the slots, plain, and over the others, encrypted, in turn. Raises MissingExtraError, PoolError."""
+        for engine in self._engines:
+            engine.encrypt()
+        found = Encryption([], [], [], [])
+        halves = self.parts(2)
+        try:
+            for work, kinds in (
+                (self._write, (found.plain_writes, found.encrypted_writes)),
+                (self._read, (found.plain_reads, found.encrypted_reads)),
+            ):
+                self._seal()
+                for pair in range(pairs + 1):
+                    for which in (0, 1) if pair % 2 else (1, 0):
+                        for engine in self._engines:
+                            engine.encrypted = which == 1
+                        took_s = self._pass(work, self._rng.permutation(halves[which]))
+                        if pair:  # the first one warms up
+                            kinds[which].append(took_s)
+                    step()
+        finally:
+            for engine in self._engines:
+                engine.encrypted = False
+        self.write_all()
+        return found
 
     def latencies(self, count: int) -> Latencies:
         """One block read after another, alone and then while another thread writes runs. Slots that are written are never read."""

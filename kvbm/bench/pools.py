@@ -39,6 +39,7 @@ _GOALS = {
     "nvme_read_over_fio": "≥ 0.90",
     "nvme_write_over_fio": "≥ 0.90",
     "checksum_cost": "≤ 0.10",
+    "nvme_encryption_cost": "≤ 0.15",
     "host_copy_over_memcpy": "≥ 0.85",
     "hbm_over_memcpy": "≥ 0.90",
     "metadata_blocks_per_s": "≥ 1 M",
@@ -154,12 +155,33 @@ class _Run:
                     goal=_GOALS["checksum_cost"],
                 )
             )
+            self._encryption(slots, how)
             if block_bytes == _MIB:
                 self._latencies(slots)
         finally:
             slots.close()
             pool_file.unlink(missing_ok=True)
         return read, write, cost
+
+    def _encryption(self, slots: Slots, how: str) -> None:
+        """What encrypted blocks take longer than plain ones."""
+        name = "nvme_encryption_cost"
+        step = self._part(f"NVME, {how}, encrypted", 2 * (self._pairs + 1))
+        try:
+            found = slots.encryption(self._pairs, step)
+        except MissingExtraError as error:
+            self.notes.append(f"encrypted NVME was left out: {error}")
+            return
+        for kind, plain, encrypted in (
+            ("reads", found.plain_reads, found.encrypted_reads),
+            ("writes", found.plain_writes, found.encrypted_writes),
+        ):
+            costs = [longer / base - 1 for longer, base in zip(encrypted, plain, strict=True)]
+            row = row_of(f"NVME, {how}: time that encrypted {kind} take more", "", costs)
+            if kind == "reads":
+                row.goal = _GOALS[name]
+                self.numbers[name] = max(row.value, self.numbers.get(name) or row.value)
+            self.rows.append(row)
 
     def _latencies(self, slots: Slots) -> None:
         reads = min(_READS, 10 * slots.count)

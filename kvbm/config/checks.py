@@ -13,6 +13,7 @@ from kvbm.config.settings import (
     CatalogSettings,
     GcSettings,
     LimitSettings,
+    NvmeSettings,
     ObjectSettings,
     PoolsSettings,
     Settings,
@@ -175,7 +176,7 @@ def _check_pools(pools: PoolsSettings) -> None:
         raise ConfigError(
             "pools.nvme sets both path and folder; in a pod's folder the file's name is the instance's: leave path out"
         )
-    _check_objects(pools.object)
+    _check_objects(pools.object, pools.nvme)
 
 
 def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:
@@ -187,7 +188,7 @@ def _check_tenants(tenants: Mapping[str, TenantSettings]) -> None:
             raise ConfigError(f"tenants.{tenant}.weight is {share.weight}; it must be at most {_MOST_WEIGHT}")
 
 
-def _check_objects(objects: ObjectSettings) -> None:
+def _check_objects(objects: ObjectSettings, nvme: NvmeSettings) -> None:
     _one_of("pools.object.compression", objects.compression, ("auto", "off"))
     if not 0 <= objects.blocks <= _MOST_BLOCKS:
         raise ConfigError(
@@ -198,6 +199,11 @@ def _check_objects(objects: ObjectSettings) -> None:
         raise ConfigError(f"pools.object.{name} is {value}; it must be at least {least}")
     if objects.keys and objects.keys_command:
         raise ConfigError("pools.object.keys and pools.object.keys_command are both set; keep one of them")
+    if nvme.encrypt and not (objects.keys or objects.keys_command):
+        raise ConfigError(
+            "pools.nvme.encrypt is set without pools.object.keys or keys_command, whose keys it takes; make some with: kvbm keys FILE"
+            " --tenant NAME"
+        )
     if objects.front and not objects.url:
         raise ConfigError("pools.object.front is set without pools.object.url, the store it stands before; give both")
     if objects.front and not objects.front.startswith(("redis://", "rediss://")):

@@ -78,6 +78,7 @@ class NvmeSettings(SettingsGroup, frozen=True):
         offload_share: of `depth`, what offloads may use while requests read, and never more than 2 MiB (or one block).
         write_budget_bytes_s: bytes a second that may be written in the long run, for the device's endurance; a day's worth may
             be saved up. 0: no limit.
+        encrypt: whether blocks lie there encrypted, with the keys of `pools.object.keys` or `keys_command`.
     """
 
     slots: int = 0
@@ -89,6 +90,7 @@ class NvmeSettings(SettingsGroup, frozen=True):
     depth: int = 32
     offload_share: float = 0.25
     write_budget_bytes_s: int = 0
+    encrypt: bool = False
 
 
 class ObjectSettings(SettingsGroup, frozen=True):
@@ -100,7 +102,8 @@ class ObjectSettings(SettingsGroup, frozen=True):
         name: of the pool, where instances reach one store by different addresses.
         blocks: of an object; 0: as many as make 4 MiB or 128 tokens, whichever is less. The same for all instances.
         compression: "auto": by the type of the elements, where it gains something; "off".
-        keys: file with tenants' keys, which encrypt their objects (`kvbm keys` makes one). "" for none.
+        keys: file with tenants' keys, which encrypt their objects, and what `pools.nvme.encrypt` does (`kvbm keys` makes one). "" for
+            none.
         keys_command: prints such a file, instead of it.
         front: redis://…, a faster store before the one of `url`; it may forget, and is filled again. "" for none.
         ttl_s: after which a Redis, as pool or in front, forgets an object; 0: when it has no room.

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from typing import NamedTuple
 
 import msgspec
@@ -233,13 +233,16 @@ class Ledger:
 
     # -- what an engine asks ------------------------------------------------------------------------------------------
 
-    def match(self, hashes: bytes, pinned: bool = False, hottest: Tier = Tier.HBM) -> Match:
+    def match(
+        self, hashes: bytes, pinned: bool = False, hottest: Tier = Tier.HBM, namespace: NamespaceId | None = None
+    ) -> Match:
         """The longest run of held blocks from the first hash on.
 
         Args:
             pinned: whether the caller gets a pin on each block found in the tier `hottest` itself; else nothing is pinned or
                 counts as used.
             hottest: tiers hotter than this one are not looked at.
+            namespace: whose blocks count; None: everybody's.
         """
         tiers: list[Tier] = []
         slots: list[int] = []
@@ -247,7 +250,7 @@ class Ledger:
         for block in split_hashes(hashes):
             for tier, held in order:
                 entry = held.get(block)
-                if entry is not None and entry.slot is not None:
+                if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
                     tiers.append(tier)
                     slots.append(entry.slot)
                     break
@@ -259,20 +262,24 @@ class Ledger:
                 self._tiers[hottest].pin(local)
         return Match(len(tiers), bytes(tiers), pack_slots(slots))
 
-    def holders(self, hashes: bytes, hottest: Tier = Tier.HBM) -> bytes:
+    def holders(self, hashes: bytes, hottest: Tier = Tier.HBM, namespace: NamespaceId | None = None) -> bytes:
         """For each block the hottest tier with slots that holds it, one byte each, NOT_HELD where none does.
 
         Unlike `match` it goes on where a block is missing. Nothing is pinned or counts as used.
 
         Args:
-            hottest: tiers hotter than this one are not looked at.
+            hottest, namespace: as in `match`.
         """
-        order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers) if tier >= hottest]
-        return bytes(next((tier for tier, held in order if block in held), NOT_HELD) for block in split_hashes(hashes))
+        tiers = [tier for tier in sorted(self._tiers) if tier >= hottest]
+        return bytes(
+            next((tier for tier in tiers if self.holds(tier, block, namespace)), NOT_HELD)
+            for block in split_hashes(hashes)
+        )
 
-    def holds(self, tier: Tier, block: SequenceHash) -> bool:
-        """Whether a tier of this instance holds the block."""
-        return block in self.residencies.held[tier]
+    def holds(self, tier: Tier, block: SequenceHash, namespace: NamespaceId | None = None) -> bool:
+        """Whether a tier of this instance holds the block, of a namespace or of any."""
+        entry = self.residencies.held[tier].get(block)
+        return entry is not None and namespace in (None, entry.namespace)
 
     def lacking(self, tier: Tier, hashes: bytes) -> bytes:
         """The hashes of a run that the tier does not hold, in order."""
@@ -325,8 +332,8 @@ class Ledger:
 
         Returns: the slot that holds each block, packed. Where the hash was held already that is the holder's, now pinned once
             more, and the slot given goes back to the pool.
-        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, or a hash or a slot is given twice; nothing
-            has changed then.
+        Raises: LedgerError: a slot is not allocated or is a copy's, counts differ, a hash or a slot is given twice, or a block is held
+            under another namespace; nothing has changed then.
         """
         state = self._state(tier)
         blocks, given = split_hashes(hashes), split_slots(slots)
@@ -338,6 +345,12 @@ class Ledger:
             state.require_own(slot, "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
+        for number in compress(range(len(blocks)), known):
+            if held[blocks[number]].namespace != namespace:
+                raise LedgerError(
+                    f"block {number} of {len(blocks)} to create in {tier.name} is held there under another namespace; hash each prompt from"
+                    " its own namespace's root"
+                )
         begin = 0
         for repeated, group in groupby(known):
             end = begin + len(list(group))
@@ -396,7 +409,9 @@ class Ledger:
             )
         )
 
-    def keep(self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0) -> int:
+    def keep(
+        self, tier: Tier, hashes: bytes, until_s: float, priority: int = 0, namespace: NamespaceId | None = None
+    ) -> int:
         """Forbid the eviction of those blocks of a run that are held, for a time.
 
         They do not count as evictable. Where an allocation would be short all the same they are given up: lowest priority
@@ -406,6 +421,7 @@ class Ledger:
         Args:
             until_s: on the clock that `expire` is told.
             priority: 0 to 100.
+            namespace: whose blocks count; None: everybody's.
         Returns: how many of the run are held.
         Raises: LedgerError: a priority that does not exist, a time that is none, or the tier has no slots.
         """
@@ -418,7 +434,7 @@ class Ledger:
         count = 0
         for block in split_hashes(hashes):
             entry = held.get(block)
-            if entry is not None and entry.slot is not None:
+            if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
                 state.keep(block, entry.slot, until_s, priority)
                 count += 1
         return count

@@ -146,7 +146,7 @@ class Acquiring:
         Returns: the copies, and whether to look beyond the own tiers.
         """
         rest = self.hashes[(self.first + self.depth) * HASH_BYTES :]
-        found = self._ledger.match(rest, pinned=True, hottest=Tier.HOST)
+        found = self._ledger.match(rest, True, Tier.HOST, self.namespace)
         self._waiter, self._begun, self._ended, self._look = Waiter(self.namespace, rest, found), [], 0, None
         planned, reachable = self._loads.plan(self._waiter)
         looks = reachable == found.depth and found.depth * HASH_BYTES < len(rest) and self._may_lie_beyond()
@@ -182,7 +182,7 @@ class Acquiring:
         self._begun = []
 
     def _lies_in_host(self, block: bytes) -> bool:
-        return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block))
+        return bool(block) and self._ledger.holds(Tier.HOST, SequenceHash(block), self.namespace)
 
     def _collect(self) -> None:
         """Add what has come to what there is. Under the lock."""

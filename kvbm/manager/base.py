@@ -196,19 +196,21 @@ class BlockManager:
         known = check_namespaces(namespaces)
         with self._lock:
             self._lasting.add(known)
+            self.pools.declare(known)
 
-    def match(self, hashes: bytes) -> Match:
+    def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
         """The longest run this instance holds, and where, packed; pins nothing.
 
         Args:
             hashes: n packed hashes of a prompt's blocks.
+            namespace: whose blocks count; None: everybody's.
         Raises: ArgumentError: `hashes` is no packed run.
         """
         check_run(hashes)
         with self._lock:
-            return self._ledger.match(hashes)
+            return self._ledger.match(hashes, False, Tier.HBM, namespace)
 
-    def keep(self, hashes: bytes, ttl_s: float, priority: int = 0) -> int:
+    def keep(self, hashes: bytes, ttl_s: float, priority: int = 0, namespace: NamespaceId | None = None) -> int:
         """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
 
         They are given up only where an allocation would be short, the lowest priority first, and 100 never. Keeping again takes
@@ -217,6 +219,7 @@ class BlockManager:
         Args:
             ttl_s: for how long from now on.
             priority: 0 to 100.
+            namespace: whose blocks count; None: everybody's.
         Returns: how many of the run are there.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
@@ -225,7 +228,7 @@ class BlockManager:
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
             self._stream.require_open()
-            return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority)
+            return self._ledger.keep(self._target, hashes, self._clock() + ttl_s, priority, namespace)
 
     def evict(self, tier: Tier, hashes: bytes, reason: EvictReason = EvictReason.CLEARED) -> int:
         """Withdraw blocks from a tier; returns how many it held.

@@ -137,14 +137,16 @@ class EngineHbmManager(BlockManager):
 
     # -- asking, bringing, storing --------------------------------------------------------------------------------------
 
-    def holders(self, hashes: bytes) -> bytes:
+    def holders(self, hashes: bytes, namespace: NamespaceId | None = None) -> bytes:
         """For each block the hottest own tier colder than HBM that holds it, one byte each, 0xFF where none does.
 
+        Args:
+            namespace: whose blocks count; None: everybody's.
         Raises: ArgumentError: `hashes` is no packed run.
         """
         check_run(hashes)
         with self._lock:
-            return self._ledger.holders(hashes, hottest=Tier.HOST)
+            return self._ledger.holders(hashes, Tier.HOST, namespace)
 
     def begin_acquire(
         self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, first: int = 0
@@ -255,18 +257,20 @@ class EngineHbmManager(BlockManager):
             self._copies.end_run(copy)
         self._stream.recorded()
 
-    def refresh(self, hashes: bytes) -> None:
+    def refresh(self, hashes: bytes, namespace: NamespaceId | None = None) -> None:
         """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before all others.
 
         What was loaded or stored first would else leave first, and a chain without its beginning is of no use. A use it counts
         as, so only for policies that go by recency.
 
+        Args:
+            namespace: whose blocks count; None: everybody's.
         Raises: ArgumentError: `hashes` is no packed run. LedgerError: the manager is closed.
         """
         check_run(hashes)
         with self._lock:
             self._stream.require_open()
-            found = self._ledger.match(hashes, pinned=True, hottest=Tier.HOST)
+            found = self._ledger.match(hashes, True, Tier.HOST, namespace)
             slots = found.slots
             if found.tiers.count(Tier.HOST) < found.depth:
                 both = zip(found.tiers, split_slots(slots), strict=True)

@@ -59,7 +59,7 @@ class Manager(BlockManager):
             self._stream.require_open()
             self._stream.expire(self._clock())
             self._namespaces.setdefault(namespace)
-            found = self._ledger.match(hashes, pinned=True, hottest=Tier.HBM)
+            found = self._ledger.match(hashes, True, Tier.HBM, namespace)
             all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
             if all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes)):
                 hits = {Tier.HBM: found.depth} if found.depth else {}
@@ -119,7 +119,7 @@ class Manager(BlockManager):
                 or the caller has waited for the device. Of no account on a CPU.
         Returns: the slot that holds each block; not the given one where the block was held already.
         Raises: ArgumentError: an argument that cannot be used, such as a slot that HBM has not. LedgerError: a slot is not allocated
-            or is a copy's, a hash or a slot is given twice, or the manager is closed.
+            or is a copy's, a hash or a slot is given twice, a block is held under another namespace, or the manager is closed.
         """
         self._check_namespace(namespace)
         before, start = checked_hash(parent, "parent"), checked_int(start, "start", most=MOST_BLOCKS - 1)

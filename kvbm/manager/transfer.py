@@ -15,17 +15,27 @@ import numpy as np
 
 from kvbm.core.copies import Copy
 from kvbm.core.errors import PoolError
-from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Tier, split_hashes, split_slots
+from kvbm.core.ids import DURABLE_TIERS, HASH_BYTES, InstanceId, Namespace, Tier, split_hashes, split_slots
 from kvbm.manager.offsets import Offsets
 from kvbm.pools.base import ObjectPool, PodPool, Proof, ReadOutcome, ReadResult, SlotPool
+from kvbm.pools.nvme.sealing import SlotKeys
 
 
 class Pools(NamedTuple):
-    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any."""
+    """The pools of one instance: those with slots by tier, the cluster's object pool and the pod's folder if there are any, and the keys
+    of what is encrypted in slots."""
 
     slots: dict[Tier, SlotPool]
     object: ObjectPool | None = None
     pod: PodPool | None = None
+    keys: SlotKeys | None = None
+
+    def declare(self, namespaces: Sequence[Namespace]) -> None:
+        """Say what further namespaces are, to pools that must know how blocks are coded and who encrypts them."""
+        if self.keys is not None:
+            self.keys.declare(namespaces)
+        if self.object is not None:
+            self.object.admit(namespaces)
 
     @property
     def object_blocks(self) -> int:

@@ -8,13 +8,13 @@ to the copy).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, Tier
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Reach, Tier
 
 
 class ReadOutcome(IntEnum):
@@ -141,6 +141,9 @@ class ObjectPool(Protocol):
     name: str
     blocks: int
     forgets: bool
+
+    def admit(self, namespaces: Iterable[Namespace]) -> None:
+        """Learn how the blocks of these namespaces are coded and whose they are; those of others stay raw."""
 
     def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
         """For each object, by the hash of its last block, whether a pool that forgets has it no more, for certain."""

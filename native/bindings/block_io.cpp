@@ -1,12 +1,15 @@
+#include "kvbm/block_header.hpp"
 #include "kvbm/block_io.hpp"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <system_error>
 
 #include "python.hpp"
@@ -17,6 +20,7 @@ namespace {
 using Indexes = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RowsToFill = nb::ndarray<std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using RowsToKeep = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Seals = nb::ndarray<std::uint8_t, nb::shape<-1, kSealBytes>, nb::c_contig, nb::device::cpu>;
 using Sums = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 IoKind kind_of(std::string_view name) {
@@ -65,8 +69,8 @@ class PythonBlockIo {
   }
 
   nb::tuple read(const Indexes& slots, const RowsToFill& rows, const Indexes& at, const nb::bytes& namespace_id,
-                 const nb::bytes& hashes) {
-    const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes);
+                 const nb::bytes& hashes, const std::optional<Seals>& seals) {
+    const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes, seals);
     const std::size_t count = run.slots.size();
     auto outcomes = std::make_unique<BlockOutcome[]>(count);
     auto sums = std::make_unique<std::uint32_t[]>(count);
@@ -79,8 +83,8 @@ class PythonBlockIo {
   }
 
   nb::object write(const Indexes& slots, const RowsToKeep& rows, const Indexes& at, const nb::bytes& namespace_id,
-                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums) {
-    const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes);
+                   const nb::bytes& hashes, std::uint64_t epoch, const Sums& checksums, const std::optional<Seals>& seals) {
+    const BlockRun run = checked(slots, rows.shape(0), rows.shape(1), at, namespace_id, hashes, seals);
     const std::size_t count = run.slots.size();
     if (checksums.shape(0) != count) {
       errors_->raise(Error(ErrorCode::kLayout, "a run of " + std::to_string(count) + " blocks comes with " +
@@ -122,14 +126,17 @@ class PythonBlockIo {
   }
 
  private:
-  // A run in which every block has a slot, a row and a hash. Raises LayoutError.
+  // A run in which every block has a slot, a row and a hash, and a seal if any has one. Raises LayoutError.
   BlockRun checked(const Indexes& slots, std::size_t row_count, std::size_t row_bytes, const Indexes& at,
-                   const nb::bytes& namespace_id, const nb::bytes& hashes) const {
+                   const nb::bytes& namespace_id, const nb::bytes& hashes, const std::optional<Seals>& seals) const {
     const std::size_t count = slots.shape(0);
     const auto refuse = [this](const std::string& why) { errors_->raise(Error(ErrorCode::kLayout, why)); };
     if (at.shape(0) != count || hashes.size() != 16 * count || namespace_id.size() != 16 || row_bytes != block_bytes_) {
       refuse("a run of " + std::to_string(count) + " slots comes with " + std::to_string(at.shape(0)) + " rows of " +
              std::to_string(row_bytes) + " bytes and " + std::to_string(hashes.size()) + " bytes of hashes");
+    }
+    if (seals && seals->shape(0) != count) {
+      refuse("a run of " + std::to_string(count) + " blocks comes with " + std::to_string(seals->shape(0)) + " seals");
     }
     for (std::size_t index = 0; index < count; ++index) {
       if (static_cast<std::uint64_t>(slots.data()[index]) >= slots_ ||
@@ -141,7 +148,8 @@ class PythonBlockIo {
     return {{slots.data(), count},
             {at.data(), count},
             std::span<const std::uint8_t, 16>(static_cast<const std::uint8_t*>(namespace_id.data()), 16),
-            static_cast<const std::uint8_t*>(hashes.data())};
+            static_cast<const std::uint8_t*>(hashes.data()),
+            seals ? seals->data() : nullptr};
   }
 
   SharedErrors errors_;          // Python's classes
@@ -165,10 +173,10 @@ void bind_block_io(nb::module_& module, const SharedErrors& errors) {
       .def_prop_ro("io", &PythonBlockIo::io)
       .def_prop_ro("refusal", &PythonBlockIo::refusal)
       .def("read", &PythonBlockIo::read, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(), nb::arg("at").noconvert(),
-           nb::arg("namespace"), nb::arg("hashes"))
+           nb::arg("namespace"), nb::arg("hashes"), nb::arg("seals").noconvert() = nb::none())
       .def("write", &PythonBlockIo::write, nb::arg("slots").noconvert(), nb::arg("rows").noconvert(),
            nb::arg("at").noconvert(), nb::arg("namespace"), nb::arg("hashes"), nb::arg("epoch"),
-           nb::arg("checksums").noconvert())
+           nb::arg("checksums").noconvert(), nb::arg("seals").noconvert() = nb::none())
       .def("close", &PythonBlockIo::close, nb::arg("timeout_s"))
       .def("withhold", &PythonBlockIo::withhold, nb::arg("slot"))
       .def("counts", &PythonBlockIo::counts);

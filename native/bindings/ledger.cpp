@@ -81,6 +81,9 @@ std::array<std::uint8_t, kHashBytes> sixteen_of(nb::handle value, const char* wh
 }
 
 NamespaceId namespace_of(nb::handle value) { return sixteen_of(value, "a namespace id"); }
+std::optional<NamespaceId> namespace_or_none(nb::handle value) {
+  return value.is_none() ? std::nullopt : std::optional<NamespaceId>(namespace_of(value));
+}
 
 // An enum member, which is an int, of an enum that counts from 0.
 template <class Enum>
@@ -223,18 +226,25 @@ class PythonLedger {
     });
   }
 
-  nb::object match(nb::handle hashes, bool pinned, nb::handle hottest) {
+  nb::object match(nb::handle hashes, bool pinned, nb::handle hottest, nb::handle namespace_id) {
     return translated([&] {
-      const Match found = ledger_.match(run_of(hashes), pinned, tier_of(hottest));
+      const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
+      const Match found = ledger_.match(run_of(hashes), pinned, tier_of(hottest), whose ? &*whose : nullptr);
       return classes_->match(nb::int_(found.depth), copy_bytes(found.tiers), copy_bytes(found.slots));
     });
   }
 
-  nb::bytes holders(nb::handle hashes, nb::handle hottest) {
-    return translated([&] { return copy_bytes(ledger_.holders(run_of(hashes), tier_of(hottest))); });
+  nb::bytes holders(nb::handle hashes, nb::handle hottest, nb::handle namespace_id) {
+    return translated([&] {
+      const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
+      return copy_bytes(ledger_.holders(run_of(hashes), tier_of(hottest), whose ? &*whose : nullptr));
+    });
   }
 
-  bool holds(nb::handle tier, nb::handle block) const { return ledger_.holds(tier_of(tier), run_of(block)); }
+  bool holds(nb::handle tier, nb::handle block, nb::handle namespace_id) const {
+    const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
+    return ledger_.holds(tier_of(tier), run_of(block), whose ? &*whose : nullptr);
+  }
 
   nb::bytes lacking(nb::handle tier, nb::handle hashes) {
     return translated([&] { return copy_bytes(ledger_.lacking(tier_of(tier), run_of(hashes))); });
@@ -244,8 +254,7 @@ class PythonLedger {
 
   nb::tuple held_of(nb::handle tier, nb::handle namespace_id) const {
     return translated([&] {
-      const std::optional<NamespaceId> wanted =
-          namespace_id.is_none() ? std::nullopt : std::optional<NamespaceId>(namespace_of(namespace_id));
+      const std::optional<NamespaceId> wanted = namespace_or_none(namespace_id);
       const HeldBlocks found = ledger_.held_of(tier_of(tier), wanted ? &*wanted : nullptr);
       return nb::make_tuple(copy_bytes(found.hashes), packed(found.slots));
     });
@@ -298,8 +307,11 @@ class PythonLedger {
     });
   }
 
-  std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority) {
-    return translated([&] { return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority); });
+  std::size_t keep(nb::handle tier, nb::handle hashes, double until_s, std::int64_t priority, nb::handle namespace_id) {
+    return translated([&] {
+      const std::optional<NamespaceId> whose = namespace_or_none(namespace_id);
+      return ledger_.keep(tier_of(tier), run_of(hashes), until_s, priority, whose ? &*whose : nullptr);
+    });
   }
 
   std::size_t expire(double now_s) { return ledger_.expire(now_s); }
@@ -425,9 +437,10 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("restart", &PythonLedger::restart, nb::arg("epoch"))
       .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
       .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
-      .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm)
-      .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm)
-      .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"))
+      .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm,
+           nb::arg("namespace") = nb::none())
+      .def("holders", &PythonLedger::holders, nb::arg("hashes"), nb::arg("hottest") = hbm, nb::arg("namespace") = nb::none())
+      .def("holds", &PythonLedger::holds, nb::arg("tier"), nb::arg("block"), nb::arg("namespace") = nb::none())
       .def("lacking", &PythonLedger::lacking, nb::arg("tier"), nb::arg("hashes"))
       .def("held", &PythonLedger::held, nb::arg("tier"))
       .def("held_of", &PythonLedger::held_of, nb::arg("tier"), nb::arg("namespace") = nb::none())
@@ -440,7 +453,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def("evict", &PythonLedger::evict, nb::arg("tier"), nb::arg("hashes"), nb::arg("reason"))
       .def("forget", &PythonLedger::forget, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("reason"))
       .def("claim", &PythonLedger::claim, nb::arg("tier"), nb::arg("namespace"), nb::arg("hashes"), nb::arg("finder"))
-      .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0)
+      .def("keep", &PythonLedger::keep, nb::arg("tier"), nb::arg("hashes"), nb::arg("until_s"), nb::arg("priority") = 0,
+           nb::arg("namespace") = nb::none())
       .def("expire", &PythonLedger::expire, nb::arg("now_s"))
       .def("begin_copy", &PythonLedger::begin_copy, nb::arg("namespace"), nb::arg("source"), nb::arg("target"),
            nb::arg("hashes"))

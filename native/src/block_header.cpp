@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::array<std::uint8_t, 4> kMagic = {'K', 'V', 'B', 'S'};
 constexpr std::uint16_t kVersion = 1;
+constexpr std::uint16_t kSealedVersion = 2;
 constexpr std::uint16_t kBlockCount = 1;
 constexpr std::size_t kVersionAt = 4;
 constexpr std::size_t kBlockCountAt = 6;
@@ -41,7 +42,7 @@ Number get(const std::uint8_t* at) noexcept {
 void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlockHeaderBytes> out) noexcept {
   std::ranges::fill(out, std::uint8_t{0});
   std::ranges::copy(kMagic, out.data());
-  put(out.data() + kVersionAt, kVersion);
+  put(out.data() + kVersionAt, proof.is_sealed ? kSealedVersion : kVersion);
   put(out.data() + kBlockCountAt, kBlockCount);
   std::ranges::copy(proof.namespace_id, out.data() + kNamespaceAt);
   std::ranges::copy(proof.hash, out.data() + kHashAt);
@@ -52,11 +53,11 @@ void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlock
 }
 
 bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::span<const std::uint8_t, 16> namespace_id,
-                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, std::uint32_t& checksum) noexcept {
+                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, bool is_sealed, std::uint32_t& checksum) noexcept {
   const std::uint8_t* const at = header.data();
   checksum = get<std::uint32_t>(at + kChecksumAt);
   return get<std::uint32_t>(at + kProvedBytes) == crc32c(header.first(kProvedBytes)) &&
-         std::equal(kMagic.begin(), kMagic.end(), at) && get<std::uint16_t>(at + kVersionAt) == kVersion &&
+         std::equal(kMagic.begin(), kMagic.end(), at) && get<std::uint16_t>(at + kVersionAt) == (is_sealed ? kSealedVersion : kVersion) &&
          get<std::uint16_t>(at + kBlockCountAt) == kBlockCount &&
          std::equal(namespace_id.begin(), namespace_id.end(), at + kNamespaceAt) &&
          std::equal(hash.begin(), hash.end(), at + kHashAt) && get<std::uint32_t>(at + kBlockBytesAt) == block_bytes;

@@ -1,5 +1,6 @@
 #include "kvbm/block_io.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
@@ -59,6 +60,15 @@ void run_blocks(const BlockRun& run, std::uint8_t* rows, bool is_write, const Bl
   }
 }
 
+// Whether a block lies as its run wants it: with a seal, which is handed on, or without.
+bool takes_seal(const BlockRun& run, const Transfer& transfer) noexcept {
+  if (run.seals == nullptr) {
+    return std::ranges::all_of(transfer.seal, [](std::uint8_t byte) { return byte == 0; });
+  }
+  std::memcpy(run.seals + kSealBytes * transfer.index, transfer.seal.data(), kSealBytes);
+  return true;
+}
+
 }  // namespace
 
 BlockIo::BlockIo(BlockIoOptions options) : shared_(std::make_shared<BlockIoShared>()) {
@@ -113,8 +123,9 @@ void BlockIo::read(const BlockRun& run, std::uint8_t* rows, std::span<BlockOutco
           }
           std::uint32_t wanted = 0;
           const bool is_ours = is_header_of(transfer.header, run.namespace_id, hash_at(run, index),
-                                            static_cast<std::uint32_t>(block_bytes), wanted);
-          checksums[index] = is_verified ? crc32c({transfer.row, block_bytes}) : wanted;
+                                            static_cast<std::uint32_t>(block_bytes), run.seals != nullptr, wanted) &&
+                               takes_seal(run, transfer);
+          checksums[index] = is_verified && run.seals == nullptr ? crc32c({transfer.row, block_bytes}) : wanted;  // a seal proves more
           outcome = is_ours && checksums[index] == wanted ? BlockOutcome::kGood : BlockOutcome::kCorrupt;
         } else {
           outcome = transfer.error == ENODATA ? BlockOutcome::kCorrupt : BlockOutcome::kFailed;
@@ -135,8 +146,13 @@ void BlockIo::write(const BlockRun& run, const std::uint8_t* rows, std::uint64_t
   run_blocks(
       run, const_cast<std::uint8_t*>(rows), true, *shared_, lanes_,  // a write only reads its rows
       [&](Transfer& transfer) {
-        encode_block_header({run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index]},
-                            transfer.header);
+        const bool is_sealed = run.seals != nullptr;
+        encode_block_header(
+            {run.namespace_id, hash_at(run, transfer.index), epoch, block_bytes, checksums[transfer.index], is_sealed},
+            transfer.header);
+        if (is_sealed) {
+          std::memcpy(transfer.seal.data(), run.seals + kSealBytes * transfer.index, kSealBytes);
+        }
       },
       [&](Transfer& transfer, Lane&) {
         errors[transfer.index] = transfer.error;

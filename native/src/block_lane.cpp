@@ -17,6 +17,7 @@ namespace kvbm {
 namespace {
 
 constexpr std::uint64_t kWakeTag = 0;              // no flight has this address
+constexpr std::size_t kProofBytes = kBlockHeaderBytes + kSealBytes;  // of a header's page; the rest is zeros
 constexpr std::uint32_t kMostTries = 16;           // a transfer that is refused for a passing reason, or cut short, begins again
 constexpr std::uint32_t kMostThreads = 32;         // for a file, without io_uring
 
@@ -250,7 +251,8 @@ void Lane::prepare(Transfer& transfer) noexcept {
                                             reinterpret_cast<std::uintptr_t>(transfer.row) % kPageBytes != 0);
   if (transfer.call->is_write) {
     std::memcpy(flight.room, transfer.header.data(), kBlockHeaderBytes);
-    std::memset(flight.room + kBlockHeaderBytes, 0, kPageBytes - kBlockHeaderBytes);
+    std::memcpy(flight.room + kBlockHeaderBytes, transfer.seal.data(), kSealBytes);
+    std::memset(flight.room + kProofBytes, 0, kPageBytes - kProofBytes);
     if (flight.is_bounced) {
       std::memcpy(flight.room + kPageBytes, transfer.row, block_bytes);
       std::memset(flight.room + kPageBytes + block_bytes, 0, shared_->stride - kPageBytes - block_bytes);
@@ -295,7 +297,8 @@ void Lane::end(Transfer& transfer, std::int64_t result) noexcept {
   transfer.error = result < 0 ? static_cast<std::int32_t>(-result) : static_cast<std::size_t>(result) < wanted ? ENODATA : 0;
   if (!is_write && transfer.error == 0) {
     std::memcpy(transfer.header.data(), flight->room, kBlockHeaderBytes);
-    if (!is_all_zero(flight->room + kBlockHeaderBytes, kPageBytes - kBlockHeaderBytes)) {
+    std::memcpy(transfer.seal.data(), flight->room + kBlockHeaderBytes, kSealBytes);
+    if (!is_all_zero(flight->room + kProofBytes, kPageBytes - kProofBytes)) {
       transfer.header.fill(0);  // somebody else wrote into this page: it proves nothing
     }
   }

@@ -76,10 +76,23 @@ std::vector<TierSlots*> tiers_of(std::span<const Pool> pools, const Recorder& re
   return tiers;
 }
 
+// Whose blocks count: those of one namespace, or everybody's.
+class Whose {
+ public:
+  Whose(const NamespaceTable& namespaces, const NamespaceId* namespace_id) noexcept
+      : is_one_(namespace_id != nullptr), number_(is_one_ ? namespaces.find(*namespace_id) : NamespaceTable::kNone) {}
+
+  bool has(const TierSlots& tier, std::uint32_t slot) const noexcept { return !is_one_ || tier.owner_of(slot) == number_; }
+
+ private:
+  const bool is_one_;           // else everybody's
+  const std::uint32_t number_;  // of the one
+};
+
 // Looks for one block after another in tiers, hottest first, until done(at, tier, slot) says so; tier is nullptr where none
-// holds the block.
+// holds the block for `whose`.
 template <class Done>
-void find_blocks(std::span<TierSlots* const> tiers, Bytes hashes, Done&& done) {
+void find_blocks(std::span<TierSlots* const> tiers, const Whose& whose, Bytes hashes, Done&& done) {
   const std::size_t count = hashes.size() / kHashBytes;
   std::array<std::uint32_t, kPrefetchedBlocks> tags;
   for (std::size_t begin = 0; begin < count; begin += kPrefetchedBlocks) {
@@ -94,6 +107,7 @@ void find_blocks(std::span<TierSlots* const> tiers, Bytes hashes, Done&& done) {
       for (auto tier = tiers.begin(); slot == kNoSlot && tier != tiers.end(); ++tier) {
         holder = *tier;
         slot = holder->find_tagged(tags[at - begin], hash_at(hashes, at));
+        slot = slot == kNoSlot || whose.has(*holder, slot) ? slot : kNoSlot;
       }
       if (done(at, slot == kNoSlot ? nullptr : holder, slot)) {
         return;
@@ -227,14 +241,15 @@ std::span<TierSlots* const> Ledger::not_hotter_than(Tier hottest) const noexcept
   return {first, hottest_first_.end()};
 }
 
-Match Ledger::match(Bytes hashes, bool pinned, Tier hottest) {
+Match Ledger::match(Bytes hashes, bool pinned, Tier hottest, const NamespaceId* namespace_id) {
   const std::size_t count = hash_count(hashes);
   if (tier_bytes_.size() < count) {
     tier_bytes_.resize(count);
   }
   const std::span<std::uint32_t> slots = slot_numbers(count);
+  const Whose whose(recorder_.fold().namespaces(), namespace_id);
   std::size_t depth = 0;
-  find_blocks(not_hotter_than(hottest), hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t slot) {
+  find_blocks(not_hotter_than(hottest), whose, hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t slot) {
     if (holder == nullptr) {
       return true;
     }
@@ -254,21 +269,23 @@ Match Ledger::match(Bytes hashes, bool pinned, Tier hottest) {
   return {depth, Bytes(tier_bytes_).first(depth), packed(slots.first(depth))};
 }
 
-Bytes Ledger::holders(Bytes hashes, Tier hottest) {
+Bytes Ledger::holders(Bytes hashes, Tier hottest, const NamespaceId* namespace_id) {
   const std::size_t count = hash_count(hashes);
   if (tier_bytes_.size() < count) {
     tier_bytes_.resize(count);
   }
-  find_blocks(not_hotter_than(hottest), hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t) {
+  const Whose whose(recorder_.fold().namespaces(), namespace_id);
+  find_blocks(not_hotter_than(hottest), whose, hashes, [&](std::size_t at, const TierSlots* holder, std::uint32_t) {
     tier_bytes_[at] = holder == nullptr ? kNotHeld : static_cast<std::uint8_t>(holder->tier());
     return false;
   });
   return Bytes(tier_bytes_).first(count);
 }
 
-bool Ledger::holds(Tier tier, Bytes hash) const noexcept {
+bool Ledger::holds(Tier tier, Bytes hash, const NamespaceId* namespace_id) const noexcept {
   const TierSlots* const slots = find_tier(tier);
-  return slots != nullptr && hash.size() == kHashBytes && slots->find(hash.data()) != kNoSlot;
+  const std::uint32_t slot = slots != nullptr && hash.size() == kHashBytes ? slots->find(hash.data()) : kNoSlot;
+  return slot != kNoSlot && Whose(recorder_.fold().namespaces(), namespace_id).has(*slots, slot);
 }
 
 Bytes Ledger::lacking(Tier tier, Bytes hashes) {
@@ -384,6 +401,14 @@ Bytes Ledger::create(const NamespaceId& namespace_id, Tier tier, const SequenceH
   const std::span<std::uint32_t> holders = slot_numbers(count);  // the slot given where the block is new
   const bool some_known = index_new(state, hashes, slots, holders);
   const auto is_new = [&](std::size_t at) { return holders[at] == slot_at(slots, at); };
+  const Whose whose(recorder_.fold().namespaces(), &namespace_id);
+  for (std::size_t at = 0; some_known && at < count; ++at) {
+    if (!is_new(at) && !whose.has(state, holders[at])) {
+      unmark(state, slots, holders, 0, count);
+      throw ledger_error("block " + std::to_string(at) + " of " + std::to_string(count) + " to create in " + tier_name(tier) +
+                         " is held there under another namespace; hash each prompt from its own namespace's root");
+    }
+  }
   for (std::size_t begin = 0, end = 0; begin < count; begin = end) {
     const bool fresh = is_new(begin);
     while (end < count && is_new(end) == fresh && !(fresh && end - begin == kMaxRunBlocks)) {
@@ -474,7 +499,7 @@ void Ledger::claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std
   recorder_.record<BlocksMigrated>(event, bytes, recorder_.fold().namespaces().intern(namespace_id));
 }
 
-std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority) {
+std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id) {
   TierSlots& state = tier_slots(tier);
   if (priority < 0 || priority > kHighestPriority) {
     throw ledger_error("priority is " + std::to_string(priority) + "; give 0 to " + std::to_string(kHighestPriority));
@@ -484,8 +509,9 @@ std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t p
   }
   std::size_t count = 0;
   const std::size_t blocks = hash_count(hashes);
+  const Whose whose(recorder_.fold().namespaces(), namespace_id);
   for (std::size_t at = 0; at < blocks; ++at) {
-    if (const std::uint32_t slot = state.find(hash_at(hashes, at)); slot != kNoSlot) {
+    if (const std::uint32_t slot = state.find(hash_at(hashes, at)); slot != kNoSlot && whose.has(state, slot)) {
       state.keep(slot, until_s, static_cast<std::uint8_t>(priority));
       ++count;
     }

@@ -72,7 +72,7 @@ struct Blocks {
   Blocks(const Blocks&) = delete;
   Blocks& operator=(const Blocks&) = delete;
 
-  BlockRun run() const { return {slots, at, std::span<const std::uint8_t, 16>(name), hashes.data()}; }
+  BlockRun run() const { return {slots, at, std::span<const std::uint8_t, 16>(name), hashes.data(), nullptr}; }
   bool write(BlockIo& io) const {
     std::vector<std::int32_t> errors(slots.size(), -1);
     io.write(run(), rows, 7, sums, errors);
@@ -382,15 +382,15 @@ void test_header_is_held_to_every_bit() {
   const std::span<const std::uint8_t, 16> named(name.data(), 16);
   const std::span<const std::uint8_t, 16> hashed(hash.data(), 16);
   std::array<std::uint8_t, kBlockHeaderBytes> header;
-  encode_block_header({named, hashed, 12, 4096, 77}, header);
+  encode_block_header({named, hashed, 12, 4096, 77, false}, header);
   std::uint32_t sum = 0;
-  CHECK(is_header_of(header, named, hashed, 4096, sum) && sum == 77);
-  CHECK(!is_header_of(header, named, hashed, 4095, sum));
-  CHECK(!is_header_of(header, hashed, hashed, 4096, sum));
-  CHECK(!is_header_of(header, named, named, 4096, sum));
+  CHECK(is_header_of(header, named, hashed, 4096, false, sum) && sum == 77);
+  CHECK(!is_header_of(header, named, hashed, 4095, false, sum));
+  CHECK(!is_header_of(header, hashed, hashed, 4096, false, sum));
+  CHECK(!is_header_of(header, named, named, 4096, false, sum));
   for (std::size_t bit = 0; bit < 8 * kBlockHeaderBytes; ++bit) {
     header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
-    CHECK(!is_header_of(header, named, hashed, 4096, sum));
+    CHECK(!is_header_of(header, named, hashed, 4096, false, sum));
     header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
   }
 }

@@ -18,12 +18,14 @@ from kvbm.pools.base import ObjectPool, ReadOutcome, SlotPool
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.pool import HostPool
 from kvbm.pools.memory import MemoryPool
+from kvbm.pools.nvme.block_io import BlockIoOptions
 from kvbm.pools.nvme.pool import NvmePool
+from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.keys import add_key, keys_of_file
 from kvbm.pools.stores.cache_tier import CachedStore
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.tenant_keys import add_key, keys_of_file
 from tests.object_pools import memory_objects
 from tests.object_stores import OBJECT_STORES, place_in
 from tests.pool_runs import SHAPE, Run, part, random_run
@@ -31,7 +33,7 @@ from tests.pool_runs import SHAPE, Run, part, random_run
 SLOTS = 64
 BLOCK_BYTES = 4000  # no multiple of any page
 OTHER_NAMESPACE = Namespace(model="tiny", revision="r1", block_tokens=16, tenant="somebody else")
-VERIFYING = {"memory", "memory-host", "nvme"}
+VERIFYING = {"memory", "memory-host", "nvme", "nvme-encrypted"}
 IN_PLACE = [
     "memory-hbm",
     "memory-host",
@@ -50,6 +52,16 @@ def _hbm(device: str) -> HbmPool:
     return HbmPool(SLOTS, BLOCK_BYTES, checksums, "cpu")
 
 
+def _encrypted(folder: Path) -> NvmePool:
+    for tenant in ("", "somebody else"):
+        add_key(folder / "keys.toml", tenant, "1")
+    keys = SlotKeys(keys_of_file(str(folder / "keys.toml")), [SHAPE, OTHER_NAMESPACE])
+    return NvmePool(
+        (folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, keys.opening(BlockIo, checksums),
+        BlockIoOptions(encrypted=True),
+    )  # fmt: skip
+
+
 SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "memory": lambda folder: MemoryPool(Tier.NVME, SLOTS, BLOCK_BYTES, checksums),
     "memory-hbm": lambda folder: MemoryPool(Tier.HBM, SLOTS, BLOCK_BYTES, checksums),
@@ -58,6 +70,7 @@ SLOT_POOLS: dict[str, Callable[[Path], SlotPool]] = {
     "host": lambda folder: HostPool(SLOTS, BLOCK_BYTES, Arena, RowCopier(2)),
     "memory-host": lambda folder: MemoryPool(Tier.HOST, SLOTS, BLOCK_BYTES, checksums),
     "nvme": lambda folder: NvmePool((folder / "pool",), SLOTS, BLOCK_BYTES, SHAPE, InstanceId("a"), checksums, BlockIo),
+    "nvme-encrypted": _encrypted,
 }
 
 

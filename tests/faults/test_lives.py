@@ -12,8 +12,19 @@ import numpy as np
 import pytest
 
 from kvbm.core.ids import HASH_BYTES, split_hashes
+from kvbm.pools.tenant_keys import add_key
 from tests.faults.processes.disk_speed import speed_alone, speed_of_mix
-from tests.faults.processes.lives import CHURN, SMALL, WAIT_S, Begun, churn, folded, kill_again_and_again
+from tests.faults.processes.lives import (
+    CHURN,
+    NAMESPACE,
+    SMALL,
+    WAIT_S,
+    Begun,
+    Load,
+    churn,
+    folded,
+    kill_again_and_again,
+)
 from tests.faults.processes.noise import SECTOR_BYTES, Noise
 
 
@@ -25,9 +36,12 @@ def live_and_end(folder: Path, seed: int, how: signal.Signals) -> Begun:
     return life
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_manager_killed_at_any_moment_serves_from_nvme_what_its_journal_says(tmp_path: Path, seed: int) -> None:
-    killed = kill_again_and_again(tmp_path, seed, 10)
+@pytest.mark.parametrize(("seed", "load"), [(0, SMALL), (1, SMALL), (2, SMALL._replace(nvme=(("encrypt", True),)))])
+def test_a_manager_killed_at_any_moment_serves_from_nvme_what_its_journal_says(
+    tmp_path: Path, seed: int, load: Load
+) -> None:
+    add_key(tmp_path / "keys.toml", NAMESPACE.tenant, "1")
+    killed = kill_again_and_again(tmp_path, seed, 10, load)
     assert killed.points == 10
     assert killed.served > 0
 
@@ -56,9 +70,13 @@ def test_what_a_life_finds_wrong_reaches_who_began_it(tmp_path: Path) -> None:
     life.end(signal.SIGKILL)
 
 
-def test_full_speed_with_kills_ends_with_the_digest_of_its_journal_and_no_wrong_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nvme", [(), (("encrypt", True),)], ids=["plain", "encrypted"])
+def test_full_speed_with_kills_ends_with_the_digest_of_its_journal_and_no_wrong_byte(
+    tmp_path: Path, nvme: tuple[tuple[str, bool], ...]
+) -> None:
     load = CHURN._replace(block_bytes=64 << 10, slots=(96, 48, 192), prompts=40, depth=12, engines=3, ahead=24)
-    result = churn(tmp_path, 1, 5.0, load, life_s=1.5, mix_s=0.0)
+    add_key(tmp_path / "keys.toml", NAMESPACE.tenant, "1")
+    result = churn(tmp_path, 1, 5.0, load._replace(nvme=(*load.nvme, *nvme)), life_s=1.5, mix_s=0.0)
     assert result.lives > 2 and result.kills > 0
     assert result.verified > 0 and result.written > 0 and result.served > 0
     assert result.reached.reads > 0 and result.reached.writes > 0 and result.alone.writes > 0

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -591,3 +592,25 @@ def test_workers_map_the_rows_that_the_manager_has(tmp_path: Path) -> None:
         memory = one.manager.pools.slots[Tier.HOST].memory
         assert memory is not None
         assert np.array_equal(memory, mapped_rows(one.manager))
+
+
+@BOTH_CORES
+@pytest.mark.parametrize("held_in", [Tier.HOST, Tier.NVME])
+def test_hashes_of_another_namespace_find_nothing_and_touch_nothing(tmp_path: Path, core: str, held_in: Tier) -> None:
+    other = msgspec.structs.replace(NAMESPACE, tenant="somebody else")
+    with engine(tmp_path, core=core) as one:
+        one.manager.declare([other])
+        assert one.store(1, 6) == 6
+        assert one.manager.settle(WAIT_S)
+        if held_in is Tier.NVME:
+            one.empty_host()
+        before = one.manager.stats()
+        acquiring = one.manager.begin_acquire(other.id, hashes_of(1, 6))
+        eventually(lambda: acquiring.done, "it waits for what is not its own")
+        assert (acquiring.depth, acquiring.hits) == (0, {})
+        acquiring.release()
+        one.manager.refresh(hashes_of(1, 6), other.id)
+        assert one.manager.holders(hashes_of(1, 6), other.id) == b"\xff" * 6
+        assert one.manager.holders(hashes_of(1, 6), NAMESPACE.id) == bytes([held_in]) * 6
+        assert one.manager.stats().pools == before.pools
+        assert one.hits(1, 6) == {held_in: 6}

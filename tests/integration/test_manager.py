@@ -14,7 +14,7 @@ from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import Tier, split_hashes
+from kvbm.core.ids import NO_PARENT, Namespace, Tier, split_hashes
 from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
@@ -299,3 +299,30 @@ def test_kept_blocks_give_way_to_a_request_unless_of_the_highest_priority() -> N
             manager.keep(hashes_of(1, 3), ttl_s=1.0, priority=101)
         with pytest.raises(ArgumentValueError, match="ttl_s is nan"):
             manager.keep(hashes_of(1, 3), ttl_s=float("nan"))
+
+
+@pytest.mark.parametrize("held_in", [Tier.HBM, Tier.HOST, Tier.NVME])
+def test_hashes_of_another_namespace_find_nothing_in_any_tier_and_take_nothing(held_in: Tier) -> None:
+    other = Namespace(model="test", revision="r1", block_tokens=16, tenant="somebody else")
+    with make_manager(SLOTS) as manager:
+        manager.declare([other])
+        serve(manager, 1, 6)
+        assert manager.settle(5)
+        for tier in (Tier.HBM, Tier.HOST):
+            if tier < held_in:
+                manager.evict(tier, hashes_of(1, 6))
+        before = manager.stats()
+        assert manager.match(hashes_of(1, 6)).depth == manager.match(hashes_of(1, 6), NAMESPACE.id).depth == 6
+        assert manager.match(hashes_of(1, 6), other.id).depth == 0
+        assert manager.keep(hashes_of(1, 6), 60.0, namespace=other.id) == 0
+        found = manager.acquire(other.id, hashes_of(1, 6))
+        assert (found.depth, found.slots, found.hits) == (0, [], {})
+        after = manager.stats()
+        assert after.pools == before.pools
+        if held_in is Tier.HBM:
+            given = manager.allocate(6, other.id)
+            assert given is not None
+            with pytest.raises(LedgerError, match="held there under another namespace"):
+                manager.create(other.id, NO_PARENT, 0, hashes_of(1, 6), given)
+            manager.release(given)
+        assert serve(manager, 1, 6).prefix.hits == {held_in: 6}

@@ -17,10 +17,10 @@ from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.header import OBJECT_VERSION, header_bytes
-from kvbm.pools.object.keys import add_key
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import Get, Got, Put, Refusal, Store
 from kvbm.pools.stores.blobs import Limits
+from kvbm.pools.tenant_keys import add_key
 from tests.faulty_http import Fault, FaultyServer, faulty
 from tests.object_pools import memory_objects
 from tests.object_stores import Place, azure_place, s3_place

@@ -12,9 +12,9 @@ from kvbm.core.ids import HASH_BYTES, Namespace
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.object.encryption import ENVELOPE_BYTES, Sealing
 from kvbm.pools.object.header import header_bytes
-from kvbm.pools.object.keys import KeySource, add_key, keys_of_command, keys_of_file, new_key, parse_keys
 from kvbm.pools.object.pool import BlockObjects, Described
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.tenant_keys import KeySource, add_key, keys_of_command, keys_of_file, new_key, parse_keys
 from tests.object_pools import memory_objects
 from tests.pool_runs import Run, random_run
 

@@ -168,7 +168,7 @@ class Twins:
             case 0 | 1 | 2:
                 self.prefill(namespace, a, 1 + b % 6)
             case 3:
-                self.find(run_of(a, b % 8), bool(c % 2), Tier(d % 4))
+                self.find(run_of(a, b % 8), bool(c % 2), Tier(d % 4), (None, namespace)[c // 2 % 2])
             case 4 | 5 | 6:
                 if self.pinned:
                     self.unpin(*self.pinned.pop(b % len(self.pinned)))
@@ -194,9 +194,12 @@ class Twins:
             case _:
                 self.end(kind, a, b)
 
-    def find(self, hashes: bytes, pinned: bool, hottest: Tier) -> None:
-        found = self.match(hashes, pinned, hottest)
+    def find(self, hashes: bytes, pinned: bool, hottest: Tier, namespace: NamespaceId | None) -> None:
+        found = self.match(hashes, pinned, hottest, namespace)
         assert all(tier >= hottest for tier in found.tiers)
+        if namespace is not None:
+            for tier, slot in zip(found.tiers, split_slots(found.slots), strict=True):
+                assert slot in split_slots(self.native.held_of(Tier(tier), namespace)[1])
         if pinned:
             placed = zip(found.tiers, split_slots(found.slots), strict=True)
             own = pack_slots(slot for tier, slot in placed if tier == hottest)
@@ -226,7 +229,8 @@ class Twins:
             case 14:
                 self.expire(float(a % 10))
             case _:
-                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), (0, 0, 50, 99, 100, 100, 101, -1)[c % 8])
+                priority = (0, 0, 50, 99, 100, 100, 101, -1)[c % 8]
+                self.keep(tier, run_of(b, 1 + c % 5), float(d % 10), priority, (None, namespace)[a % 2])
 
     def arrive(self, copy: Copy, b: int, c: int, d: int) -> None:
         arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]
@@ -245,7 +249,7 @@ class Twins:
 
     def prefill(self, namespace: NamespaceId, first: int, count: int) -> None:
         hashes = run_of(first, count)
-        found = self.match(hashes, True)
+        found = self.match(hashes, True, Tier.HBM, (None, namespace)[first // 2 % 2])
         held = [tier == Tier.HBM for tier in found.tiers] + [False]
         depth = held.index(False)
         slots = split_slots(found.slots)
@@ -259,6 +263,9 @@ class Twins:
         created = self.create(namespace, Tier.HBM, parent, depth, hashes[depth * 16 :], allocation.slots)
         if isinstance(created, bytes):
             self.pinned.append((Tier.HBM, pack_slots(slots[:depth]) + created))
+        else:  # a block is held under the other namespace
+            self.release(Tier.HBM, allocation.slots)
+            self.unpin(Tier.HBM, pack_slots(slots[:depth]))
 
     def create_some(self, namespace: NamespaceId, a: int, b: int, c: int) -> None:
         """Blocks in any tier, some of them held already, named twice, or too few or many."""
@@ -273,18 +280,19 @@ class Twins:
 
     def ask(self, tier: Tier, a: int, b: int) -> None:
         self.lacking(Tier(b % 4), run_of(a, b % 9))
-        self.look(run_of(a, b % 25), Tier(b % 4))
-        self.holds(Tier(b % 4), BLOCKS[a % 20])
+        for namespace in (None, *(one.id for one in NAMESPACES), NamespaceId(b"n" * 16)):
+            self.look(run_of(a, b % 25), Tier(b % 4), namespace)
+            self.holds(Tier(b % 4), BLOCKS[a % 20], namespace)
         self.match(BLOCKS[a % 20], hottest=tier)
         self.held(tier)
 
-    def look(self, hashes: bytes, hottest: Tier) -> None:
+    def look(self, hashes: bytes, hottest: Tier, namespace: NamespaceId | None) -> None:
         """Holders are those that `match` and `holds` name."""
-        holders = self.holders(hashes, hottest)
-        found = self.match(hashes, False, hottest)
+        holders = self.holders(hashes, hottest, namespace)
+        found = self.match(hashes, False, hottest, namespace)
         assert holders.startswith(found.tiers) and holders[found.depth : found.depth + 1] in (b"", bytes([NOT_HELD]))
         for holder, held in zip(holders, split_hashes(hashes), strict=True):
-            colder = [tier for tier in SLOT_TIERS if tier >= hottest and self.native.holds(tier, held)]
+            colder = [tier for tier in SLOT_TIERS if tier >= hottest and self.native.holds(tier, held, namespace)]
             assert holder == min(colder, default=NOT_HELD)
 
     def misuse(self, namespace: NamespaceId, tier: Tier, a: int, b: int, c: int) -> None:
@@ -376,7 +384,8 @@ def test_long_runs_and_many_frames_are_cut_the_same():
     twins = Twins("s3fifo", pools=pools)
     twins.start(Epoch(1))
     for index in range(4):
-        hashes = b"".join(block(1000 * index + number) for number in range(2500))
+        first = 10_000 * (index % 2) + 1000 * (index // 2)  # each namespace has blocks of its own
+        hashes = b"".join(block(first + number) for number in range(2500))
         allocation = twins.allocate(Tier.HBM, 2500)
         slots = twins.create(bytes([index % 2] * 16), Tier.HBM, BLOCKS[0], 5, hashes, allocation.slots)
         copy = twins.begin_copy(bytes([index % 2] * 16), Tier.HBM, Tier.NVME, hashes)
@@ -471,3 +480,32 @@ def test_both_refuse_to_be_made_or_started_in_the_same_words():
     ):
         assert isinstance(Twins("lru").start(Epoch(1), recovered={Tier.NVME: entries}), tuple)
     assert isinstance(Twins("lru").start(Epoch(0)), tuple)
+
+
+def test_blocks_of_another_namespace_are_neither_found_nor_taken():
+    twins = Twins("lru")
+    twins.start(Epoch(1), NAMESPACES)
+    mine, other = NAMESPACES[0].id, NAMESPACES[1].id
+    hashes = run_of(0, 3)
+    slots = twins.create(mine, Tier.HBM, NO_PARENT, 0, hashes, twins.allocate(Tier.HBM, 3).slots)
+    assert twins.match(hashes, False, Tier.HBM, mine).depth == 3
+    twins.unpin(Tier.HBM, slots)
+    before = twins.counts(Tier.HBM)
+    for namespace in (other, NamespaceId(b"n" * 16)):
+        assert twins.match(hashes, True, Tier.HBM, namespace) == (0, b"", b"")
+        assert twins.holders(hashes, Tier.HBM, namespace) == bytes([NOT_HELD]) * 3
+        assert not twins.holds(Tier.HBM, BLOCKS[0], namespace)
+        assert twins.keep(Tier.HBM, hashes, 9.0, 0, namespace) == 0
+        assert twins.begin_copy(namespace, Tier.HBM, Tier.NVME, hashes) is None
+    assert twins.counts(Tier.HBM) == before
+    given = twins.allocate(Tier.HBM, 2).slots
+    new = block(99)
+    refused = twins.create(other, Tier.HBM, NO_PARENT, 0, new + hashes[:HASH_BYTES], given)
+    assert (
+        refused[0] is LedgerError
+        and "block 1 of 2 to create in HBM is held there under another namespace" in refused[1]
+    )
+    assert not twins.holds(Tier.HBM, SequenceHash(new))
+    twins.release(Tier.HBM, given)
+    assert twins.match(hashes, False, Tier.HBM, mine).depth == 3
+    twins.verify()

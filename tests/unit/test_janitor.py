@@ -28,9 +28,9 @@ from kvbm.janitor.effects import (
 )
 from kvbm.janitor.report import as_json, as_words
 from kvbm.janitor.used import UsedBy, UsedHere, UsedList
-from kvbm.pools.object.keys import add_key
 from kvbm.pools.object.tombstones import LEASE_NAME, Tombstones, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Put
+from kvbm.pools.tenant_keys import add_key
 from tests.janitors import BLOCK_BYTES, HOUR_S, OTHER, RULES, SPACE, Cluster, Course, K, World, chain, gc
 
 

@@ -228,7 +228,8 @@ class LoadPlanner:
         end_tokens = limit_tokens
         for index, group in enumerate(self._groups):
             first = computed_tokens // group.block_tokens
-            found = self._manager.holders(state.hashes(index, first, end_tokens // group.block_tokens, self._derive))
+            chain = state.hashes(index, first, end_tokens // group.block_tokens, self._derive)
+            found = self._manager.holders(chain, state.namespaces[index].id)
             held.append(found)
             if group.window_blocks is None:
                 depth = found.find(_ABSENT)

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from kvbm.core.backend import Backend
-from kvbm.core.ids import HASH_BYTES, Tier, pack_slots
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, pack_slots
 from kvbm.engines.vllm.metadata import Job, Ranks, Stored
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
@@ -54,7 +54,7 @@ class _StoreJob(NamedTuple):
 
     runs: list[_StoreRun]
     since_s: float
-    over: list[bytes]
+    over: list[tuple[bytes, NamespaceId]]
 
 
 class StorePlanner:
@@ -252,11 +252,11 @@ class StorePlanner:
         stores = self._stores.get(state.last_store)
         for index, group in enumerate(self._groups):
             if group.window_blocks is None and state.stored[index]:
-                chain = state.hashes(index, 0, state.stored[index], self._derive)
+                chain, namespace = state.hashes(index, 0, state.stored[index], self._derive), state.namespaces[index].id
                 if stores is None:
-                    self._manager.refresh(chain)
+                    self._manager.refresh(chain, namespace)
                 else:
-                    stores.over.append(chain)
+                    stores.over.append((chain, namespace))
 
     def _end(self, job: int, parts: Mapping[int, Stored]) -> bool:
         """Blocks of a job are in HOST, or not. Returns whether HOST has gained blocks."""
@@ -279,6 +279,6 @@ class StorePlanner:
             self._manager.end_store(run.store, [not why] * count, checksums[at : at + count])
             self._pool.free_blocks(reversed(run.blocks))
             at += count
-        for chain in stores.over:
-            self._manager.refresh(chain)
+        for chain, namespace in stores.over:
+            self._manager.refresh(chain, namespace)
         return not why

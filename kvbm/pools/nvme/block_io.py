@@ -3,7 +3,7 @@
 A slot is found in file `slot % len(fds)`, as its slot `slot // len(fds)`:
 
     file    0  4096 bytes that are the pool's own; then slots, each `stride` apart
-    slot    0  4096      the block's header as in slot_header.py (magic "KVBS"), then zeros
+    slot    0  4096      the block's header as in slot_header.py (magic "KVBS"), its seal if it has one, then zeros
          4096  …         the block's bytes, then nothing up to a multiple of 4,096
 
 The engine holds every header and every byte to what was asked for, in native threads and without the GIL, while the device goes on.
@@ -25,12 +25,17 @@ def stride_of(block_bytes: int) -> int:
 
 
 class BlockIoOptions(NamedTuple):
-    """How an engine moves blocks; the meanings and choices are those of `NvmeSettings`."""
+    """How an engine moves blocks; the meanings and choices are those of `NvmeSettings`.
+
+    Attributes:
+        encrypted: whether the engine seals them.
+    """
 
     io: str = "auto"
     direct: str = "auto"
     depth: int = 32
     offload_share: float = 0.25
+    encrypted: bool = False
 
 
 class BlockEngine(Protocol):

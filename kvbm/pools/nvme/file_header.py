@@ -37,6 +37,7 @@ class FileShape(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slots: of the whole pool.
         stripes: files and devices it is made of.
+        encrypted: whether its blocks are sealed.
     """
 
     slots: int
@@ -50,6 +51,7 @@ class FileShape(msgspec.Struct, frozen=True, kw_only=True):
     ranks: str
     instance: str
     stripes: int = 1
+    encrypted: bool = False
 
 
 class FileHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +68,9 @@ class Damaged(NamedTuple):
     why: str
 
 
-def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceId, stripes: int = 1) -> FileShape:
+def shape_of(
+    shape: Namespace, block_bytes: int, slots: int, instance: InstanceId, stripes: int = 1, encrypted: bool = False
+) -> FileShape:
     """What a pool for blocks of this shape is made for."""
     return FileShape(
         slots=slots,
@@ -80,6 +84,7 @@ def shape_of(shape: Namespace, block_bytes: int, slots: int, instance: InstanceI
         ranks=shape.ranks,
         instance=instance,
         stripes=stripes,
+        encrypted=encrypted,
     )
 
 

@@ -324,7 +324,7 @@ class PodFolder:
         if isinstance(held, Damaged):
             self._refuse(instance, peer, held.why)
             return
-        wanted = shape_of(self._shape, self._block_bytes, held.shape.slots, instance)
+        wanted = shape_of(self._shape, self._block_bytes, held.shape.slots, instance, encrypted=self._options.encrypted)
         for name in FileShape.__struct_fields__:
             ours, theirs = getattr(wanted, name), getattr(held.shape, name)
             if ours != theirs:

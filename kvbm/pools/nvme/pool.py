@@ -90,7 +90,7 @@ class NvmePool:
         self._idle = threading.Condition()
         self._engine: BlockEngine | None = None
         self._given_up: BlockEngine | None = None
-        self._shape = shape_of(shape, block_bytes, slots, instance, len(paths))
+        self._shape = shape_of(shape, block_bytes, slots, instance, len(paths), options.encrypted)
         with ExitStack() as undo:
             files = StripeFiles(self.paths, self._shape, checksums)
             stripes = files.open()

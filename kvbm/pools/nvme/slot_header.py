@@ -6,7 +6,7 @@ All integers are little-endian.
 
     at  bytes  field
      0      4  magic: "KVBS"
-     4      2  version
+     4      2  version: 1, or 2 where a seal follows, drawn in sealing.py
      6      2  block_count: blocks that follow, 1 in this version
      8     16  namespace id
     24     16  sequence hash, of the last block where there are several
@@ -31,7 +31,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.pools.base import Proof
 
 HEADER_BYTES = 64
+SEAL_BYTES = 64
 VERSION = 1
+SEALED_VERSION = 2
 SLOT_MAGIC = b"KVBS"
 
 _PROVED_BYTES = 60  # what the header's own CRC covers

@@ -6,7 +6,7 @@ A sealed object is, in bytes:
      0            4  magic: "KVBE"
      4            2  version: 1, little-endian
      6            2  zero
-     8            8  key id, as keys.py makes it
+     8            8  key id, as tenant_keys.py makes it
     16           12  nonce of the header, random
     28           12  nonce of the body, random
     40       h + 16  the object's header (object_header.py), AES-256-GCM, its tag behind it
@@ -36,8 +36,8 @@ import numpy as np
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import Namespace, NamespaceId
 from kvbm.pools.object.envelope import ObjectEnvelope, newer_object
-from kvbm.pools.object.keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
 from kvbm.pools.stores.base import Body, Refusal, Trouble
+from kvbm.pools.tenant_keys import KEY_ID_BYTES, KeySource, TenantKeys, digest
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

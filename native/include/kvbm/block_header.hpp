@@ -9,6 +9,7 @@
 namespace kvbm {
 
 inline constexpr std::size_t kBlockHeaderBytes = 64;
+inline constexpr std::size_t kSealBytes = 64;  // behind it, of a block that is sealed; what they mean is its sealer's affair
 
 // What a header says of its block.
 struct BlockProof {
@@ -17,12 +18,13 @@ struct BlockProof {
   std::uint64_t epoch;                             // of its writer
   std::uint32_t block_bytes;                       // bytes that follow
   std::uint32_t checksum;                          // their CRC-32C
+  bool is_sealed;                                  // a seal follows the header
 };
 
 void encode_block_header(const BlockProof& proof, std::span<std::uint8_t, kBlockHeaderBytes> out) noexcept;
 
-// Whether a header is whole and speaks of this block, with any epoch; then `checksum` is what its bytes must have.
+// Whether a header is whole and speaks of this block, with any epoch and a seal or none; then `checksum` is what its bytes must have.
 bool is_header_of(std::span<const std::uint8_t, kBlockHeaderBytes> header, std::span<const std::uint8_t, 16> namespace_id,
-                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, std::uint32_t& checksum) noexcept;
+                  std::span<const std::uint8_t, 16> hash, std::uint32_t block_bytes, bool is_sealed, std::uint32_t& checksum) noexcept;
 
 }  // namespace kvbm

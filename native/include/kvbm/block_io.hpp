@@ -50,6 +50,8 @@ struct BlockRun {
   std::span<const std::int64_t> at;                // their rows
   std::span<const std::uint8_t, 16> namespace_id;  // whose they are
   const std::uint8_t* hashes = nullptr;            // 16 bytes each
+  std::uint8_t* seals = nullptr;                   // kSealBytes each, to write or to fill; nullptr: the blocks are not sealed.
+                                                   // Who opens a seal holds the bytes to it: their checksum is not looked at
 };
 
 class Lane;

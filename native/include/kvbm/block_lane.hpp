@@ -45,6 +45,7 @@ struct Transfer {
   std::int32_t error = 0;        // how it ended: 0, or errno; ENODATA: the device gave or took only a part
   std::uint32_t tries = 0;       // times it was begun again
   std::array<std::uint8_t, kBlockHeaderBytes> header{};  // to write, or as read
+  std::array<std::uint8_t, kSealBytes> seal{};           // likewise; zeros where there is none
 };
 
 // First in, first out.

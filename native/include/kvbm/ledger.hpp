@@ -81,10 +81,11 @@ class Ledger {
 
   // -- what an engine asks; all throw Error: kLedger, kLayout, kIllegalEvent
   // Tiers hotter than `hottest` are not looked at; what is found in it is pinned, if asked for.
-  Match match(Bytes hashes, bool pinned, Tier hottest = Tier::kHbm);
+  // namespace_id: whose blocks count, or nullptr for everybody's; so in what follows.
+  Match match(Bytes hashes, bool pinned, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
   // One byte for each block: the hottest tier that holds it and is not hotter than `hottest`, or kNotHeld.
-  Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm);
-  bool holds(Tier tier, Bytes hash) const noexcept;
+  Bytes holders(Bytes hashes, Tier hottest = Tier::kHbm, const NamespaceId* namespace_id = nullptr);
+  bool holds(Tier tier, Bytes hash, const NamespaceId* namespace_id = nullptr) const noexcept;
   Bytes lacking(Tier tier, Bytes hashes);
   std::vector<std::uint8_t> held(Tier tier) const;
   // The blocks a tier holds of a namespace, or of all where it is nullptr: hashes, packed, and their slots.
@@ -101,7 +102,7 @@ class Ledger {
   void forget(Tier tier, const NamespaceId& namespace_id, Bytes hashes, EvictReason reason);
   // finder: the instance that found the blocks there, 1 to 255 bytes.
   void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
-  std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority);
+  std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority, const NamespaceId* namespace_id = nullptr);
   std::size_t expire(double now_s);
 
   // -- copies

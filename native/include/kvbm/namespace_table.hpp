@@ -13,6 +13,8 @@ namespace kvbm {
 
 class NamespaceTable {
  public:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFF;
+
   // The number of an id, a new one if need be.
   std::uint32_t intern(const NamespaceId& id) {
     if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {  // requests that follow each other often share theirs
@@ -23,6 +25,15 @@ class NamespaceTable {
       ids_.push_back(id);
     }
     return last_ = found->second;
+  }
+
+  // The number of an id, or kNone where it has none.
+  std::uint32_t find(const NamespaceId& id) const noexcept {
+    if (last_ < ids_.size() && std::memcmp(ids_[last_].data(), id.data(), id.size()) == 0) {
+      return last_;
+    }
+    const auto found = numbers_.find(id);
+    return found == numbers_.end() ? kNone : found->second;
   }
 
   void clear() noexcept {

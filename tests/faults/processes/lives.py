@@ -51,7 +51,7 @@ class Load(NamedTuple):
         engines: threads that serve.
         ahead: blocks that may wait for their copies before the engines stop creating others; 0: any number.
         device: of HBM; "memory" or "cpu".
-        nvme: further settings of the NVME pool, by name.
+        nvme: further settings of the NVME pool, by name; where it is encrypted, the keys lie in the folder.
     """
 
     block_bytes: int = 20_000  # with its header no whole number of pages
@@ -71,6 +71,8 @@ class Load(NamedTuple):
             "instance.data_dir": str(folder), "pools.hbm.slots": hbm, "pools.hbm.device": self.device,
             "pools.host.slots": host, "pools.nvme.slots": nvme, "nats.enabled": False, "journal.segment_bytes": 1 << 16,
         }  # fmt: skip
+        if ("encrypt", True) in self.nvme:
+            flags["pools.object.keys"] = str(folder / "keys.toml")
         return load_settings(flags=flags | {f"pools.nvme.{name}": value for name, value in self.nvme})
 
     def hashes(self, prompt: int, depth: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The keys of tenants whose objects are encrypted: a TOML file, or what a command prints.
+"""The keys of tenants whose blocks are encrypted in objects and in NVME: a TOML file, or what a command prints.
 
     [tenants.acme]
     names = "<32 bytes, base64>"        # makes names; never changed, or everything put before is lost
