@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import compress, groupby
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -244,18 +244,8 @@ class Ledger:
             hottest: tiers hotter than this one are not looked at.
             namespace: whose blocks count; None: everybody's.
         """
-        tiers: list[Tier] = []
-        slots: list[int] = []
-        order = [(tier, self.residencies.held[tier]) for tier in sorted(self._tiers) if tier >= hottest]
-        for block in split_hashes(hashes):
-            for tier, held in order:
-                entry = held.get(block)
-                if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
-                    tiers.append(tier)
-                    slots.append(entry.slot)
-                    break
-            else:
-                break
+        order = {tier: self.residencies.held[tier] for tier in sorted(self._tiers) if tier >= hottest}
+        tiers, slots = _longest_run(order, hashes, namespace)
         if pinned:
             local = [slot for tier, slot in zip(tiers, slots, strict=True) if tier == hottest]
             if local:
@@ -345,12 +335,7 @@ class Ledger:
             state.require_own(slot, "no block can be created in it")
         held = self.residencies.held[tier]
         known = [block in held for block in blocks]
-        for number in compress(range(len(blocks)), known):
-            if held[blocks[number]].namespace != namespace:
-                raise LedgerError(
-                    f"block {number} of {len(blocks)} to create in {tier.name} is held there under another namespace; hash each prompt from"
-                    " its own namespace's root"
-                )
+        _require_own([held.get(block) for block in blocks], namespace, tier)
         begin = 0
         for repeated, group in groupby(known):
             end = begin + len(list(group))
@@ -514,6 +499,34 @@ class Ledger:
         for change in delta.added:
             if change.slot is not None:
                 self._tiers[change.tier].allocated.discard(change.slot)
+
+
+def _require_own(entries: Sequence[Held | None], namespace: NamespaceId, tier: Tier) -> None:
+    """Refuse a run of which something is held under another namespace. Raises LedgerError."""
+    for number, entry in enumerate(entries):
+        if entry is not None and entry.namespace != namespace:
+            raise LedgerError(
+                f"block {number} of {len(entries)} to create in {tier.name} is held there under another namespace; hash each prompt from"
+                " its own namespace's root"
+            )
+
+
+def _longest_run(
+    order: Mapping[Tier, Mapping[SequenceHash, Held]], hashes: bytes, namespace: NamespaceId | None
+) -> tuple[list[Tier], list[int]]:
+    """Tier and slot of each block, from the first hash on, up to one that no tier holds; of a namespace, or of any."""
+    tiers: list[Tier] = []
+    slots: list[int] = []
+    for block in split_hashes(hashes):
+        for tier, held in order.items():
+            entry = held.get(block)
+            if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
+                tiers.append(tier)
+                slots.append(entry.slot)
+                break
+        else:
+            break
+    return tiers, slots
 
 
 def _held_of(held: Mapping[SequenceHash, Held], namespace: NamespaceId | None) -> tuple[bytes, bytes]:

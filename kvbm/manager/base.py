@@ -193,9 +193,8 @@ class BlockManager:
             namespaces: of the block shape the manager was opened for.
         Raises: ArgumentTypeError: not a list of Namespace.
         """
-        known = check_namespaces(namespaces)
         with self._lock:
-            self._lasting.add(known)
+            self._lasting.add(known := check_namespaces(namespaces))
             self.pools.declare(known)
 
     def match(self, hashes: bytes, namespace: NamespaceId | None = None) -> Match:
@@ -213,12 +212,11 @@ class BlockManager:
     def keep(self, hashes: bytes, ttl_s: float, priority: int = 0, namespace: NamespaceId | None = None) -> int:
         """Keep blocks in HBM, or in HOST where HBM is the engine's, for a time, also while nobody has them pinned.
 
-        They are given up only where an allocation would be short, the lowest priority first, and 100 never. Keeping again takes
-        the later end and the higher priority.
+        They are given up only where an allocation would be short, lowest priority first, 100 never. Keeping again takes the later end
+        and the higher priority.
 
         Args:
-            ttl_s: for how long from now on.
-            priority: 0 to 100.
+            ttl_s: for how long from now on. priority: 0 to 100.
             namespace: whose blocks count; None: everybody's.
         Returns: how many of the run are there.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
