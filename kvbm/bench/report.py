@@ -86,6 +86,7 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     nvme_read_over_fio: _Ratio = UNSET
     nvme_write_over_fio: _Ratio = UNSET
     checksum_cost: _Ratio = UNSET
+    nvme_encryption_cost: _Ratio = UNSET
     host_copy_over_memcpy: _Ratio = UNSET
     metadata_blocks_per_s: _Ratio = UNSET
     nvme_read_p99_over_p50_loaded: _Ratio = UNSET

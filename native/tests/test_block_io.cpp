@@ -191,7 +191,7 @@ void test_a_page_with_more_than_its_header_proves_nothing() {
     BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
     const Blocks blocks(1, 4096, 1);
     const int direct = fcntl(file.fd(), F_GETFL);
-    for (const std::size_t at : {kBlockHeaderBytes, kBlockHeaderBytes + 1, kPageBytes / 2, kPageBytes - 1}) {
+    for (const std::size_t at : {kBlockHeaderBytes, kBlockHeaderBytes + kSealBytes, kBlockHeaderBytes + kSealBytes + 1, kPageBytes - 1}) {
       CHECK(blocks.write(io));
       CHECK(blocks.good(io) == 1);
       fcntl(file.fd(), F_SETFL, direct & ~O_DIRECT);
@@ -393,6 +393,39 @@ void test_header_is_held_to_every_bit() {
     CHECK(!is_header_of(header, named, hashed, 4096, false, sum));
     header[bit / 8] ^= static_cast<std::uint8_t>(1 << bit % 8);
   }
+  CHECK(!is_header_of(header, named, hashed, 4096, true, sum));
+  encode_block_header({named, hashed, 12, 4096, 0, true}, header);
+  CHECK(is_header_of(header, named, hashed, 4096, true, sum) && !is_header_of(header, named, hashed, 4096, false, sum));
+}
+
+void test_sealed_blocks_are_others_than_plain_ones() {
+  in_each_way([](IoKind kind, bool is_direct) {
+    const File file(is_direct);
+    BlockIo io({{file.fd()}, 4096, kind, is_direct, 4});
+    const Blocks blocks(6, 4096, 1);
+    std::vector<std::uint8_t> seals(6 * kSealBytes);
+    std::iota(seals.begin(), seals.end(), std::uint8_t{1});
+    BlockRun sealed = blocks.run();
+    sealed.seals = seals.data();
+    std::vector<std::int32_t> errors(6, -1);
+    const std::vector<std::uint32_t> no_sums(6, 0);  // a seal proves its block by itself
+    io.write(sealed, blocks.rows, 7, no_sums, errors);
+    CHECK(std::ranges::all_of(errors, [](std::int32_t error) { return error == 0; }));
+    CHECK(blocks.good(io) == 0);
+    const Blocks room(6, 4096, 99);
+    std::vector<std::uint8_t> found(6 * kSealBytes);
+    BlockRun back = blocks.run();
+    back.seals = found.data();
+    std::vector<BlockOutcome> outcomes(6, BlockOutcome::kFailed);
+    std::vector<std::uint32_t> sums(6);
+    io.read(back, room.rows, outcomes, sums);
+    CHECK(std::ranges::count(outcomes, BlockOutcome::kGood) == 6 && found == seals);
+    CHECK(std::memcmp(room.rows, blocks.rows, 6 * 4096) == 0);
+    CHECK(blocks.write(io) && blocks.good(io) == 6);  // plain ones in the same slots: no seal is left there
+    io.read(back, room.rows, outcomes, sums);
+    CHECK(std::ranges::count(outcomes, BlockOutcome::kCorrupt) == 6);
+    CHECK(io.close(kWait));
+  });
 }
 
 std::uint32_t begun_writes(FlightShares& shares, FlightShares::Time now) {
@@ -517,6 +550,7 @@ int main() {
       {"a close amid calls ends them all", test_close_amid_calls},
       {"a device that never answers keeps its call, and nothing else", test_a_device_that_never_answers},
       {"a header is held to every bit", test_header_is_held_to_every_bit},
+      {"sealed blocks are others than plain ones", test_sealed_blocks_are_others_than_plain_ones},
       {"writes make way for reads and still go on", test_writes_make_way_for_reads},
       {"a read meets few bytes of writes, whatever the size of blocks", test_a_read_meets_few_bytes_of_writes},
       {"reads leave a flight to a write that waits", test_reads_leave_writes_a_flight},

@@ -358,8 +358,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
     "page_of_somebody_else": SourceMutant(
         "a header's page with anything behind the header proves nothing",
         _LANE,
-        "    if (!is_all_zero(flight->room + kBlockHeaderBytes, kPageBytes - kBlockHeaderBytes)) {",
-        "    if (!is_all_zero(flight->room + kBlockHeaderBytes, 1)) {",
+        "    if (!is_all_zero(flight->room + kProofBytes, kPageBytes - kProofBytes)) {",
+        "    if (!is_all_zero(flight->room + kProofBytes, 1)) {",
         test="native/tests/test_block_io.cpp",
     ),
     "short_transfer_is_whole": SourceMutant(
