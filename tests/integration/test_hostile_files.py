@@ -17,7 +17,7 @@ from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.block_io import PAGE_BYTES
 from kvbm.pools.nvme.file_header import FileHeader, encode_header, shape_of
 from kvbm.pools.nvme.hints import SlotHints, hints_path
-from kvbm.pools.nvme.plain_file import read_plain
+from kvbm.files import read_plain
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.streams.journal.disk import OsDevice
 from tests.managers import BLOCK_BYTES, NAMESPACE
