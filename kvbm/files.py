@@ -44,9 +44,10 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> i
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise _no_plain_file(error.errno, path) from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
         os.close(fd)
-        raise _no_plain_file(errno.EINVAL, path)
+        raise _no_plain_file(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, path)
     return fd
 
 
@@ -200,4 +201,5 @@ def _read(fd: int, wanted: int) -> bytes:
 
 
 def _no_plain_file(number: int, path: Path) -> OSError:
-    return OSError(number, "it is no plain file", str(path))
+    kind = "a directory, no plain file" if number == errno.EISDIR else "no plain file"
+    return OSError(number, f"it is {kind}", str(path))
