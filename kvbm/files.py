@@ -81,18 +81,24 @@ def data_pieces(fd: int, most_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, 
     """What a file holds, piece by piece with its position; the holes of a sparse file are left out. Raises OSError."""
     at, end = 0, os.fstat(fd).st_size
     while at < end:
-        try:
-            at = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return  # a hole up to the end
-            if error.errno != errno.EINVAL:  # the file system knows no holes
-                raise
+        at = next_data(fd, at)
         data = os.pread(fd, most_bytes, at)
         if not data:
             return
         yield at, data
         at += len(data)
+
+
+def next_data(fd: int, at: int) -> int:
+    """The first position from `at` on that is in no hole of a sparse file; its size where only a hole follows. Raises OSError."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return max(at, os.fstat(fd).st_size)
+        if error.errno == errno.EINVAL:  # the file system knows no holes
+            return at
+        raise
 
 
 def make_folder(path: Path) -> None:

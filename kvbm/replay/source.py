@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
-from kvbm.files import data_pieces, open_plain
+from kvbm.files import data_pieces, next_data, open_plain
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.journal.history import KEPT_SUFFIX
@@ -120,7 +121,7 @@ class FileSource:
             try:
                 size = os.fstat(handle).st_size
                 self.total = max(self.total, before + size)
-                for piece in scan(_Window(handle).read, size, backend):
+                for piece in scan(_Window(handle).read, size, backend, partial(next_data, handle)):
                     self.done = before + piece.at
                     frames += bool(piece.data)  # or fences
                     yield self._located(file, piece, order)
