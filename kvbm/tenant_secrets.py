@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from kvbm.core.errors import ConfigError
+from kvbm.files import read_small
 
 log = structlog.get_logger()
 
@@ -95,7 +96,7 @@ def read_secrets(path: str) -> dict[str, _Entry]:
     """The secrets of a file. No message shows one. Raises ConfigError: which tenant, which entry, and what to write."""
     where = f"catalog.tenant_secrets_file {path}"
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(read_small(Path(path), 16 << 20).decode("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no TOML"
         raise ConfigError(f"{where} cannot be read ({why}); write a table [tenants.NAME] with secret = …") from None

@@ -38,6 +38,7 @@ from kvbm.core.snapshots import Recovered
 from kvbm.erasure.instance import DONE_FILE, DoneErasures, InstanceErasures, StartErasures
 from kvbm.erasure.record import Record, decoded
 from kvbm.erasure.watch import ErasureWatch, WatchOptions
+from kvbm.files import make_folder
 from kvbm.locate.base import Locator, Nowhere
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
 from kvbm.locate.http import CatalogClient, HttpLocator
@@ -554,7 +555,7 @@ def database_url(settings: Settings) -> str:
 def make_data_dir(settings: Settings) -> None:
     """Raises ConfigError: the folder cannot be made."""
     try:
-        Path(settings.instance.data_dir).mkdir(parents=True, exist_ok=True)
+        make_folder(Path(settings.instance.data_dir))
     except OSError as error:
         raise ConfigError(
             f"instance.data_dir {settings.instance.data_dir} cannot be used ({error.strerror}); give a folder"

@@ -12,6 +12,7 @@ Names sort in stream order. `ArchiveFiles` writes, without thread or loop; `Arch
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
 import zlib
@@ -29,6 +30,7 @@ import structlog
 from kvbm.catalog.archive_erasure import Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
+from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
 from kvbm.streams.access_samples import SUFFIX, encode_sample, whole_bytes
 from kvbm.streams.base import AccessSample, EventStream, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import VERSION, encode_fence, encode_told
@@ -44,6 +46,7 @@ SAMPLES_EVERY_S = 1.0
 SAMPLES_WAITING = 10_000
 FRAMES = ".kvbm"
 _POSITION = "POSITION"
+_POSITION_BYTES = 64 << 10
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -98,7 +101,8 @@ class ArchiveFiles:
         """The archive in a folder, which is made; a torn end is cut off. Raises CatalogError."""
         archive = cls(folder, file_bytes)
         try:
-            (folder / "samples").mkdir(parents=True, exist_ok=True)
+            make_folder(folder / "samples")
+            warn_exposed("archive", folder)
             for path in (folder / "samples").glob(f"*{SUFFIX}"):
                 os.truncate(path, whole_bytes(path))
             archive.position = archive._synced = archive._recover()
@@ -180,7 +184,7 @@ class ArchiveFiles:
         data = b"".join(map(encode_sample, samples))
         begin = 0
         try:
-            with path.open("ab", buffering=0) as file:
+            with open(path, "ab", buffering=0, opener=opener) as file:
                 begin = file.tell()
                 while data:
                     data = data[file.write(data) :]
@@ -251,9 +255,13 @@ class ArchiveFiles:
 
     def _read_position(self) -> ArchivePosition | None:
         try:
-            body, _, checksum = (self._folder / _POSITION).read_bytes().rstrip(b"\n").rpartition(b"\n")
+            body, _, checksum = read_small(self._folder / _POSITION, _POSITION_BYTES).rstrip(b"\n").rpartition(b"\n")
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            return None  # damaged, as one with a flipped byte
         try:
             if checksum != b"%08x" % zlib.crc32(body):
                 return None
@@ -263,19 +271,16 @@ class ArchiveFiles:
                     f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: upgrade"
                     " it, or give --archive another folder"
                 )
-            return msgspec.json.decode(body, type=ArchivePosition)
+            position = msgspec.json.decode(body, type=ArchivePosition)
+            is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
+            return position if is_ours else None
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
 
     def _put_position(self) -> None:
         body = msgspec.json.encode(self.position)
         part = self._folder / f"{_POSITION}.part"
-        file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        try:
-            _write_all(file, body + b"\n%08x\n" % zlib.crc32(body))
-            os.fsync(file)
-        finally:
-            os.close(file)
+        write_new(part, body + b"\n%08x\n" % zlib.crc32(body))
         part.rename(self._folder / _POSITION)
         folder = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -305,7 +310,7 @@ class ArchiveFiles:
     def _write(self, data: bytes) -> None:
         if self._file < 0:
             path = self._folder / self.position.file
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = open_plain(path, os.O_WRONLY | os.O_CREAT)
             os.ftruncate(self._file, self.position.bytes)
             os.lseek(self._file, self.position.bytes, os.SEEK_SET)
         _write_all(self._file, data)

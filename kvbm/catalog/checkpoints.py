@@ -25,6 +25,7 @@ from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.index import ClusterIndex, NewIndex
 from kvbm.catalog.sequencer import Sequencer, SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
+from kvbm.files import make_folder, open_plain, read_small, warn_exposed, write_new
 from kvbm.streams.base import Mark
 
 log = structlog.get_logger()
@@ -107,7 +108,8 @@ class Writing:
     def write(self) -> None:
         """Write the index. Raises CatalogError: the folder does not take it."""
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder)
+            os.close(open_plain(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL))  # the index opens it as it is
             size, blocks, _ = self._index.write_checkpoint(str(self._part), self._note)
             _sync(self._part)
         except (CheckpointError, OSError) as error:
@@ -128,8 +130,7 @@ class Writing:
         final, part = self._folder / f"{self._name}{_MANIFEST}", self._folder / f"{self._name}{_MANIFEST}{_PART}"
         try:
             self._part.rename(self._folder / f"{self._name}{_INDEX}")
-            part.write_bytes(body + b"\n%08x\n" % zlib.crc32(body))
-            _sync(part)
+            write_new(part, body + b"\n%08x\n" % zlib.crc32(body))
             _sync(self._folder)
             part.rename(final)
             _sync(self._folder)
@@ -157,6 +158,7 @@ async def load_newest(
         holds: whether the stream's history is still the one of a mark; a checkpoint that knows of messages the stream has lost may
             hold blocks that nobody will speak of again.
     """
+    await asyncio.to_thread(warn_exposed, "checkpoints", folder)
     for path, manifest in await asyncio.to_thread(lambda: list(_manifests(folder))):
         if manifest.stream != stream:
             continue
@@ -177,6 +179,7 @@ def _load(file: Path, manifest: Manifest, index: ClusterIndex) -> LoadedCheckpoi
     """What one checkpoint has; None, and a warning, when it is damaged."""
     assert isinstance(index, Checkpointing)
     try:
+        os.close(open_plain(file, follows=True))
         if file.stat().st_size != manifest.bytes:
             raise CatalogError(f"{file.stat().st_size} bytes instead of {manifest.bytes}")
         state = msgspec.msgpack.decode(index.load_checkpoint(str(file)), type=SequencerState)
@@ -248,7 +251,7 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
     """The manifests that can be read, the newest first."""
     for path in sorted(folder.glob(f"*{_MANIFEST}"), reverse=True):
         try:
-            body, _, checksum = path.read_bytes().rstrip(b"\n").rpartition(b"\n")
+            body, _, checksum = read_small(path).rstrip(b"\n").rpartition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
                 raise CatalogError("its checksum is another")
             version = msgspec.json.decode(body, type=_Versioned).version
@@ -281,7 +284,7 @@ def _tidy(folder: Path, kept: int = KEPT) -> None:
 
 
 def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(file)
     finally:

@@ -7,6 +7,7 @@ Every wait is bounded, so a database that does not answer becomes one sentence.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 import time
@@ -16,7 +17,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import structlog
+
 from kvbm.core.errors import CatalogError, MissingExtraError
+from kvbm.files import make_folder, narrow, open_plain, warn_exposed
 
 try:
     from alembic import command
@@ -46,6 +50,8 @@ _DRIVERS = {
     "postgresql": "postgresql+asyncpg",
     "postgresql+asyncpg": "postgresql+asyncpg",
 }
+log = structlog.get_logger()
+
 _FORMS = "give sqlite:///path/catalog.db or postgresql://user:password@host:5432/database"
 
 
@@ -123,6 +129,8 @@ async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
     """
     parsed = parse_url(url)
     engine = _engine(parsed, connect_timeout_s, STATEMENT_TIMEOUT_S)
+    if is_sqlite(parsed):
+        await asyncio.to_thread(_close_to_others, Path(parsed.database or ""))
     try:
         with database_errors(f"{shown(parsed)} cannot be opened", "; start the database, or correct catalog.database"):
             try:
@@ -140,6 +148,26 @@ async def open_database(url: str, connect_timeout_s: float) -> AsyncEngine:
         await engine.dispose()
         raise
     return engine
+
+
+def _close_to_others(file: Path) -> None:
+    """Make an SQLite file its owner's alone, before SQLite makes it; the files beside it take its mode. Raises CatalogError."""
+    try:
+        os.close(open_plain(file, os.O_RDONLY | os.O_CREAT, follows=True))
+    except PermissionError:
+        return  # SQLite's own words say what of it cannot be used
+    except OSError as error:
+        raise CatalogError(
+            f"{file} cannot be used as a database ({error.strerror}); correct catalog.database"
+        ) from None
+    for path in (file, *(file.with_name(f"{file.name}{suffix}") for suffix in ("-wal", "-shm", "-journal"))):
+        try:
+            mode = narrow(path)
+        except OSError:
+            warn_exposed("database", path)
+        else:
+            if mode:
+                log.warning("database.narrowed", path=str(path), was=f"{mode:04o}", now="0600")
 
 
 class DatabaseView(NamedTuple):
@@ -228,7 +256,7 @@ def _engine(
     if is_sqlite(url):
         path = Path(url.database or "")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         except OSError as error:
             raise CatalogError(
                 f"the folder {path.parent} cannot be made ({error.strerror}); correct catalog.database"

@@ -15,6 +15,7 @@ import msgspec
 from kvbm.config.checks import check_settings
 from kvbm.config.settings import Settings, SettingsGroup, TenantSettings
 from kvbm.core.errors import ConfigError
+from kvbm.files import read_small
 
 ENVIRONMENT_PREFIX = "KVBM_"
 
@@ -82,7 +83,7 @@ class _Known(NamedTuple):
 
 def _read_toml(path: Path, source: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(path).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"settings file {path} cannot be read ({error.strerror}); correct {source}") from None
     except UnicodeDecodeError as error:

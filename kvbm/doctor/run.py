@@ -17,7 +17,7 @@ from rich.text import Text
 from kvbm.assembly import kvbm_version
 from kvbm.config import Settings
 from kvbm.core.errors import KvbmError
-from kvbm.doctor import disks, gpu, machine, services
+from kvbm.doctor import disks, gpu, machine, modes, services
 from kvbm.doctor.agreement import judge_settings
 from kvbm.doctor.clock import judge_clock, look_at_clock
 from kvbm.doctor.deadline import PROBE_S, Asked, Late
@@ -123,6 +123,11 @@ def _checks(plan: Plan) -> list[_Check]:
             "io_uring",
             lambda: [disks.judge_io_uring(disks.look_at_io_uring(), plan)],
             "see dmesg; or set pools.nvme.io=threads",
+        ),
+        _Check(
+            "file modes",
+            lambda: [modes.judge_modes(modes.look_at_modes(settings))],
+            "see why the disk does not answer (dmesg)",
         ),
         _Check("clock", lambda: [judge_clock(look_at_clock())], "see dmesg"),
     ]

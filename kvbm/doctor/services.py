@@ -16,6 +16,7 @@ from kvbm.core.answers import ReadyAnswer
 from kvbm.core.errors import KvbmError, MissingExtraError, StreamError
 from kvbm.doctor.deadline import PROBE_S
 from kvbm.doctor.finding import Finding, milliseconds, ok, problem, refused, size, unused, warning
+from kvbm.files import SMALL_BYTES, read_small
 from kvbm.locate.http import CatalogClient
 from kvbm.pools.stores.base import Get, Put, Refusal, Store, Trouble
 from kvbm.pools.stores.blobs import Limits
@@ -59,7 +60,7 @@ def look_at_nats(settings: Settings) -> Nats:
     url, folder = settings.nats.url, Path(settings.instance.data_dir) / "nats"
     if not url:
         try:
-            url = (folder / "nats.url").read_text(encoding="utf-8").strip()
+            url = read_small(folder / "nats.url").decode("utf-8").strip()
         except (OSError, ValueError):
             pass
         if not url or not answers(url, 1.0):
@@ -264,7 +265,7 @@ def _step(store: Store, facts: Objects, name: str, body: bytes) -> Objects:
     if put is not None:
         return facts._replace(failed="put", trouble=put.trouble, why=put.words)
     begin_s = time.perf_counter()
-    [got] = store.get([Get(name)], _OBJECT_ASK_S)
+    [got] = store.get([Get(name, most_bytes=SMALL_BYTES)], _OBJECT_ASK_S)
     round_trip_s = time.perf_counter() - begin_s
     if isinstance(got, Refusal):
         return facts._replace(failed="get", trouble=got.trouble, why=got.words)

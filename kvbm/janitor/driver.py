@@ -42,11 +42,13 @@ from kvbm.janitor.report import Report
 from kvbm.janitor.used import USED_PREFIX, UsedList
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.object.reader import Described
-from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, decode_list, encode_list, read_lists
+from kvbm.pools.object.tombstones import KEPT_PREFIX, LEASE_NAME, LIST_BYTES, decode_list, encode_list, read_lists
 from kvbm.pools.stores.base import Get, Got, Listed, Put, Refusal, Store, Trouble
 from kvbm.streams.base import Position
 
 PAGE_NAMES = 1000
+_LEASE_BYTES = 64 << 10
+_USED_BYTES = 1 << 30  # 67 million objects of a cluster
 _CLOCK_PREFIX = f"{KEPT_PREFIX}clock/"
 _CLOCK_AGE_S = 3600.0  # objects put to read the store's clock go after this time at the latest
 _POLL_S = 0.05
@@ -179,7 +181,7 @@ class Driver:
             name for name, ns in kept.items() if name.startswith(_CLOCK_PREFIX) and (name == probe or ns < old_ns)
         ]
         self._store.delete(probes, self._deadline_s)
-        (lease,) = self._store.get([Get(LEASE_NAME)], self._deadline_s)
+        (lease,) = self._store.get([Get(LEASE_NAME, most_bytes=_LEASE_BYTES)], self._deadline_s)
         if isinstance(lease, Refusal) and lease.trouble is not Trouble.ABSENT:
             raise self._trouble("read of the lease", lease)
         body = bytes(lease.body) if isinstance(lease, Got) else b""
@@ -224,7 +226,7 @@ class Driver:
         elif not before:
             (refusal,) = self._store.put([Put(name, encode_list(names))], self._deadline_s)
         else:
-            (held,) = self._store.get([Get(name)], self._deadline_s)
+            (held,) = self._store.get([Get(name, most_bytes=LIST_BYTES)], self._deadline_s)
             if isinstance(held, Got) and decode_list(held.body) == list(names):
                 return
             refusal = held if isinstance(held, Refusal) else None
@@ -235,7 +237,14 @@ class Driver:
 
     def _read_used(self) -> list[UsedList]:
         listed = [entry for entry in self._store.listed(USED_PREFIX, self._deadline_s) if entry.name != self._used_name]
-        answers = self._store.get([Get(entry.name) for entry in listed], self._deadline_s) if listed else []
+        answers = (
+            self._store.get([Get(entry.name, most_bytes=_USED_BYTES) for entry in listed], self._deadline_s)
+            if listed
+            else []
+        )
+        for got in answers:
+            if isinstance(got, Refusal) and got.trouble is Trouble.UNUSABLE:  # what is in it must not count as unused
+                raise self._trouble("read of what another cluster used", got)
         return [
             UsedList(bytes(got.body), entry.modified_ns)
             for entry, got in zip(listed, answers, strict=True)
@@ -243,7 +252,7 @@ class Driver:
         ]
 
     def _write_used(self, body: bytes) -> None:
-        (held,) = self._store.get([Get(self._used_name)], self._deadline_s)
+        (held,) = self._store.get([Get(self._used_name, most_bytes=_USED_BYTES)], self._deadline_s)
         if isinstance(held, Refusal) and held.trouble is not Trouble.ABSENT:
             raise self._trouble(f"read of {self._used_name}", held)
         before = bytes(held.body) if isinstance(held, Got) else None

@@ -19,19 +19,25 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import shlex
+import signal
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
+from kvbm.files import SMALL_BYTES, read_small
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
 TAG_BYTES = 8
 _COMMAND_WAIT_S = 10.0
+_PIECE_BYTES = 64 << 10
 
 
 class TenantKeys(NamedTuple):
@@ -78,7 +84,7 @@ def keys_of_file(path: str) -> KeySource:
 
     def load() -> dict[str, TenantKeys]:
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_small(Path(path)).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "no text"
             raise ConfigError(
@@ -102,23 +108,61 @@ def keys_of_command(command: str, wait_s: float = _COMMAND_WAIT_S) -> KeySource:
 
     def load() -> dict[str, TenantKeys]:
         try:
-            done = subprocess.run(  # the operator's own words, from the settings
-                shlex.split(command), stdin=subprocess.DEVNULL, capture_output=True, timeout=wait_s, check=False
-            )
-        except subprocess.TimeoutExpired:
+            status, printed, last = _run(shlex.split(command), wait_s)  # the operator's own words, from the settings
+        except TimeoutError:
             raise ConfigError(
                 f"{where} has not ended within {wait_s:g} s; make it faster, or use pools.object.keys"
             ) from None
         except (OSError, ValueError, IndexError) as error:
             raise ConfigError(f"{where} cannot be run ({error}); give a program with its arguments") from None
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
+        if len(printed) > SMALL_BYTES:
+            raise ConfigError(f"{where} prints more than {SMALL_BYTES} bytes and was ended; run it by hand")
+        if status:
+            said = last.decode(errors="replace").strip().splitlines()
             raise ConfigError(
-                f"{where} ended with status {done.returncode} ({said[-1] if said else 'without a word'}); run it by hand"
+                f"{where} ended with status {status} ({said[-1] if said else 'without a word'}); run it by hand"
             )
-        return parse_keys(done.stdout.decode(errors="replace"), where)
+        return parse_keys(printed.decode(errors="replace"), where)
 
     return KeySource(where, load, lambda: None)
+
+
+def _run(command: list[str], wait_s: float) -> tuple[int, bytes, bytes]:
+    """Status of a program, what it printed, and the end of its complaints. One that prints more than is read is ended, and so is
+    whatever it has started. Raises OSError, ValueError, IndexError: it cannot be run. TimeoutError."""
+    ends_s = time.monotonic() + wait_s
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    printed, last = bytearray(), bytearray()
+    with process.stdout as out, process.stderr as complaints, selectors.DefaultSelector() as selector:
+        selector.register(out, selectors.EVENT_READ)
+        selector.register(complaints, selectors.EVENT_READ)
+        try:
+            while selector.get_map() and len(printed) <= SMALL_BYTES:
+                ready = selector.select(max(0.0, ends_s - time.monotonic()))
+                if not ready or time.monotonic() >= ends_s:
+                    raise TimeoutError
+                for key, _ in ready:
+                    data = os.read(key.fd, _PIECE_BYTES)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    elif key.fileobj is out:
+                        printed += data
+                    else:
+                        last = (last + data)[-_PIECE_BYTES:]
+            if len(printed) <= SMALL_BYTES:
+                try:
+                    process.wait(max(0.0, ends_s - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    raise TimeoutError from None
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    return process.returncode, bytes(printed), bytes(last)
 
 
 def parse_keys(text: str, where: str) -> dict[str, TenantKeys]:
@@ -148,7 +192,7 @@ def add_key(path: Path, tenant: str, name: str) -> None:
     """
     where = f"{path}"
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = read_small(path).decode("utf-8") if path.exists() else ""
         tree: dict[str, Any] = tomllib.loads(text) if text else {"tenants": {}}
         if text:
             parse_keys(text, where)

@@ -18,6 +18,7 @@ from kvbm.core.backend import REFERENCE, Backend, NewFold
 from kvbm.core.columns import decode_columns
 from kvbm.core.errors import KvbmError
 from kvbm.core.fold import Residencies
+from kvbm.files import FILE_MODE
 from kvbm.replay.cat import cat
 from kvbm.replay.compare_catalog import AskCatalog, Comparison
 from kvbm.replay.diff import diff
@@ -482,7 +483,9 @@ def _opened(name: str | None) -> Iterator[TextIO | None]:
         yield sys.stdout if name else None
         return
     try:
-        file = Path(name).open("w", encoding="utf-8")  # noqa: SIM115 - closed below
+        file = open(  # noqa: SIM115 - closed below; a device or a pipe is as good
+            name, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, FILE_MODE)
+        )
     except OSError as error:
         raise SourceError(
             f"--json {name} cannot be written ({error.strerror}); give a file in a folder that is there"

@@ -21,6 +21,7 @@ from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT, FrameColumns, decode_col
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.events import EvictReason, MigrateCause, StopReason
 from kvbm.core.ids import HASH_BYTES, Tier
+from kvbm.files import make_folder, write_new
 from kvbm.replay.findings import Finding, undamaged
 from kvbm.replay.format import counted
 from kvbm.replay.order import Conflict, Missing, Next, Repeat, WentBack, in_order
@@ -142,9 +143,7 @@ class _Writer:
             )
         if self._is_file and target.exists():
             raise SourceError(f"{target} is there already; give another name or remove it")
-        self._guard(
-            lambda: (target.parent if self._is_file else target).mkdir(parents=not self._is_file, exist_ok=True)
-        )
+        self._guard(lambda: target.parent.mkdir(exist_ok=True) if self._is_file else make_folder(target))
 
     def __enter__(self) -> Self:
         return self
@@ -181,6 +180,7 @@ class _Writer:
         folder = self._target.parent if self._is_file else self._target
         self._part = folder / f".{name}.part"  # a reader of the folder never sees half a file
         self._part_rows = 0
+        self._guard(lambda: write_new(self._part, b""))  # pyarrow opens it as it is: its owner's alone
         self._writer = self._guard(
             lambda: self._arrow.parquet.ParquetWriter(
                 self._part, self._tables.schema, compression="zstd", compression_level=1,

@@ -12,11 +12,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.ids import Epoch, Offset
+from kvbm.files import open_plain
 from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.order import (
     Conflict,
@@ -190,7 +192,7 @@ class FrameLibrary:
 
     def _opened(self, path: str) -> int:
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = open_plain(Path(path), follows=True)
         except OSError as error:
             raise SourceError(
                 f"{path} was let go while it was read ({error.strerror}); try again, or diff a copy"

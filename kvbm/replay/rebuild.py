@@ -30,6 +30,7 @@ from kvbm.catalog.sql_writer import numbering
 from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
+from kvbm.files import read_small
 from kvbm.replay.findings import Finding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
@@ -298,7 +299,7 @@ def _is_together(a: Located, b: Located) -> bool:
 def _archive_position(folder: Path) -> ArchivePosition | None:
     """What an archive's POSITION holds; None when it has none that is good."""
     try:
-        body, _, checksum = (folder / "POSITION").read_bytes().rstrip(b"\n").rpartition(b"\n")
+        body, _, checksum = read_small(folder / "POSITION").rstrip(b"\n").rpartition(b"\n")
         return msgspec.json.decode(body, type=ArchivePosition) if checksum == b"%08x" % zlib.crc32(body) else None
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvbm.core.backend import Backend
-from kvbm.core.codec import MAGIC, VERSION, FrameHeader, ScannedFrame, decode_header
+from kvbm.core.codec import MAGIC, MAX_FRAME_BYTES, VERSION, FrameHeader, ScannedFrame, decode_header
 from kvbm.core.errors import FrameError, NewerFrameError, TornFrameError
 from kvbm.streams.erased_records import ERASED_MAGIC, decode_erased, erased_bytes
 from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, FenceRecord, decode_fence, record_bytes
@@ -21,7 +21,12 @@ _HEADER_MOST = 48 + 255  # header and the longest name
 _SCAN_BYTES = 1 << 20
 _BATCH_BYTES = 1 << 20  # frames are proven good so many bytes at a time
 
+Skip = Callable[[int], int]
 ReadAt = Callable[[int, int], bytes]  # (at, size) → that many bytes, fewer only at the end
+
+
+def _no_holes(at: int) -> int:
+    return at
 
 
 class Damage(NamedTuple):
@@ -46,8 +51,12 @@ class Piece(NamedTuple):
     data: bytes
 
 
-def scan(read: ReadAt, end: int, backend: Backend) -> Iterator[Piece]:
-    """The frames of the bytes [0, end), each with its position, and damage where there is none."""
+def scan(read: ReadAt, end: int, backend: Backend, skip: Skip = _no_holes) -> Iterator[Piece]:
+    """The frames of the bytes [0, end), each with its position, and damage where there is none.
+
+    Args:
+        skip: the first position from a given one on that is in no hole; nothing is looked for in holes, which may be larger than the disk.
+    """
     at = base = 0
     batch = b""  # the bytes from `base` on
     while at < end:
@@ -82,7 +91,7 @@ def scan(read: ReadAt, end: int, backend: Backend) -> Iterator[Piece]:
         try:
             found, data = _scan_at(read, at, end, backend)  # it may only be longer than a batch
         except FrameError as refusal:
-            damage = _damage(read, at, end, backend, refusal)
+            damage = _damage(read, at, end, backend, refusal, skip)
             yield Piece(at, damage, b"")
             at += damage.size
         else:
@@ -117,9 +126,9 @@ def _only_frame(data: bytes, backend: Backend) -> ScannedFrame:
     return frames[0]
 
 
-def _damage(read: ReadAt, at: int, end: int, backend: Backend, error: FrameError) -> Damage:
+def _damage(read: ReadAt, at: int, end: int, backend: Backend, error: FrameError, skip: Skip) -> Damage:
     header = _guess_header(read(at, min(_HEADER_MOST, end - at)))
-    following = _next_frame(read, at, end, backend, header)
+    following = _next_frame(read, at, end, backend, header, skip)
     size = following - at
     if isinstance(error, NewerFrameError):
         if any(_decodes_when_set(read, at, size, backend, version=known) for known in range(1, VERSION + 1)):
@@ -146,6 +155,8 @@ def _decodes_when_set(
     read: ReadAt, at: int, size: int, backend: Backend, version: int | None = None, length: int | None = None
 ) -> bool:
     """Whether these bytes are a good frame once a field of the header is what it should be."""
+    if size > MAX_FRAME_BYTES:
+        return False
     try:
         backend.decode_frame(_with(read(at, size), version, length))
     except FrameError:
@@ -158,7 +169,7 @@ def _with(data: bytes, version: int | None, length: int | None) -> bytes:
     return head + (data[8:12] if length is None else struct.pack("<I", length)) + data[12:]
 
 
-def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: FrameHeader | None) -> int:
+def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: FrameHeader | None, skip: Skip) -> int:
     """Where reading goes on: at the end the header names, if a frame begins there, or at a good frame before that."""
     stop = end
     if header is not None:
@@ -166,7 +177,7 @@ def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: Frame
         if named_end < end and read(named_end, len(MAGIC)) in (MAGIC, FENCE_MAGIC, ERASED_MAGIC):
             stop = named_end
     position = at + 1
-    while (position := _find_magic(read, position, stop)) < stop:
+    while (position := _find_magic(read, position, stop, skip)) < stop:
         try:
             _scan_at(read, position, end, backend)
         except FrameError:
@@ -176,9 +187,9 @@ def _next_frame(read: ReadAt, at: int, end: int, backend: Backend, header: Frame
     return stop
 
 
-def _find_magic(read: ReadAt, start: int, stop: int) -> int:
+def _find_magic(read: ReadAt, start: int, stop: int, skip: Skip) -> int:
     """The first position in [start, stop) where the magic stands, or `stop`."""
-    while start < stop:
+    while (start := skip(start)) < stop:  # the magic has no zeros, so it does not reach out of a hole
         found = read(start, min(_SCAN_BYTES, stop - start) + len(MAGIC) - 1).find(MAGIC)
         if found >= 0:
             return min(start + found, stop)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, ScannedFrame
 from kvbm.core.errors import KvbmError
+from kvbm.files import data_pieces, next_data, open_plain
 from kvbm.replay.scan import CORRUPT, TORN, Damage, Piece, scan
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.journal.history import KEPT_SUFFIX
@@ -119,7 +121,7 @@ class FileSource:
             try:
                 size = os.fstat(handle).st_size
                 self.total = max(self.total, before + size)
-                for piece in scan(_Window(handle).read, size, backend):
+                for piece in scan(_Window(handle).read, size, backend, partial(next_data, handle)):
                     self.done = before + piece.at
                     frames += bool(piece.data)  # or fences
                     yield self._located(file, piece, order)
@@ -143,17 +145,30 @@ class FileSource:
         return Located(found, FramePlace(str(file.path), None, piece.at), data, file.group, order)
 
     def _has_magic(self) -> bool:
-        return any(MAGIC in file.path.read_bytes() for file in self._files if file.path.exists())
+        return any(_holds_magic(file.path) for file in self._files if file.path.exists())
+
+
+def _holds_magic(path: Path) -> bool:
+    handle = open_plain(path, follows=True)
+    try:
+        before, before_end = b"", 0  # the magic may lie across two pieces
+        for at, data in data_pieces(handle):
+            if MAGIC in (before if at == before_end else b"") + data:
+                return True
+            before, before_end = data[1 - len(MAGIC) :], at + len(data)
+        return False
+    finally:
+        os.close(handle)
 
 
 def _opened(path: Path) -> int:
     """A file, also when it has become history since its folder was listed. Raises OSError."""
     try:
-        return os.open(path, os.O_RDONLY)
+        return open_plain(path, follows=True)
     except FileNotFoundError:
         if path.suffix != SEGMENT_SUFFIX:
             raise
-        return os.open(path.with_suffix(KEPT_SUFFIX), os.O_RDONLY)
+        return open_plain(path.with_suffix(KEPT_SUFFIX), follows=True)
 
 
 class _Window:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvbm.files import opener
 from kvbm.streams.base import AccessSample
 
 SUFFIX = ".samples"
@@ -37,10 +38,10 @@ def read_samples(path: Path) -> Iterator[AccessSample]:
         for file in sorted(path.glob(f"*{SUFFIX}")):
             yield from read_samples(file)
         return
-    with path.open("rb") as data:
+    with open(path, "rb", opener=opener) as data:
         while len(head := data.read(_HEAD.size)) == _HEAD.size:
             length, checksum = _HEAD.unpack(head)
-            if length > MAX_SAMPLE_BYTES:
+            if not 0 < length <= MAX_SAMPLE_BYTES:  # zeros: a hole
                 return
             body = data.read(length)
             if len(body) < length:
@@ -56,10 +57,10 @@ def read_samples(path: Path) -> Iterator[AccessSample]:
 def whole_bytes(path: Path) -> int:
     """Bytes of the file's whole records: where a writer that was cut off goes on. Raises OSError."""
     size, end = path.stat().st_size, 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=opener) as file:
         while len(head := file.read(_HEAD.size)) == _HEAD.size:
             length = _HEAD.unpack(head)[0]
-            if length > MAX_SAMPLE_BYTES or end + _HEAD.size + length > size:
+            if not 0 < length <= MAX_SAMPLE_BYTES or end + _HEAD.size + length > size:
                 break
             end += _HEAD.size + length
             file.seek(end)

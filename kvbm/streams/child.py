@@ -33,12 +33,14 @@ def spawn(
     stderr: int | IO[bytes],
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
+    umask: int = -1,
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
     """Start a process in a session of its own that is asked to end (SIGTERM) when this process ends in any way.
 
     Args:
         command: the program's full path first.
         environment: all of its variables; None takes this process's.
+        umask: of the child; -1 takes this process's.
     Returns: the process, and the thread that is its parent and waits for it.
     Raises: OSError: it cannot be started.
     """
@@ -49,7 +51,7 @@ def spawn(
         try:
             process = subprocess.Popen(
                 launched, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, pass_fds=tuple(pass_fds),
-                start_new_session=True,
+                start_new_session=True, umask=umask,
             )  # fmt: skip
         except OSError as error:
             started.put(error)

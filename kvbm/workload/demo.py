@@ -27,6 +27,7 @@ from kvbm.assembly import NATIVE
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import InstanceId, Tier
 from kvbm.engines.reference.worker import WorkerSettings
+from kvbm.files import make_folder
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
@@ -467,7 +468,7 @@ def demo_folder(keep: Path | None) -> Iterator[Path]:
     """A fresh folder that goes away at the end, or the one to keep. Raises ConfigError: that one is none, or in use."""
     if keep is not None:
         try:
-            keep.mkdir(parents=True, exist_ok=True)
+            make_folder(keep)
             is_used = any(keep.iterdir())
         except OSError as error:
             raise ConfigError(f"--keep {keep} cannot be used ({error.strerror}); give a folder") from None

@@ -22,6 +22,7 @@ import msgspec
 
 from kvbm.assembly import catalog_client
 from kvbm.core.errors import KvbmError, MissingExtraError
+from kvbm.files import make_folder, opener
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.child import spawn
 
@@ -52,10 +53,10 @@ class Child:
         environment: Mapping[str, str] | None = None,
         spoken: bool = False,
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.name = name
         self.output = folder / f"{name}.log"
-        with open(self.output, "ab") as output:
+        with open(self.output, "ab", opener=opener) as output:
             self.process, _ = spawn(
                 command,
                 stdin=subprocess.PIPE,

@@ -13,11 +13,11 @@ import structlog
 from kvbm.assembly import NATIVE, OPEN_BLOCK_IO
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import InstanceId
+from kvbm.files import read_plain
 from kvbm.pools.nvme import pod as pod_module
 from kvbm.pools.nvme.block_io import PAGE_BYTES
 from kvbm.pools.nvme.file_header import FileHeader, encode_header, shape_of
 from kvbm.pools.nvme.hints import SlotHints, hints_path
-from kvbm.pools.nvme.plain_file import read_plain
 from kvbm.pools.nvme.pod import PodFolder
 from kvbm.streams.journal.disk import OsDevice
 from tests.managers import BLOCK_BYTES, NAMESPACE
@@ -105,6 +105,38 @@ def test_a_header_that_claims_absurdly_many_slots_costs_a_bounded_read(
     os.truncate(hints_path(pool), ABSURD_SLOTS * 32)
     looked(folder_of(tmp_path))
     assert max(reads) <= max(PAGE_BYTES, 1024 * 32), reads
+
+
+def test_hints_of_all_peers_together_take_a_bounded_room_and_what_is_cut_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_module, "_HINTS_MOST", 20)
+    reads: dict[str, int] = {}
+
+    def read(path: Path, most_bytes: int) -> bytes:
+        if path.suffix == ".slots":
+            reads[path.name] = most_bytes // 32
+        return read_plain(path, most_bytes)
+
+    monkeypatch.setattr(pod_module, "read_plain", read)
+    for name in "abcd":
+        pool = tmp_path / f"c.{name}.pool"
+        put_pool(pool, name, 8, PAGE_BYTES * 64)
+        hints_path(pool).write_bytes(bytes(8 * 32))
+    folder = folder_of(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            folder.poll()
+    assert sorted(reads.values()) == [0, 4, 8, 8]
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["pod.hints_full"]
+    whole = next(name for name, slots in reads.items() if slots == 8)
+    hints_path(tmp_path / whole).unlink()
+    (tmp_path / whole).with_suffix(".pool").unlink()
+    for _ in range(3):
+        folder.poll()
+    del reads[whole]
+    assert sorted(reads.values()) == [4, 8, 8]
+    folder.close()
 
 
 def test_a_crowd_of_files_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

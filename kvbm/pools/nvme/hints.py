@@ -17,7 +17,7 @@ import structlog
 
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, NamespaceId
-from kvbm.pools.nvme.plain_file import open_plain
+from kvbm.files import open_plain
 
 log = structlog.get_logger()
 

@@ -29,11 +29,11 @@ import structlog
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.files import open_plain, read_plain
 from kvbm.pools.base import PodRun, ReadOutcome, ReadResult
 from kvbm.pools.nvme.block_io import PAGE_BYTES, BlockEngine, BlockIoOptions, OpenEngine, stride_of
 from kvbm.pools.nvme.file_header import Damaged, FileShape, decode_header, shape_of
 from kvbm.pools.nvme.hints import HINT_BYTES, SlotHints, hints_path
-from kvbm.pools.nvme.plain_file import open_plain, read_plain
 from kvbm.pools.nvme.pool import CLOSE_S
 from kvbm.pools.run import all_failed, check_rows
 
@@ -44,6 +44,7 @@ _BUSY_SHARE = 0.1  # of the time, for looking
 _DOUBT_S = 60.0  # a slot that proved nothing is left alone for so long, unless its hint changes
 _IDLE_S = 60.0  # a file that was not read for so long is closed
 _SLOTS_MOST = 4 << 20  # of a peer's pool whose hints are read: 128 MiB; those behind are not seen
+_HINTS_MOST = 16 << 20  # slots of all peers together whose hints are read: 512 MiB, and 256 MiB to find them
 _PEERS_MOST = 1024  # pools of a folder that are looked at
 _ENTRIES_MOST = 65_536  # names of a folder that are looked at
 _OPEN_MOST = 16  # files of peers that are open at once, while nobody reads more of them
@@ -64,6 +65,7 @@ class _Table:
     def __init__(self, owners: np.ndarray) -> None:
         """`owners`: (slots, 32) uint8, as hinted."""
         self._owners = owners
+        self.slots = len(owners)
         used = np.flatnonzero(owners.any(axis=1))
         keys = _keys(owners[used, HASH_BYTES:])
         order = np.argsort(keys, kind="stable")
@@ -109,6 +111,7 @@ class _Peer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hints: _Seen | None = None
+        self.is_cut = False  # not all hints were read, for want of room
         self.is_settled = False  # the hints were read again after they had last changed
         self.pool: tuple[int, int, int] | None = None  # device, inode and size of the pool's file
         self.slots = 0  # of a file that fits, as many as are read
@@ -151,7 +154,7 @@ class PodFolder:
         self._lock = threading.Lock()  # of what `_peers` holds; never while a file is touched
         self._peers: dict[InstanceId, _Peer] = {}
         self._tables: tuple[tuple[InstanceId, _Table], ...] = ()  # replaced as a whole
-        self._told_crowded = False
+        self._told_crowded = self._told_full = False
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -305,7 +308,8 @@ class PodFolder:
             peer.pool = None  # look again the next time
             return
         seen = _Seen(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns)
-        if seen == peer.hints and peer.is_settled:
+        has_more = peer.is_cut and peer.table is not None and self._room(peer) > peer.table.slots
+        if seen == peer.hints and peer.is_settled and not has_more:
             return
         peer.is_settled = (
             seen == peer.hints
@@ -345,13 +349,32 @@ class PodFolder:
 
     def _load(self, peer: _Peer) -> None:
         """Read the hints of a peer anew; opened anew too, since that is when other machines' writes are seen. Raises OSError."""
-        data = read_plain(hints_path(peer.path), peer.slots * HINT_BYTES)
+        slots = self._room(peer)
+        data = read_plain(hints_path(peer.path), slots * HINT_BYTES)
+        peer.is_cut = slots < peer.slots
+        self._tell_full(peer.is_cut)
         whole = len(data) // HINT_BYTES * HINT_BYTES
         table = _Table(np.frombuffer(data[:whole], dtype=np.uint8).reshape(-1, HINT_BYTES).copy())
         with self._lock:
             for slot, owner in peer.doubts.items():
                 table.doubt(slot, owner)
             peer.table = table
+
+    def _room(self, peer: _Peer) -> int:
+        """Of how many slots hints are read, so that those of all peers stay within what they may take."""
+        others = sum(one.table.slots for one in self._peers.values() if one is not peer and one.table is not None)
+        return max(0, min(peer.slots, _HINTS_MOST - others))
+
+    def _tell_full(self, is_full: bool) -> None:
+        if is_full and not self._told_full:
+            self._told_full = True
+            log.warning(
+                "pod.hints_full",
+                folder=str(self.folder),
+                slots_most=_HINTS_MOST,
+                effect="blocks in slots behind are not found",
+                remedy="share a folder among fewer instances, or use smaller pools",
+            )
 
     def _publish(self) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from kvbm.core.backend import ChecksumRows
 from kvbm.core.errors import PoolError, PoolFullError, PoolMismatchError
+from kvbm.files import FILE_MODE, make_folder
 from kvbm.pools.nvme.block_io import PAGE_BYTES, stride_of
 from kvbm.pools.nvme.file_header import Damaged, FileHeader, FileShape, decode_header, encode_header
 
@@ -116,7 +117,7 @@ class StripeFiles:
         """The stripe that is there, without a name if it is a blank device. None: there is no file, or it was damaged and has been
         emptied, so that its room serves the new one.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         if not path.exists():
             return None
         mode = path.stat().st_mode
@@ -278,7 +279,13 @@ def _open_locked(path: Path, flags: int) -> int:
     """
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)  # KV tells what was asked: nobody else reads it
+        fd = os.open(
+            path, flags | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE
+        )  # KV tells what was asked: nobody else reads it
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):  # put there after it was looked at
+            os.close(fd)
+            raise PoolError(f"NVME pool {path}: it is no plain file and no block device; remove it")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:

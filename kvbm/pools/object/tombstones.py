@@ -16,6 +16,7 @@ from kvbm.pools.stores.base import Get, Got, Store
 KEPT_PREFIX = ".kvbm/"  # what a store holds besides blocks
 WITHDRAWN_PREFIX = f"{KEPT_PREFIX}withdrawn/"
 LEASE_NAME = f"{KEPT_PREFIX}janitor"
+LIST_BYTES = 8 << 20  # of one list, which has 4,096 names
 _FIRST_LINE = "kvbm withdrawn 1"
 
 
@@ -33,7 +34,7 @@ def decode_list(body: bytes | bytearray | memoryview) -> list[str]:
 def read_lists(store: Store, deadline_s: float) -> dict[str, list[str]]:
     """The withdrawn names by the name of their list. Raises PoolError: the store refused or did not answer."""
     listed = [entry.name for entry in store.listed(WITHDRAWN_PREFIX, deadline_s)]
-    answers = store.get([Get(name) for name in listed], deadline_s) if listed else []
+    answers = store.get([Get(name, most_bytes=LIST_BYTES) for name in listed], deadline_s) if listed else []
     return {name: decode_list(got.body) for name, got in zip(listed, answers, strict=True) if isinstance(got, Got)}
 
 

@@ -345,7 +345,7 @@ class BlobStore:
         if expected is None:
             answer = await self._create(name, body)
         else:
-            held = await self._held(name)
+            held = await self._held(name, memoryview(expected).nbytes)
             if isinstance(held, _Failure):
                 absent = held.trouble is Trouble.ABSENT
                 return Refusal(Trouble.TAKEN, f"{name} is gone") if absent else held.refusal()
@@ -353,12 +353,12 @@ class BlobStore:
             if found != bytes(expected):
                 return Refusal(Trouble.TAKEN, f"{name} has changed")
             answer = await self._put_over(name, body, tag)
-            if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name) == held:
+            if isinstance(answer, _Failure) and answer.status == 412 and await self._held(name, len(found)) == held:
                 answer = await self._put_over(name, body, tag.strip('"'))  # Ceph 16 compares without the quotes
         if not isinstance(answer, _Failure):
             return None
         if answer.attempts > 1:  # an earlier attempt may have done it, whatever became of its answer
-            now = await self._held(name)
+            now = await self._held(name, memoryview(body).nbytes)
             if not isinstance(now, _Failure) and now[0] == bytes(body):
                 return None
         if answer.trouble is Trouble.ABSENT:  # it was deleted meanwhile
@@ -371,12 +371,13 @@ class BlobStore:
             lambda: self._obstore.put_async(self._blobs, name, _flat(body), use_multipart=False, mode={"e_tag": tag})
         )
 
-    async def _held(self, name: str) -> tuple[bytes, str] | _Failure:
-        """A small object's bytes and ETag, of one answer."""
+    async def _held(self, name: str, most_bytes: int) -> tuple[bytes, str] | _Failure:
+        """A small object's bytes and ETag, of one answer. None of a larger one's bytes are read, and nothing equals them."""
 
         async def read() -> tuple[bytes, str]:
             answer = await self._obstore.get_async(self._blobs, name)
-            return bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
+            is_larger = answer.meta["size"] > most_bytes
+            return _LARGER if is_larger else bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
 
         return await self._ask(read)
 
@@ -395,6 +396,7 @@ class BlobStore:
         return self._obstore.list(self._blobs, folder if slash else None, offset=after or None, chunk_size=_PAGE)
 
 
+_LARGER = b"\0kvbm: larger than what is compared with it"
 NO_RETRIES: RetryConfig = {"max_retries": 0}  # the retries are ours: they count, jitter and heed the deadline
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kvbm.files import open_plain
+
 MOST_PIECES = 512  # given to one write; the kernel takes 1,024
 
 
@@ -44,7 +46,7 @@ class OsDevice:
 
     def open(self, path: Path) -> int:
         """See `Device.open`."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, file: int, pieces: Sequence[memoryview]) -> int:
         """See `Device.write`."""

@@ -16,12 +16,14 @@ import structlog
 
 from kvbm.core.backend import Checksum
 from kvbm.core.errors import JournalError
+from kvbm.files import read_small
 
 log = structlog.get_logger()
 
 EPOCH_FILE = "EPOCH"
 _MOST_ASIDE = 9
 _MOST_EPOCH = 1 << 63
+_MOST_BYTES = 16 << 20
 
 
 class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +58,7 @@ def read_begun(folder: Path, instance: str, checksum: Checksum) -> Begun:
     """
     path = folder / EPOCH_FILE
     try:
-        data = path.read_bytes()
+        data = read_small(path, _MOST_BYTES)
         stored = msgspec.json.decode(data, type=Begun)
     except FileNotFoundError:
         return Begun(instance)

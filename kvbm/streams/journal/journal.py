@@ -26,6 +26,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes, ScannedFrame
 from kvbm.core.errors import JournalError
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.files import make_folder, opener, warn_exposed
 from kvbm.streams.base import Position
 from kvbm.streams.journal.disk import Device, OsDevice, write_file
 from kvbm.streams.journal.epoch_file import EPOCH_FILE, Begun, read_begun
@@ -102,8 +103,8 @@ class Journal:
         if options.fsync not in FSYNC_MODES:
             raise JournalError(f"journal.fsync is {options.fsync!r}; use one of {', '.join(FSYNC_MODES)}")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock_file = open(folder / "LOCK", "ab")  # noqa: SIM115 - held until close
+            make_folder(folder)
+            lock_file = open(folder / "LOCK", "ab", opener=opener)  # noqa: SIM115 - held until close
         except OSError as error:
             raise JournalError(
                 f"journal folder {folder} cannot be written ({error.strerror}); choose another"
@@ -115,6 +116,7 @@ class Journal:
             raise JournalError(
                 f"journal folder {folder} is in use by another manager; give each instance its own folder, or stop the other"
             ) from None
+        warn_exposed("journal", folder)
         journal = cls(folder, instance, backend, lock_file, options, device or OsDevice(), clock, run)
         try:
             journal._load()

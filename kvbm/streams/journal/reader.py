@@ -11,6 +11,7 @@ import structlog
 from kvbm.core.codec import FrameBytes, FrameHeader, decode_header
 from kvbm.core.errors import FrameError
 from kvbm.core.ids import Offset
+from kvbm.files import opener
 from kvbm.streams.base import Position
 from kvbm.streams.journal.segments import Segment, Segments
 
@@ -62,7 +63,7 @@ class JournalReader:
             reader.file.close()
             self._last = None
         try:
-            file = open(segment.path, "rb", buffering=0)  # noqa: SIM115 - kept for the next call
+            file = open(segment.path, "rb", buffering=0, opener=opener)  # noqa: SIM115 - kept for the next call
         except FileNotFoundError:
             if segment in self._segments:  # else it was let go just now
                 log.warning("journal.segment_missing", segment=str(segment.path), remedy="leave the folder alone")

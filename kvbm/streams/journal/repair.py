@@ -11,11 +11,13 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import MAX_FRAME_BYTES, VERSION
 from kvbm.core.errors import FrameError, JournalError, NewerFrameError
 from kvbm.core.ids import InstanceId, Offset
+from kvbm.files import opener
 from kvbm.streams.journal.segments import Segment, scan_file, segment_files
 
 log = structlog.get_logger()
 
 _COPY_BYTES = 4 << 20  # copied at once
+_KEPT_BYTES = 256 << 20  # of a damaged end; a sparse file may be larger than the disk
 
 
 def load_segments(folder: Path, instance: InstanceId, backend: Backend) -> list[Segment]:
@@ -76,7 +78,7 @@ def _scan(segment: Segment, until: Offset | None, instance: InstanceId, backend:
 
 def _is_flipped_version(path: Path, backend: Backend) -> bool:
     """Whether the first frame of a file is a good one but for its version: then that was changed, and nobody newer wrote it."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=opener) as file:
         head = file.read(12)
         data = head + file.read(min(int.from_bytes(head[8:], "little"), MAX_FRAME_BYTES) - len(head))
     of_known = (data[:4] + version.to_bytes(2, "little") + data[6:] for version in range(1, VERSION + 1))
@@ -85,11 +87,16 @@ def _is_flipped_version(path: Path, backend: Backend) -> bool:
 
 def _cut(segment: Segment, error: FrameError) -> None:
     damaged = segment.damaged_path
-    with open(segment.path, "rb") as source, open(damaged, "wb") as kept:
+    damaged.unlink(missing_ok=True)  # an older one may be open to others
+    with (
+        open(segment.path, "rb", opener=opener) as source,
+        open(damaged, "xb", opener=opener) as kept,
+    ):
         source.seek(segment.size)
-        cut_bytes = 0
-        while piece := source.read(_COPY_BYTES):
-            cut_bytes += kept.write(piece)
+        cut_bytes = os.fstat(source.fileno()).st_size - segment.size
+        left_bytes = _KEPT_BYTES
+        while left_bytes > 0 and (piece := source.read(min(_COPY_BYTES, left_bytes))):
+            left_bytes -= kept.write(piece)
         kept.flush()
         os.fsync(kept.fileno())
     os.truncate(segment.path, segment.size)

@@ -14,6 +14,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import MAX_FRAME_BYTES, FrameBytes, ScannedFrame
 from kvbm.core.errors import FrameError, JournalError, TornFrameError
 from kvbm.core.ids import Epoch, Offset
+from kvbm.files import opener
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.history import DAMAGED_SUFFIX
 
@@ -204,7 +205,7 @@ def scan_file(
     Args:
         size: read only so far; None for all.
     """
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=opener) as file:
         size = os.fstat(file.fileno()).st_size if size is None else size
         at, window = 0, _WINDOW_BYTES
         while at < size:

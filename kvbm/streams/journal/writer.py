@@ -20,6 +20,7 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
 from kvbm.core.ids import Epoch, Offset
+from kvbm.files import opener
 from kvbm.streams.base import ORIGIN, Position
 from kvbm.streams.journal.disk import MOST_PIECES, Device, write_all, write_file
 from kvbm.streams.journal.history import Retention
@@ -238,7 +239,7 @@ class SegmentWriter:
 
     def _write_again(self, segment: Segment, file: int) -> None:
         """Write frames since the last good sync to a fresh segment, while the page cache still has them. Raises OSError."""
-        with open(segment.path, "rb") as source:
+        with open(segment.path, "rb", opener=opener) as source:
             source.seek(segment.synced)
             data = source.read(segment.size - segment.synced)
         frames, error = self._backend.scan_frames(data)

@@ -13,6 +13,7 @@ from nats.aio.client import Client, RawCredentials
 from nats.errors import Error as NatsError
 
 from kvbm.core.errors import ConfigError, MissingExtraError
+from kvbm.files import make_folder, read_small
 
 INBOX = "_INBOX"
 
@@ -134,7 +135,7 @@ def keep_seed(path: Path) -> str:
     if not path.exists():
         seed = nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(bytes(seed) + b"\n")
         except OSError as error:
@@ -165,7 +166,7 @@ def _check_seed(key: str, path: str, seed: str) -> str:
 
 def _read(key: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="ascii", errors="replace")
+        return read_small(Path(path)).decode("ascii", errors="replace")
     except OSError as error:
         raise ConfigError(f"{key} {path} cannot be read ({error.strerror}); correct it") from None
 

@@ -18,12 +18,14 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.errors import ConfigError
+from kvbm.files import make_folder, read_small
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.nats.permissions import ACCOUNT, Role, ServerUser, server_config
 
 SPARE = 8  # accounts
 OVERLAP_S = 86_400.0
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_ACCOUNTS_BYTES = 16 << 20
 _MOST_SPARE = 1000
 
 
@@ -169,7 +171,7 @@ def _account(number: int) -> str:
 def _read_accounts(folder: Path) -> _Accounts:
     path = folder / "accounts.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Accounts)
+        return msgspec.json.decode(read_small(path, _ACCOUNTS_BYTES), type=_Accounts)
     except FileNotFoundError:
         return _Accounts()
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -182,7 +184,7 @@ def _write_accounts(folder: Path, accounts: _Accounts) -> None:
     path = folder / "accounts.json"
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(accounts)) + b"\n")
         os.replace(temporary, path)

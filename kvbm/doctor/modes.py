@@ -1,0 +1,39 @@
+"""Who else of this machine's users may read or write what kvbm keeps on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvbm.config import Settings
+from kvbm.doctor.finding import Finding, ok, warning
+from kvbm.files import Exposed, exposed
+
+_CHECK = "file modes"
+
+
+def look_at_modes(settings: Settings) -> Exposed:
+    """What of the settings' files and folders others may read or write."""
+    return exposed([Path(path) for path in kept_paths(settings) if path])
+
+
+def judge_modes(found: Exposed) -> Finding:
+    """A warning: it works, and names, hashes and keys are open to other users."""
+    if not found.entries:
+        return ok(_CHECK, "nothing that kvbm keeps is open to other users")
+    shown = ", ".join(found.paths) + (", …" if found.entries > len(found.paths) else "")
+    return warning(_CHECK, f"other users may read or write {found.entries}: {shown}", found.remedy)
+
+
+def kept_paths(settings: Settings) -> list[str]:
+    """Where the settings have something lie that holds names, hashes, events, blocks or keys."""
+    catalog, nvme = settings.catalog, settings.pools.nvme
+    database = urlsplit(catalog.database)
+    file = database.path.removeprefix("/") if database.scheme.startswith("sqlite") else ""
+    databases = [f"{file}{suffix}" for suffix in ("", "-wal", "-shm")] if file else []
+    pools = [part for part in nvme.path.split(":") if not part.startswith("/dev/")]
+    keys = [settings.pools.object.keys, settings.nats.credentials, settings.nats.nkey_seed, catalog.tenant_secrets_file]
+    return [
+        settings.instance.data_dir, catalog.checkpoints, catalog.archive, nvme.folder, catalog.access,
+        *databases, *pools, *keys,
+    ]  # fmt: skip

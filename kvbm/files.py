@@ -1,0 +1,211 @@
+"""Files on disk as kvbm treats them: plain ones alone are opened, a read has a bound, and what is made is its owner's alone.
+
+A FIFO without a writer would block an open for ever, a device never ends, a sparse file is larger than memory: each is an OSError at
+once. Names of tenants and instances, hashes and events stand in what kvbm writes, so files have mode 0600 and folders 0700, whatever
+the umask.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+log = structlog.get_logger()
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+SMALL_BYTES = 1 << 20  # of a file that people write: settings, keys, seeds
+_OTHERS = 0o077
+_OPEN = 0o066  # whoever may only pass through a folder learns no name there
+_ENTRIES_MOST = 65_536  # of a tree that are looked at for what others may read
+_PIECE_BYTES = 4 << 20
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY, follows: bool = False) -> int:
+    """A file descriptor of a plain file; one that is made (O_CREAT) is its owner's alone.
+
+    Args:
+        follows: a link is followed, to a plain file too. For files that people name and mount, not for folders others write into.
+    Raises: OSError: there is none, or something else has its name.
+    """
+    try:
+        no_link = 0 if follows else os.O_NOFOLLOW
+        fd = os.open(path, flags | os.O_NONBLOCK | no_link | os.O_CLOEXEC, FILE_MODE)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _no_plain_file(error.errno, path) from None
+        raise
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise _no_plain_file(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, path)
+    return fd
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open(…, opener=…)`: a plain file, which is its owner's alone when it is made."""
+    return open_plain(Path(path), flags, follows=True)
+
+
+def read_plain(path: Path, most_bytes: int, follows: bool = False) -> bytes:
+    """The first bytes of a plain file, `most_bytes` at most. Raises OSError: as `open_plain`, or it cannot be read."""
+    fd = open_plain(path, follows=follows)
+    try:
+        return _read(fd, min(most_bytes, os.fstat(fd).st_size))
+    finally:
+        os.close(fd)
+
+
+def read_small(path: Path, most_bytes: int = SMALL_BYTES) -> bytes:
+    """All of a plain file, which a link may lead to. Raises OSError: as `open_plain`, or it has more bytes: none is read then."""
+    fd = open_plain(path, follows=True)
+    try:
+        size = os.fstat(fd).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, {most_bytes} are the most", str(path))
+        return _read(fd, most_bytes)  # not its size: files of /proc say 0
+    finally:
+        os.close(fd)
+
+
+def data_pieces(fd: int, most_bytes: int = _PIECE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """What a file holds, piece by piece with its position; the holes of a sparse file are left out. Raises OSError."""
+    at, end = 0, os.fstat(fd).st_size
+    while at < end:
+        at = next_data(fd, at)
+        data = os.pread(fd, most_bytes, at)
+        if not data:
+            return
+        yield at, data
+        at += len(data)
+
+
+def next_data(fd: int, at: int) -> int:
+    """The first position from `at` on that is in no hole of a sparse file; its size where only a hole follows. Raises OSError."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return max(at, os.fstat(fd).st_size)
+        if error.errno == errno.EINVAL:  # the file system knows no holes
+            return at
+        raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, for its owner alone; one that is there stays as it is. Raises OSError."""
+    missing = []
+    above = path
+    while not above.exists():
+        missing.append(above)
+        above = above.parent
+    for folder in reversed(missing):
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+    path.mkdir(exist_ok=True)  # says what is wrong with one that is no folder
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a whole file, its owner's alone also where a wider one had the name; it is on the device. Raises OSError."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    fd = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+
+
+class Exposed(NamedTuple):
+    """What of some trees others may read or write.
+
+    Attributes:
+        paths: the first few. entries: how many, of those that were looked at. roots: the trees they are in.
+    """
+
+    paths: tuple[str, ...]
+    entries: int
+    roots: tuple[str, ...]
+
+    @property
+    def remedy(self) -> str:
+        """The command that mends it."""
+        return f"run: chmod -R go= {shlex.join(self.roots)}" if self.roots else ""
+
+
+def exposed(roots: Sequence[Path], shown: int = 3) -> Exposed:
+    """Files, and what lies under folders, that others may read or write. The folders given are their maker's choice.
+
+    Files in a closed folder are closed. 65,536 names at most are looked at; what is not there, or cannot be looked at, counts as none.
+    """
+    paths: list[str] = []
+    count = 0
+    of: dict[str, None] = {}
+    for root, path in islice(_look(roots), _ENTRIES_MOST):
+        if path:
+            count += 1
+            of[root] = None
+            if len(paths) < shown:
+                paths.append(path)
+    return Exposed(tuple(paths), count, tuple(of))
+
+
+def warn_exposed(what: str, *roots: Path) -> None:
+    """One warning where others may read or write something of ours that an older kvbm, or somebody's command, has left so."""
+    found = exposed(roots)
+    if found.entries:
+        log.warning(
+            "files.open_to_others", what=what, path=found.paths[0], entries=found.entries, remedy=found.remedy,
+            effect="other users of this machine may learn names, hashes and events",
+        )  # fmt: skip
+
+
+def narrow(path: Path) -> int:
+    """Make a file its owner's alone; gives the mode it had where that was wider, else 0. Raises OSError: it is another user's."""
+    try:
+        mode = stat.S_IMODE(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return 0
+    if not mode & _OTHERS:
+        return 0
+    os.chmod(path, FILE_MODE)
+    return mode
+
+
+def _look(roots: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Each path with its root; "" for one that others may not read or write."""
+    for root in map(str, dict.fromkeys(roots)):
+        waiting = [root]
+        while waiting:
+            path = waiting.pop()
+            try:
+                mode = os.stat(path).st_mode if path == root else os.lstat(path).st_mode
+            except OSError:
+                continue
+            is_folder, is_file = stat.S_ISDIR(mode), stat.S_ISREG(mode)
+            is_open = bool(mode & _OPEN) and (is_file or (is_folder and path != root))
+            yield root, path if is_open else ""
+            if is_folder and mode & 0o011:  # whoever may not pass through reaches nothing in it
+                with suppress(OSError), os.scandir(path) as entries:
+                    waiting += sorted((entry.path for entry in islice(entries, _ENTRIES_MOST)), reverse=True)
+
+
+def _read(fd: int, wanted: int) -> bytes:
+    parts: list[bytes] = []
+    while wanted > 0 and (part := os.read(fd, min(wanted, _PIECE_BYTES))):
+        parts.append(part)
+        wanted -= len(part)
+    return b"".join(parts)
+
+
+def _no_plain_file(number: int, path: Path) -> OSError:
+    kind = "a directory, no plain file" if number == errno.EISDIR else "no plain file"
+    return OSError(number, f"it is {kind}", str(path))
