@@ -23,7 +23,7 @@ from kvbm.core.ids import InstanceId
 from kvbm.doctor.finding import Result
 from kvbm.doctor.modes import judge_modes, look_at_modes
 from kvbm.files import exposed, narrow
-from kvbm.pools.object.keys import add_key
+from kvbm.pools.tenant_keys import add_key
 from kvbm.replay.cli import main as replay_main
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.nats.credentials import keep_seed

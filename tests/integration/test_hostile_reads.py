@@ -24,7 +24,7 @@ from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.ids import InstanceId
 from kvbm.pools.nvme.pool import NvmePool
-from kvbm.pools.object.keys import add_key, keys_of_command, keys_of_file
+from kvbm.pools.tenant_keys import add_key, keys_of_command, keys_of_file
 from kvbm.replay.cli import main as replay_main
 from kvbm.streams.access_samples import read_samples
 from kvbm.streams.base import Mark, StreamMessage
