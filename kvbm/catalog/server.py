@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,6 +35,7 @@ from kvbm.catalog.connections import (
     SeldomFilter,
     protocol_within,
     room_for_sockets,
+    small_tls_buffers,
 )
 from kvbm.catalog.gate import with_peer
 from kvbm.catalog.index import NewIndex
@@ -66,6 +68,7 @@ def run(
     """
     room_for_sockets(settings.limits.sockets, may_raise=True)
     _give_memory_back()
+    small_tls_buffers()
     asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
 
 
@@ -182,12 +185,15 @@ async def _serve(
         service = await CatalogService.start(
             settings, backend, new_index, make_stream() if make_stream is not None else None
         )
-        connections = Connections(settings.limits, room_for_sockets(settings.limits.sockets, may_raise=False))
+        refusals: Counter[str] = Counter()
+        room = room_for_sockets(settings.limits.sockets, may_raise=False)
+        connections = Connections(settings.limits, room, refusals=refusals)
         listener.limit(connections)
-        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(_SELDOM)
         try:
             config = uvicorn.Config(
-                create_app(service, _own_version(), access, lambda: _troubles(access, tls)),
+                create_app(service, _own_version(), access, lambda: _troubles(access, tls), refusals),
                 http=protocol_within(connections),
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 log_config=None,

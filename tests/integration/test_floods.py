@@ -78,15 +78,32 @@ WANTED = {"instance": "a", "epoch": 1, "offset": 1}
         ("lookup", {"namespace": FIELDS, "hashes": ["00" * 16] * (MAX_HASHES + 1)}),
         ("lookup", {"namespace": FIELDS, "tokens": [1] * (1 << 21)}),
         ("lookup", {"namespace": FIELDS, "tokens": [10**300] * 100}),
+        ("route", GOOD | {"namespace": FIELDS | {"block_tokens": 10**300}}),
         ("lookup", b"[" * MAX_BODY_BYTES),
         ("lookup", b'{"namespace":' * 100_000),
     ],
-    ids=range(17),
+    ids=range(18),
 )
 def test_every_number_and_list_has_a_bound(asked: CatalogProcess, path: str, body: dict[str, Any] | bytes) -> None:
     status, answer = ask(asked, f"/v1/{path}", body)
     assert status in (400, 422)
     assert answer["error"]["what_to_do"]
+
+
+@pytest.mark.parametrize("block_tokens", [1 << 40, 1 << 63, 1 << 64, 10**300])
+def test_blocks_longer_than_any_prompt_are_none(asked: CatalogProcess, block_tokens: int) -> None:
+    body = {"namespace": FIELDS | {"block_tokens": block_tokens}, "tokens": [1] * 64}
+    status, answer = ask(asked, "/v1/lookup", body)
+    assert (status, answer["blocks"]) == (200, 0)
+
+
+def test_no_answer_redirects_to_where_the_caller_says(asked: CatalogProcess) -> None:
+    for path in ("/v1/lookup/", "/v1/instances//", "//evil.example/v1/instances"):
+        reply = urllib3.request(
+            "GET", asked.url + path, headers={"host": "evil.example"}, redirect=False, retries=False
+        )
+        assert reply.status == 404
+        assert "location" not in reply.headers
 
 
 @pytest.fixture(scope="module")
