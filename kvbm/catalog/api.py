@@ -258,7 +258,7 @@ class _Api:
                 raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
-            del body  # a wait holds nothing large
+            del body, exchange.body  # a wait holds nothing large
             self._check_ready()
             hashes = await self._hashes(caller, asked)
             if isinstance(asked, RouteRequest) and asked.tokens is not None:
@@ -385,7 +385,7 @@ def _id_of(namespace: Namespace | NamespaceId) -> NamespaceId:
 async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
     exchange = _exchange(request)
-    body = bytearray()
+    body = exchange.body = bytearray()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():

@@ -57,8 +57,8 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
             for each 64 KiB of its answer.
         burst: requests of one caller at once.
         loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. A quarter
-            is for callers that have no more than 1/16 of it: who sends long requests does not keep out those with ordinary ones.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. What
+            is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long requests do not keep out others.
         waits: requests that wait for `at_least` at a time; one caller may have a quarter.
         header_s: a connection has so long for the header of a request.
         idle_s: a connection without a request is kept so long.
@@ -72,7 +72,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float = 2000.0
     burst: int = 4000
     loopback: bool = False
-    body_bytes: int = 16 << 20
+    body_bytes: int = 14 << 20
     waits: int = 256
     header_s: float = 10.0
     idle_s: float = 75.0
@@ -263,7 +263,10 @@ class Exchange:
 
     Attributes:
         key: of the caller.
+        body: what was read; emptied when the request is over, because an error that tells of it may live until it is collected.
     """
+
+    body: bytearray | None = None
 
     def __init__(self, limits: Limits, scope: Scope, receive: Receive, send: Send) -> None:
         self.key = caller_key(scope)
@@ -356,6 +359,9 @@ class Exchange:
 
     def end(self) -> None:
         """The request is over: give back what it held, and charge what it cost."""
+        if self.body is not None:
+            with contextlib.suppress(BufferError):
+                self.body.clear()
         if self._held:
             self._limits.bodies.give(self.key, self._held)
             self._held = 0

