@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,18 +54,28 @@ class CatalogProcess(NamedTuple):
 
 @contextmanager
 def catalog_process(
-    folder: Path, nats_url: str, cluster: str, files: int = 0, **limits: object
+    folder: Path,
+    nats_url: str,
+    cluster: str,
+    files: int = 0,
+    access: Mapping[str, object] | None = None,
+    ca: str = "",
+    **limits: object,
 ) -> Iterator[CatalogProcess]:
     """`kvbm-catalog serve` on a free port of the loopback.
 
     Args:
         files: it may have so many open; 0: as many as this process.
+        access: settings of `catalog` on who may ask.
+        ca: who signs its certificate; "" where it serves without TLS.
         limits: settings of `catalog.limits`.
     """
-    url, log = f"http://127.0.0.1:{free_port()}", folder / "catalog.log"
+    listen, log = f"127.0.0.1:{free_port()}", folder / "catalog.log"
+    url = f"https://{listen}" if ca else f"http://{listen}"
     given = {
         "nats.url": nats_url, "instance.cluster": cluster, "instance.data_dir": str(folder / "data"),
-        "catalog.listen": url.removeprefix("http://"), **{f"catalog.limits.{name}": value for name, value in limits.items()},
+        "catalog.listen": listen, **{f"catalog.{name}": value for name, value in (access or {}).items()},
+        **{f"catalog.limits.{name}": value for name, value in limits.items()},
     }  # fmt: skip
     command = [
         sys.executable,
@@ -81,7 +91,7 @@ def catalog_process(
     process = start_process(command, log)
     try:
         deadline_s = time.monotonic() + 60
-        while not _is_ready(url):
+        while not _is_ready(url, ca):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
@@ -105,9 +115,10 @@ def publish_instances(nats_url: str, cluster: str, names: Sequence[str] = ("a", 
     asyncio.run(publish())
 
 
-def _is_ready(url: str) -> bool:
+def _is_ready(url: str, ca: str) -> bool:
     try:
-        return urllib3.request("GET", url + "/readyz", retries=False, timeout=2).status == 200
+        with urllib3.PoolManager(ca_certs=ca or None) as pool:
+            return pool.request("GET", url + "/readyz", retries=False, timeout=2).status == 200
     except urllib3.exceptions.HTTPError:
         return False
 

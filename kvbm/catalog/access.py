@@ -188,7 +188,7 @@ def _token(authorization: str) -> str:
 
 
 def _names(certificate: Mapping[str, Any]) -> list[str]:
-    """What a certificate calls its owner: URIs, DNS names, the common name."""
+    """What a certificate calls its owner: URIs and DNS names; the common name where there are none, because who signs may check it less."""
     others = certificate.get("subjectAltName", ())
     names = [value for kind in ("URI", "DNS") for found, value in others if found == kind]
-    return names + [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names or [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]

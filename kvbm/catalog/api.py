@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -71,16 +72,25 @@ class ApiError(Exception):
 
 
 def create_app(
-    service: CatalogService, version: str = "", access: Access | None = None, troubles: Callable[[], str] = str
+    service: CatalogService,
+    version: str = "",
+    access: Access | None = None,
+    troubles: Callable[[], str] = str,
+    refusals: Counter[str] | None = None,
 ) -> FastAPI:
     """The HTTP side of a running service.
 
     Args:
         access: tells who asks; None takes everybody for the embedded operator.
         troubles: more that does not work, for readiness; "" for nothing.
+        refusals: what was refused, by kind, for metrics; counted here too.
     """
-    app = FastAPI(title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None)
-    api = _Api(service, version, troubles)
+    limits = Limits(service.settings.limits, refusals=refusals)
+    app = FastAPI(
+        title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None,
+        redirect_slashes=False,  # a redirect would name the host that the caller has written, and http
+    )  # fmt: skip
+    api = _Api(service, version, troubles, limits.refusals)
     for route in _ROUTES:
         app.add_api_route(
             route.path, getattr(api, route.handler), methods=[route.method], response_class=Response, name=route.handler
@@ -88,11 +98,10 @@ def create_app(
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    limits = Limits(service.settings.limits)
     app.add_middleware(
         Gate,
         access=access or Access(),
-        count=api.metrics_kept.count_request,
+        count=api.count_request,
         within=lambda judged: Limited(judged, limits),
     )
     return app
@@ -101,11 +110,19 @@ def create_app(
 class _Api:
     """The handlers, one for each path of `_ROUTES`."""
 
-    def __init__(self, service: CatalogService, version: str, troubles: Callable[[], str]) -> None:
+    def __init__(
+        self, service: CatalogService, version: str, troubles: Callable[[], str], refusals: Counter[str]
+    ) -> None:
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
-        self._metrics = self.metrics_kept = CatalogMetrics(service.numbers)
+        self._metrics, self._refusals = CatalogMetrics(service.numbers, refusals), refusals
         self._openapi = msgspec.json.encode(openapi(version))
+
+    def count_request(self, caller: str, outcome: str) -> None:
+        """See `Gate`."""
+        self._metrics.count_request(caller, outcome)
+        if (refused := {"unknown": "unknown_caller", "forbidden": "not_allowed"}.get(outcome)) is not None:
+            self._refusals[refused] += 1
 
     async def lookup(self, request: Request) -> Response:
         _, namespace, hashes = await self._prompt(request, LookupRequest)
@@ -241,13 +258,14 @@ class _Api:
                 raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
-            del body  # a wait holds nothing large
+            del body, exchange.body  # a wait holds nothing large
             self._check_ready()
             hashes = await self._hashes(caller, asked)
             if isinstance(asked, RouteRequest) and asked.tokens is not None:
                 asked = msgspec.structs.replace(asked, input_tokens=len(asked.tokens))
             asked = msgspec.structs.replace(asked, hashes=None, tokens=None)
         if asked.at_least:
+            exchange.hold(len(hashes))  # of tokens, hashes may be larger than the body
             with exchange.waiting():
                 await self._wait(caller, asked)
         return asked, _asked_namespace(asked), hashes
@@ -315,6 +333,8 @@ class _Api:
                 f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
                 "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
             )  # fmt: skip
+        if fields.block_tokens > MAX_TOKENS:  # more than C++ may be able to say
+            return b""
         arguments = (tokens, fields.block_tokens, fields.root(secret.encode()))
         try:
             if len(tokens) > THREAD_TOKENS:
@@ -365,7 +385,7 @@ def _id_of(namespace: Namespace | NamespaceId) -> NamespaceId:
 async def _body(request: Request) -> bytearray:
     """The body, no more than MAX_BODY_BYTES of it."""
     exchange = _exchange(request)
-    body = bytearray()
+    body = exchange.body = bytearray()
     try:
         async with asyncio.timeout(BODY_WAIT_S):
             async for part in request.stream():
@@ -407,6 +427,11 @@ def _json(answer: object, status: int = 200) -> Response:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    code = error.answer.error.code
+    if code == "body_too_large" or code.startswith("too_many_"):
+        _exchange(request).refused("too_large")
+    elif code == "body_too_slow":
+        _exchange(request).refused("too_slow")
     return _json(error.answer, error.status)
 
 

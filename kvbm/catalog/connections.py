@@ -1,7 +1,8 @@
 """The connections of a catalog: how many there are, of whom, and how long each may take.
 
-uvicorn has no deadline for a header and no bound on sockets. Here every connection is in one of four stages, and one look a second ends
-those that have been in theirs too long. When there are too many, those of the peer with most go, first those that never asked.
+uvicorn has no deadline for a header and no bound on sockets. Here every connection is in one of five stages, and one look a second ends
+those that have been in theirs too long. When there are too many, those of the peer with most go, first those that never asked. Those on
+which a caller with a name was answered go last: strangers from many addresses do not end them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import socket
 import struct
 import time
-from collections import OrderedDict
+from asyncio import sslproto
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
@@ -30,6 +32,7 @@ _BODY_S = 30.0  # the handler gives up on a body before that
 _SLOW_S = 1.0  # a body or a reader that takes longer may be ended for others
 _MOST_A_TURN = 32  # connections taken before the loop does something else
 _READ_BYTES = 16 << 10
+_UNSENT_BYTES = 64 << 10
 _BUFFERED_BYTES = 8 << 10  # of a body nobody has asked for yet
 _SPARE_DESCRIPTORS = 128  # for NATS, the database, files
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -42,7 +45,8 @@ class Stage(IntEnum):
     HEADER = 0  # the header of a request is not complete, or nothing came yet
     BODY = 1
     IDLE = 2  # it has asked before
-    ANSWER = 3
+    KNOWN = 3  # so it has, by a name
+    ANSWER = 4
 
 
 class Connection:
@@ -83,9 +87,14 @@ class Connections:
     """
 
     def __init__(
-        self, settings: LimitSettings, most: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: LimitSettings,
+        most: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Counter[str] | None = None,
     ) -> None:
         self._settings, self._clock = settings, clock
+        self.refusals: Counter[str] = Counter() if refusals is None else refusals
         self._most = settings.sockets if most is None else min(settings.sockets, most)
         self._by_file: dict[int, Connection] = {}
         self._peers: dict[str, _Peer] = {}
@@ -102,13 +111,17 @@ class Connections:
         now_s = self._clock()
         key = peer_key(str(address[0]) if address else "")
         if self._taken.take(now_s, key):
+            self.refusals["connection_rate"] += 1
             self.remarks.warn("catalog.connections_refused", why="too many a second", peer=key)
             return False
         peer = self._peers.get(key)
-        if peer is not None and peer.count >= self._settings.sockets_per_peer:
-            if not self._make_room(peer, now_s):
-                return False
-        elif len(self._by_file) >= self._most and not any(self._make_room(one, now_s) for one in self._largest()):
+        full = [peer] if peer is not None and peer.count >= self._settings.sockets_per_peer else []
+        if not full and len(self._by_file) >= self._most:
+            full = sorted(self._peers.values(), key=lambda one: one.count, reverse=True)
+        if full and not any(
+            make_room(one, now_s) for make_room in (self._end_stranger, self._end_known) for one in full
+        ):
+            self.refusals["connection_room"] += 1
             self.remarks.warn("catalog.connections_refused", why="all are busy", peer=key)
             return False
         if (old := self._by_file.get(sock.fileno())) is not None:  # closed without a word, in TLS's handshake
@@ -158,8 +171,7 @@ class Connections:
         self._stuck[connection] = None
         self._unsent += unsent
         while self._unsent > self._settings.unsent_bytes and len(self._stuck) > 1:
-            self.remarks.warn("catalog.connections_ended", why="answers are not taken")
-            self._end(next(iter(self._stuck)))
+            self._end_unread(next(iter(self._stuck)))
 
     def flows(self, connection: Connection) -> None:
         """Its caller takes the answer."""
@@ -171,15 +183,19 @@ class Connections:
     def look(self) -> None:
         """End what takes too long."""
         now_s, settings = self._clock(), self._settings
+        idle_s = settings.idle_s + 2 * LOOK_S
         for stage, most_s in (
-            (Stage.HEADER, settings.header_s), (Stage.BODY, _BODY_S), (Stage.IDLE, settings.idle_s + 2 * LOOK_S),
+            (Stage.HEADER, settings.header_s), (Stage.BODY, _BODY_S), (Stage.IDLE, idle_s), (Stage.KNOWN, idle_s),
         ):  # fmt: skip
             for peer in list(self._peers.values()):
                 while (first := next(iter(peer.stages[stage]), None)) is not None and now_s >= first.since_s + most_s:
+                    if stage in (Stage.HEADER, Stage.BODY):
+                        self.refusals["connection_slow"] += 1
                     self._end(first)
+        for one in [one for one in self._stuck if one.transport is not None and not unsent_bytes(one.transport)]:
+            self.flows(one)
         while (slow := next(iter(self._stuck), None)) is not None and now_s >= (slow.stuck_s or 0.0) + settings.write_s:
-            self.remarks.warn("catalog.connections_ended", why="answers are not taken")
-            self._end(slow)
+            self._end_unread(slow)
 
     async def look_for_ever(self) -> None:
         """`look`, once a second."""
@@ -187,22 +203,35 @@ class Connections:
             await asyncio.sleep(LOOK_S)
             self.look()
 
-    def _largest(self) -> list[_Peer]:
-        return sorted(self._peers.values(), key=lambda peer: peer.count, reverse=True)
-
-    def _make_room(self, peer: _Peer, now_s: float) -> bool:
-        """End the one connection of a peer that is missed least."""
+    def _end_stranger(self, peer: _Peer, now_s: float) -> bool:
+        """End the one connection of a peer that is missed least, of those without a name."""
         for stage in (Stage.HEADER, Stage.BODY, Stage.IDLE):
             first = next(iter(peer.stages[stage]), None)
             if first is not None and (stage is not Stage.BODY or now_s >= first.since_s + _SLOW_S):
-                break
-        else:
-            first = next((one for one in self._stuck if one.peer is peer), None)
-            if first is None or now_s < (first.stuck_s or 0.0) + _SLOW_S:
-                return False
-        self.remarks.warn("catalog.connections_ended", why="too many at a time", peer=peer.key, stage=first.stage.name)
-        self._end(first)
+                self._replace(first)
+                return True
+        return False
+
+    def _end_known(self, peer: _Peer, now_s: float) -> bool:
+        """End one that a caller with a name has used, or one that does not take its answer."""
+        first = next(iter(peer.stages[Stage.KNOWN]), None) or next(
+            (one for one in self._stuck if one.peer is peer), None
+        )
+        if first is None or (first.stage is Stage.ANSWER and now_s < (first.stuck_s or 0.0) + _SLOW_S):
+            return False
+        self._replace(first)
         return True
+
+    def _replace(self, connection: Connection) -> None:
+        self.refusals["connection_replaced"] += 1
+        stage = connection.stage.name
+        self.remarks.warn("catalog.connections_ended", why="too many at a time", peer=connection.peer.key, stage=stage)
+        self._end(connection)
+
+    def _end_unread(self, connection: Connection) -> None:
+        self.refusals["connection_unread"] += 1
+        self.remarks.warn("catalog.connections_ended", why="answers are not taken")
+        self._end(connection)
 
     def _end(self, connection: Connection) -> None:
         self.closed(connection)
@@ -257,6 +286,7 @@ class Listener(socket.socket):
     def _shed(self, error: OSError) -> None:
         """Take a connection with the file that is kept for this, and close it: else it would be offered for ever."""
         assert self._connections is not None
+        self._connections.refusals["no_files"] += 1
         self._connections.remarks.warn("catalog.connections_refused", why=os.strerror(error.errno or 0))
         if self._reserve is None:
             self._left = 0
@@ -294,11 +324,23 @@ def room_for_sockets(wanted: int, may_raise: bool) -> int:
     return wanted if soft == resource.RLIM_INFINITY else max(16, min(wanted, soft - open_now - _SPARE_DESCRIPTORS))
 
 
+def small_tls_buffers() -> None:
+    """asyncio gives each TLS connection 256 KiB to read into, before its handshake: 1,024 strangers would have 256 MiB."""
+    sslproto.SSLProtocol.max_size = _READ_BYTES
+
+
+def unsent_bytes(transport: asyncio.Transport) -> int:
+    """What of answers waits here. asyncio's TLS hands all of an answer to the socket's transport, and counts only what comes after."""
+    within = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
+    return transport.get_write_buffer_size() + (within.get_write_buffer_size() if within is not None else 0)
+
+
 def protocol_within(connections: Connections) -> type[H11Protocol]:
     """uvicorn's protocol, with each connection's stage told to `connections`."""
 
     class LimitedProtocol(H11Protocol):
         _connection: Connection | None = None
+        _idle = Stage.IDLE
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -322,13 +364,16 @@ def protocol_within(connections: Connections) -> type[H11Protocol]:
             self._tell_stage()
 
         def on_response_complete(self) -> None:
+            self._idle = Stage.KNOWN if getattr(self.cycle.scope.get("kvbm.caller"), "name", "") else Stage.IDLE
             super().on_response_complete()
             self._tell_stage()
+            if self._connection is not None and (unsent := unsent_bytes(self.transport)) > _UNSENT_BYTES:
+                connections.stuck(self._connection, unsent)
 
         def pause_writing(self) -> None:
             super().pause_writing()
             if self._connection is not None:
-                connections.stuck(self._connection, self.transport.get_write_buffer_size())
+                connections.stuck(self._connection, unsent_bytes(self.transport))
 
         def resume_writing(self) -> None:
             super().resume_writing()
@@ -338,15 +383,15 @@ def protocol_within(connections: Connections) -> type[H11Protocol]:
         def _tell_stage(self) -> None:
             if self._connection is None:
                 return
-            state = self.conn.their_state
-            if state is h11.IDLE:
-                cycle: RequestResponseCycle | None = self.cycle
-                stage = Stage.HEADER if cycle is None or self.conn.trailing_data[0] else Stage.IDLE
-            else:
-                stage = Stage.BODY if state is h11.SEND_BODY else Stage.ANSWER
-            connections.moved(self._connection, stage)
+            connections.moved(self._connection, _stage(self.conn, self.cycle is not None, self._idle))
 
     return LimitedProtocol
+
+
+def _stage(conn: h11.Connection, has_asked: bool, idle: Stage) -> Stage:
+    if conn.their_state is not h11.IDLE:
+        return Stage.BODY if conn.their_state is h11.SEND_BODY else Stage.ANSWER
+    return idle if has_asked and not conn.trailing_data[0] else Stage.HEADER
 
 
 class SeldomFilter(logging.Filter):

@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from functools import lru_cache
 from typing import Any
@@ -57,7 +57,8 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
             for each 64 KiB of its answer.
         burst: requests of one caller at once.
         loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. What
+            is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long requests do not keep out others.
         waits: requests that wait for `at_least` at a time; one caller may have a quarter.
         header_s: a connection has so long for the header of a request.
         idle_s: a connection without a request is kept so long.
@@ -71,7 +72,7 @@ class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float = 2000.0
     burst: int = 4000
     loopback: bool = False
-    body_bytes: int = 12 << 20
+    body_bytes: int = 14 << 20
     waits: int = 256
     header_s: float = 10.0
     idle_s: float = 75.0
@@ -157,10 +158,14 @@ class Buckets:
 
 
 class Room:
-    """So much of something for all callers, and a part of it for each."""
+    """So much of something for all callers, and a part of it for each.
 
-    def __init__(self, most: int, most_each: int) -> None:
-        self._most, self._most_each = most, most_each
+    Args:
+        kept: of it, for callers that have no more than a quarter of this much: who fills the rest does not keep them out.
+    """
+
+    def __init__(self, most: int, most_each: int, kept: int = 0) -> None:
+        self._most, self._most_each, self._kept = most, most_each, kept
         self.taken = 0
         self._by_caller: dict[str, int] = {}
 
@@ -169,7 +174,8 @@ class Room:
         own = self._by_caller.get(key, 0)
         if own + amount > self._most_each:
             return "caller"
-        if self.taken + amount > self._most:
+        kept = self._kept if own + amount > self._kept // 4 else 0
+        if self.taken + amount > self._most - kept:
             return "all"
         self.taken += amount
         self._by_caller[key] = own + amount
@@ -186,14 +192,27 @@ class Room:
 
 
 class Limits:
-    """The limits of one catalog, and what is used of them. Belongs to one asyncio loop."""
+    """The limits of one catalog, and what is used of them. Belongs to one asyncio loop.
 
-    def __init__(self, settings: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    Attributes:
+        refusals: what was refused, by the kinds of `telemetry.metrics.REFUSALS`.
+    """
+
+    def __init__(
+        self,
+        settings: LimitSettings,
+        clock: Callable[[], float] = time.monotonic,
+        refusals: Counter[str] | None = None,
+    ) -> None:
         self.settings = settings
+        self.refusals: Counter[str] = Counter() if refusals is None else refusals
         self.clock = clock
         self.requests = Buckets(settings.requests_per_s, settings.burst)
-        self.refusals = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
-        self.bodies = Room(settings.body_bytes, max(MAX_BODY_BYTES, settings.body_bytes // 2))
+        self.refusing = Buckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
+        self.bodies = Room(
+            settings.body_bytes, max(MAX_BODY_BYTES, settings.body_bytes // 2),
+            min(settings.body_bytes // 4, max(0, settings.body_bytes - MAX_BODY_BYTES)),
+        )  # fmt: skip
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
         self.remarks = Seldom(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
@@ -218,6 +237,8 @@ class Limited:
                 return
             await self._app(scope, exchange.receive, exchange.send)
         except LimitError as error:
+            code = error.answer.error.code
+            self._limits.refusals[code if code in ("too_many_bytes", "too_many_waits") else "too_large"] += 1
             self._limits.remarks.warn("catalog.request_refused", why=error.answer.error.code, caller=exchange.key)
             await exchange.answer(error)
         finally:
@@ -225,8 +246,9 @@ class Limited:
 
     async def _refuse(self, exchange: Exchange, wait_s: float) -> None:
         limits = self._limits
+        limits.refusals["too_many_requests"] += 1
         limits.remarks.warn("catalog.request_refused", why="too_many_requests", caller=exchange.key)
-        if limits.refusals.take(limits.clock(), exchange.key):
+        if limits.refusing.take(limits.clock(), exchange.key):
             await asyncio.sleep(_REFUSED_PAUSE_S)
         await exchange.answer(
             LimitError(
@@ -241,7 +263,10 @@ class Exchange:
 
     Attributes:
         key: of the caller.
+        body: what was read; emptied when the request is over, because an error that tells of it may live until it is collected.
     """
+
+    body: bytearray | None = None
 
     def __init__(self, limits: Limits, scope: Scope, receive: Receive, send: Send) -> None:
         self.key = caller_key(scope)
@@ -260,17 +285,23 @@ class Exchange:
         message = await self._receive()
         self._more = bool(message.get("more_body", False))
         self._body_bytes += len(message.get("body", b""))
-        over = self._body_bytes - SMALL_BODY_BYTES - self._held
-        if over > 0 and self._body_bytes <= MAX_BODY_BYTES:
-            if why := self._limits.bodies.take(self.key, over):
-                raise LimitError(
-                    429 if why == "caller" else 503, "too_many_bytes",
-                    "requests that are being read have no room for this one"
-                    if why == "all" else "requests of this caller that are being read have no room for this one",
-                    "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
-                )  # fmt: skip
-            self._held += over
+        if self._body_bytes <= MAX_BODY_BYTES:
+            self.hold(self._body_bytes)
         return message
+
+    def hold(self, size: int) -> None:
+        """The request is as large as this here, if it was not larger before; a small one needs no room. Raises LimitError."""
+        over = size - SMALL_BODY_BYTES - self._held
+        if over <= 0:
+            return
+        if why := self._limits.bodies.take(self.key, over):
+            raise LimitError(
+                429 if why == "caller" else 503, "too_many_bytes",
+                "requests that are being read have no room for this one"
+                if why == "all" else "requests of this caller that are being read have no room for this one",
+                "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
+            )  # fmt: skip
+        self._held += over
 
     async def send(self, message: Message) -> None:
         """A part of the answer. Before the last one, what the caller still sends is read and dropped, so that it gets to read it."""
@@ -299,6 +330,10 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
+    def refused(self, why: str) -> None:
+        """Count it."""
+        self._limits.refusals[why] += 1
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Held while the request waits for `at_least`. Raises LimitError: too many do."""
@@ -324,6 +359,9 @@ class Exchange:
 
     def end(self) -> None:
         """The request is over: give back what it held, and charge what it cost."""
+        if self.body is not None:
+            with contextlib.suppress(BufferError):
+                self.body.clear()
         if self._held:
             self._limits.bodies.give(self.key, self._held)
             self._held = 0

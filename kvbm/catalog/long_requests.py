@@ -71,16 +71,23 @@ def _tokens(text: memoryview) -> np.ndarray:
     end = len(text) - 1
     if text[0] != ord("[") or not bytes(text[1 : min(end, 64)]).strip():
         return np.array(msgspec.json.decode(text, type=list[int]), np.uint32)
-    pieces, count, at = [], 0, 1
+    count, at = 0, 1
+    tokens = np.empty(min(_count(text), MAX_TOKENS), np.uint32)
     while at < end:
         comma = _COMMA.search(text, at + _PIECE_BYTES, end)
         until = comma.start() if comma is not None else end
         piece = np.array(msgspec.json.decode(b"[%b]" % bytes(text[at:until]), type=list[int]), np.int64)
         if piece.min() < 0 or piece.max() > _LARGEST_TOKEN:
             raise LayoutError(f"tokens has {piece.min() if piece.min() < 0 else piece.max()}, which is no token id")
-        count += len(piece)
-        if count > MAX_TOKENS:
+        if count + len(piece) > MAX_TOKENS:
             raise _too_many("tokens", MAX_TOKENS)
-        pieces.append(piece.astype(np.uint32))
+        tokens[count : count + len(piece)] = piece
+        count += len(piece)
         at = until + 1
-    return np.concatenate(pieces)
+    return tokens[:count]
+
+
+def _count(text: memoryview) -> int:
+    """Elements of a JSON list of numbers."""
+    parts = (bytes(text[at : at + _PIECE_BYTES]) for at in range(0, len(text), _PIECE_BYTES))
+    return 1 + sum(part.count(b",") for part in parts)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import signal
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -34,6 +36,7 @@ from kvbm.catalog.connections import (
     SeldomFilter,
     protocol_within,
     room_for_sockets,
+    small_tls_buffers,
 )
 from kvbm.catalog.gate import with_peer
 from kvbm.catalog.index import NewIndex
@@ -66,7 +69,14 @@ def run(
     """
     room_for_sockets(settings.limits.sockets, may_raise=True)
     _give_memory_back()
-    asyncio.run(_serve(settings, backend, new_index, on_started, _stop_on_signals, make_stream))
+    small_tls_buffers()
+
+    def started(url: str) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection waits for a quarter more objects than there are: without all the modules', garbage goes early
+        on_started(url)
+
+    asyncio.run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream))
 
 
 class CatalogThread:
@@ -182,12 +192,15 @@ async def _serve(
         service = await CatalogService.start(
             settings, backend, new_index, make_stream() if make_stream is not None else None
         )
-        connections = Connections(settings.limits, room_for_sockets(settings.limits.sockets, may_raise=False))
+        refusals: Counter[str] = Counter()
+        room = room_for_sockets(settings.limits.sockets, may_raise=False)
+        connections = Connections(settings.limits, room, refusals=refusals)
         listener.limit(connections)
-        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(_SELDOM)
         try:
             config = uvicorn.Config(
-                create_app(service, _own_version(), access, lambda: _troubles(access, tls)),
+                create_app(service, _own_version(), access, lambda: _troubles(access, tls), refusals),
                 http=protocol_within(connections),
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 log_config=None,
@@ -225,7 +238,7 @@ async def _end_on_failure(service: CatalogService, server: uvicorn.Server) -> No
 def _give_memory_back() -> None:
     """Have the C library give back each large buffer when it is freed; by itself it would keep those of long requests."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 1 << 20)
+        ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 256 << 10)
 
 
 def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:

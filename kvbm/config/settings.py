@@ -283,7 +283,8 @@ class LimitSettings(SettingsGroup, frozen=True):
             for each 64 KiB of its answer.
         burst: requests of one caller at once.
         loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB.
+        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. What
+            is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long requests do not keep out others.
         waits: requests that wait for `at_least` at a time; one caller may have a quarter.
         header_s: a connection has so long for the header of a request.
         idle_s: a connection without a request is kept so long.
@@ -297,7 +298,7 @@ class LimitSettings(SettingsGroup, frozen=True):
     requests_per_s: float = 2000.0
     burst: int = 4000
     loopback: bool = False
-    body_bytes: int = 12 << 20
+    body_bytes: int = 14 << 20
     waits: int = 256
     header_s: float = 10.0
     idle_s: float = 75.0

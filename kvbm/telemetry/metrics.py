@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvbm.core.errors import MissingExtraError
@@ -129,16 +129,38 @@ _GAUGES = {
 }
 
 
+REFUSALS = {
+    "unknown_caller": "requests of nobody known (401)",
+    "not_allowed": "requests that a role may not make (403)",
+    "too_many_requests": "requests over requests_per_s (429)",
+    "too_many_bytes": "requests without room in body_bytes (429, 503)",
+    "too_many_waits": "requests without a place in waits (429, 503)",
+    "too_large": "bodies that are too large, or have too much of something (413, 422)",
+    "too_slow": "bodies that came too slowly (408)",
+    "connection_rate": "connections over connects_per_s",
+    "connection_room": "connections when all others are busy",
+    "no_files": "connections when the process had no file left",
+    "connection_slow": "connections ended: a header or body took too long",
+    "connection_replaced": "connections ended for others",
+    "connection_unread": "connections ended: answers were not taken",
+}
+_MOST_CALLERS = 1024
+_OTHER_CALLERS = "(others)"
+
+
 class CatalogMetrics:
     """A catalog's metrics, in a registry of their own.
 
     Args:
         numbers: asked at each scrape.
+        refusals: how much was refused, by the kinds of `REFUSALS`; read at each scrape.
     """
 
-    def __init__(self, numbers: Callable[[], CatalogNumbers]) -> None:
+    def __init__(self, numbers: Callable[[], CatalogNumbers], refusals: Mapping[str, int]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Numbers(numbers))
+        self._registry.register(_Refusals(refusals))
+        self._callers: set[str] = set()
         self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
 
@@ -149,6 +171,11 @@ class CatalogMetrics:
 
     def count_request(self, caller: str, outcome: str) -> None:
         """A request of a caller has "passed", or was refused because the caller is "unknown" or "forbidden" to ask it."""
+        if caller not in self._callers:  # names come and go with the file of callers
+            if len(self._callers) < _MOST_CALLERS:
+                self._callers.add(caller)
+            else:
+                caller = _OTHER_CALLERS
         self._requests.labels(caller, outcome).inc()
 
     def exposition(self) -> bytes:
@@ -157,6 +184,20 @@ class CatalogMetrics:
 
     def _latency(self, what: str, meaning: str) -> Histogram:
         return Histogram(f"kvbm_catalog_{what}_seconds", meaning, buckets=_ANSWER_BUCKETS_S, registry=self._registry)
+
+
+class _Refusals(Collector):
+    def __init__(self, refusals: Mapping[str, int]) -> None:
+        self._refusals = refusals
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter for each kind, whoever it was: strangers choose no label."""
+        refused = CounterMetricFamily(
+            "kvbm_catalog_refusals", "Requests and connections refused, and connections ended, by why.", labels=["why"]
+        )
+        for why in REFUSALS:
+            refused.add_metric([why], self._refusals.get(why, 0))
+        yield refused
 
 
 class _Numbers(Collector):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvbm.core.answers import MAX_WAIT_S, PositionWanted
+from kvbm.core.answers import MAX_POSITIONS, MAX_WAIT_S, PositionWanted
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.locate.http import CatalogClient, CatalogRefusedError
@@ -19,6 +19,11 @@ def wait_applied(
     """Wait until the catalog has applied everything before each (instance, epoch, offset). Raises CatalogError: not in time."""
     wanted = [PositionWanted(instance=name, epoch=epoch, offset=offset) for name, epoch, offset in positions]
     deadline = time.monotonic() + timeout_s
+    for first in range(0, len(wanted), MAX_POSITIONS):  # a request takes no more of them
+        _wait_for(client, wanted[first : first + MAX_POSITIONS], deadline)
+
+
+def _wait_for(client: CatalogClient, wanted: Sequence[PositionWanted], deadline: float) -> None:
     while True:
         left_s = deadline - time.monotonic()
         try:

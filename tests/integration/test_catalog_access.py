@@ -157,6 +157,35 @@ def test_a_file_others_may_write_and_one_that_is_none_are_refused(files: Files) 
 # -- rotation ----------------------------------------------------------------------------------------------------------
 
 
+def test_the_common_name_counts_only_where_no_other_name_stands(files: Files) -> None:
+    files.access.write_text('[[certificate]]\nname = "ops"\nrole = "operator"\n')
+    files.access.chmod(0o600)
+    access = Access(str(files.access))
+    shown = {"notAfter": "Jan  1 00:00:00 2099 GMT", "subject": ((("commonName", "ops"),),)}
+    found = access.caller(None, shown)
+    assert found is not None
+    assert found.role == "operator"
+    assert access.caller(None, shown | {"subjectAltName": (("DNS", "router-of-a-tenant"),)}) is None
+    assert access.caller(None, shown | {"subject": (), "subjectAltName": (("DNS", "ops"),)}) is not None
+
+
+@pytest.mark.parametrize("damage", ["", None, "[[token]]\n", "\0" * 100])
+def test_a_file_that_is_emptied_or_gone_shuts_nobody_out_and_lets_nobody_in(files: Files, damage: str | None) -> None:
+    token = files.token(OPERATOR)
+    access = Access(str(files.access))
+    if damage is None:
+        files.access.unlink()
+    else:
+        files.access.write_text(damage)
+    with capture_logs():
+        assert access.caller(f"Bearer {token}", None) is not None
+        assert access.caller("Bearer kvbm_other", None) is None
+        assert access.caller(None, None) is None
+    assert access.trouble
+    with pytest.raises(ConfigError):
+        Access(str(files.access))
+
+
 def test_two_tokens_of_a_name_are_good_together_until_the_older_is_retired(files: Files) -> None:
     now = [1_800_000_000.0]
     first = files.token(ACME_ROUTER, now[0])

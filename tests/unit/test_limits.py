@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvbm.catalog.connections import Connection, Connections, Stage
-from kvbm.catalog.limits import Buckets, LimitSettings, Room, Seldom, caller_key, peer_key
+from kvbm.catalog.limits import (
+    Buckets,
+    Exchange,
+    LimitError,
+    Limits,
+    LimitSettings,
+    Room,
+    Seldom,
+    caller_key,
+    peer_key,
+)
 from kvbm.config import load_settings
+from kvbm.core.answers import MAX_POSITIONS, PositionWanted
 from kvbm.core.errors import ConfigError
+from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.locate.http import CatalogClient
+from kvbm.workload.catalog_view import wait_applied
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
@@ -38,6 +52,26 @@ def test_room_is_shared_and_each_caller_has_a_part() -> None:
     assert (room.take("a", 6), room.take("a", 1), room.take("b", 4), room.take("b", 1)) == ("", "caller", "", "all")
     room.give("a", 6)
     assert (room.take("b", 2), room.taken) == ("", 6)
+
+
+def test_who_fills_the_room_leaves_a_part_for_callers_that_have_little() -> None:
+    room = Room(16, 12, kept=4)
+    assert (room.take("a", 12), room.take("b", 2), room.take("b", 1), room.take("c", 1)) == ("", "all", "", "")
+    room.give("a", 12)
+    assert room.take("b", 5) == ""
+
+
+def test_hashes_that_are_larger_than_their_body_need_room() -> None:
+    limits = Limits(LimitSettings(body_bytes=12 << 20))
+    scope = {"client": ("10.0.0.1", 1), "headers": []}
+    exchanges = [Exchange(limits, scope, None, None) for _ in range(13)]  # type: ignore[arg-type]
+    for exchange in exchanges[:12]:
+        exchange.hold(1 << 20)
+    with pytest.raises(LimitError):
+        exchanges[12].hold(1 << 20)
+    for exchange in exchanges:
+        exchange.end()
+    assert limits.bodies.taken == 0
 
 
 def test_a_remark_comes_once_in_a_while_and_says_how_many_did_not() -> None:
@@ -104,7 +138,7 @@ def socketry() -> Iterator[Socketry]:
 
 
 def test_who_never_asked_goes_first_then_slow_bodies_then_the_idle(socketry: Socketry) -> None:
-    header, slow, idle, busy = [socketry.taken(stage=stage) for stage in Stage]
+    header, slow, idle, busy = [socketry.taken(stage=stage) for stage in Stage if stage is not Stage.KNOWN]
     socketry.now_s = 2.0
     for gone in (header, slow, idle):
         fourth = socketry.taken(stage=Stage.ANSWER)
@@ -123,14 +157,28 @@ def test_when_all_is_full_the_peer_with_most_pays(socketry: Socketry) -> None:
 
 
 def test_each_stage_has_its_time(socketry: Socketry) -> None:
-    header, _, idle, busy = [socketry.taken(f"10.0.0.{stage}", stage) for stage in Stage]
-    for now_s, left in ((4.9, 4), (5.0, 3), (30.0, 2), (59.0, 2), (62.0, 1), (1e6, 1)):
+    header, _, idle, known, busy = [socketry.taken(f"10.0.0.{stage}", stage) for stage in Stage]
+    for now_s, left in ((4.9, 5), (5.0, 4), (30.0, 3), (59.0, 3), (62.0, 1), (1e6, 1)):
         socketry.now_s = now_s
         socketry.connections.look()
         assert len(socketry.connections) == left
     assert not socketry.has(header)
     assert not socketry.has(idle)
+    assert not socketry.has(known)
     assert socketry.has(busy)
+    assert socketry.connections.refusals == {"connection_slow": 2}
+
+
+def test_strangers_from_many_addresses_do_not_end_connections_of_callers_with_a_name(socketry: Socketry) -> None:
+    known = [socketry.taken("10.0.0.1", Stage.KNOWN) for _ in range(4)]
+    for number in range(2, 40):
+        socketry.taken(f"10.0.1.{number}", Stage.IDLE if number % 2 else Stage.HEADER)
+    assert all(socketry.has(one) for one in known)
+    assert len(socketry.connections) == 6
+    assert socketry.connections.refusals == {"connection_replaced": 36}
+    for _ in range(4):  # among themselves, the one idle for longest goes
+        socketry.taken("10.0.0.1", Stage.KNOWN)
+    assert not any(socketry.has(one) for one in known)
 
 
 def test_answers_that_nobody_takes_are_bounded_in_time_and_bytes(socketry: Socketry) -> None:
@@ -153,3 +201,18 @@ def test_connections_of_one_peer_are_taken_at_a_bounded_rate(socketry: Socketry)
     for one in socketry.open:
         one.close()
     socketry.open.clear()
+
+
+# -- our own callers --------------------------------------------------------------------------------------------------
+
+
+def test_a_wait_for_more_instances_than_a_request_may_name_is_several_requests() -> None:
+    class Client:
+        asked: ClassVar[list[int]] = []
+
+        def lookup(self, namespace: object, hashes: bytes, at_least: Sequence[PositionWanted], wait_s: float) -> None:
+            self.asked.append(len(at_least))
+
+    positions = [(InstanceId(f"i{number}"), Epoch(1), Offset(1)) for number in range(2 * MAX_POSITIONS + 1)]
+    wait_applied(cast(CatalogClient, Client()), positions, 5.0)
+    assert Client.asked == [MAX_POSITIONS, MAX_POSITIONS, 1]
