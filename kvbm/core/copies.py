@@ -107,7 +107,8 @@ class Copies:
     ) -> list[int | None]:
         """The transport has confirmed the end: record what arrived, free what did not.
 
-        A block that its source has withdrawn meanwhile (cleared, say) has not arrived: a copy does not bring back what was cleared.
+        A block that its source has withdrawn meanwhile (cleared, say) has not arrived: a copy does not bring back what was cleared. Nor has
+        one that either end holds under another namespace by now.
 
         Returns: for each block the target slot that holds it, or None.
         Raises: LedgerError: the copy is not in flight.
@@ -116,8 +117,13 @@ class Copies:
             raise LedgerError(f"copy {copy.id} is not in flight")
         blocks, source_slots = split_hashes(copy.hashes), split_slots(copy.source_slots)
         tier = self._own_tier(copy.source)
-        good = [ok and (tier is None or b in self._held[tier]) for b, ok in zip(blocks, arrived, strict=True)]
         into = self._allocator.tiers.get(copy.target)
+        good = [
+            ok
+            and (tier is None or self._is_of(copy.namespace, tier, b))
+            and (into is None or b not in self._held[copy.target] or self._is_of(copy.namespace, copy.target, b))
+            for b, ok in zip(blocks, arrived, strict=True)
+        ]
         if into is None:
             self._migrate(copy, [block for block, ok in zip(blocks, good, strict=True) if ok], [], kept, cause)
             self._unpin_source(copy.source, source_slots)
@@ -176,6 +182,11 @@ class Copies:
                     slots=pack_slots(slots[at:end]),
                 )
             )
+
+    def _is_of(self, namespace: NamespaceId, tier: Tier, block: SequenceHash) -> bool:
+        """Whether a tier holds a block of a namespace."""
+        entry = self._held[tier].get(block)
+        return entry is not None and entry.namespace == namespace
 
     def _own_tier(self, source: Tier | InstanceId) -> Tier | None:
         """The tier a copy reads from, when it has slots of ours."""

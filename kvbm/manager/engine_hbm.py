@@ -94,6 +94,10 @@ class EngineHbmManager(BlockManager):
             blocks = split_hashes(hashes)
             fresh = set(split_hashes(self._ledger.lacking(Tier.HBM, hashes)))
             duplicates, room = len(blocks) - len(fresh), self._ledger.counts(Tier.HBM).free
+            if duplicates:  # what is held under another namespace is none, and is not recorded
+                mine = self._ledger.holders(hashes, Tier.HBM, namespace)
+                both = zip(blocks, mine, strict=True)
+                duplicates -= sum(holder != Tier.HBM and block not in fresh for block, holder in both)
             for begin, end in _runs(blocks, fresh):
                 count = min(end - begin, room)
                 surplus += end - begin - count

@@ -159,9 +159,14 @@ std::span<const std::uint32_t> Copies::end(Recorder& recorder, std::uint64_t id,
   TierSlots* const from = source_of(recorder, copy);
   TierSlots* const into = recorder.fold().table(copy.target);
   std::vector<std::uint8_t> good(count);  // what counts as arrived: looked up before the source withdraws it
+  const std::uint32_t owner = recorder.fold().namespaces().find(copy.namespace_id);
+  const auto is_of = [owner](const TierSlots& tier, std::uint32_t slot) { return tier.owner_of(slot) == owner; };
   for (std::size_t at = 0; at < count; ++at) {
-    const bool is_at_source = from == nullptr || from->find(hash_at(copy.hashes, at)) != kNoSlot;
-    good[at] = arrived[at] != 0 && is_at_source ? 1 : 0;
+    const std::uint32_t source = from != nullptr ? from->find(hash_at(copy.hashes, at)) : kNoSlot;
+    const std::uint32_t target = into != nullptr ? into->find(hash_at(copy.hashes, at)) : kNoSlot;
+    const bool is_at_source = from == nullptr || (source != kNoSlot && is_of(*from, source));
+    const bool may_be_at_target = target == kNoSlot || is_of(*into, target);
+    good[at] = arrived[at] != 0 && is_at_source && may_be_at_target ? 1 : 0;
   }
   for (const std::uint32_t slot : copy.target_slots) {
     into->end_receiving(slot);

@@ -614,3 +614,6 @@ def test_hashes_of_another_namespace_find_nothing_and_touch_nothing(tmp_path: Pa
         assert one.manager.holders(hashes_of(1, 6), NAMESPACE.id) == bytes([held_in]) * 6
         assert one.manager.stats().pools == before.pools
         assert one.hits(1, 6) == {held_in: 6}
+        one.compute(2, 3)
+        assert one.manager.engine_stored(NAMESPACE.id, NO_PARENT, 0, hashes_of(2, 3)) == 3
+        assert one.manager.engine_stored(other.id, NO_PARENT, 0, hashes_of(2, 3)) == 0

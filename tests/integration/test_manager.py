@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvbm._native import Ledger as NativeLedger
+from kvbm.core.backend import NewLedger
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Namespace, Tier, split_hashes
+from kvbm.core.ledger import Ledger
+from kvbm.manager.loads import Prefix
 from kvbm.pools.base import ReadResult
 from kvbm.streams.base import Position
 from kvbm.streams.memory import MemoryLog
@@ -22,7 +26,7 @@ from tests.eventually import eventually
 from tests.held import slot_of
 from tests.managers import BLOCK_BYTES, NAMESPACE, KnowsAll, events_in, hashes_of, make_manager, serve
 from tests.object_pools import memory_objects
-from tests.wrapped_pools import Wrapped
+from tests.wrapped_pools import Gate, Wrapped
 
 WAIT_S = 60.0
 SLOTS = {Tier.HBM: 12, Tier.HOST: 12, Tier.NVME: 24}
@@ -326,3 +330,31 @@ def test_hashes_of_another_namespace_find_nothing_in_any_tier_and_take_nothing(h
                 manager.create(other.id, NO_PARENT, 0, hashes_of(1, 6), given)
             manager.release(given)
         assert serve(manager, 1, 6).prefix.hits == {held_in: 6}
+
+
+@pytest.mark.parametrize("core", [Ledger, NativeLedger])
+def test_a_request_is_not_given_what_another_namespace_has_created_while_it_waited(core: NewLedger) -> None:
+    other = Namespace(model="test", revision="r1", block_tokens=16, tenant="somebody else")
+    gate = Gate(Tier.NVME, "read")
+    with make_manager(SLOTS, wrap=gate, new_ledger=core, wait_s=WAIT_S) as manager:
+        manager.declare([other])
+        hashes = hashes_of(1, 2)
+        given = manager.allocate(2, other.id)
+        assert given is not None
+        manager.unpin(manager.create(other.id, NO_PARENT, 0, hashes, given))
+        assert manager.settle(5)
+        for tier in (Tier.HBM, Tier.HOST):
+            manager.evict(tier, hashes)
+        gate.close()
+        got: list[Prefix] = []
+        thread = threading.Thread(target=lambda: got.append(manager.acquire(other.id, hashes)))
+        thread.start()
+        try:
+            eventually(lambda: manager.stats().copies_in_flight, "no copy has begun")
+            given = manager.allocate(2, NAMESPACE.id)
+            assert given is not None
+            mine = manager.create(NAMESPACE.id, NO_PARENT, 0, hashes, given)
+        finally:
+            gate.opened.set()
+            thread.join(WAIT_S)
+        assert got[0].depth == 0 and not set(got[0].slots) & set(mine)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import os
 import re
 import struct
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from kvbm.pools.nvme.pod import PodFolder
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.pools.nvme.sealing import SlotKeys
 from kvbm.pools.nvme.slot_header import HEADER_BYTES, SEAL_BYTES
-from kvbm.pools.tenant_keys import KeySource, add_key, keys_of_file, parse_keys
+from kvbm.pools.tenant_keys import KeySource, TenantKeys, add_key, keys_of_file, parse_keys
 from tests.pool_runs import SHAPE, Run, random_run
 
 SLOTS = 48
@@ -321,6 +323,113 @@ def test_the_bytes_of_a_seal_are_those_of_its_drawing(tmp_path: Path, monkeypatc
     bound = SHAPE.id + bytes(range(16)) + seal[:32]
     opened = AESGCM(key).decrypt(seal[24:32] + bytes(4), body + seal[48:52] + seal[32:48], bound)
     assert opened == rows.tobytes() + struct.pack("<I", int(checksums(rows)[0]))
+
+
+class Changing(NamedTuple):
+    """Keys of one tenant that change as a test wants it."""
+
+    names: list[str]
+    reads: list[Callable[[], object]]  # done at the end of the next reads, once each
+
+    def source(self) -> KeySource:
+        return KeySource("keys", self.load, lambda: tuple(self.names))
+
+    def text(self) -> str:
+        key = base64.b64encode(bytes(32)).decode()
+        named = [f'keys."{name}" = "{base64.b64encode(name.encode().ljust(32)).decode()}"' for name in self.names]
+        return "\n".join(['[tenants.""]', f'names = "{key}"', f'current = "{self.names[-1]}"', *named])
+
+    def load(self) -> dict[str, TenantKeys]:
+        found = parse_keys(self.text(), "keys")
+        if self.reads:
+            self.reads.pop()()
+        return found
+
+    def key_id(self) -> bytes:
+        return parse_keys(self.text(), "keys")[""].current
+
+
+def test_keys_that_change_while_they_are_read_for_the_first_time_are_read_again() -> None:
+    changing = Changing(["1"], [])
+    changing.reads.append(lambda: changing.names.append("2"))
+    keys = SlotKeys(changing.source(), [SHAPE])
+    keys.refresh()
+    assert keys.sealer(SHAPE.id, bytes(16)).key_id == changing.key_id()
+
+
+def test_a_key_that_is_gone_is_not_brought_back_by_a_read_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = Changing(["1"], [])
+    keys = SlotKeys(changing.source(), [SHAPE])
+    old, found = changing.key_id(), keys._key
+
+    def late(*given: Any) -> Any:
+        monkeypatch.undo()
+        changing.names[:] = ["2"]
+        keys.refresh()
+        return found(*given)
+
+    monkeypatch.setattr(keys, "_key", late)
+    keys.opener(SHAPE.id, old, bytes(16))
+    assert keys.opener(SHAPE.id, old, bytes(16)) is None
+
+
+def test_a_machine_without_another_thread_reads_all_the_same(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sealing, "_GROUP_BYTES", 5 * BLOCK_BYTES)
+    run = random_run(SLOTS, BLOCK_BYTES)
+    with closing(_open(tmp_path / "pool", _keys(keys_file))) as pool:
+        pool.write(range(SLOTS), run.rows, run.proof)
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert pool.read(range(SLOTS), SHAPE.id, run.hashes, run.room()).outcomes == [GOOD] * SLOTS
+
+
+def test_a_row_that_changes_while_it_is_sealed_is_no_proved_block_of_other_bytes(
+    tmp_path: Path, keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = random_run(1, BLOCK_BYTES)
+    good, seal = run.rows.copy(), sealing._Cipher.seal
+
+    def torn(cipher: Any, *given: Any) -> bytes:
+        run.rows[0, :64] = 0
+        try:
+            return seal(cipher, *given)
+        finally:
+            run.rows[:] = good
+
+    monkeypatch.setattr(sealing._Cipher, "seal", torn)
+    with closing(_open(tmp_path / "pool", _keys(keys_file))) as pool:
+        pool.write([0], run.rows, run.proof)
+        room = run.room()
+        result = pool.read([0], SHAPE.id, run.hashes, room)
+    assert result.outcomes == [CORRUPT] or (room == good).all()
+
+
+def test_what_a_disk_invents_is_warned_of_once(keys_file: Path) -> None:
+    keys = _keys(keys_file)
+    with structlog.testing.capture_logs() as logs:
+        for number in range(1000):
+            assert keys.opener(SHAPE.id, number.to_bytes(8, "big"), bytes(16)) is None
+        keys_file.write_text("[tenants")
+        keys.refresh()
+    assert [line["why"].partition(":")[0] for line in logs][1:] == ["the keys of before stay in use"]
+
+
+def test_a_forked_child_seals_under_a_salt_of_its_own(tmp_path: Path, keys_file: Path) -> None:
+    run, path = random_run(2, BLOCK_BYTES), tmp_path / "pool"
+    with closing(_open(path, _keys(keys_file), io="threads")) as pool:
+        pool.write([0], run.rows[:1], run.proof._replace(hashes=run.hashes[:16], checksums=run.proof.checksums[:1]))
+        engine = pool._engine
+        assert isinstance(engine, sealing._SealedEngine)
+        salt, process = engine._salt, engine._process
+        engine._process = -1  # as a child finds it
+        pool.write([1], run.rows[1:], run.proof._replace(hashes=run.hashes[16:], checksums=run.proof.checksums[1:]))
+        assert engine._salt != salt and engine._process == process
+        assert pool.read([0, 1], SHAPE.id, run.hashes, run.room()).outcomes == [GOOD] * 2
 
 
 def _other_keys(folder: Path) -> SlotKeys:

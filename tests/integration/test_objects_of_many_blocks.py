@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 
 from kvbm.core.errors import LayoutError
 from kvbm.core.events import BlocksEvicted, BlocksMigrated, EvictReason
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.core.policy import WriteBudget
 from kvbm.manager.object_groups import groups_of
 from kvbm.manager.offload_queue import Skipped
@@ -88,6 +88,9 @@ class Asked:
         self.lock, self.opened, self.entered = threading.Lock(), threading.Event(), threading.Event()
         self.opened.set()
         self.spoils: ReadOutcome | None = None
+
+    def admit(self, namespaces: Iterable[Namespace]) -> None:
+        self.pool.admit(namespaces)
 
     def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
         return self.pool.absent(namespace, hashes)

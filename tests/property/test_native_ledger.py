@@ -236,6 +236,9 @@ class Twins:
         arrived = [b % 4 > 0 or bool(c >> i & 1) for i in range(len(copy.hashes) // HASH_BYTES)]
         pinned = b % 3 == 0
         holders = self.end_copy(copy, arrived, MigrateCause(c % 3), kept=d % 3 > 0, pinned=pinned)
+        if isinstance(holders, list) and copy.target in SLOT_TIERS:
+            mine = split_slots(self.native.held_of(copy.target, copy.namespace)[1])
+            assert all(slot in mine for slot in holders if slot is not None), "a copy ends in another namespace's slots"
         if pinned and isinstance(holders, list):
             self.pinned.append((copy.target, pack_slots(slot for slot in holders if slot is not None)))
 
@@ -508,4 +511,35 @@ def test_blocks_of_another_namespace_are_neither_found_nor_taken():
     assert not twins.holds(Tier.HBM, SequenceHash(new))
     twins.release(Tier.HBM, given)
     assert twins.match(hashes, False, Tier.HBM, mine).depth == 3
+    twins.verify()
+
+
+def test_a_load_does_not_end_in_slots_that_another_namespace_has_filled_meanwhile():
+    twins = Twins("lru")
+    twins.start(Epoch(1), NAMESPACES)
+    mine, other = NAMESPACES[0].id, NAMESPACES[1].id
+    hashes = run_of(0, 2)
+    copy = twins.begin_copy(other, InstanceId("peer"), Tier.HBM, hashes)
+    slots = twins.create(mine, Tier.HBM, NO_PARENT, 0, hashes, twins.allocate(Tier.HBM, 2).slots)
+    twins.unpin(Tier.HBM, slots)
+    before = twins.counts(Tier.HBM).evictable
+    assert list(twins.end_copy(copy, [True, True], MigrateCause.FETCH, kept=True, pinned=True)) == [None, None]
+    assert twins.counts(Tier.HBM).evictable == before
+    twins.verify()
+
+
+@pytest.mark.parametrize("target", [Tier.NVME, Tier.OBJECT])
+def test_a_copy_whose_source_is_another_namespaces_meanwhile_has_not_arrived(target: Tier):
+    twins = Twins("lru")
+    twins.start(Epoch(1), NAMESPACES)
+    mine, other = NAMESPACES[0].id, NAMESPACES[1].id
+    hashes = run_of(0, 2)
+    given = twins.create(other, Tier.HBM, NO_PARENT, 0, hashes, twins.allocate(Tier.HBM, 2).slots)
+    twins.unpin(Tier.HBM, given)
+    copy = twins.begin_copy(other, Tier.HBM, target, hashes)
+    twins.evict(Tier.HBM, hashes, EvictReason.CLEARED)
+    twins.create(mine, Tier.HBM, NO_PARENT, 0, hashes, twins.allocate(Tier.HBM, 2).slots)
+    applied = twins.native.applied
+    assert list(twins.end_copy(copy, [True, True], MigrateCause.OFFLOAD)) == [None, None]
+    assert twins.native.applied == applied
     twins.verify()

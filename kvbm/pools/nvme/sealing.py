@@ -66,6 +66,7 @@ _ROOMS = 2  # groups under way of a run
 _MOST_CIPHERS = 256  # by salt; each start of an instance has made one
 _LOOK_S = 2.0  # how often to look whether the keys have changed
 _COMMAND_EVERY_S = 300.0  # how often a command that prints keys is asked again
+_LACKING_S = 20.0  # and after a block needed a key that is not here
 _CLOSE_S = 15.0  # longer than a command that prints keys may take
 
 
@@ -122,11 +123,15 @@ class SlotKeys:
         self._cipher = _Cipher()
         self._source, self._look_s = source, look_s
         self._tenants: dict[NamespaceId, str] = {}
+        self._changed, self._read_s = (
+            source.changed(),
+            time.monotonic(),
+        )  # first: what changes while they are read is seen later
         self._keys = source.load()
-        self._changed, self._read_s = source.changed(), time.monotonic()
         self._ciphers: dict[tuple[str, bytes, bytes], AES] = {}  # by tenant, key id and salt; who has come last is last
         self._lock = threading.Lock()  # of the ciphers
-        self._told: set[str] = set()
+        self._lacking = False  # whether a block needed a key that is not here
+        self._told: dict[str, str] = {}  # what was said last, of each tenant and of the keys themselves
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.declare(namespaces)
@@ -179,21 +184,24 @@ class SlotKeys:
         key = None if tenant is None or keys is None else self._key(tenant, keys, key_id, salt)
         if key is None:
             whose = f"namespace {namespace.hex()}" if tenant is None else f"tenant {tenant!r}"
+            self._lacking = True
             self._warn(
-                f"{self._source.words} has not the key {key_id.hex()} of {whose}; what it sealed is computed again"
+                whose,
+                f"{self._source.words} has not the key {key_id.hex()} of {whose}; what it sealed is computed again",
             )
         return key
 
     def refresh(self) -> None:
         """Read the keys anew where they have changed. Trouble leaves them as they are."""
         changed, now_s = self._source.changed(), time.monotonic()
-        if changed == self._changed and not (changed is None and now_s - self._read_s >= _COMMAND_EVERY_S):
+        due_s = _LACKING_S if self._lacking else _COMMAND_EVERY_S
+        if changed == self._changed and not (changed is None and now_s - self._read_s >= due_s):
             return
-        self._changed, self._read_s = changed, now_s
+        self._changed, self._read_s, self._lacking = changed, now_s, False
         try:
             keys = self._source.load()
         except ConfigError as error:
-            self._warn(f"the keys of before stay in use: {error}")
+            self._warn("", f"the keys of before stay in use: {error}")
             return
         with self._lock:
             self._keys = keys
@@ -210,7 +218,8 @@ class SlotKeys:
                 cipher = self._cipher.key(digest(key, b"kvbm.nvme.v1", salt))
                 if len(self._ciphers) >= _MOST_CIPHERS:
                     del self._ciphers[next(iter(self._ciphers))]
-            self._ciphers[name] = cipher
+            if self._keys.get(tenant) is keys:  # else they were read anew meanwhile, and this key may be gone
+                self._ciphers[name] = cipher
             return cipher
 
     def _no_keys(self, tenant: str) -> str:
@@ -219,10 +228,13 @@ class SlotKeys:
             f" --tenant {tenant or chr(34) * 2}"
         )
 
-    def _warn(self, why: str) -> None:
-        if why not in self._told and len(self._told) < _MOST_CIPHERS:
-            self._told.add(why)
-            log.warning("nvme.keys", why=why)
+    def _warn(self, whose: str, why: str) -> None:
+        """Once for each tenant, whatever a disk says; once for each word of the keys' own trouble."""
+        said = self._told.get(whose)
+        if said == why or (whose and (said is not None or len(self._told) > _MOST_CIPHERS)):
+            return
+        self._told[whose] = why
+        log.warning("nvme.keys", why=why)
 
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
@@ -237,7 +249,7 @@ class _SealedEngine:
     ) -> None:
         self._engine, self._keys, self._cipher, self._checksums = engine, keys, cipher, checksums
         self._group = max(1, _GROUP_BYTES // block_bytes)
-        self._salt = os.urandom(_SALT_BYTES)
+        self._salt, self._process = os.urandom(_SALT_BYTES), os.getpid()
         self._count = 0
         self._rooms: list[list[np.ndarray]] = []  # for sealed blocks, kept from call to call
         self._lock = threading.Lock()  # of the counter and the rooms
@@ -287,7 +299,10 @@ class _SealedEngine:
         """See `BlockEngine`. Raises PoolError: there is no key to seal with."""
         if namespace == _NOBODY:
             return self._engine.write(slots, rows, at, namespace, hashes, epoch, checksums)
-        sealer = self._keys.sealer(namespace, self._salt)
+        if self._process != os.getpid():  # a forked child: its counter would go over the same nonces
+            self._process, self._salt = os.getpid(), os.urandom(_SALT_BYTES)
+        salt = self._salt
+        sealer = self._keys.sealer(namespace, salt)
         errors = np.empty(len(slots), dtype=np.int32)
         seals = np.zeros((len(slots), SEAL_BYTES), dtype=np.uint8)
         rooms = self._take_rooms(rows.shape[1])  # one is filled while the other is written
@@ -297,7 +312,7 @@ class _SealedEngine:
             return rooms[begin // self._group % _ROOMS]
 
         def seal(begin: int, end: int) -> None:
-            self._seal(sealer, rows, at, namespace, hashes, checksums, seals, room_at(begin), range(begin, end))
+            self._seal(sealer, salt, rows, at, namespace, hashes, checksums, seals, room_at(begin), range(begin, end))
 
         def put(begin: int, end: int) -> None:
             errors[begin:end] = self._engine.write(
@@ -315,22 +330,24 @@ class _SealedEngine:
     # -- sealing and opening ------------------------------------------------------------------------------------------
 
     def _seal(
-        self, sealer: _Sealer, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, checksums: np.ndarray,
+        self, sealer: _Sealer, salt: bytes, rows: np.ndarray, at: np.ndarray, namespace: bytes, hashes: bytes, checksums: np.ndarray,
         seals: np.ndarray, room: np.ndarray, run: range,
     ) -> None:  # fmt: skip
         """Fill `room` with the blocks of a run as they are to lie, and their seals."""
         part = seals[run.start : run.stop]
         fields = part.view(_SEAL)[:, 0]
         fields["key_id"] = np.frombuffer(sealer.key_id, dtype=np.uint8)
-        fields["salt"] = np.frombuffer(self._salt, dtype=np.uint8)
+        fields["salt"] = np.frombuffer(salt, dtype=np.uint8)
         with self._lock:
             first, self._count = self._count + 1, self._count + len(run)
         fields["counter"] = np.arange(first, first + len(run), dtype=np.uint64)
         for place, index in enumerate(run):
-            row, checksum = rows[int(at[index])], checksums[index]
+            block, checksum = room[place], checksums[index]
+            block[:] = rows[int(at[index])]  # what is summed is what is sealed, whatever becomes of the row meanwhile
+            fits = self._checksums(block[np.newaxis])[0] == checksum
             bound, nonce = _bound(namespace, hashes, index, seals[index]), _NONCE.pack(first + place, 0)
-            sealed = self._cipher.seal(sealer.key, nonce, bound, row.data, int(checksum), room[place].data)
-            if self._checksums(row[np.newaxis])[0] == checksum:  # else the slot proves nothing
+            sealed = self._cipher.seal(sealer.key, nonce, bound, block.data, int(checksum))
+            if fits:  # else the slot proves nothing
                 part[place, _BOUND_BYTES:_SEALED_BYTES] = np.frombuffer(sealed, dtype=np.uint8)
         fields["crc"] = self._checksums(np.ascontiguousarray(part[:, :_PROVED_BYTES]))
 
@@ -389,7 +406,13 @@ class _SealedEngine:
                 begun.put(error)
 
         thread = threading.Thread(target=run, name="kvbm-nvme-sealing", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # there is no thread to be had
+            for begin, end in groups:
+                begin_with(begin, end)
+                end_with(begin, end)
+            return
         try:
             for begin, end in groups:
                 if (error := begun.get()) is not None:
@@ -421,11 +444,11 @@ class _Cipher:
         self.key = algorithms.AES
         self._new, self._gcm, self._invalid = Cipher, modes.GCM, InvalidTag
 
-    def seal(self, key: AES, nonce: bytes, bound: bytes, block: memoryview, checksum: int, sealed: memoryview) -> bytes:
-        """Fill `sealed`, as long as the block; the tag, and behind it the checksum as it lies."""
+    def seal(self, key: AES, nonce: bytes, bound: bytes, block: memoryview, checksum: int) -> bytes:
+        """Seal a block in its place; the tag, and behind it the checksum as it lies."""
         context = self._new(key, self._gcm(nonce)).encryptor()
         context.authenticate_additional_data(bound)
-        context.update_into(block, sealed)
+        context.update_into(block, block)
         hidden = context.update(_CHECKSUM.pack(checksum))
         context.finalize()
         return context.tag + hidden

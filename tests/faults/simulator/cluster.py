@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,9 @@ class SlowObjects:
         self.reach, self.name, self.forgets = self.inner.reach, self.inner.name, self.inner.forgets
         self._world = world
         self.refuses = 0.0
+
+    def admit(self, namespaces: Iterable[Namespace]) -> None:
+        self.inner.admit(namespaces)
 
     def absent(self, namespace: NamespaceId, hashes: Sequence[bytes]) -> list[bool]:
         return self.inner.absent(namespace, hashes)
