@@ -28,6 +28,7 @@ from kvbm.erasure.catalog import CatalogErasures
 from kvbm.erasure.record import Erasure, Record, Subject
 from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
 from kvbm.janitor.holdings import parse
+from kvbm.pools.object.encryption import SEALED_FOLDER
 from kvbm.pools.stores.base import Store
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.nats.credentials import Credentials
@@ -271,37 +272,47 @@ def _erase_objects(settings: Settings, options: EraseOptions, new_store: Callabl
                 break
         if options.hashes:
             waits = ""  # objects of other prompts stay
-        deleted += _erase_front(settings, mine, options.tenant)
+        whose = {cluster.tenants.get(one, "") for one in mine} if options.tenant is None else {options.tenant}
+        front = _erase_front(settings, mine, whose)
+        deleted, waits = deleted + front.deleted, waits or front.waits
     except KvbmError as error:
         waits = str(error)
     place = Place(name="objects", erased=f"{deleted} objects", waits=waits)
     return Progress(places=(place,), done_ns=0 if waits else time.time_ns())
 
 
-def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenant: str | None) -> int:
-    """Delete a tenant's objects from the front of the pool, which a janitor does not know; gives how many."""
+class _OfFront(NamedTuple):
+    """What was deleted from the front of the pool, and what of it is waited for."""
+
+    deleted: int = 0
+    waits: str = ""
+
+
+def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[str]) -> _OfFront:
+    """Delete objects from the front of the pool, which a janitor does not know: where they are sealed, all of those tenants."""
     wanted = settings.pools.object
     if not wanted.front:
-        return 0
-    tag = ""
-    if (
-        tenant is not None
-        and (wanted.keys or wanted.keys_command)
-        and (keys := key_source(settings).load().get(tenant))
-    ):
-        tag = f"/e/{keys.tag}/"
+        return _OfFront()
+    tags: set[str] = set()
+    if wanted.keys or wanted.keys_command:
+        keys = key_source(settings).load()
+        if lacking := sorted(tenants - set(keys)):
+            return _OfFront(
+                0,
+                f"objects in front that are sealed under keys which are not here, of tenant {lacking[0]!r}: they go after"
+                " pools.object.ttl_s, or empty the front",
+            )
+        tags = {f"/{SEALED_FOLDER}/{keys[tenant].tag}/" for tenant in tenants}
     front = open_store(wanted.front, ttl_s=wanted.ttl_s)
     try:
         names = [
             one.name
             for one in front.listed("", wanted.timeout_s)
             if (parts := parse(one.name)) is not None
-            and (parts.namespace in namespaces if parts.namespace is not None else bool(tag) and tag in one.name)
+            and (parts.namespace in namespaces if parts.namespace is not None else any(tag in one.name for tag in tags))
         ]
-        return sum(
-            _deleted(front, names[at : at + _FRONT_NAMES], wanted.timeout_s)
-            for at in range(0, len(names), _FRONT_NAMES)
-        )
+        parts_of = (names[at : at + _FRONT_NAMES] for at in range(0, len(names), _FRONT_NAMES))
+        return _OfFront(sum(_deleted(front, part, wanted.timeout_s) for part in parts_of))
     finally:
         front.close()
 

@@ -17,6 +17,7 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.assembly.erasure import EraseOptions, catalog_companion, run_erase
+from kvbm.assembly.pools import pool_name
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.config import Settings, load_settings
@@ -26,7 +27,10 @@ from kvbm.erasure.report import Line
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
+from kvbm.pools.object.encryption import Sealing
+from kvbm.pools.object.header import header_bytes
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import verify
 from kvbm.streams.nats.api import request
@@ -124,8 +128,9 @@ class Needles:
 class World:
     """A nats-server, a catalog with SQLite, archive and checkpoints, instances with all tiers, and a store of objects."""
 
-    def __init__(self, folder: Path, opened: ExitStack) -> None:
-        self.folder, self.store = folder, MemoryStore()
+    def __init__(self, folder: Path, opened: ExitStack, keys: Path | None = None) -> None:
+        """With `keys`, objects are sealed and NVME is encrypted."""
+        self.folder, self.store, self.keys = folder, MemoryStore(), keys
         self.server = EmbeddedServer.start(folder.parent / "nats")
         opened.callback(self.server.stop)
         asyncio.run(make_stream(self.server.url))
@@ -161,14 +166,21 @@ class World:
                 "journal.keep_s": 3600.0, "journal.segment_bytes": 8192, "journal.capacity_bytes": 1 << 20, "samples.rate": 1.0,
                 "catalog.url": "" if instance == "catalog" else self.client.url,
                 "catalog.database": f"sqlite+aiosqlite:///{self.database}",
-                "pools.object.timeout_s": 1.0, "pools.object.look_s": 0.5, "gc.grace_s": 2.0, "gc.lease_s": 10.0, **named,
+                "pools.object.timeout_s": 1.0, "pools.object.look_s": 0.5, "gc.grace_s": 2.0, "gc.lease_s": 10.0,
+                "pools.object.keys": "" if self.keys is None else str(self.keys), **named,
             }
         )  # fmt: skip
 
     def instance(self, name: str, spaces: Sequence[Namespace] = (VICTIM, OTHER)) -> Manager:
-        objects = memory_objects(BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=1.0)
-        pod = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
-        manager = open_manager(self.settings(name, **pod), list(spaces), BLOCK_BYTES, object_pool=objects)
+        sealing = Sealing(keys_of_file(str(self.keys)), K, header_bytes(K)) if self.keys is not None else None
+        objects = memory_objects(
+            BLOCK_BYTES, K, self.store, namespaces=list(spaces), look_s=0.5, deadline_s=1.0, envelopes=sealing,
+            name=pool_name(self.store.name, 0, True) if sealing is not None else "",
+        )  # fmt: skip
+        more = {"pools__nvme__folder": str(self.folder / "pod")} if name == "b" else {}
+        if self.keys is not None:
+            more |= {"pools__nvme__encrypt": True}
+        manager = open_manager(self.settings(name, **more), list(spaces), BLOCK_BYTES, object_pool=objects)
         self._opened.callback(manager.close)
         return manager
 
@@ -230,10 +242,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @contextmanager
-def opened_world(tmp_path: Path) -> Iterator[World]:
+def opened_world(tmp_path: Path, keys: Path | None = None) -> Iterator[World]:
     with ExitStack() as opened:
         (tmp_path / "data").mkdir()
-        yield World(tmp_path / "data", opened)
+        yield World(tmp_path / "data", opened, keys)
 
 
 def memory_of(manager: Manager) -> bytes:
@@ -366,6 +378,43 @@ def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: W
     assert world.erase(lift=number)[1] == number
     with pytest.raises(ErasureError, match=r"in force: none"):
         world.erase(status=number)
+
+
+def test_sealed_objects_and_encrypted_blocks_of_an_erased_tenant_go_too(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    for space in (VICTIM, OTHER):
+        add_key(keys, space.tenant, "1")
+    folders = {space.tenant: f"/e/{keys_of_file(str(keys)).load()[space.tenant].tag}/" for space in (VICTIM, OTHER)}
+    with opened_world(tmp_path, keys) as world:
+        manager = world.instance("a")
+        for prompt in (1, 2):
+            for space in (VICTIM, OTHER):
+                manager.unpin(serve(manager, space, prompt))
+        assert manager.settle(WAIT_S)
+        eventually(lambda: all(depth(world, s, 2) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+        victim = Needles(VICTIM, (1, 2))
+        assert "bytes of a block" not in str(victim.in_folder(world.folder)), "NVME is not encrypted"
+        assert "a hash" in str(victim.in_folder(world.folder / "instances"))
+        assert {
+            name[: name.index("/e/")] + folder
+            for name in world.store.objects
+            for folder in folders.values()
+            if folder in name
+        } == {f"{K}{folder}" for folder in folders.values()}
+        code, number, _ = world.erase(tenant=VICTIM.tenant)
+        assert code == 1
+        only_age = {"NATS events on the stream"}
+        eventually(
+            lambda: set(waits(world.erase(status=number)[2])) <= only_age, "not all are done",
+            state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S,
+        )  # fmt: skip
+        assert not any(folders[VICTIM.tenant] in name for name in world.store.objects)
+        assert any(folders[OTHER.tenant] in name for name in world.store.objects)
+        assert victim.in_folder(world.folder) == {}
+        assert not victim.in_bytes(memory_of(manager))
+        for prompt in (1, 2):
+            assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
+            assert manager.match(hashes_of(VICTIM, prompt), VICTIM.id).depth == 0
 
 
 def lonely(folder: Path, url: str, hold_s: float) -> Manager:
