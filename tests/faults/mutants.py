@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import kvbm.assembly.manager
 import kvbm.catalog.instance_sequence as sequence_module
+import kvbm.core.ledger as ledger_module
 import kvbm.manager.copies as copies_module
 import kvbm.streams.journal.repair as repair_module
 from kvbm import assembly
@@ -24,7 +25,7 @@ from kvbm.core.copies import Copy
 from kvbm.core.errors import TornFrameError
 from kvbm.core.events import MigrateCause, ResidenciesListed, SnapshotEnded
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier
-from kvbm.core.ledger import Ledger
+from kvbm.core.recorder import Recorder
 from kvbm.manager.copies import CopiesInFlight
 from kvbm.manager.loads import Loads
 from kvbm.manager.offsets import Offsets
@@ -184,8 +185,8 @@ def _epoch_from_wall_clock(stack: ExitStack) -> None:
     _swap(stack, kvbm.assembly.manager, "Epoch", lambda number: now() if number else Epoch(0))
 
 
-class _SkippingLedger(Ledger):
-    """States what it holds but for a run now and then."""
+class _SkippingRecorder(Recorder):
+    """A snapshot states what is held but for a run now and then."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -205,8 +206,8 @@ class _SkippingLedger(Ledger):
 
 
 def _snapshot_skips_a_run(stack: ExitStack) -> None:
-    _swap(stack, kvbm.assembly.manager, "NATIVE_CORE", assembly.NATIVE_CORE._replace(new_ledger=_SkippingLedger))
-    _swap(stack, cluster_module, "READABLE", cluster_module.READABLE._replace(new_ledger=_SkippingLedger))
+    _swap(stack, ledger_module, "Recorder", _SkippingRecorder)
+    _swap(stack, assembly, "NATIVE_CORE", cluster_module.READABLE)
 
 
 def _torn_tail_accepted(stack: ExitStack) -> None:
