@@ -46,7 +46,7 @@ from kvbm.core.ids import (
     pack_slots,
 )
 from kvbm.streams.access_samples import read_samples
-from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, is_fence, mark_of
+from kvbm.streams.base import START, AccessSample, Heartbeat, Mark, Position, StreamMessage, is_fence, mark_of
 from kvbm.streams.fence_records import encode_fence
 from kvbm.streams.memory import MemoryStream
 from kvbm.streams.nats.reader import NatsReader
@@ -831,8 +831,13 @@ def test_the_archive_of_a_catalog_that_was_dead_while_the_server_lost_its_end_be
         written = (tmp_path / "archive" / generations[1]).read_bytes()
         stream = await NatsStream.connect(losing.url)
         reader = await stream.pull(0, "c")
+        messages: list[StreamMessage] = []
+        while not messages or messages[-1].sequence < end:
+            more = await reader.fetch(5)
+            assert more, f"the stream gave nothing after {len(messages)} messages"
+            messages += more
         assert written == b"".join(
-            encode_fence(message) if is_fence(message.subject) else message.data for message in await reader.fetch(5)
+            encode_fence(message) if is_fence(message.subject) else message.data for message in messages
         )
         await stream.close()
 
