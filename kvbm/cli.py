@@ -157,6 +157,7 @@ def _add_bench(commands: Commands) -> None:
             "replay",
             "ingest",
             "stream",
+            "catalog",
             "connector",
             "pools",
             "all",

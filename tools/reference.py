@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kvbm import catalog_cli, cli  # noqa: E402
-from kvbm.catalog import api  # noqa: E402
+from kvbm.catalog import api, prompt_answers, prompts  # noqa: E402
 from kvbm.catalog.api import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, TenantSettings, default_lines  # noqa: E402
 from kvbm.core import answers  # noqa: E402
@@ -296,7 +296,7 @@ def http_page() -> str:
         "HTTP",
         "The catalog answers JSON over HTTP at `catalog.listen`. It describes itself at `/openapi.json`. Hashes and ids are 32 hex "
         "digits. Unknown fields of a request are refused. How a router uses it: [Route](../route.md).\n\n"
-        "This page is generated from `kvbm/catalog/api.py` and `kvbm/core/answers.py`.",
+        "This page is generated from `kvbm/catalog/api.py`, `prompts.py` and `prompt_answers.py` beside it, and `kvbm/core/answers.py`.",
         *parts,
         "## Errors\n\nEvery answer that is not a success has the body [`ErrorAnswer`](#erroranswer): a constant `code` for programs, a "
         "sentence, and what to do.\n\n" + _table(("code", "status", "raised in"), codes),
@@ -312,9 +312,13 @@ def _spread(example: dict[str, Any]) -> str:
 
 def error_codes() -> list[tuple[str, int, str]]:
     """Codes of errors with their status and the function that raises them, from the source."""
-    tree = ast.parse(Path(api.__file__).read_text())
     found: dict[str, tuple[int, str]] = {}
-    for function in ast.walk(tree):
+    functions = [
+        node
+        for module in (api, prompt_answers, prompts)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+    ]
+    for function in functions:
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         for call in ast.walk(function):

@@ -77,6 +77,10 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     verify_native_events_per_s: float | None = None
     verify_reference_events_per_s: float | None = None
     ingest_events_per_s: float | None = None
+    http_lookups_per_s: float | None = None
+    http_lookup_us_p50: float | None = None
+    http_routes_per_s: float | None = None
+    http_route_us_p50: float | None = None
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
     excluded_s_default: float | None = None
@@ -116,6 +120,13 @@ def _ingest(options: BenchOptions) -> Found:
     return _found(bench_ingest(options.samples, options.seed))
 
 
+def _catalog(options: BenchOptions) -> Found:
+    require_modules("kvbm bench catalog", CATALOG_MODULES, "catalog")
+    from kvbm.bench.catalog import bench_catalog
+
+    return bench_catalog(max(options.live), options.samples, options.seed)
+
+
 def _stream(options: BenchOptions) -> Found:
     require_modules("kvbm bench stream", CATALOG_MODULES, "catalog")
     from kvbm.bench.stream import bench_stream
@@ -131,6 +142,7 @@ BENCHES: dict[str, Bench] = {
     "events": lambda options: bench_events(options.samples, options.seed),
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "ingest": _ingest,
+    "catalog": _catalog,
     "stream": _stream,
     "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),

@@ -6,15 +6,14 @@ Bodies are read and written by msgspec, because checking 250 hashes must cost mi
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kvbm.core.errors import CatalogError, HashSchemeError, LayoutError, MissingExtraError, StreamError
+from kvbm.core.errors import CatalogError, MissingExtraError, StreamError
 
 try:
     from fastapi import FastAPI
@@ -25,15 +24,15 @@ except ImportError:
     raise MissingExtraError("the catalog's web library (fastapi, uvicorn)", "catalog") from None
 
 from kvbm.catalog.access import Access, Caller
+from kvbm.catalog.at_once import AtOnce
 from kvbm.catalog.forgetting import NotForgottenError
 from kvbm.catalog.gate import CALLER, Gate
 from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
-from kvbm.catalog.long_requests import decode_request
-from kvbm.catalog.routing import RoutingTask
+from kvbm.catalog.prompt_answers import PromptAnswers
+from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
     MAX_HASHES,
-    MAX_TOKENS,
     MAX_WAIT_S,
     BlockAnswer,
     ErrorAnswer,
@@ -48,36 +47,29 @@ from kvbm.core.answers import (
     RouteRequest,
     SnapshotAnswer,
 )
-from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
 BODY_WAIT_S = 10.0
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
-_HEX_DIGITS = 2 * HASH_BYTES
-_TOKEN_IDS = "give token ids from 0 to 4294967295"
-_WHOLE_REQUEST = "see /openapi.json for the fields of the request"
-_NO_SECRET = secrets.token_hex(16)  # of no tenant
 R = TypeVar("R", bound=LookupRequest)
 
 
-class ApiError(Exception):
-    """A request that fails: its HTTP status and what its body says."""
+class Surface(NamedTuple):
+    """What callers can ask of a service: an ASGI application for all of it, and what answers short questions without it."""
 
-    def __init__(self, status: int, code: str, message: str, what_to_do: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
+    app: FastAPI
+    at_once: AtOnce
 
 
-def create_app(
+def create_surface(
     service: CatalogService,
     version: str = "",
     access: Access | None = None,
     troubles: Callable[[], str] = str,
     refusals: Counter[str] | None = None,
-) -> FastAPI:
+) -> Surface:
     """The HTTP side of a running service.
 
     Args:
@@ -90,7 +82,10 @@ def create_app(
         title="kvbm catalog", version=version or "0", docs_url=None, redoc_url=None, openapi_url=None,
         redirect_slashes=False,  # a redirect would name the host that the caller has written, and http
     )  # fmt: skip
-    api = _Api(service, version, troubles, limits.refusals)
+    access = access or Access()
+    metrics = CatalogMetrics(service.numbers, limits.refusals)
+    answers = PromptAnswers(service, metrics)
+    api = _Api(service, version, troubles, limits.refusals, metrics, answers)
     for route in _ROUTES:
         app.add_api_route(
             route.path, getattr(api, route.handler), methods=[route.method], response_class=Response, name=route.handler
@@ -100,22 +95,24 @@ def create_app(
     app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(
         Gate,
-        access=access or Access(),
+        access=access,
         count=api.count_request,
         within=lambda judged: Limited(judged, limits),
     )
-    return app
+    return Surface(app, AtOnce(access, limits, answers, api.count_request))
 
 
 class _Api:
     """The handlers, one for each path of `_ROUTES`."""
 
     def __init__(
-        self, service: CatalogService, version: str, troubles: Callable[[], str], refusals: Counter[str]
-    ) -> None:
+        self, service: CatalogService, version: str, troubles: Callable[[], str], refusals: Counter[str],
+        metrics: CatalogMetrics, answers: PromptAnswers,
+    ) -> None:  # fmt: skip
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
-        self._metrics, self._refusals = CatalogMetrics(service.numbers, refusals), refusals
+        self._metrics, self._refusals = metrics, refusals
+        self._answers = answers
         self._openapi = msgspec.json.encode(openapi(version))
 
     def count_request(self, caller: str, outcome: str) -> None:
@@ -125,52 +122,17 @@ class _Api:
             self._refusals[refused] += 1
 
     async def lookup(self, request: Request) -> Response:
-        _, namespace, hashes = await self._prompt(request, LookupRequest)
-        begin_s = time.perf_counter()
-        answer = self._service.queries.lookup(namespace, hashes, _caller(request))
-        response = _json(answer)
-        self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
-        return response
+        asked, namespace, hashes = await self._prompt(request, LookupRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
 
     async def route(self, request: Request) -> Response:
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
-        begin_s = time.perf_counter()
-        blocks, caller = len(hashes) // HASH_BYTES, _caller(request)
-        fields = self._fields(caller, asked)
-        input_tokens = asked.input_tokens
-        if input_tokens is None:
-            raise ApiError(
-                422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
-            )
-        block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
-        if blocks * block_tokens > input_tokens:
-            raise ApiError(
-                422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
-                "give the whole prompt's length as input_tokens, and hashes of full blocks only",
-            )  # fmt: skip
-        task = RoutingTask(_id_of(namespace), hashes, input_tokens, max(1, block_tokens), _exchange(request).key)
-        ranked = self._service.queries.route(task, fields, namespace, caller)
-        if not ranked:
-            raise ApiError(
-                503, "no_instance", "no live instance serves this namespace",
-                "start an instance, or see /v1/instances for what is known of each",
-            )  # fmt: skip
-        response = _json(
-            RouteAnswer(
-                instance=ranked[0].instance,
-                namespace=task.namespace.hex(),
-                blocks=blocks,
-                ranked=ranked,
-                view_age_s=self._service.queries.view_age_s(),
-            )
-        )
-        self._metrics.route_s.observe(time.perf_counter() - begin_s)
-        return response
+        return _encoded(self._answers.route(_caller(request), _exchange(request).key, asked, namespace, hashes))
 
     async def block(self, request: Request) -> Response:
         namespace = _one_hash("namespace", request.path_params["namespace"])
         block = _one_hash("hash", request.path_params["hash"])
-        self._check_ready()
+        self._answers.check_ready()
         return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block), _caller(request)))
 
     async def instances(self, request: Request) -> Response:
@@ -247,110 +209,22 @@ class _Api:
         body = await _body(request)
         exchange = _exchange(request)
         async with exchange.parsing(len(body)):
-            try:
-                if len(body) > LARGE_BODY_BYTES:
-                    asked = await asyncio.to_thread(decode_request, body, kind)
-                else:
-                    asked = decode_request(body, kind)
-            except (LayoutError, OverflowError) as error:
-                raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
-            except msgspec.ValidationError as error:
-                raise ApiError(422, "invalid_request", str(error), _WHOLE_REQUEST) from None
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
+            if len(body) > LARGE_BODY_BYTES:
+                asked = await asyncio.to_thread(decode_prompt, body, kind)
+            else:
+                asked = decode_prompt(body, kind)
             del body, exchange.body  # a wait holds nothing large
-            self._check_ready()
-            hashes = await self._hashes(caller, asked)
-            if isinstance(asked, RouteRequest) and asked.tokens is not None:
-                asked = msgspec.structs.replace(asked, input_tokens=len(asked.tokens))
-            asked = msgspec.structs.replace(asked, hashes=None, tokens=None)
+            self._answers.check_ready()
+            if asked.tokens is not None and len(asked.tokens) > THREAD_TOKENS:
+                hashes = await asyncio.to_thread(self._answers.hashing(caller, asked))
+            else:
+                hashes = self._answers.hashing(caller, asked)()
+            asked = without_prompt(asked)
         if asked.at_least:
             exchange.hold(len(hashes))  # of tokens, hashes may be larger than the body
             with exchange.waiting():
                 await self._wait(caller, asked)
-        return asked, _asked_namespace(asked), hashes
-
-    def _fields(self, caller: Caller, asked: LookupRequest) -> Namespace | None:
-        """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
-        namespace = _asked_namespace(asked)
-        return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
-
-    def _check_ready(self) -> None:
-        if not self._service.is_ready:
-            raise ApiError(
-                503, "not_ready", self._service.readiness().reason, "ask again soon; /readyz says when it is ready"
-            )
-
-    async def _hashes(self, caller: Caller, asked: LookupRequest) -> bytes:
-        if (asked.hashes is None) == (asked.tokens is None):
-            raise ApiError(
-                422, "hashes_or_tokens", "give either hashes or tokens", "hashes need no secret: prefer them"
-            )
-        if asked.tokens is not None:
-            return await self._hash_tokens(caller, asked, asked.tokens)
-        given = asked.hashes or ""
-        count = len(given) if isinstance(given, list) else len(given) // _HEX_DIGITS
-        if count > MAX_HASHES:
-            raise ApiError(422, "too_many_hashes", f"{count} hashes; at most {MAX_HASHES} are taken", "give fewer")
-        if isinstance(given, list):
-            wrong = next((at for at, text in enumerate(given) if len(text) != _HEX_DIGITS), None)
-            if wrong is not None:
-                raise _bad_hash(f"hashes[{wrong}] has {len(given[wrong])} characters, not {_HEX_DIGITS}")
-            given = "".join(given)
-        if len(given) % _HEX_DIGITS:
-            raise _bad_hash(f"hashes has {len(given)} characters, which is no multiple of {_HEX_DIGITS}")
-        try:
-            hashes = bytes.fromhex(given)
-        except ValueError:
-            raise _bad_hash("hashes is not hexadecimal") from None
-        if 2 * len(hashes) != len(given):  # fromhex skips blanks
-            raise _bad_hash("hashes is not hexadecimal")
-        return hashes
-
-    async def _hash_tokens(self, caller: Caller, asked: LookupRequest, tokens: list[int]) -> bytes:
-        if len(tokens) > MAX_TOKENS:
-            raise ApiError(
-                422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
-            )
-        fields = self._fields(caller, asked)
-        if fields is None:
-            raise ApiError(
-                422, "namespace_unknown", f"no instance has told the fields of namespace {_id_of(_asked_namespace(asked)).hex()}",
-                "give the namespace's fields instead of its id, or hashes instead of tokens",
-            )  # fmt: skip
-        try:
-            check_hashable(fields)
-        except HashSchemeError as error:
-            message, _, remedy = str(error).partition("; ")
-            raise ApiError(422, "scheme_not_hashable", message, remedy) from None
-        if caller.sees_all or fields.tenant in (caller.tenants or ()):
-            secret = self._service.secrets.get(fields.tenant, None if fields.tenant else "")
-        else:
-            secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
-        if secret is None:
-            raise ApiError(
-                422, "tokens_not_hashable",
-                f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
-                "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
-            )  # fmt: skip
-        if fields.block_tokens > MAX_TOKENS:  # more than C++ may be able to say
-            return b""
-        arguments = (tokens, fields.block_tokens, fields.root(secret.encode()))
-        try:
-            if len(tokens) > THREAD_TOKENS:
-                hashes = await asyncio.to_thread(self._service.backend.sequence_hashes, *arguments)
-            else:
-                hashes = self._service.backend.sequence_hashes(*arguments)
-        except (LayoutError, OverflowError) as error:
-            raise ApiError(422, "bad_tokens", str(error), _TOKEN_IDS) from None
-        if len(hashes) > MAX_HASHES * HASH_BYTES:
-            raise ApiError(
-                422,
-                "too_many_hashes",
-                f"{len(hashes) // HASH_BYTES} blocks; at most {MAX_HASHES} are taken",
-                "give fewer",
-            )
-        return hashes
+        return asked, asked_namespace(asked), hashes
 
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)
@@ -372,14 +246,6 @@ class _Api:
 def _caller(request: Request) -> Caller:
     caller: Caller = request.scope[CALLER]
     return caller
-
-
-def _asked_namespace(asked: LookupRequest) -> Namespace | NamespaceId:
-    return asked.namespace if isinstance(asked.namespace, Namespace) else NamespaceId(bytes.fromhex(asked.namespace))
-
-
-def _id_of(namespace: Namespace | NamespaceId) -> NamespaceId:
-    return namespace.id if isinstance(namespace, Namespace) else namespace
 
 
 async def _body(request: Request) -> bytearray:
@@ -412,26 +278,23 @@ def _one_hash(what: str, text: str) -> bytes:
         value = bytes.fromhex(text)
     except ValueError:
         value = b""
-    if len(value) != HASH_BYTES or len(text) != _HEX_DIGITS:
-        raise _bad_hash(f"{what} {text[:80]!r} is not {_HEX_DIGITS} hex digits")
+    if len(value) != HASH_BYTES or len(text) != HEX_DIGITS:
+        raise bad_hash(f"{what} {text[:80]!r} is not {HEX_DIGITS} hex digits")
     return value
 
 
-def _bad_hash(message: str) -> ApiError:
-    return ApiError(422, "bad_hash", message, f"write each hash as {_HEX_DIGITS} hex digits")
-
-
 def _json(answer: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(answer), status, media_type="application/json")
+    return _encoded(msgspec.json.encode(answer), status)
+
+
+def _encoded(body: bytes, status: int = 200) -> Response:
+    return Response(body, status, media_type="application/json")
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    code = error.answer.error.code
-    if code == "body_too_large" or code.startswith("too_many_"):
-        _exchange(request).refused("too_large")
-    elif code == "body_too_slow":
-        _exchange(request).refused("too_slow")
+    if error.refused:
+        _exchange(request).refused(error.refused)
     return _json(error.answer, error.status)
 
 
@@ -564,7 +427,7 @@ def _operation(route: _Route) -> dict[str, Any]:
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     if names:
         kinds = {"instance": {"type": "string"}}
-        pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{_HEX_DIGITS}}}$"}
+        pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names
         ]

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import socket
-import struct
 import time
 from asyncio import sslproto
 from collections import Counter, OrderedDict
@@ -21,22 +19,13 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-
 from kvbm.catalog.limits import Buckets, LimitSettings, Seldom, peer_key
 
-MAX_HEADER_BYTES = 32 << 10
 LOOK_S = 1.0
 _BODY_S = 30.0  # the handler gives up on a body before that
 _SLOW_S = 1.0  # a body or a reader that takes longer may be ended for others
-_MOST_A_TURN = 32  # connections taken before the loop does something else
 _READ_BYTES = 16 << 10
-_UNSENT_BYTES = 64 << 10
-_BUFFERED_BYTES = 8 << 10  # of a body nobody has asked for yet
 _SPARE_DESCRIPTORS = 128  # for NATS, the database, files
-_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_RESET = struct.pack("ii", 1, 0)
 
 
 class Stage(IntEnum):
@@ -52,10 +41,10 @@ class Stage(IntEnum):
 class Connection:
     """One connection. Made when it is taken; its transport comes when it can be used."""
 
-    __slots__ = ("number", "peer", "since_s", "sock", "stage", "stuck_s", "transport", "unsent")
+    __slots__ = ("peer", "since_s", "sock", "stage", "stuck_s", "transport", "unsent")
 
     def __init__(self, sock: socket.socket, peer: _Peer, now_s: float) -> None:
-        self.sock, self.number, self.peer = sock, sock.fileno(), peer
+        self.sock, self.peer = sock, peer
         self.stage, self.since_s = Stage.HEADER, now_s
         self.transport: asyncio.Transport | None = None
         self.stuck_s: float | None = None  # since when its caller does not take an answer
@@ -96,7 +85,7 @@ class Connections:
         self._settings, self._clock = settings, clock
         self.refusals: Counter[str] = Counter() if refusals is None else refusals
         self._most = settings.sockets if most is None else min(settings.sockets, most)
-        self._by_file: dict[int, Connection] = {}
+        self._count = 0
         self._peers: dict[str, _Peer] = {}
         self._taken = Buckets(settings.connects_per_s, 4 * settings.connects_per_s)
         self._stuck: OrderedDict[Connection, None] = OrderedDict()
@@ -104,42 +93,37 @@ class Connections:
         self.remarks = Seldom(clock=clock)
 
     def __len__(self) -> int:
-        return len(self._by_file)
+        return self._count
 
-    def admit(self, sock: socket.socket, address: Any) -> bool:
-        """Whether a new connection may stay. Others may have to go for it."""
+    def admit(self, sock: socket.socket, address: Any) -> Connection | None:
+        """A new connection, for which others may have to go; None: it may not stay."""
         now_s = self._clock()
         key = peer_key(str(address[0]) if address else "")
         if self._taken.take(now_s, key):
             self.refusals["connection_rate"] += 1
             self.remarks.warn("catalog.connections_refused", why="too many a second", peer=key)
-            return False
+            return None
         peer = self._peers.get(key)
         full = [peer] if peer is not None and peer.count >= self._settings.sockets_per_peer else []
-        if not full and len(self._by_file) >= self._most:
+        if not full and self._count >= self._most:
             full = sorted(self._peers.values(), key=lambda one: one.count, reverse=True)
         if full and not any(
             make_room(one, now_s) for make_room in (self._end_stranger, self._end_known) for one in full
         ):
             self.refusals["connection_room"] += 1
             self.remarks.warn("catalog.connections_refused", why="all are busy", peer=key)
-            return False
-        if (old := self._by_file.get(sock.fileno())) is not None:  # closed without a word, in TLS's handshake
-            self.closed(old)
+            return None
         peer = self._peers.get(key) or self._peers.setdefault(key, _Peer(key))
         connection = Connection(sock, peer, now_s)
-        self._by_file[connection.number] = connection
+        self._count += 1
         peer.count += 1
         peer.stages[Stage.HEADER][connection] = None
-        return True
-
-    def opened(self, transport: asyncio.Transport) -> Connection | None:
-        """The connection that can be used now. None: it has to go already."""
-        sock = transport.get_extra_info("socket")
-        connection = self._by_file.get(sock.fileno()) if sock is not None else None
-        if connection is not None:
-            connection.transport = transport
         return connection
+
+    def opened(self, connection: Connection, transport: asyncio.Transport) -> bool:
+        """The connection can be used now; False: it has to go already."""
+        connection.transport = transport
+        return connection in connection.peer.stages[connection.stage]
 
     def closed(self, connection: Connection) -> None:
         """It is gone. Idempotent."""
@@ -148,11 +132,10 @@ class Connections:
         if connection not in peer.stages[connection.stage]:
             return
         del peer.stages[connection.stage][connection]
+        self._count -= 1
         peer.count -= 1
         if not peer.count:
             self._peers.pop(peer.key, None)
-        if self._by_file.get(connection.number) is connection:
-            del self._by_file[connection.number]
 
     def moved(self, connection: Connection, stage: Stage) -> None:
         """It does something else now."""
@@ -162,6 +145,13 @@ class Connections:
         del stages[connection.stage][connection]
         connection.stage, connection.since_s = stage, self._clock()
         stages[stage][connection] = None
+
+    def asked(self, connection: Connection) -> None:
+        """It was answered just now: what it does next begins now."""
+        stages = connection.peer.stages[connection.stage]
+        if connection in stages:
+            connection.since_s = self._clock()
+            stages.move_to_end(connection)
 
     def stuck(self, connection: Connection, unsent: int) -> None:
         """Its caller does not take an answer, of which so many bytes wait here."""
@@ -238,73 +228,6 @@ class Connections:
         connection.end()
 
 
-class Listener(socket.socket):
-    """A listening socket that takes what may stay, and goes on when the process has no files left.
-
-    asyncio would try again for each place of its backlog, log each, and start as many times again a second later.
-    """
-
-    _connections: Connections | None = None
-    _reserve: int | None = None
-    _left = _MOST_A_TURN
-
-    def limit(self, connections: Connections) -> None:
-        """Ask them about every new connection."""
-        self._connections = connections
-        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection that may stay. Raises BlockingIOError: there is none now."""
-        if self._connections is None:
-            return super().accept()
-        while self._left > 0:
-            if self._left == _MOST_A_TURN:
-                asyncio.get_running_loop().call_soon(self._begin_turn)
-            self._left -= 1
-            try:
-                taken, address = super().accept()
-            except OSError as error:
-                if error.errno not in _NO_MORE:
-                    raise
-                self._shed(error)
-                continue
-            if self._connections.admit(taken, address):
-                return taken, address
-            _reset(taken)
-        raise BlockingIOError(errno.EAGAIN, "enough for one turn")
-
-    def close(self) -> None:
-        """Close it, and the file it keeps for when there are no others."""
-        super().close()
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None
-
-    def _begin_turn(self) -> None:
-        self._left = _MOST_A_TURN
-
-    def _shed(self, error: OSError) -> None:
-        """Take a connection with the file that is kept for this, and close it: else it would be offered for ever."""
-        assert self._connections is not None
-        self._connections.refusals["no_files"] += 1
-        self._connections.remarks.warn("catalog.connections_refused", why=os.strerror(error.errno or 0))
-        if self._reserve is None:
-            self._left = 0
-            raise error  # asyncio takes nothing for a second
-        os.close(self._reserve)
-        self._reserve = None
-        with contextlib.suppress(OSError):
-            _reset(super().accept()[0])
-        with contextlib.suppress(OSError):
-            self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _reset(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    sock.close()
-
-
 def room_for_sockets(wanted: int, may_raise: bool) -> int:
     """How many sockets the process may have beside the files it needs.
 
@@ -333,65 +256,6 @@ def unsent_bytes(transport: asyncio.Transport) -> int:
     """What of answers waits here. asyncio's TLS hands all of an answer to the socket's transport, and counts only what comes after."""
     within = getattr(getattr(transport, "_ssl_protocol", None), "_transport", None)
     return transport.get_write_buffer_size() + (within.get_write_buffer_size() if within is not None else 0)
-
-
-def protocol_within(connections: Connections) -> type[H11Protocol]:
-    """uvicorn's protocol, with each connection's stage told to `connections`."""
-
-    class LimitedProtocol(H11Protocol):
-        _connection: Connection | None = None
-        _idle = Stage.IDLE
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._connection = connections.opened(transport)
-            if self._connection is None:
-                transport.abort()
-            elif hasattr(transport, "max_size"):
-                transport.max_size = _READ_BYTES
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._connection is not None:
-                connections.closed(self._connection)
-            super().connection_lost(exc)
-            self._unset_keepalive_if_required()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            cycle: RequestResponseCycle | None = self.cycle
-            if cycle is not None and len(cycle.body) > _BUFFERED_BYTES:
-                self.flow.pause_reading()
-            self._tell_stage()
-
-        def on_response_complete(self) -> None:
-            self._idle = Stage.KNOWN if getattr(self.cycle.scope.get("kvbm.caller"), "name", "") else Stage.IDLE
-            super().on_response_complete()
-            self._tell_stage()
-            if self._connection is not None and (unsent := unsent_bytes(self.transport)) > _UNSENT_BYTES:
-                connections.stuck(self._connection, unsent)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            if self._connection is not None:
-                connections.stuck(self._connection, unsent_bytes(self.transport))
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._connection is not None:
-                connections.flows(self._connection)
-
-        def _tell_stage(self) -> None:
-            if self._connection is None:
-                return
-            connections.moved(self._connection, _stage(self.conn, self.cycle is not None, self._idle))
-
-    return LimitedProtocol
-
-
-def _stage(conn: h11.Connection, has_asked: bool, idle: Stage) -> Stage:
-    if conn.their_state is not h11.IDLE:
-        return Stage.BODY if conn.their_state is h11.SEND_BODY else Stage.ANSWER
-    return idle if has_asked and not conn.trailing_data[0] else Stage.HEADER
 
 
 class SeldomFilter(logging.Filter):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -65,7 +65,7 @@ class Gate:
 
     async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, caller = scope["path"], scope[CALLER]
-        if path in _FOR_ALL or (caller is not None and _may(caller, path)):
+        if path in _FOR_ALL or (caller is not None and may(caller, path)):
             self._count(caller.name if caller is not None else "", "passed")
             await self._app(scope, receive, send)
         elif caller is None:
@@ -76,22 +76,8 @@ class Gate:
             await _answer(send, 403, _FORBIDDEN, [])
 
 
-def with_peer(protocol: type[Any]) -> type[Any]:
-    """A protocol class of uvicorn's that puts the peer's certificate where `Gate` finds it."""
-
-    class WithPeer(protocol):  # type: ignore[misc]
-        app_state: dict[str, Any]
-
-        def connection_made(self, transport: Any) -> None:
-            certificate: Mapping[str, Any] | None = transport.get_extra_info("peercert")
-            if certificate:
-                self.app_state = {**self.app_state, PEER: certificate}
-            super().connection_made(transport)
-
-    return WithPeer
-
-
-def _may(caller: Caller, path: str) -> bool:
+def may(caller: Caller, path: str) -> bool:
+    """Whether one of the caller's role may ask this."""
     if caller.role == "operator":
         return True
     if caller.role == "metrics":
@@ -100,7 +86,12 @@ def _may(caller: Caller, path: str) -> bool:
 
 
 def _authorization(scope: Scope) -> str | None:
-    found = [value for name, value in scope["headers"] if name == b"authorization"]
+    return authorization(scope["headers"])
+
+
+def authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """What the header says of who asks; None without it."""
+    found = [value for name, value in headers if name == b"authorization"]
     if not found:
         return None
     return found[0].decode("latin-1") if len(found) == 1 else ""  # two of them: neither counts

@@ -37,6 +37,7 @@ log = structlog.get_logger()
 
 OWN_CLUSTER = "_catalogs"  # of the pulses of a catalog that follows all clusters
 _SENT_PULSES = 256
+_MOST_QUEUED = (1 << 32) - 1  # tokens
 
 
 class HeartbeatFollower:
@@ -122,6 +123,7 @@ class HeartbeatFollower:
             if believed is not None and believed.heartbeat == heartbeat:  # not of a zombie, nor of a second run
                 now_s = time.monotonic()
                 self._sequencer.on_heartbeat(now_s, heartbeat)
+                self._sequencer.index.report_queued(name, min(max(0, heartbeat.queued_tokens), _MOST_QUEUED))
                 decided = Position(heartbeat.epoch, heartbeat.applied)
                 self.backlog.on_heartbeat(now_s, self._sent_after_s, name, decided, self._sequencer.position(name))
 

@@ -52,11 +52,13 @@ class Prefixes(NamedTuple):
         deepest: the largest depth of all instances and pools.
         instances, pools: those that have, or reach, at least the first block. One that is excluded counts by what others can read
             without it, and when that is not the first block, it is left out.
+        more: instances that have the first block and were not wanted, because others are better.
     """
 
     deepest: int
     instances: list[InstanceDepth]
     pools: list[PoolDepth]
+    more: int = 0
 
 
 NOBODY = Prefixes(0, [], [])
@@ -195,12 +197,19 @@ class ClusterIndex(Protocol):
         `agrees` compares what was done with what frames report; this compares what memory holds with what was done.
         """
 
-    def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
+    def report_queued(self, instance: InstanceId, tokens: int) -> None:
+        """How many tokens wait at an instance: among equals the least busy comes first. Soft: 0 for one that was dropped or loaded."""
+
+    def prefixes(
+        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
+    ) -> Prefixes:
         """Who has how much of a prefix.
 
         Args:
             hashes: packed, in prompt order.
-            best: only that many instances, the deepest first, ties in no order; 0 for all, in no order.
+            best: only that many instances: the deepest first, then those that reach furthest, then those where least waits; what is equal
+                then is in no order. 0 for all, in no order.
+            only: instances to look at; None for all.
         """
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:

@@ -30,6 +30,7 @@ LARGE_BODY_BYTES = 256 << 10  # larger ones are parsed and hashed one at a time
 DRAIN_BYTES = 5 * MAX_BODY_BYTES
 DRAIN_S = 5.0
 _DRAIN_STEP_S = 1.0  # without a byte for so long, nothing more will come
+UNIX_HOST = "unix"  # the address of a peer on a unix socket
 _MOST_CALLERS = 4096
 _BODY_UNIT_BYTES = 16 << 10  # of a request's body that cost as much as a request
 _ANSWER_UNIT_BYTES = 64 << 10
@@ -271,7 +272,7 @@ class Exchange:
     def __init__(self, limits: Limits, scope: Scope, receive: Receive, send: Send) -> None:
         self.key = caller_key(scope)
         self._limits, self._receive, self._send = limits, receive, send
-        self._limited = limits.settings.loopback or not is_local(scope)
+        self._limited = is_limited(limits.settings, *_asker(scope))
         self._more, self._expects, self.length = _body_headers(scope)
         self._body_bytes = self._answer_bytes = self._held = 0
         self._started = False
@@ -366,7 +367,7 @@ class Exchange:
             self._limits.bodies.give(self.key, self._held)
             self._held = 0
         if self._limited:
-            cost = self._body_bytes // _BODY_UNIT_BYTES + self._answer_bytes // _ANSWER_UNIT_BYTES
+            cost = cost_of(self._body_bytes, self._answer_bytes)
             self._limits.requests.charge(self._limits.clock(), self.key, cost)
 
     async def _drain(self) -> None:
@@ -385,15 +386,33 @@ class Exchange:
         self._more = False
 
 
+def cost_of(body_bytes: int, answer_bytes: int) -> int:
+    """As how many more requests a long one counts."""
+    return body_bytes // _BODY_UNIT_BYTES + answer_bytes // _ANSWER_UNIT_BYTES
+
+
 def caller_key(scope: Scope) -> str:
     """Who asks: the caller's name, else the address."""
-    name = getattr(scope.get("kvbm.caller"), "name", "")
-    return f"caller {name}" if name else peer_key((scope.get("client") or ("",))[0])
+    return key_of(*_asker(scope))
 
 
-def is_local(scope: Scope) -> bool:
-    """Whether it is asked from the machine itself, without a name."""
-    return not getattr(scope.get("kvbm.caller"), "name", "") and _is_loopback((scope.get("client") or ("",))[0])
+def key_of(name: str, host: str) -> str:
+    """What a caller is known by.
+
+    Args:
+        name: "" where it has none.
+        host: the peer's address.
+    """
+    return f"caller {name}" if name else peer_key(host)
+
+
+def is_limited(settings: LimitSettings, name: str, host: str) -> bool:
+    """Whether requests of a caller are counted: not those from the machine itself, without a name."""
+    return settings.loopback or bool(name) or not (host == UNIX_HOST or _is_loopback(host))
+
+
+def _asker(scope: Scope) -> tuple[str, str]:
+    return getattr(scope.get("kvbm.caller"), "name", ""), (scope.get("client") or ("",))[0]
 
 
 @lru_cache(4096)

@@ -24,7 +24,7 @@ _LARGEST_TOKEN = (1 << 32) - 1
 R = TypeVar("R", bound=LookupRequest)
 
 
-def decode_request(body: bytearray, kind: type[R]) -> R:
+def decode_request(body: bytes | bytearray, kind: type[R]) -> R:
     """A lookup or a route. Of a long one the tokens are an array.
 
     Raises: msgspec.MsgspecError, UnicodeDecodeError, RecursionError: as `msgspec.json.decode`. LayoutError, OverflowError: a token is

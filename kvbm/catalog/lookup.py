@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvbm.catalog.index import ClusterIndex, is_suspect
-from kvbm.core.answers import BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
+from kvbm.core.answers import LIMIT, BlockAnswer, BlockHolder, InstanceHolding, LookupAnswer, PoolHolding
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, SequenceHash, Tier
 
 
 def lookup(
-    index: ClusterIndex, namespace: NamespaceId, hashes: bytes, asked: Namespace | NamespaceId | None = None
+    index: ClusterIndex,
+    namespace: NamespaceId,
+    hashes: bytes,
+    asked: Namespace | NamespaceId | None = None,
+    limit: int = LIMIT,
+    only: Sequence[InstanceId] | None = None,
 ) -> LookupAnswer:
-    """Who has how much of a prefix, deepest first; and who is left out though they hold its first block.
+    """Who has how much of a prefix, best first; and who is left out though they hold its first block.
 
     Args:
         namespace: to look in.
         hashes: packed, in prompt order.
         asked: what the answer calls the namespace; None: as the one it looks in.
+        limit: of instances that are named.
+        only: instances to look at; None for all.
     """
-    found = index.prefixes(namespace, hashes)
+    found = index.prefixes(namespace, hashes, limit, only)
     instances = [
         InstanceHolding(
             instance=entry.instance,
@@ -29,14 +38,19 @@ def lookup(
         for entry in found.instances
     ]
     first = SequenceHash(hashes[:HASH_BYTES])
+    excluded: list[str] = [*index.excluded_holders(namespace, first)] if first else []
+    if only is not None:
+        excluded = [name for name in excluded if name in only]
     pools = [PoolHolding(pool=entry.pool, depth=entry.depth) for entry in found.pools]
     return LookupAnswer(
         namespace=(asked.id if isinstance(asked, Namespace) else asked or namespace).hex(),
         blocks=len(hashes) // HASH_BYTES,
         deepest=found.deepest,
-        instances=sorted(instances, key=lambda entry: (-entry.depth, -entry.reach, entry.instance)),
+        instances=instances,
         pools=sorted(pools, key=lambda entry: (-entry.depth, entry.pool)),
-        excluded=sorted(index.excluded_holders(namespace, first)) if first else [],
+        excluded=sorted(excluded)[:limit],
+        more=found.more,
+        more_excluded=max(0, len(excluded) - limit),
     )
 
 

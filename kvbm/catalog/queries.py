@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from kvbm.catalog.sequencer import Sequencer
 from kvbm.catalog.snapshots import SnapshotRequests
 from kvbm.catalog.visibility import NOWHERE, Visibility
 from kvbm.core.answers import (
+    LIMIT,
     BlockAnswer,
     BlockHolder,
     InstanceHolding,
@@ -60,9 +62,16 @@ class Queries:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def lookup(self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller = EMBEDDED) -> LookupAnswer:
-        """Who has how much of a prefix, as far as the caller may know of it."""
-        answer = lookup(self._index, self.visibility.key(caller, asked), hashes, asked)
+    def lookup(
+        self,
+        asked: Namespace | NamespaceId,
+        hashes: bytes,
+        caller: Caller = EMBEDDED,
+        limit: int = LIMIT,
+        only: Sequence[InstanceId] | None = None,
+    ) -> LookupAnswer:
+        """Who has how much of a prefix, as far as the caller may know of it. Arguments as `kvbm.catalog.lookup.lookup`."""
+        answer = lookup(self._index, self.visibility.key(caller, asked), hashes, asked, limit, only)
         if self._backlog.behind:
             answer = msgspec.structs.replace(
                 answer, instances=[self._suspected_if_behind(one, one.instance) for one in answer.instances]
@@ -75,6 +84,7 @@ class Queries:
         fields: Namespace | None,
         asked: Namespace | NamespaceId | None = None,
         caller: Caller = EMBEDDED,
+        only: Collection[InstanceId] | None = None,
     ) -> list[RankedInstance]:
         """The instances that may serve a prompt, best first; the first is noted as chosen. Empty when there are none.
 
@@ -84,6 +94,7 @@ class Queries:
         Args:
             fields: of the prompt's namespace, when they are known.
             asked: the namespace as the caller has given it; None: by its id.
+            only: instances to look at; None for all.
         """
         now_s = time.monotonic()
         if self.visibility.key(caller, task.namespace if asked is None else asked) == NOWHERE:
@@ -91,7 +102,9 @@ class Queries:
         candidates = [
             instance
             for instance in self._liveness.candidates()
-            if self._serves(instance, task.namespace, fields) and self.visibility.instance(caller, instance)
+            if (only is None or instance in only)
+            and self._serves(instance, task.namespace, fields)
+            and self.visibility.instance(caller, instance)
         ]
         if not candidates:
             return []

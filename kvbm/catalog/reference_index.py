@@ -63,6 +63,7 @@ class _Instance:
         self.proven = False  # pools unknown, but a digest has agreed since a snapshot ended
         self.waiting = False
         self.excluded = False
+        self.queued = 0
         self.digest = 0
         self.tiers = {tier: _TierFold() for tier in Tier}
 
@@ -218,8 +219,16 @@ class ReferenceIndex:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def prefixes(self, namespace: NamespaceId, hashes: bytes, best: int = 0) -> Prefixes:
+    def report_queued(self, instance: InstanceId, tokens: int) -> None:
+        """As `ClusterIndex.report_queued`."""
+        if instance in self._instances:
+            self._instances[instance].queued = tokens
+
+    def prefixes(
+        self, namespace: NamespaceId, hashes: bytes, best: int = 0, only: Iterable[InstanceId] | None = None
+    ) -> Prefixes:
         """As `ClusterIndex.prefixes`."""
+        wanted = self._instances.keys() if only is None else self._instances.keys() & set(only)
         blocks = split_hashes(hashes)
         claimed = {
             pool: [any((tier, namespace, block) in known for tier in Tier) for block in blocks]
@@ -227,8 +236,8 @@ class ReferenceIndex:
         }
         pools = [PoolDepth(pool, depth) for pool, flags in claimed.items() if (depth := _run(flags))]
         instances: list[InstanceDepth] = []
-        for name, entry in self._instances.items():
-            by_tier = [0, 0, 0, 0]
+        for name in wanted:
+            entry, by_tier = self._instances[name], [0, 0, 0, 0]
             for block in blocks:
                 tiers = [tier for tier in Tier if (namespace, block) in entry.tiers[tier].held and entry.is_shown(tier)]
                 if not tiers:
@@ -241,10 +250,13 @@ class ReferenceIndex:
             if depth or (reach and not entry.excluded):
                 counts = (by_tier[0], by_tier[1], by_tier[2], by_tier[3])
                 instances.append(InstanceDepth(name, depth, counts, reach, entry.is_suspect()))
+        more = 0
         if best:
-            instances = sorted(instances, key=lambda entry: (-entry.depth, -entry.reach))[:best]
+            instances.sort(key=lambda one: (-one.depth, -one.reach, self._instances[one.instance].queued))
+            more = sum(one.depth > 0 for one in instances[best:])
+            instances = instances[:best]
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
-        return Prefixes(deepest, instances, pools) if deepest or instances else NOBODY
+        return Prefixes(deepest, instances, pools, more) if deepest or instances else NOBODY
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """As `ClusterIndex.holders`."""

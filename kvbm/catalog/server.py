@@ -11,10 +11,11 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import structlog
 
@@ -23,23 +24,25 @@ from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraE
 from kvbm.streams.base import EventStream
 
 try:
+    import httptools  # noqa: F401
     import uvicorn
+    import uvloop
 except ImportError:
-    raise MissingExtraError("the catalog's web server (uvicorn)", "catalog") from None
+    raise MissingExtraError("the catalog's web server (uvicorn, httptools, uvloop)", "catalog") from None
 
 from kvbm.catalog.access import Access, check_exposed
-from kvbm.catalog.api import create_app
+from kvbm.catalog.api import create_surface
+from kvbm.catalog.at_once import AtOnce
 from kvbm.catalog.connections import (
-    MAX_HEADER_BYTES,
+    Connection,
     Connections,
-    Listener,
     SeldomFilter,
-    protocol_within,
     room_for_sockets,
     small_tls_buffers,
 )
-from kvbm.catalog.gate import with_peer
+from kvbm.catalog.http_connection import HttpConnection
 from kvbm.catalog.index import NewIndex
+from kvbm.catalog.listener import Listener
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.catalog.tls import ServerTls
@@ -76,7 +79,7 @@ def run(
         gc.freeze()  # a full collection waits for a quarter more objects than there are: without all the modules', garbage goes early
         on_started(url)
 
-    asyncio.run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream))
+    _run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream), settings)
 
 
 class CatalogThread:
@@ -143,10 +146,11 @@ class CatalogThread:
                 end()
 
         try:
-            asyncio.run(
+            _run(
                 _serve(
                     self._settings, self._backend, self._new_index, self._started.set_result, began, self._make_stream
-                )
+                ),
+                self._settings,
             )
         except (KvbmError, OSError) as error:
             if self._started.done():
@@ -158,18 +162,39 @@ class CatalogThread:
                 self._started.set_exception(CatalogError("the catalog ended before it answered; see its log"))
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
+def _run(serving: Coroutine[Any, Any, None], settings: ServiceSettings) -> None:
+    """Run it in a loop of its own: uvloop's, but with TLS asyncio's, whose buffers for strangers are small."""
+    with asyncio.Runner(loop_factory=None if settings.access.tls_cert else uvloop.new_event_loop) as runner:
+        runner.run(serving)
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+
+class _Server(uvicorn.Server):
+    """Takes connections by itself, and leaves signals to whoever runs it: uvicorn would raise them again before the service could close."""
+
+    def __init__(
+        self, config: uvicorn.Config, connections: Connections, at_once: AtOnce, on_started: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._on_started = on_started
+        self._connections, self._at_once, self._on_started = connections, at_once, on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; then calls `on_started`."""
-        await super().startup(sockets)
-        if self.started:
-            self._on_started()
+        """Take connections of the sockets; then call `on_started`."""
+        listeners = [Listener(one, self._connections, self._connection, self.config.ssl) for one in sockets or []]
+        self.servers = listeners  # type: ignore[assignment]
+        for listener in listeners:
+            listener.start()
+        self.started = True
+        self._on_started()
+
+    def _connection(self, connection: Connection) -> HttpConnection:
+        return HttpConnection(
+            self._connections,
+            connection,
+            self._at_once,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={},
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -195,14 +220,13 @@ async def _serve(
         refusals: Counter[str] = Counter()
         room = room_for_sockets(settings.limits.sockets, may_raise=False)
         connections = Connections(settings.limits, room, refusals=refusals)
-        listener.limit(connections)
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).addFilter(_SELDOM)
         try:
+            surface = create_surface(service, _own_version(), access, lambda: _troubles(access, tls), refusals)
             config = uvicorn.Config(
-                create_app(service, _own_version(), access, lambda: _troubles(access, tls), refusals),
-                http=protocol_within(connections),
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                surface.app,
+                http="httptools",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -212,10 +236,9 @@ async def _serve(
                 ws="none",
             )
             config.load()
-            config.http_protocol_class = with_peer(config.http_protocol_class)
             config.ssl = tls.context if tls is not None else None
             url = _url(listener, "https" if tls is not None else "http")
-            server = _Server(config, lambda: on_started(url))
+            server = _Server(config, connections, surface.at_once, lambda: on_started(url))
             on_began(server, asyncio.get_running_loop())
             watching = asyncio.create_task(_end_on_failure(service, server))
             looking = asyncio.create_task(connections.look_for_ever())
@@ -260,12 +283,12 @@ def _host_and_port(listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _bind(host: str, port: int) -> Listener:
-    listener: Listener | None = None
+def _bind(host: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
         family, kind, protocol, _, address = found[0]
-        listener = Listener(family, kind, protocol)  # asyncio turns Nagle off only where the protocol is TCP
+        listener = socket.socket(family, kind, protocol)  # asyncio turns Nagle off only where the protocol is TCP
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)

@@ -15,6 +15,8 @@ MAX_HASHES = 65_536
 MAX_TOKENS = 1 << 20
 MAX_INPUT_TOKENS = 1 << 24
 MAX_POSITIONS = 256
+LIMIT = 8
+MAX_LIMIT = 1024
 MAX_WAIT_S = 5.0
 _MOST_COUNT = (1 << 63) - 1  # of an epoch or an offset
 _HEX_DIGITS = 32  # of a hash
@@ -48,6 +50,8 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tokens: token ids of the prompt.
         at_least: what the answer must have seen; it waits for that up to `timeout_s` seconds.
         timeout_s: for `at_least`.
+        limit: at most this many instances are named, the best first.
+        instances: only these are looked at; None for all.
     """
 
     namespace: HashHex | Namespace
@@ -55,6 +59,10 @@ class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tokens: Tokens | None = None
     at_least: Annotated[list[PositionWanted], msgspec.Meta(max_length=MAX_POSITIONS)] = []
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 1.0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LIMIT)] = LIMIT
+    instances: (
+        Annotated[list[Annotated[str, msgspec.Meta(max_length=128)]], msgspec.Meta(max_length=MAX_POSITIONS)] | None
+    ) = None
 
 
 class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,12 +101,13 @@ class PoolHolding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Who has how much of a prefix, deepest first.
+    """Who has how much of a prefix: the deepest first, then those that reach furthest, then those where least waits.
 
     Attributes:
         blocks: full blocks asked for.
         deepest: the largest depth of all instances and pools.
-        excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm.
+        excluded: instances left out because they have stopped, fallen silent, or are of a newer kvbm; no more than `limit`.
+        more: instances that have the first block and are not named, because of `limit`. more_excluded: the same of `excluded`.
         view_age_s: how old the view is while the catalog cannot tell who is silent, or that it has read all there is; else 0.
     """
 
@@ -109,6 +118,8 @@ class LookupAnswer(msgspec.Struct, frozen=True, kw_only=True):
     pools: list[PoolHolding]
     excluded: list[str]
     view_age_s: float = 0.0
+    more: int = 0
+    more_excluded: int = 0
 
 
 class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,13 +145,14 @@ class RankedInstance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouteAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The instance to send the prompt to, and all considered, best first. `view_age_s` as in LookupAnswer."""
+    """The instance to send the prompt to, and those considered, best first; `more` others are worse. `view_age_s` as in LookupAnswer."""
 
     instance: str
     namespace: str
     blocks: int
     ranked: list[RankedInstance]
     view_age_s: float = 0.0
+    more: int = 0
 
 
 class BlockHolder(msgspec.Struct, frozen=True, kw_only=True):

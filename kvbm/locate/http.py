@@ -14,7 +14,10 @@ import structlog
 import urllib3
 
 from kvbm.core.answers import (
+    LIMIT,
     MAX_HASHES,
+    MAX_LIMIT,
+    MAX_POSITIONS,
     BlockAnswer,
     ErrorAnswer,
     ForgottenAnswer,
@@ -33,7 +36,7 @@ from kvbm.core.answers import (
 from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
 from kvbm.core.backend import SequenceHashes
 from kvbm.core.checks import check_text, checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, CatalogError
+from kvbm.core.errors import ArgumentError, ArgumentTypeError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials, Proof
@@ -134,6 +137,8 @@ class CatalogClient:
         at_least: Sequence[PositionWanted] = (),
         wait_s: float = 1.0,
         timeout_s: float | None = None,
+        limit: int = LIMIT,
+        instances: Sequence[str] | None = None,
     ) -> LookupAnswer:
         """Who has how much of a prefix.
 
@@ -142,11 +147,14 @@ class CatalogClient:
             at_least: positions the answer must have seen.
             wait_s: how long the catalog may wait for these.
             timeout_s: of this call, the wait not counted.
+            limit: at most this many instances are named, the best first.
+            instances: only these are looked at; None for all.
         """
         check_run(hashes)
         request = LookupRequest(
-            namespace=_named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s
-        )
+            namespace=_named(namespace), hashes=hashes.hex(), at_least=list(at_least), timeout_s=wait_s,
+            limit=_checked_limit(limit), instances=_checked_names(instances),
+        )  # fmt: skip
         return self._post("/v1/lookup", request, LookupAnswer, self._limit(timeout_s, at_least, wait_s))
 
     def route(
@@ -157,6 +165,8 @@ class CatalogClient:
         at_least: Sequence[PositionWanted] = (),
         wait_s: float = 1.0,
         timeout_s: float | None = None,
+        limit: int = LIMIT,
+        instances: Sequence[str] | None = None,
     ) -> RouteAnswer:
         """Where to send a prompt. The catalog remembers it as sent. Arguments as `lookup`.
 
@@ -167,7 +177,7 @@ class CatalogClient:
         tokens = checked_int(input_tokens, "input_tokens")
         request = RouteRequest(
             namespace=_named(namespace), hashes=hashes.hex(), input_tokens=tokens, at_least=list(at_least),
-            timeout_s=wait_s,
+            timeout_s=wait_s, limit=_checked_limit(limit), instances=_checked_names(instances),
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
 
@@ -366,6 +376,27 @@ class HttpLocator:
             was_away, self._back_off_s = bool(self._back_off_s), 0.0
         if was_away:
             log.info("catalog.found", url=self._client.url)
+
+
+def _checked_limit(limit: int) -> int:
+    """Raises ArgumentError: there is no such limit."""
+    wanted = checked_int(limit, "limit")
+    if not 1 <= wanted <= MAX_LIMIT:
+        raise ArgumentError("limit", f"is {wanted}; give 1 to {MAX_LIMIT}")
+    return wanted
+
+
+def _checked_names(instances: Sequence[str] | None) -> list[str] | None:
+    """Raises ArgumentError: they are none, or too many."""
+    if instances is None:
+        return None
+    if isinstance(instances, str):
+        raise ArgumentTypeError("instances", "is one text; give a list of names")
+    if len(instances) > MAX_POSITIONS:
+        raise ArgumentError("instances", f"has {len(instances)} names; give at most {MAX_POSITIONS}")
+    for name in instances:
+        check_text(name, "instances")
+    return list(instances)
 
 
 def _named(namespace: Namespace | NamespaceId) -> str | Namespace:

@@ -118,7 +118,16 @@ def start_http(name: str, command: list[str], url: str, folder: Path, timeout_s:
     raise error
 
 
-CATALOG_MODULES = ("aiosqlite", "alembic", "fastapi", "prometheus_client", "sqlalchemy", "uvicorn")
+CATALOG_MODULES = (
+    "aiosqlite",
+    "alembic",
+    "fastapi",
+    "httptools",
+    "prometheus_client",
+    "sqlalchemy",
+    "uvicorn",
+    "uvloop",
+)
 STORE_MODULES = ("flask", "flask_cors", "moto")
 
 

@@ -265,9 +265,30 @@ class PythonIndex {
     return classes_.audit(flag_of(part.is_whole), number_of(part.blocks), differing.release().ptr(), number_of(part.damaged));
   }
 
-  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best) {
+  void report_queued(const std::string& name, std::uint64_t tokens) {
+    if (const std::uint32_t number = index_.find_instance(name); number != ClusterIndex::kNone) {
+      index_.report_queued(number, static_cast<std::uint32_t>(std::min<std::uint64_t>(tokens, 0xFFFFFFFFU)));
+    }
+  }
+
+  nb::object prefixes(const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
     // One answer is kept for all calls: they hold the GIL.
-    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_);
+    std::vector<std::uint32_t> wanted;
+    if (!only.is_none()) {
+      for (const nb::handle name : only) {
+        Py_ssize_t size = 0;
+        const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+        if (text == nullptr) {
+          throw nb::python_error();
+        }
+        const std::uint32_t number = index_.find_instance({text, static_cast<std::size_t>(size)});
+        if (number != ClusterIndex::kNone) {
+          wanted.push_back(number);
+        }
+      }
+      std::sort(wanted.begin(), wanted.end());
+    }
+    index_.prefixes(namespace_id(id), packed(hashes, "hashes"), best, answer_, only.is_none() ? nullptr : &wanted);
     nb::object instances = nb::steal(PyList_New(static_cast<Py_ssize_t>(answer_.instances.size())));
     Py_ssize_t at = 0;
     for (const InstanceDepth& one : answer_.instances) {
@@ -286,7 +307,7 @@ class PythonIndex {
       const std::string name = index_.pool_name(pool.pool);
       pools.append(classes_.pool_depth(nb::str(name.data(), name.size()).release().ptr(), number_of(pool.depth)));
     }
-    return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr());
+    return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr(), number_of(answer_.more));
   }
 
   nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
@@ -527,10 +548,11 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })
       .def(
           "prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best) {
-            return translated(errors, [&] { return self.prefixes(id, hashes, best); });
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
+            return translated(errors, [&] { return self.prefixes(id, hashes, best, only); });
           },
-          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0)
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
+      .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
       .def(
           "holders",
           [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {

@@ -732,6 +732,7 @@ void ClusterIndex::drop(std::uint32_t number) {
   const WriteGuard change(lock_);
   Instance& instance = instances_[number];
   instance.is_excluded = false;
+  instance.queued = 0;
   kill(number);
   instance.is_known = instance.is_stopped = instance.pools_known = instance.is_proven = instance.is_waiting = false;
   instance.epoch = 0;

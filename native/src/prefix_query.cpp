@@ -2,6 +2,7 @@
 // next block is one comparison. Buckets are asked for ahead.
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cstring>
 
@@ -12,11 +13,10 @@ namespace kvbm {
 // One walk along a prefix, under the read lock. Exact with holes: nobody is followed beyond the first block they lack.
 class PrefixWalk {
  public:
-  PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, PrefixAnswer& answer)
-      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), answer_(answer), work_(scratch()) {
-    answer_.instances.clear();
-    answer_.pools.clear();
-    answer_.deepest = 0;
+  PrefixWalk(const ClusterIndex& index, std::uint32_t space, Bytes hashes, std::size_t best, const std::vector<std::uint32_t>* only,
+             PrefixAnswer& answer)
+      : index_(index), space_(space), salt_(index.spaces_[space].salt), hashes_(hashes), best_(best), only_(only), answer_(answer),
+        work_(scratch()) {
     work_.alive.clear();
     work_.named.clear();
     work_.stretches.clear();
@@ -224,8 +224,17 @@ class PrefixWalk {
 
   void tell(std::uint32_t holder_space, std::uint32_t depth, const std::array<std::uint32_t, kTierCount>& by_tier) {
     const std::uint32_t number = index_.holder_spaces_[holder_space].holder;
-    const ClusterIndex::Instance& instance = index_.instances_[number];
-    answer_.instances.push_back({number, depth, by_tier, depth, is_suspect(instance)});
+    if (is_wanted(number)) {
+      answer_.instances.push_back({number, depth, by_tier, depth, queued(number), false});
+    }
+  }
+
+  bool is_wanted(std::uint32_t number) const {
+    return only_ == nullptr || std::binary_search(only_->begin(), only_->end(), number);
+  }
+
+  std::uint32_t queued(std::uint32_t number) const {
+    return std::atomic_ref<std::uint32_t>(index_.instances_[number].queued).load(std::memory_order_relaxed);
   }
 
   // Where a run of `depth` blocks ends when the instance's cluster pools go on with it.
@@ -273,25 +282,31 @@ class PrefixWalk {
       answer_.deepest = std::max(answer_.deepest, one.depth);
     }
     if (best_ != 0 && answer_.instances.size() > 1) {
-      const auto deeper = [](const InstanceDepth& a, const InstanceDepth& b) {
-        return a.depth != b.depth ? a.depth > b.depth : a.reach > b.reach;
-      };
-      const std::size_t kept = std::min(best_, answer_.instances.size());
-      std::partial_sort(answer_.instances.begin(), answer_.instances.begin() + static_cast<std::ptrdiff_t>(kept),
-                        answer_.instances.end(), deeper);
-      answer_.instances.resize(kept);
+      keep_best();
+    }
+    for (InstanceDepth& one : answer_.instances) {
+      one.is_suspect = is_suspect(index_.instances_[one.instance]);
     }
   }
 
-  // Those who had the first blocks and not the next one. All others are deeper, so the best may be known without them; among
-  // themselves they differ only when a pool goes on there.
+  void keep_best() {
+    const auto better = [](const InstanceDepth& a, const InstanceDepth& b) {
+      if (a.depth != b.depth) {
+        return a.depth > b.depth;
+      }
+      return a.reach != b.reach ? a.reach > b.reach : a.queued < b.queued;
+    };
+    const std::size_t kept = std::min(best_, answer_.instances.size());
+    const auto end = answer_.instances.begin() + static_cast<std::ptrdiff_t>(kept);
+    std::partial_sort(answer_.instances.begin(), end, answer_.instances.end(), better);
+    answer_.more += static_cast<std::uint32_t>(
+        std::count_if(end, answer_.instances.end(), [](const InstanceDepth& one) { return one.depth != 0; }));
+    answer_.instances.erase(end, answer_.instances.end());
+  }
+
+  // Those who had the first blocks and not the next one. All others are deeper, so the best may be known without them.
   void tell_rest_of_first(std::uint32_t depth) {
-    if (!wants_more()) {
-      return;
-    }
-    const bool may_reach = std::any_of(work_.stretches.begin(), work_.stretches.end(), [depth](const Stretch& stretch) {
-      return stretch.begin <= depth && depth < stretch.end;
-    });
+    const bool is_enough = !wants_more();
     auto named = work_.named.cbegin();  // in order of the holder space, like the set
     for_instances(first_, [&](std::uint32_t holder_space, unsigned tiers) {
       if (named != work_.named.cend() && *named == holder_space) {
@@ -299,9 +314,13 @@ class PrefixWalk {
         return true;
       }
       std::array<std::uint32_t, kTierCount> by_tier{};
+      if (is_enough) {
+        answer_.more += is_wanted(index_.holder_spaces_[holder_space].holder) ? 1 : 0;
+        return true;
+      }
       by_tier[hottest(tiers)] = depth;
       tell(holder_space, depth, by_tier);
-      return may_reach || wants_more();
+      return true;
     });
   }
 
@@ -317,11 +336,11 @@ class PrefixWalk {
     std::sort(work_.told.begin(), work_.told.end());
     for (std::uint32_t number = 0; number < index_.instances_.size(); ++number) {
       const ClusterIndex::Instance& instance = index_.instances_[number];
-      if (!instance.is_known || instance.is_excluded || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
+      if (!instance.is_known || instance.is_excluded || !is_wanted(number) || std::binary_search(work_.told.begin(), work_.told.end(), number)) {
         continue;
       }
       if (const std::uint32_t end = reach(instance, 0); end > 0) {
-        answer_.instances.push_back({number, 0, {}, end, is_suspect(instance)});
+        answer_.instances.push_back({number, 0, {}, end, queued(number), false});
       }
     }
   }
@@ -335,6 +354,7 @@ class PrefixWalk {
   const BlockKey salt_;         // of the namespace
   const Bytes hashes_;          // the prefix
   const std::size_t best_;      // how many instances are wanted, 0 for all
+  const std::vector<std::uint32_t>* const only_;  // the instances to look at, sorted; none for all
   PrefixAnswer& answer_;        // what is found
   Scratch& work_;               // this thread's
   HolderValue first_ = 0;       // the holders of the first blocks
@@ -344,16 +364,23 @@ class PrefixWalk {
   std::array<Sought, kHands> found_;  // the blocks under way
 };
 
-void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const {
+void ClusterIndex::prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
+                            const std::vector<std::uint32_t>* only) const {
+  answer.instances.clear();
+  answer.pools.clear();
+  answer.deepest = answer.more = 0;
   const ReadGuard reading(lock_);
   const std::uint32_t space = find_space(id);
-  if (space == kNone || hashes.empty()) {
-    answer.instances.clear();
-    answer.pools.clear();
-    answer.deepest = 0;
-    return;
+  if (space != kNone && !hashes.empty()) {
+    PrefixWalk(*this, space, hashes, best, only, answer).run();
   }
-  PrefixWalk(*this, space, hashes, best, answer).run();
+}
+
+void ClusterIndex::report_queued(std::uint32_t number, std::uint32_t tokens) const {
+  const ReadGuard reading(lock_);
+  if (instances_[number].is_known) {
+    std::atomic_ref<std::uint32_t>(instances_[number].queued).store(tokens, std::memory_order_relaxed);
+  }
 }
 
 }  // namespace kvbm

@@ -21,8 +21,9 @@ import urllib3
 from structlog.testing import capture_logs
 
 from kvbm.catalog.api import MAX_BODY_BYTES
-from kvbm.catalog.connections import Connections, Listener
+from kvbm.catalog.connections import Connection, Connections
 from kvbm.catalog.limits import LimitSettings
+from kvbm.catalog.listener import Listener
 from kvbm.core.answers import MAX_HASHES, MAX_INPUT_TOKENS, MAX_POSITIONS
 from tests.floods import (
     FIELDS,
@@ -114,36 +115,41 @@ def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         yield process
 
 
-def test_a_listener_without_files_sheds_connections_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def accepted() -> list[object]:
-        with Listener(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(8)
-            listener.limit(Connections(LimitSettings()))
-            first = socket.create_connection(listener.getsockname())
-            second = socket.create_connection(listener.getsockname())
-            listener.setblocking(False)
-            real, left = socket.socket.accept, [1]
+def test_a_listener_without_files_sheds_connections_and_goes_on() -> None:
+    class Short(socket.socket):
+        """The first connection is one file too many."""
 
-            def accept(self: socket.socket) -> tuple[socket.socket, Any]:
-                if left[0]:
-                    left[0] -= 1
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-                return real(self)
+        left = 1
 
-            monkeypatch.setattr(socket.socket, "accept", accept)
-            with capture_logs() as logs:
-                taken, _ = listener.accept()
-                with pytest.raises(BlockingIOError):
-                    listener.accept()
-            first.settimeout(5)
-            with pytest.raises(ConnectionResetError):
-                first.recv(1)
-            for one in (first, second, taken):
-                one.close()
-            return [entry["why"] for entry in logs]
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return super().accept()
 
-    assert asyncio.run(accepted()) == [os.strerror(errno.EMFILE)]
+    async def made() -> tuple[int, list[object]]:
+        connections, opened = Connections(LimitSettings()), asyncio.Event()
+
+        def make(connection: Connection) -> asyncio.Protocol:
+            opened.set()
+            return asyncio.Protocol()
+
+        with Short(socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.bind(("127.0.0.1", 0))
+            sock.listen(8)
+            with socket.create_connection(sock.getsockname()) as first, socket.create_connection(sock.getsockname()):
+                listener = Listener(sock, connections, make)
+                with capture_logs() as logs:
+                    listener.start()
+                    await asyncio.wait_for(opened.wait(), 10)
+                first.settimeout(5)
+                with pytest.raises(ConnectionResetError):
+                    first.recv(1)
+                listener.close()
+                await listener.wait_closed()
+            return len(connections), [entry["why"] for entry in logs]
+
+    assert asyncio.run(made()) == (1, [os.strerror(errno.EMFILE)])
 
 
 def test_a_body_that_is_too_large_gets_an_answer_its_caller_can_read(asked: CatalogProcess) -> None:

@@ -26,7 +26,7 @@ import urllib3
 from kvbm.assembly import NATIVE, NATIVE_INDEX
 from kvbm.catalog.access import Access, AccessOptions
 from kvbm.catalog.access_file import NewToken, add_token
-from kvbm.catalog.api import create_app
+from kvbm.catalog.api import create_surface
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import CatalogService, ServiceSettings
 from kvbm.core.ids import Namespace
@@ -152,7 +152,7 @@ def site(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
     with asyncio.Runner() as runner:
         service, offset = runner.run(start())
         try:
-            yield Site(runner, create_app(service, "", Access(str(access))), router, operator, offset)
+            yield Site(runner, create_surface(service, "", Access(str(access))).app, router, operator, offset)
         finally:
             runner.run(service.close())
 

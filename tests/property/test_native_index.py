@@ -118,6 +118,7 @@ class Twins:
         self.model._anomalies.clear()
         for entry in self.model._instances.values():
             entry.waiting = entry.excluded = False
+            entry.queued = 0
             for fold in entry.tiers.values():
                 fold.is_open = False
 
@@ -138,10 +139,24 @@ class Twins:
         for space, hashes, best in queries:
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
             assert unordered(all_told) == unordered(self.model.prefixes(space, hashes))
+            assert told.more == max(0, sum(one.depth > 0 for one in all_told.instances) - best) * bool(best)
+            few = [*self.model.instances()[::2], InstanceId("unknown")]
+            assert unordered(self.native.prefixes(space, hashes, 0, few)) == unordered(
+                self.model.prefixes(space, hashes, 0, few)
+            )
+            assert self.ranks(self.native.prefixes(space, hashes, best, few)) == self.ranks(
+                self.model.prefixes(space, hashes, best, few)
+            )
             assert (told.deepest, set(told.pools)) == (all_told.deepest, set(all_told.pools))
             assert set(told.instances) <= set(all_told.instances)
             assert len(set(told.instances)) == len(told.instances)
-            assert depths(told) == depths(self.model.prefixes(space, hashes, best))
+            assert self.ranks(told) == self.ranks(self.model.prefixes(space, hashes, best))
+
+    def ranks(self, found: Prefixes) -> tuple[Any, ...]:
+        """What decides who is among the best: equal in all of it is in no order."""
+        queued = {name: entry.queued for name, entry in self.model._instances.items()}
+        ranks = Counter((one.depth, one.reach, queued[one.instance]) for one in found.instances)
+        return found.deepest, ranks, set(found.pools), found.more
 
     def finish(self) -> None:
         while self.native.sweep(3):
@@ -164,10 +179,6 @@ class Twins:
 def unordered(found: Prefixes) -> tuple[Any, ...]:
     assert len(set(found.instances)) == len(found.instances) and len(set(found.pools)) == len(found.pools)
     return found.deepest, set(found.instances), set(found.pools)
-
-
-def depths(found: Prefixes) -> Counter[tuple[int, int]]:
-    return Counter((one.depth, one.reach) for one in found.instances)
 
 
 @st.composite
@@ -229,6 +240,7 @@ actions = st.one_of(
     st.tuples(st.just("wait"), names, st.booleans()),
     st.tuples(st.just("exclude"), names, st.booleans()),
     st.tuples(st.just("exclude"), names, st.booleans()),
+    st.tuples(st.just("report_queued"), names, st.integers(0, 3) | st.just(2**40)),
     st.tuples(st.just("audit"), st.integers(1, 300)),
     st.tuples(st.just("agrees"), names, st.booleans(), st.integers(0, 2**64 - 1)),
     st.tuples(st.just("drop"), names),
@@ -319,6 +331,7 @@ def test_a_prefix_that_a_crowd_holds_is_told_as_the_reference_does(seed: int) ->
             hole = chance.choice(prefix)
             evicted = BlocksEvicted(namespace=space, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=hole)
             twins.both("apply", frame_bytes(name, evicted))
+        twins.both("report_queued", name, chance.randrange(3))
     for pool in (POOLS[-1].name, "second"):
         for _ in range(3):
             first = chance.randrange(90)

@@ -113,15 +113,14 @@ class Socketry:
         self.connections = Connections(LimitSettings(**settings), clock=lambda: self.now_s)
         self.open: list[socket.socket] = []
 
-    def take(self, address: str = "10.0.0.1") -> socket.socket | None:
+    def take(self, address: str = "10.0.0.1") -> Connection | None:
         ours, theirs = socket.socketpair()
         self.open += [ours, theirs]
-        return ours if self.connections.admit(ours, (address, 1)) else None
+        return self.connections.admit(ours, (address, 1))
 
     def taken(self, address: str = "10.0.0.1", stage: Stage = Stage.HEADER) -> Connection:
-        sock = self.take(address)
-        assert sock is not None
-        connection = self.connections._by_file[sock.fileno()]
+        connection = self.take(address)
+        assert connection is not None
         self.connections.moved(connection, stage)
         return connection
 

@@ -61,6 +61,7 @@ struct InstanceDepth {
   std::uint32_t depth;                                 // blocks from the first on, in any tier, without a hole
   std::array<std::uint32_t, kTierCount> by_tier;       // of those, by the hottest tier that holds each
   std::uint32_t reach;                                 // where the run ends with its cluster pools
+  std::uint32_t queued;                                // tokens that wait there, as was reported
   bool is_suspect;                                     // events of it were missed
 };
 
@@ -75,6 +76,7 @@ struct PrefixAnswer {
   std::vector<InstanceDepth> instances;  // those that have, or reach, at least the first block
   std::vector<PoolDepth> pools;          // those that have it
   std::uint32_t deepest = 0;             // the largest depth of all
+  std::uint32_t more = 0;                // instances with the first block that were not wanted
 };
 
 // One residency or claim of a block.
@@ -191,6 +193,9 @@ class ClusterIndex {
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
+  // How many tokens wait at an instance, for the order of answers.
+  void report_queued(std::uint32_t instance, std::uint32_t tokens) const;
+
   // Takes out what dead holder ids have left, up to this many pages of the table. Whether there is more to do.
   bool sweep(std::size_t pages);
   bool needs_sweep() const;
@@ -200,8 +205,10 @@ class ClusterIndex {
 
   // -- asking --
 
-  // best: how many instances, the deepest first; 0 for all, in no order. Ties are in no order.
-  void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer) const;
+  // best: how many instances, the deepest first, then those that reach furthest, then those where least waits; 0 for all, in no order.
+  // Ties are in no order. only: the instances to look at, sorted; none for all.
+  void prefixes(const NamespaceId& id, Bytes hashes, std::size_t best, PrefixAnswer& answer,
+                const std::vector<std::uint32_t>* only = nullptr) const;
   // is_excluded: those that answers leave out instead.
   std::vector<BlockHolder> holders(const NamespaceId& id, const std::uint8_t* hash, bool is_excluded = false) const;
   std::optional<InstanceState> state(std::uint32_t instance) const;
@@ -278,6 +285,7 @@ class ClusterIndex {
     bool is_proven = false;                  // pools unknown, but a digest has agreed since a snapshot ended
     bool is_waiting = false;                 // later events than the next are there already
     bool is_excluded = false;                // answers leave out what only it can read
+    mutable std::uint32_t queued = 0;        // tokens that wait there; written under the read lock
     std::uint16_t visible = kAllVisible;     // the bits of `HolderSpace::live` that answers may speak of
     std::array<TierFold, kTierCount> tiers;  // what it holds
     std::vector<std::uint32_t> holder_spaces;  // its holder spaces of this incarnation

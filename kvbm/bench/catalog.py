@@ -1,0 +1,277 @@
+"""`kvbm bench catalog`: what a question costs whoever asks it: a catalog in a process of its own, asked over sockets by another.
+
+16 instances hold a million blocks: each has a system prompt of 64 blocks, and prompts of its own that begin with it. A question is
+a prompt of 256 hashes that one instance has whole. Frames come over an embedded nats-server, as ever; nothing else runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from kvbm.assembly import NATIVE_LEDGER
+from kvbm.bench.measure import Found, Row, percentile, row_of
+from kvbm.core.answers import LookupRequest, RouteRequest
+from kvbm.core.errors import KvbmError
+from kvbm.core.events import PoolStated
+from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
+from kvbm.locate.http import CatalogClient
+from kvbm.streams.base import Heartbeat
+from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.processes import start_catalog
+
+INSTANCES = 16
+PROMPT_BLOCKS = 256
+SHARED_BLOCKS = 64
+CLIENTS = 8
+_CLUSTER = "local"
+_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
+_PROMPTS = 512  # different questions
+_SECONDS = 1.0  # of each sample
+_ALONE = 2000  # questions one after the other, for each sample
+_WAIT_S = 120.0
+
+
+def bench_catalog(live: int, samples: int, seed: int) -> Found:
+    """Rates and times of lookups and routes over HTTP.
+
+    Args:
+        live: residencies the catalog holds.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder, ExitStack() as opened:
+        server = EmbeddedServer.start(Path(folder) / "nats")
+        opened.callback(server.stop)
+        client = start_catalog(Path(folder) / "catalog", server.url, opened)
+        cluster = opened.enter_context(_Cluster.on(server.url, live, seed))
+        _until(lambda: _held(client) >= cluster.held, "the catalog has not read all that was published")
+        rows, numbers = _over_http(client.url, cluster.prompts, samples)
+    note = (
+        f"{INSTANCES} instances, {cluster.held:,} residencies; a question has {PROMPT_BLOCKS} hashes: {SHARED_BLOCKS} that all "
+        "instances have, the rest one has. Asked from another process on the same machine, which takes processor time, too."
+    )
+    return Found(rows, dict(numbers), (note,))
+
+
+def _over_http(url: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
+    address = urlsplit(url)
+    where = (address.hostname or "", address.port or 0)
+    hexes = [prompt.hex() for prompt in prompts]
+    name = _NAMESPACE.id.hex()
+    lookups = [LookupRequest(namespace=name, hashes=one) for one in hexes]
+    tokens = PROMPT_BLOCKS * _NAMESPACE.block_tokens
+    routes = [RouteRequest(namespace=name, hashes=one, input_tokens=tokens) for one in hexes]
+    rows: list[Row] = []
+    numbers: dict[str, float] = {}
+    for what, key, path, questions in (
+        ("lookup", "http_lookup", "/v1/lookup", lookups), ("route", "http_route", "/v1/route", routes),
+    ):  # fmt: skip
+        asked = [post(path, msgspec.json.encode(one)) for one in questions]
+        with Asker(where, CLIENTS) as many:
+            many.ask_for(asked, _SECONDS / 2)
+            rates = [many.ask_for(asked, _SECONDS).per_s for _ in range(samples)]
+        with Asker(where, 1) as alone:
+            alone.ask_for(asked, _SECONDS / 4)
+            times_us = [time_s * 1e6 for time_s in alone.ask(asked, _ALONE * samples)]
+        p50, p99 = percentile(times_us, 0.5), percentile(times_us, 0.99)
+        rows += [
+            row_of(f"HTTP {what}, {CLIENTS} clients", f"{what}s/s", rates),
+            Row(what=f"HTTP {what}, one client: p50", unit="µs", value=p50),
+            Row(what="… p99", unit="µs", value=p99),
+        ]
+        numbers |= {f"{key}s_per_s": rows[-3].value, f"{key}_us_p50": p50}
+    return rows, numbers
+
+
+def post(path: str, body: bytes, content_type: str = "application/json") -> bytes:
+    """A request as it goes over the wire."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: catalog\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Asked(NamedTuple):
+    """What asking for a while has brought."""
+
+    answers: int
+    wall_s: float
+
+    @property
+    def per_s(self) -> float:
+        """Answers a second."""
+        return self.answers / self.wall_s
+
+
+class Asker:
+    """Connections that each ask again as soon as they have their answer. Raises AssertionError: an answer is not 200."""
+
+    def __init__(self, address: tuple[str, int] | str, connections: int) -> None:
+        """
+        Args:
+            address: host and port, or the path of a unix socket.
+        """
+        self._selector = selectors.DefaultSelector()
+        self._sockets: list[socket.socket] = []
+        for _ in range(connections):
+            if isinstance(address, str):
+                taken = socket.socket(socket.AF_UNIX)
+                taken.settimeout(_WAIT_S)
+                taken.connect(address)
+            else:
+                taken = socket.create_connection(address, _WAIT_S)
+                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets.append(taken)
+            self._selector.register(taken, selectors.EVENT_READ)
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._selector.close()
+        for one in self._sockets:
+            one.close()
+
+    def ask_for(self, questions: Sequence[bytes], seconds: float) -> Asked:
+        """Ask on all connections for some time."""
+        began_s = time.perf_counter()
+        end_s, count = began_s + seconds, 0
+        for one in self._sockets:
+            one.sendall(questions[count % len(questions)])
+            count += 1
+        waiting = len(self._sockets)
+        while waiting:
+            for key, _ in self._selector.select(_WAIT_S):
+                assert isinstance(key.fileobj, socket.socket)
+                _answer(key.fileobj)
+                if time.perf_counter() < end_s:
+                    key.fileobj.sendall(questions[count % len(questions)])
+                    count += 1
+                else:
+                    waiting -= 1
+        return Asked(count, time.perf_counter() - began_s)
+
+    def ask(self, questions: Sequence[bytes], count: int) -> list[float]:
+        """Ask one question after the other on the first connection. How long each took, in seconds."""
+        asked, times_s = self._sockets[0], []
+        for number in range(count):
+            began_s = time.perf_counter()
+            asked.sendall(questions[number % len(questions)])
+            _answer(asked)
+            times_s.append(time.perf_counter() - began_s)
+        return times_s
+
+
+def _answer(sock: socket.socket) -> bytes:
+    """The body of one answer."""
+    data = sock.recv(1 << 16)
+    while (end := data.find(b"\r\n\r\n")) < 0:
+        more = sock.recv(1 << 16)
+        assert more, "the catalog has ended the connection"
+        data += more
+    assert data.startswith(b"HTTP/1.1 200"), data[:400]
+    at = data.find(b"content-length: ", 0, end)
+    length = int(data[at + 16 : data.find(b"\r\n", at)])
+    while len(data) < end + 4 + length:
+        data += sock.recv(1 << 16)
+    return data[end + 4 :]
+
+
+class _Cluster:
+    """Ledgers whose blocks are on the stream, and heartbeats of their instances until it is left.
+
+    Attributes:
+        held: residencies there are. prompts: packed hashes, each held whole by one instance.
+    """
+
+    def __init__(self, live: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        shared = rng.bytes(SHARED_BLOCKS * HASH_BYTES)
+        each = max(1, live // INSTANCES // (PROMPT_BLOCKS - SHARED_BLOCKS))
+        self.prompts: list[bytes] = []
+        self._frames: list[tuple[InstanceId, bytes]] = []
+        self._ends: dict[InstanceId, Offset] = {}
+        self.held = 0
+        for number in range(INSTANCES):
+            name = InstanceId(f"instance-{number}")
+            tails = [rng.bytes((PROMPT_BLOCKS - SHARED_BLOCKS) * HASH_BYTES) for _ in range(each)]
+            ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, each * PROMPT_BLOCKS + 1024, 1 << 20)], "lru", 64 << 20, ())
+            ledger.start(Epoch(1), [_NAMESPACE])
+            for run in (shared, *tails):
+                allocation = ledger.allocate(Tier.HBM, len(run) // HASH_BYTES)
+                assert allocation is not None
+                ledger.unpin(Tier.HBM, ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, run, allocation.slots))
+                self._frames += [(name, frame.data) for frame in ledger.take_frames(name, time.time_ns())]
+                self.held += len(run) // HASH_BYTES
+            self._ends[name] = ledger.applied
+            self.prompts += [shared + tail for tail in tails[: -(-_PROMPTS // INSTANCES)]]
+        rng.shuffle(self.prompts)
+
+    @classmethod
+    @contextlib.contextmanager
+    def on(cls, url: str, live: int, seed: int) -> Iterator[_Cluster]:
+        """All of it on a stream."""
+        cluster, ended = cls(live, seed), threading.Event()
+        published: list[Exception] = []
+        ready = threading.Event()
+
+        def run() -> None:
+            try:
+                asyncio.run(cluster._run(url, ready.set, ended))
+            except (KvbmError, OSError) as error:
+                published.append(error)
+            finally:
+                ready.set()
+
+        thread = threading.Thread(target=run, name="bench-cluster", daemon=True)
+        thread.start()
+        try:
+            ready.wait(_WAIT_S)
+            assert not published, published
+            yield cluster
+        finally:
+            ended.set()
+            thread.join(_WAIT_S)
+
+    async def _run(self, url: str, on_published: Callable[[], None], ended: threading.Event) -> None:
+        stream = await NatsStream.connect(url, 5.0)
+        try:
+            for name, data in self._frames:
+                await stream.publish(_CLUSTER, name, data)
+            self._frames.clear()
+            on_published()
+            while not ended.is_set():
+                for name, end in self._ends.items():
+                    pulse = Heartbeat(
+                        instance=name, cluster=_CLUSTER, epoch=Epoch(1), published=end, applied=end,
+                        wall_time_ns=time.time_ns(), run="bench", namespaces=(_NAMESPACE.id,),
+                    )  # fmt: skip
+                    await stream.send_pulse(pulse)
+                await asyncio.sleep(0.5)
+        finally:
+            await stream.close()
+
+
+def _held(client: CatalogClient) -> int:
+    return sum(sum(one.held_blocks.values()) for one in client.instances() if one.state == "live")
+
+
+def _until(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{otherwise} within {_WAIT_S:g} s")
+        time.sleep(0.1)

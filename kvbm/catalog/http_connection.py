@@ -1,0 +1,218 @@
+"""One HTTP connection of the catalog: uvicorn's httptools protocol, read in small pieces, bounded, and short-cut for short questions."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from kvbm.catalog.at_once import MOST_BYTES, PATHS, Answered, AtOnce
+from kvbm.catalog.connections import Connection, Connections, Stage, unsent_bytes
+from kvbm.catalog.gate import PEER, authorization
+from kvbm.catalog.limits import UNIX_HOST
+
+MAX_HEADER_BYTES = 32 << 10
+READ_BYTES = 16 << 10
+_UNSENT_BYTES = 64 << 10
+_BUFFERED_BYTES = 8 << 10  # of a body nobody has asked for yet
+_SHORT_S = 1.0  # a body that takes longer goes the long way, which says when it took too long
+_MOST_PIPELINED = 32  # requests that wait for the answer before theirs; what comes then is not read
+
+
+class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
+    """One connection, with its stage told to `connections`.
+
+    All connections of a loop read into one buffer: what is in it is taken apart before the loop does something else.
+
+    Args:
+        at_once: answers what it can without the application.
+        of_uvicorn: arguments of uvicorn's protocols.
+    """
+
+    _buffer = memoryview(bytearray(READ_BYTES))
+
+    def __init__(self, connections: Connections, connection: Connection, at_once: AtOnce, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._connections, self._connection, self._at_once = connections, connection, at_once
+        self._idle = Stage.HEADER  # what it is between requests
+        self._in_header = False
+        self._header_bytes = 0
+        self._short: bytearray | None = None  # body of a request that may be answered at once
+        self._waiting: asyncio.TimerHandle | None = None  # for the rest of that body
+        self._certificate: Mapping[str, Any] | None = None
+
+    # -- of asyncio ---------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        if self._connection.sock.family == socket.AF_UNIX:
+            self.client = (UNIX_HOST, 0)
+        self._certificate = transport.get_extra_info("peercert") or None
+        if self._certificate:
+            self.app_state = {**self.app_state, PEER: self._certificate}
+        if not self._connections.opened(self._connection, transport):
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._connections.closed(self._connection)
+        self._wait_no_longer()
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self.data_received(self._buffer[:nbytes])  # type: ignore[arg-type]
+
+    def data_received(self, data: bytes) -> None:
+        """Take apart what was read."""
+        if self.transport.is_closing():
+            return
+        was_in_header = self._in_header
+        super().data_received(data)
+        if self._in_header:
+            self._header_bytes = len(data) + (self._header_bytes if was_in_header else 0)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self.send_400_response("The header of the request is too large.")
+        cycle = self._current()
+        if cycle is not None and len(cycle.body) > _BUFFERED_BYTES:
+            self.flow.pause_reading()
+        if self._short is not None and self._waiting is None:
+            self._waiting = self.loop.call_later(_SHORT_S, self._go_long)
+        self._tell_stage()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._connections.stuck(self._connection, unsent_bytes(self.transport))
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().resume_writing()
+        self._connections.flows(self._connection)
+
+    # -- of httptools -------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise ValueError("too many requests before their answers")
+        self._in_header = True
+        self._short = None
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer, which nobody reads."""
+        if self._in_header:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin a short answer, or the application."""
+        self._in_header = False
+        if self._may_be_short():
+            self._short = bytearray()
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if self._short is None:
+            super().on_body(body)
+        else:
+            self._short += body
+
+    def on_message_complete(self) -> None:
+        """All of the request is there."""
+        if self._short is None:
+            super().on_message_complete()
+            return
+        body = bytes(self._short)
+        answered = self._at_once.answer(
+            self.url, self.client[0] if self.client else "", authorization(self.headers), self._certificate, body
+        )
+        if answered is None:
+            self._go_long()
+            super().on_message_complete()
+        else:
+            self._short = None
+            self._wait_no_longer()
+            self._write(answered)
+
+    def on_response_complete(self) -> None:
+        """The application has answered."""
+        self._answered(bool(getattr(self.cycle.scope.get("kvbm.caller"), "name", "")))
+        super().on_response_complete()
+        if self.pipeline:
+            self.flow.pause_reading()
+        self._tell_stage()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _current(self) -> RequestResponseCycle | None:
+        """The last request that the application got."""
+        return self.cycle
+
+    def _may_be_short(self) -> bool:
+        if self.url not in PATHS or self.parser.get_method() != b"POST" or self.expect_100_continue:
+            return False
+        cycle = self._current()
+        if cycle is not None and not cycle.response_complete:
+            return False
+        length = -1
+        for name, value in self.headers:
+            if name == b"content-length":
+                length = int(value) if value.isdigit() and len(value) < 9 else -1
+            elif name == b"transfer-encoding" or name == b"upgrade":
+                return False
+        return 0 <= length <= MOST_BYTES and not self.flow.write_paused and self.parser.should_keep_alive()
+
+    def _go_long(self) -> None:
+        """Give the request to the application, as far as it has come."""
+        self._wait_no_longer()
+        if self._short is not None and not self.transport.is_closing():
+            body, self._short = bytes(self._short), None
+            super().on_headers_complete()
+            super().on_body(body)
+
+    def _wait_no_longer(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _write(self, answered: Answered) -> None:
+        self.server_state.total_requests += 1
+        head = [STATUS_LINE[answered.status]]
+        for name, value in self.server_state.default_headers:
+            head += [name, b": ", value, b"\r\n"]
+        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answered.body))
+        self.transport.write(b"".join([*head, answered.body]))
+        self._answered(bool(answered.caller.name))
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _answered(self, is_known: bool) -> None:
+        self._idle = Stage.KNOWN if is_known else Stage.IDLE
+        self._connections.asked(self._connection)
+        if (unsent := unsent_bytes(self.transport)) > _UNSENT_BYTES:
+            self._connections.stuck(self._connection, unsent)
+
+    def _tell_stage(self) -> None:
+        self._connections.moved(self._connection, self._stage())
+
+    def _stage(self) -> Stage:
+        cycle = self._current()
+        if cycle is not None and not cycle.response_complete:
+            return Stage.BODY if cycle.more_body and not self.pipeline else Stage.ANSWER
+        if self._short is not None:
+            return Stage.BODY
+        return Stage.HEADER if self._in_header else self._idle
