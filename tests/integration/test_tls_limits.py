@@ -110,7 +110,7 @@ def test_through_tls_a_header_and_a_body_have_their_time(site: Site) -> None:
 
 def test_through_tls_who_does_not_read_is_ended(site: Site) -> None:
     before = site.refused("connection_unread")
-    head = f"GET /metrics HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {site.token}\r\n\r\n"
+    head = f"GET /v1/instances HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {site.token}\r\n\r\n"
     with site.shake_hands(site.connect(4096)) as deaf:
         deaf.sendall(head.encode() * 30)
         until_s = time.monotonic() + END_WAIT_S

@@ -1,0 +1,258 @@
+"""The way in over HTTP: short questions are answered as long ones are, however they come; what no caller of good will sends is bounded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbm.catalog.access_file import NewToken, add_token
+from kvbm.catalog.at_once import MOST_BYTES
+from kvbm.catalog.http_connection import MAX_HEADER_BYTES, READ_BYTES
+from kvbm.core.ids import HASH_BYTES
+from tests.floods import FIELDS, SPACE, CatalogProcess, catalog_process, publish_instances
+from tests.nats_fixture import nats_url  # noqa: F401
+
+CLUSTER = "http-connection"
+NAMES = [f"instance-{number:02}" for number in range(12)]
+ID = SPACE.id.hex()
+HASHES = "".join(f"{number:032x}" for number in range(1, 17))
+
+
+@pytest.fixture(scope="module")
+def catalog(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
+    publish_instances(nats_url, CLUSTER, NAMES)
+    with catalog_process(tmp_path_factory.mktemp("catalog"), nats_url, CLUSTER) as process:
+        yield process
+
+
+class Wire:
+    """A connection whose bytes are ours."""
+
+    def __init__(self, url: str) -> None:
+        host, _, port = url.partition("//")[2].rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), 20)
+        self._read = b""
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def send(self, *parts: bytes, pause_s: float = 0.0) -> None:
+        for part in parts:
+            self.socket.sendall(part)
+            time.sleep(pause_s)
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """The next answer: its status, headers and body."""
+        while b"\r\n\r\n" not in self._read:
+            self._more()
+        head, _, self._read = self._read.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        while len(self._read) < int(headers["content-length"]):
+            self._more()
+        body, self._read = self._read[: int(headers["content-length"])], self._read[int(headers["content-length"]) :]
+        return int(status.split()[1]), headers, body
+
+    def ends(self) -> bool:
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        return True
+
+    def _more(self) -> None:
+        data = self.socket.recv(65536)
+        if not data:
+            raise ConnectionError(f"ended after {self._read!r}")
+        self._read += data
+
+
+def post(path: str, body: bytes, *headers: str, length: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", *headers, *([f"content-length: {len(body)}"] if length else [])]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def chunked(path: str, body: bytes) -> bytes:
+    """The same request in a form that goes the long way."""
+    parts = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:7], body[7:]) if part)
+    return post(path, b"", "transfer-encoding: chunked", length=False) + parts + b"0\r\n\r\n"
+
+
+def same(body: bytes) -> bytes:
+    """Without what differs from answer to answer: how old the view is."""
+    return re.sub(rb'"view_age_s":[0-9.]+', b"", body)
+
+
+LOOKUP: dict[str, Any] = {"namespace": ID, "hashes": HASHES}
+BODIES: Sequence[tuple[str, object]] = [
+    ("/v1/lookup", LOOKUP),
+    ("/v1/lookup", {"namespace": FIELDS, "tokens": list(range(100))}),
+    ("/v1/lookup", {**LOOKUP, "hashes": [HASHES[:32], HASHES[32:64]]}),
+    ("/v1/lookup", {**LOOKUP, "hashes": [HASHES[:31]]}),
+    ("/v1/lookup", {**LOOKUP, "hashes": "zz" * 16}),
+    ("/v1/lookup", {**LOOKUP, "hashes": HASHES[:30] + "  "}),
+    ("/v1/lookup", {**LOOKUP, "tokens": [1]}),
+    ("/v1/lookup", {"namespace": ID}),
+    ("/v1/lookup", {"namespace": FIELDS, "tokens": [-1]}),
+    ("/v1/lookup", {"namespace": {**FIELDS, "tenant": "acme"}, "tokens": [1] * 16}),
+    ("/v1/lookup", {"namespace": {**FIELDS, "block_tokens": 1}, "tokens": [1] * 10_000}),
+    ("/v1/lookup", {**LOOKUP, "limit": 0}),
+    ("/v1/lookup", {**LOOKUP, "limit": 3, "instances": NAMES[:5]}),
+    ("/v1/lookup", {**LOOKUP, "nonsense": 1}),
+    ("/v1/lookup", {**LOOKUP, "at_least": [{"instance": NAMES[0], "epoch": 1, "offset": 1}]}),
+    ("/v1/lookup", {**LOOKUP, "at_least": [{"instance": NAMES[0], "epoch": 9, "offset": 1}], "timeout_s": 0.01}),
+    ("/v1/lookup", b""),
+    ("/v1/lookup", b"{"),
+    ("/v1/lookup", b"\xff\xfe"),
+    ("/v1/lookup", b"[" * 5000),
+    ("/v1/route", {**LOOKUP, "input_tokens": 16}),
+    ("/v1/route", LOOKUP),
+    ("/v1/route", {**LOOKUP, "input_tokens": 1e308}),
+    ("/v1/route", {**LOOKUP, "input_tokens": 300, "instances": []}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "asked"), BODIES)
+def test_a_question_is_answered_alike_the_short_way_and_the_long(
+    catalog: CatalogProcess, path: str, asked: object
+) -> None:
+    body = asked if isinstance(asked, bytes) else json.dumps(asked).encode()
+    assert len(body) <= MOST_BYTES
+    with Wire(catalog.url) as wire:
+        wire.send(post(path, body))
+        short, headers, answer = wire.answer()
+        wire.send(chunked(path, body))
+        long, long_headers, long_answer = wire.answer()
+    assert (short, same(answer)) == (long, same(long_answer))
+    assert headers["content-type"] == long_headers["content-type"] == "application/json"
+    assert headers.keys() == long_headers.keys()
+
+
+def test_a_route_names_as_many_as_asked_for_and_counts_the_rest(catalog: CatalogProcess) -> None:
+    asked = {**LOOKUP, "input_tokens": 300}
+    with Wire(catalog.url) as wire:
+        found: dict[int, Any] = {}
+        for limit in (1, 8, 100):
+            wire.send(post("/v1/route", json.dumps({**asked, "limit": limit}).encode()))
+            found[limit] = json.loads(wire.answer()[2])
+        wire.send(post("/v1/route", json.dumps({**asked, "instances": NAMES[3:5]}).encode()))
+        few = json.loads(wire.answer()[2])
+    assert {limit: (len(one["ranked"]), one["more"]) for limit, one in found.items()} == {
+        1: (1, 11), 8: (8, 4), 100: (12, 0),
+    }  # fmt: skip
+    assert {one["instance"] for one in few["ranked"]} == set(NAMES[3:5])
+
+
+def test_a_body_may_come_in_pieces(catalog: CatalogProcess) -> None:
+    request = post("/v1/lookup", json.dumps(LOOKUP).encode())
+    with Wire(catalog.url) as wire:
+        wire.send(request)
+        whole = wire.answer()
+        for cuts in ((10,), (60, 61, 62), (len(request) - 1,), range(1, len(request), 37)):
+            places = [0, *cuts, len(request)]
+            wire.send(*(request[first:end] for first, end in itertools.pairwise(places)), pause_s=0.002)
+            assert same(wire.answer()[2]) == same(whole[2])
+        wire.send(request[:-5])
+        time.sleep(1.5)  # longer than the short way waits
+        wire.send(request[-5:])
+        assert same(wire.answer()[2]) == same(whole[2])
+
+
+def test_short_and_long_questions_may_follow_each_other_at_once(catalog: CatalogProcess) -> None:
+    body = json.dumps(LOOKUP).encode()
+    kinds = [post("/v1/lookup", body), chunked("/v1/lookup", body), b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"]
+    with Wire(catalog.url) as wire:
+        for order in itertools.product(range(3), repeat=3):
+            wire.send(b"".join(kinds[kind] for kind in order))
+            for kind in order:
+                status, _, answer = wire.answer()
+                assert (status, answer == b"ok\n") == (200, kind == 2)
+        wire.send(post("/v1/lookup", body) * 500)  # each answered before the next is looked at
+        assert {wire.answer()[0] for _ in range(500)} == {200}
+
+
+def test_more_requests_than_are_waited_for_end_the_connection(catalog: CatalogProcess) -> None:
+    with Wire(catalog.url) as wire:
+        wire.send(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n" * (READ_BYTES // 36))
+        assert wire.ends()
+    with Wire(catalog.url) as wire:
+        wire.send(post("/v1/lookup", json.dumps(LOOKUP).encode()))
+        assert wire.answer()[0] == 200
+
+
+@pytest.mark.parametrize("head", [b"x: " + b"y" * MAX_HEADER_BYTES, b"a: b\r\n" * (MAX_HEADER_BYTES // 6)])
+def test_a_header_is_bounded(catalog: CatalogProcess, head: bytes) -> None:
+    with Wire(catalog.url) as wire:
+        wire.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + head + b"z: z")
+        assert wire.answer()[0] == 400
+        assert wire.ends()
+
+
+def test_trailers_are_read_by_nobody(catalog: CatalogProcess) -> None:
+    with Wire(catalog.url) as wire:
+        whole = chunked("/v1/lookup", json.dumps(LOOKUP).encode())
+        wire.send(whole[:-2] + b"authorization: Bearer x\r\n" * 3000 + b"\r\n")
+        assert wire.answer()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"POST /v1/lookup HTTP/1.0", 200), (b"POST /v1/lookup?x=1 HTTP/1.1", 200), (b"POST http://x/v1/lookup HTTP/1.1", 200),
+        (b"GET /v1/lookup HTTP/1.1", 405), (b"POST //v1/lookup HTTP/1.1", 404), (b"POST /v1/lookup/ HTTP/1.1", 404),
+    ],
+)  # fmt: skip
+def test_what_is_no_plain_question_goes_the_long_way(catalog: CatalogProcess, request_line: bytes, status: int) -> None:
+    body = json.dumps(LOOKUP).encode()
+    with Wire(catalog.url) as wire:
+        wire.send(request_line + b"\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        assert wire.answer()[0] == status
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [["content-length: 5", "content-length: 6"], ["content-length: 5", "transfer-encoding: chunked"], ["content-length: +5"],
+     ["content-length: 5 5"], ["transfer-encoding: chunked, identity"]],
+)  # fmt: skip
+def test_a_body_of_two_lengths_is_refused(catalog: CatalogProcess, headers: list[str]) -> None:
+    with Wire(catalog.url) as wire:
+        wire.send(post("/v1/lookup", b"{}   GET /healthz HTTP/1.1\r\n\r\n", *headers, length=False))
+        assert wire.answer()[0] in (400, 422)
+        assert wire.ends()
+
+
+def test_who_may_not_ask_is_told_so_on_either_way(nats_url: str, tmp_path: Path) -> None:  # noqa: F811
+    token = add_token(tmp_path / "access.toml", NewToken("scraper", "metrics"), time.time())
+    body = json.dumps(LOOKUP).encode()
+    asks: list[tuple[list[str], int]] = [
+        ([], 401), ([f"authorization: Bearer {token}"], 403), (["authorization: Bearer x"] * 2, 401),
+    ]  # fmt: skip
+    with catalog_process(tmp_path, nats_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
+        for headers, status in asks:
+            with Wire(guarded.url) as wire:
+                wire.send(post("/v1/lookup", body, *headers))
+                assert wire.answer()[0] == status
+
+
+def test_a_caller_of_the_short_way_is_limited(nats_url: str, tmp_path: Path) -> None:  # noqa: F811
+    body = json.dumps({**LOOKUP, "hashes": "00" * HASH_BYTES * 800}).encode()  # counts as much as two requests
+    statuses: list[int] = []
+    with catalog_process(tmp_path, nats_url, CLUSTER, loopback=True, requests_per_s=1.0, burst=60) as guarded:
+        for _ in range(40):
+            with Wire(guarded.url) as wire:
+                wire.send(post("/v1/lookup", body))
+                statuses.append(wire.answer()[0])
+    assert 20 <= statuses.count(200) <= 35
+    assert set(statuses) == {200, 429}
