@@ -283,6 +283,7 @@ def run_catalog(
             database_url=database_url(settings),
             cluster=settings.instance.cluster,
             listen=settings.catalog.listen,
+            unix_socket=settings.catalog.unix_socket,
             connect_s=settings.nats.timeout_s,
             replicas=settings.nats.replicas,
             liveness_s=settings.catalog.liveness_s,

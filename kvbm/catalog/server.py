@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import os
 import signal
 import socket
 import threading
@@ -15,12 +16,14 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
+from kvbm.files import make_folder
 from kvbm.streams.base import EventStream
 
 try:
@@ -179,7 +182,12 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections of the sockets; then call `on_started`."""
-        listeners = [Listener(one, self._connections, self._connection, self.config.ssl) for one in sockets or []]
+        listeners = [
+            Listener(
+                one, self._connections, self._connection, None if one.family == socket.AF_UNIX else self.config.ssl
+            )
+            for one in sockets or []
+        ]
         self.servers = listeners  # type: ignore[assignment]
         for listener in listeners:
             listener.start()
@@ -210,7 +218,11 @@ async def _serve(
     make_stream: Callable[[], EventStream] | None = None,
 ) -> None:
     host, port = _host_and_port(settings.listen)
-    with _bind(host, port) as listener:
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(_bind(host, port))
+        sockets = [listener]
+        if settings.unix_socket:
+            sockets.append(opened.enter_context(_bound_path(Path(settings.unix_socket))))
         check_exposed(settings.access, listener.getsockname()[0])
         access = Access(settings.access.file)
         tls = ServerTls(settings.access) if settings.access.tls_cert else None
@@ -243,7 +255,7 @@ async def _serve(
             watching = asyncio.create_task(_end_on_failure(service, server))
             looking = asyncio.create_task(connections.look_for_ever())
             try:
-                await server.serve(sockets=[listener])
+                await server.serve(sockets=sockets)
             finally:
                 watching.cancel()
                 looking.cancel()
@@ -299,6 +311,44 @@ def _bind(host: str, port: int) -> socket.socket:
         raise CatalogError(
             f"the catalog cannot listen on {host}:{port} ({error.strerror}); choose another port, 0 takes a free one"
         ) from None
+
+
+@contextlib.contextmanager
+def _bound_path(path: Path) -> Iterator[socket.socket]:
+    """A unix socket that only its owner may open; the path is free again afterwards. One that nobody listens on is taken over."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            make_folder(path.parent)
+            if path.is_socket() and not _answers(path):
+                path.unlink()
+            before = os.umask(0o177)
+            try:
+                listener.bind(str(path))
+            finally:
+                os.umask(before)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise CatalogError(
+                f"the catalog cannot listen on the unix socket {path} ({error.strerror or error}); choose another catalog.unix_socket, "
+                "a path of fewer than 108 bytes where no file is"
+            ) from None
+        own = path.stat().st_ino
+        try:
+            yield listener
+        finally:
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino == own:
+                    path.unlink()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        return True
 
 
 def _url(listener: socket.socket, scheme: str) -> str:

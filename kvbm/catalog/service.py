@@ -62,7 +62,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cluster: the one to follow; None for all.
-        listen: host:port; port 0 takes a free one.
+        listen: host:port; port 0 takes a free one. unix_socket: a path to listen on too; "" for none.
         connect_s: how long NATS and the database have to answer at the start.
         forget_s: an instance that is gone for so long, in time in which a catalog listens, is forgotten.
         replicas: of the streams, if they are made here.
@@ -84,6 +84,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     database_url: str
     cluster: str | None = None
     listen: str = "127.0.0.1:7700"
+    unix_socket: str = ""
     connect_s: float = 5.0
     replicas: int = 1
     liveness_s: float = LIVENESS_S

@@ -325,8 +325,9 @@ class CatalogSettings(SettingsGroup, frozen=True):
     """The catalog service and how to reach it.
 
     Attributes:
-        url: where managers and routers ask; "" asks nobody.
+        url: where managers and routers ask: http://host:port, or unix:/path of the socket of a catalog here; "" asks nobody.
         listen: host:port the service binds; port 0 takes a free one.
+        unix_socket: path of a socket the service listens on too, for callers on its machine that run as its user; "" for none.
         database: SQLAlchemy URL; "" is SQLite in the data folder.
         liveness_s: an instance not heard for this long is left out of answers.
         forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a catalog listens counts.
@@ -348,6 +349,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
 
     url: str = ""
     listen: str = "127.0.0.1:7700"
+    unix_socket: str = ""
     database: str = ""
     liveness_s: float = 3.5
     forget_s: float = 604_800.0

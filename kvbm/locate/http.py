@@ -40,6 +40,7 @@ from kvbm.core.errors import ArgumentError, ArgumentTypeError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials, Proof
+from kvbm.locate.unix_socket import SCHEME, unix_pool
 
 log = structlog.get_logger()
 
@@ -72,7 +73,7 @@ class CatalogClient:
     with an error, and ArgumentError before it is asked, for an argument that cannot be used. Close it when it is done with.
 
     Args:
-        url: http://host:port
+        url: http://host:port, or unix:/path of the socket of a catalog on this machine
         hash_tokens: `sequence_hashes` or its native implementation.
         credentials: how this side proves who it is; files that are replaced are read again, and once more after a 401.
     """
@@ -101,6 +102,8 @@ class CatalogClient:
         self._pool.close()
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
+        if self.url.startswith(SCHEME):
+            return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
         more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
         return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
 
