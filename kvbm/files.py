@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
@@ -122,6 +123,31 @@ def write_new(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(fd)
+
+
+def replace_file(path: Path, data: bytes, keeps_mode: bool = False) -> None:
+    """Put a whole file in the place of another in one step. It belongs to whom the other belonged, and is its owner's alone.
+
+    Args:
+        keeps_mode: it is readable to whom the other was.
+    Raises: OSError: nothing has changed then.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(beside, "xb", opener=opener) as file:
+            with suppress(FileNotFoundError):
+                found = os.stat(path)
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                if keeps_mode:
+                    os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 class Exposed(NamedTuple):

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.errors import ConfigError
+from kvbm.files import replace_file
 
 Role = Literal["router", "operator", "metrics"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -133,15 +134,9 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
 
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Replace the file in one step, readable to its owner alone. Raises ConfigError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(_HEAD + "".join(map(_written, entries)))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        replace_file(path, (_HEAD + "".join(map(_written, entries))).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"{_where(path)} cannot be written ({error.strerror}); choose another place for it") from None
 
 

@@ -525,3 +525,22 @@ def test_the_command_prints_a_token_once(files: Files, capsys: pytest.CaptureFix
     ):
         assert catalog_main(wrong) == 2
         assert why in capsys.readouterr().err
+
+
+def test_the_command_puts_a_token_where_only_its_owner_reads_it(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = files.folder / "ops.token"
+    out.write_text("an older one\n")
+    out.chmod(0o644)  # as a shell's > makes it
+    given = ["token", "--access", str(files.access), "--name", "ops", "--role", "operator", "--out", str(out)]
+    assert catalog_main(given) == 0
+    assert (capsys.readouterr().out, out.stat().st_mode & 0o777) == ("", 0o600)
+    first = out.read_text()
+    assert Access(str(files.access)).caller(f"Bearer {first.strip()}", None) == ("ops", "operator", None)
+    assert catalog_main(given) == 2  # the name has one
+    assert out.read_text() == first
+    assert catalog_main([*given, "--replace", "60"]) == 0
+    access = Access(str(files.access))
+    assert [access.caller(f"Bearer {one.strip()}", None) is None for one in (first, out.read_text())] == [False, False]
+    assert first != out.read_text()

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import make_folder, read_small
+from kvbm.files import make_folder, read_small, replace_file
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.nats.permissions import ACCOUNT, Role, ServerUser, server_config
 
@@ -83,10 +83,16 @@ def print_accounts(
     _change_keys(folder, {user.stem for user in named}, change)
     accounts = _read_accounts(folder)
     known = accounts.made
+    dropped = sorted(set(accounts.numbers) - {user.stem for user in named})
     spares = _number(accounts, [user.stem for user in named if user.kind is not Role.CATALOG], change.spare)
     users = [_with_keys(folder, user, accounts) for user in named]
     _write_accounts(folder, accounts)
     remarks, comments = [], []
+    if dropped:
+        remarks.append(
+            f"{', '.join(dropped)} had an account and has none now: nats-server turns away who is not named; to keep them, name them "
+            "again before it reloads"
+        )
     for user in users:
         if user.next_nkey:
             comments.append(_on_overlap(folder, user, change.overlap_s, now_s))
@@ -182,11 +188,8 @@ def _read_accounts(folder: Path) -> _Accounts:
 
 def _write_accounts(folder: Path, accounts: _Accounts) -> None:
     path = folder / "accounts.json"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         make_folder(folder)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(accounts)) + b"\n")
-        os.replace(temporary, path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(accounts)) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another folder for keys") from None

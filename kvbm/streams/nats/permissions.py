@@ -88,7 +88,8 @@ def grant(cluster: str, role: Role, name: str = "") -> str:
     """What to do about a refusal, in words."""
     add = "" if role is Role.CATALOG else f" --{role} {name or 'NAME'}"
     return (
-        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}` and reload nats-server"
+        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}`, with everybody else named too, and "
+        "reload nats-server"
     )
 
 
