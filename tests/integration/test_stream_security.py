@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
     ERASED_PREFIX,
+    AwayError,
     Heartbeat,
     Position,
     StreamMessage,
@@ -811,5 +813,60 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
         assert asyncio.run(read()) == {events_subject(CLUSTER, A)}
         with pytest.raises(ConfigError, match=r"nats.nkey_seed .* cannot be read"):
             open_manager(load_settings(flags=flags | {"nats.nkey_seed": "missing"}), [NAMESPACE], BLOCK_BYTES)
+    finally:
+        server.stop()
+
+
+# -- a server that refuses what a reader asks for ------------------------------------------------------------------------
+
+
+async def _begun_in_vain(stream: NatsStream) -> int:
+    """How often a reader begins anew in two seconds in which it gets nothing."""
+    reader = await stream.pull(0, CLUSTER, WAIT_S)
+    begun = 0
+    original = reader.begin
+
+    async def begin(timeout_s: float) -> None:
+        nonlocal begun
+        begun += 1
+        await original(timeout_s)
+
+    reader.begin = begin  # type: ignore[method-assign]
+    with contextlib.suppress(AwayError):
+        assert await reader.fetch(2.0) == []
+    await stream.close()
+    return begun
+
+
+def test_a_reader_whose_requests_are_refused_asks_again_but_not_without_end(tmp_path: Path) -> None:
+    limits = f"jetstream {{ store_dir: {json.dumps(str(tmp_path / 'js'))}, limits {{ max_request_batch: 100 }} }}"
+    server = EmbeddedServer.start(tmp_path / "nats", settings=limits)
+
+    async def work() -> int:
+        return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S))
+
+    try:
+        assert 2 <= asyncio.run(work()) <= 20
+    finally:
+        server.stop()
+
+
+def test_a_reader_of_replay_whom_nobody_answers_asks_again_but_not_without_end(tmp_path: Path) -> None:
+    users = [ServerUser(keep_seed(tmp_path / "catalog")), ServerUser(keep_seed(tmp_path / "desk"), "desk", Role.REPLAY)]
+    accounts = json.loads(server_config(CLUSTER, users).removeprefix("accounts "))
+    own = accounts["KVBM-replay-desk"]
+    own["imports"] = [
+        one for one in own["imports"] if "DIRECT.GET" not in one["to"]
+    ]  # as after a reload, to a new account
+    server = EmbeddedServer.start(tmp_path / "nats", settings=f"accounts {json.dumps(accounts)}\n")
+
+    async def work() -> int:
+        catalog = Credentials(nkey_seed=str(tmp_path / "catalog"), inbox=catalog_inbox(CLUSTER))
+        await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
+        desk = Credentials(nkey_seed=str(tmp_path / "desk"))
+        return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S, credentials=desk, makes=False))
+
+    try:
+        assert 2 <= asyncio.run(work()) <= 20
     finally:
         server.stop()
