@@ -184,7 +184,7 @@ def _by_proof(entries: list[Entry]) -> _Callers:
 
 def _token(authorization: str) -> str:
     scheme, _, token = authorization[:_LONGEST_HEADER].partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    return token.strip() if scheme.lower() == "bearer" else ""  # which is no token's: `read_entries` refuses its hash
 
 
 def _names(certificate: Mapping[str, Any]) -> list[str]:

@@ -82,6 +82,9 @@ def hashed(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
+_OF_NOTHING = hashed("")
+
+
 def read_entries(path: Path) -> list[Entry]:
     """The entries of a file. Raises ConfigError: it cannot be read, others may write it, or what is wrong in it."""
     try:
@@ -218,6 +221,10 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
         raise ConfigError(f"{where} ({name}): role is {role!r}; use one of {', '.join(ROLES)}")
     if kind == "token" and (not isinstance(sha256, str) or not _SHA256.fullmatch(sha256)):
         raise ConfigError(f"{where} ({name}): sha256 is not 64 hex digits in lower case; write the token's SHA-256")
+    if sha256 == _OF_NOTHING:
+        raise ConfigError(
+            f"{where} ({name}): sha256 is that of an empty token, which everybody has; write the token's SHA-256"
+        )
     tenants = table.get("tenants")
     is_list = isinstance(tenants, list) and all(isinstance(one, str) for one in tenants)
     if (tenants is not None) if role != "router" else not (is_list or tenants == "all"):

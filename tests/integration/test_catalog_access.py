@@ -28,7 +28,8 @@ from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.workload.probe import ask as probe
-from tests.callers import ACME, Certificate, certify, hashes_in
+from tests.callers import ACME, hashes_in
+from tests.certificates import Certificate, certify
 from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
@@ -132,6 +133,7 @@ def test_many_commands_at_a_time_lose_no_token(files: Files) -> None:
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\nnot_after = 2026-01-01\n", "with its zone"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\n" * 2, "one token twice"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\ntoken = 'x'\n", "no entry 'token'"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{hashed('')}'\n", "of an empty token"),
         ("\xff", "cannot|not TOML"),
     ],
 )

@@ -83,7 +83,7 @@ class Certificates(NamedTuple):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     folder = tmp_path_factory.mktemp("certificates")
-    ca, other = certify(folder, "ca", None), certify(folder, "other-ca", None)
+    ca, other = certify(folder, "ca"), certify(folder, "other-ca")
     return Certificates(
         ca, certify(folder, "server", ca), certify(folder, "client", ca), other, certify(folder, "other-client", other)
     )
