@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,13 @@ from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
+    ERASE_PREFIX,
     ERASED_PREFIX,
+    EVENTS_PREFIX,
+    FENCE_PREFIX,
+    PULSE_PREFIX,
+    SAMPLES_PREFIX,
+    SNAPSHOTS_PREFIX,
     AwayError,
     Heartbeat,
     Position,
@@ -50,7 +57,7 @@ from kvbm.streams.nats.permissions import (
     instance_permissions,
     server_config,
 )
-from kvbm.streams.nats.setup import ERASURES, PULSE
+from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.certificates import Certificate, certify
@@ -815,6 +822,162 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
             open_manager(load_settings(flags=flags | {"nats.nkey_seed": "missing"}), [NAMESPACE], BLOCK_BYTES)
     finally:
         server.stop()
+
+
+# -- every subject, as everybody ---------------------------------------------------------------------------------------
+
+PREFIXES = (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SNAPSHOTS_PREFIX, SAMPLES_PREFIX, ERASED_PREFIX)
+PLACES = (f"{CLUSTER}.a", f"{CLUSTER}.b", "other.a", "other.b")
+SUBJECTS = [f"{prefix}.{place}" for prefix in PREFIXES for place in PLACES]
+SUBJECTS += [f"{ERASE_PREFIX}.{cluster}" for cluster in (CLUSTER, "other")]
+CALLS = [
+    f"{api}.{call}"
+    for stream in (STREAM, PULSE, ERASURES, "OTHER")
+    for call in (
+        *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "UPDATE", "DELETE", "PURGE", "SNAPSHOT", "RESTORE")),
+        *(f"STREAM.MSG.{what}.{stream}" for what in ("GET", "DELETE")),
+        *(f"CONSUMER.{what}.{stream}" for what in ("CREATE", "NAMES", "LIST")),
+        *(f"CONSUMER.{what}.{stream}.one" for what in ("CREATE", "INFO", "DELETE", "DURABLE.CREATE", "MSG.NEXT")),
+        *(f"DIRECT.GET.{stream}{more}" for more in ("", f".{EVENTS_PREFIX}.c.a", f".{EVENTS_PREFIX}.c.b")),
+    )
+    for api in (JS_API, BORROWED_API)
+] + [f"{JS_API}.{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.LIST", "ACCOUNT.PURGE.KVBM", "SERVER.REMOVE")]
+WIDE = [
+    ">",
+    "kvbm.>",
+    "kvbm.v1.*.c.>",
+    "$JS.>",
+    "$JS.API.>",
+    "$JS.EVENT.>",
+    "$SYS.>",
+    "$SYS.ACCOUNT.>",
+    "_R_.>",
+    "_GR_.>",
+]
+
+MAY_WRITE = {
+    "a": {f"{prefix}.c.a" for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {f"{prefix}.c.{name}" for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX) for name in "ab"}
+    | {f"{ERASE_PREFIX}.c"},
+    "replay": set(),
+    "operator": {f"{ERASED_PREFIX}.c.{name}" for name in "ab"} | {f"{ERASE_PREFIX}.c"},
+}
+MAY_CALL = {
+    "a": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{EVENTS_PREFIX}.c.a")},
+    "catalog": {
+        f"{JS_API}.{call}"
+        for stream in (STREAM, PULSE, ERASURES)
+        for call in (
+            *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")), f"CONSUMER.CREATE.{stream}",
+            *(f"CONSUMER.{what}.{stream}.one" for what in ("DELETE", "MSG.NEXT")),
+            *(f"DIRECT.GET.{stream}.{EVENTS_PREFIX}.c.{name}" for name in "ab"),
+        )
+    },
+    "replay": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {
+        f"{BORROWED_API}.{call}"
+        for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", "STREAM.MSG.GET.KVBM", "DIRECT.GET.KVBM")
+    },
+    "operator": {f"{JS_API}.STREAM.INFO.KVBM", f"{BORROWED_API}.STREAM.MSG.GET.KVBM"}
+    | {f"{BORROWED_API}.STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)},
+}  # fmt: skip
+MAY_HEAR = {
+    "a": {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {f"{SAMPLES_PREFIX}.c.{name}" for name in "ab"},
+    "replay": set(),
+    "operator": set(),
+}
+
+
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secured: Secured, who: str) -> None:
+    make_streams(secured)
+
+    async def work() -> tuple[set[str], set[str]]:
+        refused: list[str] = []
+
+        async def keep(error: Exception) -> None:
+            refused.append(str(error))
+
+        credentials: Credentials = getattr(secured, who)
+        client = await nats.connect(secured.url, error_cb=keep, **credentials.connect_options(secured.url))
+        end = "the.end"
+        for subject in [*SUBJECTS, *CALLS, end]:
+            await client.publish(subject, b"no JSON")
+        for subject in [*SUBJECTS, *WIDE, end]:
+            await client.subscribe(subject)
+        await client.flush()
+        await eventually_async(lambda: sum(f'"{end}"' in one for one in refused) == 2, "not all is answered", WAIT_S)
+        await client.close()
+        found = re.findall(r'violation for (publish|subscription) to "([^"]+)"', "\n".join(refused))
+        written, heard = (
+            {subject for kind, subject in found if kind == wanted} for wanted in ("publish", "subscription")
+        )
+        lower = {subject.lower(): subject for subject in [*SUBJECTS, *CALLS, *WIDE, end]}  # as nats-py tells of them
+        return {lower[one] for one in written}, {lower[one] for one in heard}
+
+    written, heard = asyncio.run(work())
+    assert {*SUBJECTS, *CALLS} - written == MAY_WRITE[who] | MAY_CALL[who]
+    assert {*SUBJECTS, *WIDE} - heard == MAY_HEAR[who]
+
+
+def test_headers_reach_no_other_subject(secured: Secured) -> None:
+    """Traces and schedules name subjects that the server writes to; a rollup and a batch act on more than one message."""
+    make_streams(secured)
+
+    async def work() -> None:
+        async def ignore(error: Exception) -> None:
+            pass
+
+        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
+        await honest.send_pulse(beat(B))
+        before = await stored(secured, events_subject(CLUSTER, B))
+        client = await nats.connect(secured.url, error_cb=ignore, **secured.a.connect_options(secured.url))
+        for own in (events_subject(CLUSTER, A), fence_subject(CLUSTER, A), pulse_subject(CLUSTER, A)):
+            for headers in (
+                {"Nats-Trace-Dest": events_subject(CLUSTER, B)},
+                {"Nats-Schedule": "@at 2020-01-01T00:00:00Z", "Nats-Schedule-Target": events_subject(CLUSTER, B)},
+                {"Nats-Rollup": "all"},
+                {"Nats-TTL": "1s"},
+                {"Nats-Batch-Id": "one", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"},
+            ):
+                await client.publish(own, b"x", headers=headers)
+        answer = await client.request(fence_subject(CLUSTER, A), b"the last")
+        assert json.loads(answer.data)["stream"] == STREAM
+        assert await stored(secured, events_subject(CLUSTER, B)) == before
+        assert await honest.last_pulse(CLUSTER, B) == beat(B)
+        await client.close()
+        await honest.close()
+
+    asyncio.run(work())
+
+
+def test_what_threats_says_of_an_instances_and_of_the_catalogs_key_is_so(secured: Secured) -> None:
+    """An instance may count others' messages; whoever has the catalog's key can speak in others' names, by a reply."""
+    make_streams(secured)
+
+    async def work() -> None:
+        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
+        await honest.close()
+        client = await nats.connect(secured.url, **secured.a.connect_options(secured.url))
+        answer = await client.request(f"{BORROWED_API}.STREAM.INFO.{STREAM}", b'{"subjects_filter":">"}')
+        assert json.loads(answer.data)["state"]["subjects"] == {events_subject(CLUSTER, B): 1}
+        await client.close()
+        forged, own = make_frame(1, instance="b").data, pulse_subject(CLUSTER, InstanceId("a-pulse-of-mine"))
+        client = await nats.connect(secured.url, **secured.catalog.connect_options(secured.url))
+        await client.request(own, forged)
+        await client.publish(f"{JS_API}.DIRECT.GET.{PULSE}.{own}", b"", reply=events_subject(CLUSTER, B))
+
+        async def is_stored() -> bool:
+            return forged in {message.data for message in await stored(secured, events_subject(CLUSTER, B))}
+
+        await eventually_async(is_stored, "the catalog's key cannot do it: say so in docs/threats.md", WAIT_S)
+        await client.close()
+
+    asyncio.run(work())
 
 
 # -- a server that refuses what a reader asks for ------------------------------------------------------------------------
