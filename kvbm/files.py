@@ -8,12 +8,13 @@ the umask.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -148,6 +149,27 @@ def replace_file(path: Path, data: bytes, keeps_mode: bool = False) -> None:
     except OSError:
         beside.unlink(missing_ok=True)
         raise
+
+
+def stamp(path: str | Path) -> tuple[int, ...] | None:
+    """What differs when a file has changed; None when it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While no other process does this in the folder, which is made if it is not there. Raises OSError."""
+    make_folder(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 class Exposed(NamedTuple):

@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -28,12 +27,12 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import replace_file
+from kvbm.files import alone, replace_file
 
 Role = Literal["router", "operator", "metrics"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -172,16 +171,14 @@ def _new_entry(wanted: NewToken, now_s: float) -> Entry:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """While nobody else adds to a file of this folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"{_where(path)} cannot be written ({error.strerror}); choose another place for it") from None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            held.enter_context(alone(path.parent))
+        except OSError as error:
+            raise ConfigError(
+                f"{_where(path)} cannot be written ({error.strerror}); choose another place for it"
+            ) from None
         yield
-    finally:
-        os.close(folder)
 
 
 def _parse(data: bytes, where: str) -> list[Entry]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import nats
 import nkeys
 import pytest
 from cryptography.hazmat.primitives import serialization
+from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
@@ -60,6 +62,7 @@ from kvbm.streams.nats.permissions import (
 from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.probe import main as probe
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
@@ -745,6 +748,13 @@ async def _connect_and_close(url: str, credentials: Credentials) -> None:
     await (await NatsStream.connect(url, WAIT_S, credentials=credentials)).close()
 
 
+def test_commands_at_the_same_time_give_nobody_the_key_or_the_account_of_another(tmp_path: Path) -> None:
+    keys, wanted = tmp_path / "keys", [(Role.INSTANCE, "a"), (Role.INSTANCE, "b"), (Role.REPLAY, "desk")]
+    with ThreadPoolExecutor(12) as pool:
+        found = set(pool.map(lambda _: print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text, range(24)))
+    assert found == {print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text}
+
+
 def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, tmp_path: Path) -> None:
     make_streams(secured)
     seed, away = Path(secured.catalog.nkey_seed), tmp_path / "away"
@@ -865,7 +875,8 @@ MAY_WRITE = {
 MAY_CALL = {
     "a": {f"{JS_API}.STREAM.INFO.KVBM"}
     | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{EVENTS_PREFIX}.c.a")},
-    "catalog": {
+    "catalog": {f"{JS_API}.INFO"}
+    | {
         f"{JS_API}.{call}"
         for stream in (STREAM, PULSE, ERASURES)
         for call in (
@@ -920,6 +931,25 @@ def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secure
     written, heard = asyncio.run(work())
     assert {*SUBJECTS, *CALLS} - written == MAY_WRITE[who] | MAY_CALL[who]
     assert {*SUBJECTS, *WIDE} - heard == MAY_HEAR[who]
+
+
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+def test_a_probe_answers_whoever_has_a_key(
+    secured: Secured, who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a health check of an engine would need the catalog's key."""
+    make_streams(secured)
+    credentials: Credentials = getattr(secured, who)
+    given = {"nats.nkey_seed": credentials.nkey_seed, "instance.cluster": CLUSTER, "instance.id": "a"}
+    with capture_logs() as logs:
+        assert probe(secured.url, 0.0, load_settings(flags=given)) == 0
+    assert "with JetStream" in capsys.readouterr().out
+    assert [one for one in logs if who == "catalog" and "js.api" in one.get("why", "")] == []
+    assert probe(secured.url, 0.0, load_settings(flags=given | {"instance.cluster": "other"})) == (
+        who in ("a", "catalog")
+    )
+    said = capsys.readouterr()
+    assert who in ("replay", "operator") or "instance.id" in said.out + said.err
 
 
 def test_headers_reach_no_other_subject(secured: Secured) -> None:

@@ -145,7 +145,7 @@ def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     name that is new at each start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
     allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
-    allowed.append(erase_subject(cluster))
+    allowed += [erase_subject(cluster), f"{JS_API}.INFO"]
     for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]
