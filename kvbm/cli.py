@@ -29,6 +29,7 @@ from kvbm.command_line import (
     run_command,
     seconds,
     settings_of,
+    write_out,
 )
 from kvbm.config import default_lines
 from kvbm.locate.http import CatalogClient
@@ -281,7 +282,7 @@ def _add_permissions(commands: Commands) -> None:
         commands,
         "nats-permissions",
         "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 > accounts.conf",
+        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out accounts.conf",
     )
     permissions.add_argument(
         "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
@@ -303,6 +304,12 @@ def _add_permissions(commands: Commands) -> None:
         permissions.add_argument(
             f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
         )
+    permissions.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="put them into this file in one step, instead of printing them; an error leaves the file as it was",
+    )
     permissions.add_argument(
         "--spare",
         type=_small_count,
@@ -417,7 +424,10 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
     change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
     printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time())
-    print(printed.text, end="")
+    if arguments.out is None:
+        print(printed.text, end="")
+    else:
+        write_out(arguments.out, printed.text, keeps_mode=True)  # nats-server may run as another user
     for remark in printed.remarks:
         print(f"kvbm: {remark}", file=sys.stderr)
     return 0

@@ -26,9 +26,9 @@ except ImportError:
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.at_once import AtOnce
 from kvbm.catalog.forgetting import NotForgottenError
-from kvbm.catalog.gate import CALLER, Gate
+from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate
 from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
-from kvbm.catalog.prompt_answers import PromptAnswers
+from kvbm.catalog.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, decode_prompt, without_prompt
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
@@ -132,7 +132,7 @@ class _Api:
     async def block(self, request: Request) -> Response:
         namespace = _one_hash("namespace", request.path_params["namespace"])
         block = _one_hash("hash", request.path_params["hash"])
-        self._answers.check_ready()
+        self._answers.check_ready(_caller(request))
         return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block), _caller(request)))
 
     async def instances(self, request: Request) -> Response:
@@ -166,7 +166,7 @@ class _Api:
         return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces(_caller(request))))
 
     async def status(self, request: Request) -> Response:
-        ready = self._readiness()
+        ready = self._readiness(_caller(request))
         return _json(
             {
                 "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
@@ -178,20 +178,19 @@ class _Api:
         return Response(b"ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
-        answer = self._readiness()
-        caller: Caller | None = request.scope[CALLER]
+        answer = self._readiness(request.scope[CALLER])
+        return _json(answer, 200 if answer.ready else 503)
+
+    def _readiness(self, caller: Caller | None) -> ReadyAnswer:
+        answer, more = self._service.readiness(), self._troubles()
         if caller is None or not caller.sees_all:  # names and offsets are not for everybody
-            answer = ReadyAnswer(
+            return ReadyAnswer(
                 ready=answer.ready,
-                reason="" if answer.ready else "not ready; ask with an operator's token for the reason",
+                reason="" if answer.ready else NOT_TOLD,
                 degraded="",
                 stream_sequence=0,
                 lag_messages=0,
             )
-        return _json(answer, 200 if answer.ready else 503)
-
-    def _readiness(self) -> ReadyAnswer:
-        answer, more = self._service.readiness(), self._troubles()
         degraded = "; ".join(one for one in (answer.degraded, more) if one)
         return msgspec.structs.replace(answer, degraded=degraded) if more else answer
 
@@ -214,7 +213,7 @@ class _Api:
             else:
                 asked = decode_prompt(body, kind)
             del body, exchange.body  # a wait holds nothing large
-            self._answers.check_ready()
+            self._answers.check_ready(caller)
             if asked.tokens is not None and len(asked.tokens) > THREAD_TOKENS:
                 hashes = await asyncio.to_thread(self._answers.hashing(caller, asked))
             else:
@@ -224,7 +223,16 @@ class _Api:
             exchange.hold(len(hashes))  # of tokens, hashes may be larger than the body
             with exchange.waiting():
                 await self._wait(caller, asked)
+        self._judge_again(request)
         return asked, asked_namespace(asked), hashes
+
+    def _judge_again(self, request: Request) -> None:
+        """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""
+        caller: Caller | None = request.scope[JUDGE]()
+        if caller is None:
+            self._refusals["unknown_caller"] += 1
+            raise ApiError(401, UNKNOWN.error.code, UNKNOWN.error.message, UNKNOWN.error.what_to_do)
+        request.scope[CALLER] = caller
 
     async def _wait(self, caller: Caller, asked: LookupRequest) -> None:
         deadline_s = time.monotonic() + min(asked.timeout_s, MAX_WAIT_S)

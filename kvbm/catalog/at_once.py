@@ -65,7 +65,7 @@ class AtOnce:
                 if limited:
                     limits.requests.charge(limits.clock(), key, -1)
                 return None
-            self._answers.check_ready()
+            self._answers.check_ready(caller)
             hashes = self._answers.hashing(caller, asked)()
             namespace = asked_namespace(asked)
             if isinstance(asked, RouteRequest):

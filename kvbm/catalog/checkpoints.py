@@ -94,8 +94,8 @@ class Writing:
         self.sequence = state.sequence
         self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
-        self._name = f"{state.sequence:020}-{secrets.token_hex(4)}"
-        self._part = folder / f"{self._name}{_INDEX}{_PART}"
+        self.name = f"{state.sequence:020}-{time.time_ns():016x}{secrets.token_hex(2)}"  # of two at one place the later is the newer
+        self._part = folder / f"{self.name}{_INDEX}{_PART}"
         self._size = (0, 0)
 
     def has_begun(self) -> bool:
@@ -127,9 +127,9 @@ class Writing:
             fingerprint=settled.fingerprint, bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
         )  # fmt: skip
         body = msgspec.json.encode(manifest)
-        final, part = self._folder / f"{self._name}{_MANIFEST}", self._folder / f"{self._name}{_MANIFEST}{_PART}"
+        final, part = self._folder / f"{self.name}{_MANIFEST}", self._folder / f"{self.name}{_MANIFEST}{_PART}"
         try:
-            self._part.rename(self._folder / f"{self._name}{_INDEX}")
+            self._part.rename(self._folder / f"{self.name}{_INDEX}")
             write_new(part, body + b"\n%08x\n" % zlib.crc32(body))
             _sync(self._folder)
             part.rename(final)
@@ -140,7 +140,7 @@ class Writing:
         return manifest
 
     def _failed(self, error: Exception) -> CatalogError:
-        for path in self._folder.glob(f"{self._name}.*"):
+        for path in self._folder.glob(f"{self.name}.*"):
             path.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else str(error)
         return CatalogError(
@@ -208,6 +208,7 @@ class Checkpointer:
         self.last: Manifest | None = None
         self._folder, self._index, self._sequencer = folder, index, sequencer
         self._applying, self._stream, self._degraded, self._every_s = applying, stream, degraded, every_s
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Write one every so often, for ever."""
@@ -217,17 +218,20 @@ class Checkpointer:
 
     async def write_alone(self) -> bool:
         """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
-        self.last, written = None, self.written
-        await self.write()
-        if self.written == written:
-            return False
-        await asyncio.to_thread(_tidy, self._folder, 1)
-        return True
+        async with self._writing:  # one under way would name it, and come later
+            name = await self._write()
+            if name:
+                await asyncio.to_thread(_remove_others, self._folder, name)
+            return bool(name)
 
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
-        if self.last is not None and self.last.sequence == self._sequencer.sequence:
-            return
+        async with self._writing:
+            if self.last is None or self.last.sequence != self._sequencer.sequence:
+                await self._write()
+
+    async def _write(self) -> str:
+        """Its name; "" where the folder did not take it."""
         async with self._applying:
             writing = Writing(self._folder, self._index, self._sequencer.state(), self._stream())
             work = asyncio.ensure_future(asyncio.to_thread(writing.write))
@@ -238,13 +242,14 @@ class Checkpointer:
             self.last = await asyncio.to_thread(writing.finish, self._sequencer.mark)
         except CatalogError as error:
             self._degraded.note("checkpoints", str(error))
-            return
+            return ""
         self.written += 1
         self._degraded.clear("checkpoints")
         log.info(
             "checkpoint.written", sequence=self.last.sequence, settled=self.last.settled, blocks=self.last.blocks,
             bytes=self.last.bytes,
         )  # fmt: skip
+        return writing.name
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -268,10 +273,18 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
         yield path, manifest
 
 
-def _tidy(folder: Path, kept: int = KEPT) -> None:
+def _remove_others(folder: Path, name: str) -> None:
+    """Remove all checkpoints but one, and what writers that died have left, however young."""
+    for kind in (_MANIFEST, _INDEX, f"{_MANIFEST}{_PART}", f"{_INDEX}{_PART}"):
+        for path in folder.glob(f"*{kind}"):
+            if not path.name.startswith(f"{name}."):
+                path.unlink(missing_ok=True)
+
+
+def _tidy(folder: Path) -> None:
     """Remove all but the newest checkpoints, and what writers that died have left."""
     names = sorted((path.stem for path in folder.glob(f"*{_MANIFEST}")), reverse=True)
-    for name in names[kept:]:
+    for name in names[KEPT:]:
         (folder / f"{name}{_MANIFEST}").unlink(missing_ok=True)
         (folder / f"{name}{_INDEX}").unlink(missing_ok=True)
     for path in (*folder.glob(f"*{_PART}"), *folder.glob(f"*{_INDEX}")):

@@ -18,6 +18,7 @@ from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.telemetry.metrics import CatalogMetrics
 
+NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
 _encode = msgspec.json.Encoder().encode
 
@@ -29,12 +30,11 @@ class PromptAnswers:
         self._service, self._metrics = service, metrics
         self._visible = service.queries.visibility
 
-    def check_ready(self) -> None:
+    def check_ready(self, caller: Caller) -> None:
         """Refuse while the stream is not read to where it ended at the start."""
         if not self._service.is_ready:
-            raise ApiError(
-                503, "not_ready", self._service.readiness().reason, "ask again soon; /readyz says when it is ready"
-            )
+            reason = self._service.readiness().reason if caller.sees_all else NOT_TOLD
+            raise ApiError(503, "not_ready", reason, "ask again soon; /readyz says when it is ready")
 
     def hashing(self, caller: Caller, asked: LookupRequest) -> Callable[[], bytes]:
         """What makes the packed hashes of the prompt; it may be called in another thread."""

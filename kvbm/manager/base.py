@@ -203,9 +203,11 @@ class BlockManager:
         Args:
             hashes: n packed hashes of a prompt's blocks.
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run.
+        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         with self._lock:
             return self._ledger.match(hashes, False, Tier.HBM, namespace)
 
@@ -222,6 +224,8 @@ class BlockManager:
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         check_seconds(ttl_s, "ttl_s", most=math.inf)
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:

@@ -28,7 +28,8 @@ from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.workload.probe import ask as probe
-from tests.callers import ACME, Certificate, certify, hashes_in
+from tests.callers import ACME, hashes_in
+from tests.certificates import Certificate, certify
 from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
@@ -132,6 +133,7 @@ def test_many_commands_at_a_time_lose_no_token(files: Files) -> None:
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\nnot_after = 2026-01-01\n", "with its zone"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\n" * 2, "one token twice"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\ntoken = 'x'\n", "no entry 'token'"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{hashed('')}'\n", "of an empty token"),
         ("\xff", "cannot|not TOML"),
     ],
 )
@@ -525,3 +527,22 @@ def test_the_command_prints_a_token_once(files: Files, capsys: pytest.CaptureFix
     ):
         assert catalog_main(wrong) == 2
         assert why in capsys.readouterr().err
+
+
+def test_the_command_puts_a_token_where_only_its_owner_reads_it(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = files.folder / "ops.token"
+    out.write_text("an older one\n")
+    out.chmod(0o644)  # as a shell's > makes it
+    given = ["token", "--access", str(files.access), "--name", "ops", "--role", "operator", "--out", str(out)]
+    assert catalog_main(given) == 0
+    assert (capsys.readouterr().out, out.stat().st_mode & 0o777) == ("", 0o600)
+    first = out.read_text()
+    assert Access(str(files.access)).caller(f"Bearer {first.strip()}", None) == ("ops", "operator", None)
+    assert catalog_main(given) == 2  # the name has one
+    assert out.read_text() == first
+    assert catalog_main([*given, "--replace", "60"]) == 0
+    access = Access(str(files.access))
+    assert [access.caller(f"Bearer {one.strip()}", None) is None for one in (first, out.read_text())] == [False, False]
+    assert first != out.read_text()

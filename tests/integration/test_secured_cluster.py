@@ -61,7 +61,7 @@ class Secured:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.keys, self.trusted = folder, folder / "keys", folder / "trusted.pem"
-        self.ca = certify(folder, "ca-1", None)
+        self.ca = certify(folder, "ca-1")
         self.certificate = folder / "server.pem", folder / "server-key.pem"
         self.trust(self.ca)
         self.show(certify(folder, "server-1", self.ca))
@@ -282,7 +282,7 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         all_go_on(engines)
 
         # the server's certificate, and who has signed it: clients trust both, the server shows the new one, the old is trusted no more
-        issuer = certify(secured.folder, "ca-2", None)
+        issuer = certify(secured.folder, "ca-2")
         secured.trust(secured.ca, issuer)
         secured.show(certify(secured.folder, "server-2", issuer))
         secured.reload()

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -27,6 +28,13 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
 from kvbm.workload.catalog_view import wait_applied
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    """Neither package may know the other, so each has the struct."""
+    of_settings = load_settings().catalog.limits
+    assert msgspec.structs.asdict(LimitSettings()) == msgspec.structs.asdict(of_settings)
+    assert LimitSettings.__annotations__ == type(of_settings).__annotations__
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:

@@ -235,8 +235,17 @@ class File:
 def open_file(path: Any, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
     """Stands for the builtin `open` where files are written."""
     process, disk = _here()
+    if "opener" in kwargs:  # it would open with the stand-in of `os`, and nobody would close with it
+        kwargs["opener"] = _opener
     if disk is None or ("r" in mode and "+" not in mode):
         return _open(path, mode, buffering, **kwargs)
     if disk.broken:
         raise OSError(errno.EIO, "Input/output error (simulated)", str(path))
-    return File(process, disk, str(path), _open(path, mode, 0, **kwargs))
+    if isinstance(path, int):  # opened with the stand-in; it is the file's from now on
+        disk.closed(process, path)
+    name = disk.path_of(path) if isinstance(path, int) else str(path)
+    return File(process, disk, name, _open(path, mode, 0, **kwargs))
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
