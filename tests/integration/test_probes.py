@@ -243,7 +243,7 @@ def test_a_router_hears_that_the_catalog_is_not_ready_and_not_why(
             assert not service.is_ready
             assert [one.status for one in found] == [503] * 4
             said = [msgspec.json.decode(one.body)["error"]["message"] for one in found]
-            assert all("of 4000" in one for one in said[:2])
+            assert all("of 400" in one for one in said[:2])
             assert set(said[2:]) == {"not ready; ask with an operator's token for the reason"}
         finally:
             await service.close()
@@ -323,7 +323,7 @@ def test_the_comparison_sees_a_namespace_that_is_there(site: Site) -> None:
         return await ask(site.app, question.method, question.path, question.body, site.router)
 
     found = site.runner.run(compare(asked, (YOURS, NOT_THERE, NOT_THERE), 1000))
-    assert abs(found.pair) > 0.2
+    assert abs(found.pair) > 0.1
 
 
 def test_a_wrong_token_that_begins_as_a_good_one_takes_as_long_as_any_other(site: Site) -> None:
