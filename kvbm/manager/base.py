@@ -28,10 +28,10 @@ from typing import ClassVar, Self
 import numpy as np
 import structlog
 
-from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
+from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
+from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import Match
@@ -460,13 +460,7 @@ class BlockManager:
                 return
         except TypeError:  # what has no hash is refused below
             pass
-        refuse_namespace(namespace)
-        if not self._lasting.knows(namespace):
-            raise ArgumentValueError(
-                "namespace",
-                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
-                " its first use",
-            )
+        self._lasting.check(namespace)
 
     def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
         """Offer a prompt, if it is one of those to be sampled."""
