@@ -48,6 +48,7 @@ from kvbm.core.answers import (
     SnapshotAnswer,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
+from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
@@ -122,10 +123,14 @@ class _Api:
             self._refusals[refused] += 1
 
     async def lookup(self, request: Request) -> Response:
+        if _is_binary(request):
+            return await self._batch(request, LookupRequest)
         asked, namespace, hashes = await self._prompt(request, LookupRequest)
         return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
 
     async def route(self, request: Request) -> Response:
+        if _is_binary(request):
+            return await self._batch(request, RouteRequest)
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
         return _encoded(self._answers.route(_caller(request), _exchange(request).key, asked, namespace, hashes))
 
@@ -226,6 +231,15 @@ class _Api:
         self._judge_again(request)
         return asked, asked_namespace(asked), hashes
 
+    async def _batch(self, request: Request, kind: type[LookupRequest]) -> Response:
+        """Several prompts in the binary form."""
+        exchange, body = _exchange(request), await _body(request)
+        async with exchange.parsing(len(body)):
+            self._judge_again(request)
+            answer, cost = self._answers.batch(_caller(request), exchange.key, kind, body)
+        exchange.counts_as(cost)
+        return Response(answer, media_type=BATCHES)
+
     def _judge_again(self, request: Request) -> None:
         """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""
         caller: Caller | None = request.scope[JUDGE]()
@@ -254,6 +268,10 @@ class _Api:
 def _caller(request: Request) -> Caller:
     caller: Caller = request.scope[CALLER]
     return caller
+
+
+def _is_binary(request: Request) -> bool:
+    return request.headers.get("content-type") == BATCHES
 
 
 async def _body(request: Request) -> bytearray:

@@ -12,20 +12,49 @@ import msgspec
 
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.gate import may
-from kvbm.catalog.limits import SMALL_BODY_BYTES, LimitError, Limits, cost_of, is_limited, key_of
+from kvbm.catalog.limits import (
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    LimitError,
+    Limits,
+    cost_of,
+    is_limited,
+    key_of,
+    peer_key,
+)
 from kvbm.catalog.prompt_answers import PromptAnswers
 from kvbm.catalog.prompts import ApiError, asked_namespace, decode_prompt, without_prompt
+from kvbm.core import prompt_batches
 from kvbm.core.answers import LookupRequest, RouteRequest
 
-MOST_BYTES = SMALL_BODY_BYTES  # of a body
+MOST_BYTES = SMALL_BODY_BYTES  # of a body in JSON
 PATHS: dict[bytes, type[LookupRequest]] = {b"/v1/lookup": LookupRequest, b"/v1/route": RouteRequest}
+JSON_TYPE = b"application/json"
+BINARY_TYPE = prompt_batches.CONTENT_TYPE.encode()
+
+
+class ShortQuestion(NamedTuple):
+    """A request that may be answered at once.
+
+    Attributes:
+        path: one of `PATHS`.
+        is_binary: its body is a `PromptBatch`.
+        host: the peer's address. authorization: the header. certificate: the peer's.
+    """
+
+    path: bytes
+    is_binary: bool
+    host: str
+    authorization: str | None
+    certificate: Mapping[str, Any] | None
 
 
 class Answered(NamedTuple):
-    """An answer: its status, its body, and who has asked."""
+    """An answer: its status, its body, what that is, and who has asked."""
 
     status: int
     body: bytes
+    content_type: bytes
     caller: Caller
 
 
@@ -41,42 +70,57 @@ class AtOnce:
     ) -> None:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
 
-    def answer(
-        self, path: bytes, host: str, authorization: str | None, certificate: Mapping[str, Any] | None, body: bytes
-    ) -> Answered | None:
-        """The answer to one request; None: it must go the long way, and nothing has changed.
-
-        Args:
-            path: one of `PATHS`.
-            host: the peer's address.
-        """
-        caller = self._access.caller(authorization, certificate)
-        if caller is None or not may(caller, path.decode()):
+    def hold(self, question: ShortQuestion, length: int) -> int | None:
+        """Take room for a body; how much was taken, for `give_back`. None: it is too long, or there is no room."""
+        over = max(0, length - SMALL_BODY_BYTES)
+        if over == 0:
+            return 0
+        if not question.is_binary or length > LARGE_BODY_BYTES:
             return None
-        limits, key = self._limits, key_of(caller.name, host)
-        limited = is_limited(limits.settings, caller.name, host)
+        return None if self._limits.bodies.take(peer_key(question.host), over) else over
+
+    def give_back(self, question: ShortQuestion, held: int) -> None:
+        """The body is gone."""
+        if held:
+            self._limits.bodies.give(peer_key(question.host), held)
+
+    def answer(self, question: ShortQuestion, body: bytes) -> Answered | None:
+        """The answer to one request; None: it must go the long way, and nothing has changed."""
+        caller = self._access.caller(question.authorization, question.certificate)
+        if caller is None or not may(caller, question.path.decode()):
+            return None
+        limits, key = self._limits, key_of(caller.name, question.host)
+        limited = is_limited(limits.settings, caller.name, question.host)
         if limited and limits.requests.take(limits.clock(), key):
             return None
-        status = 200
+        status, content_type, cost = 200, BINARY_TYPE if question.is_binary else JSON_TYPE, 0
+        answer: bytes | None
         try:
-            kind = PATHS[path]
-            asked = decode_prompt(body, kind)
-            if asked.at_least:
-                if limited:
-                    limits.requests.charge(limits.clock(), key, -1)
-                return None
-            self._answers.check_ready(caller)
-            hashes = self._answers.hashing(caller, asked)()
-            namespace = asked_namespace(asked)
-            if isinstance(asked, RouteRequest):
-                answer = self._answers.route(caller, key, without_prompt(asked), namespace, hashes)
+            if question.is_binary:
+                answer, cost = self._answers.batch(caller, key, PATHS[question.path], body)
             else:
-                answer = self._answers.lookup(caller, asked, namespace, hashes)
+                answer = self._answered(question, caller, key, body)
         except (ApiError, LimitError) as error:
-            status, answer = error.status, msgspec.json.encode(error.answer)
+            status, answer, content_type = error.status, msgspec.json.encode(error.answer), JSON_TYPE
             if isinstance(error, ApiError) and error.refused:
                 limits.refusals[error.refused] += 1
+        if answer is None:
+            if limited:
+                limits.requests.charge(limits.clock(), key, -1)
+            return None
         self._count(caller.name, "passed")
-        if limited and (cost := cost_of(len(body), len(answer))):
+        cost += cost_of(len(body), len(answer))
+        if limited and cost:
             limits.requests.charge(limits.clock(), key, cost)
-        return Answered(status, answer, caller)
+        return Answered(status, answer, content_type, caller)
+
+    def _answered(self, question: ShortQuestion, caller: Caller, key: str, body: bytes) -> bytes | None:
+        asked = decode_prompt(body, PATHS[question.path])
+        if asked.at_least:
+            return None
+        self._answers.check_ready(caller)
+        hashes = self._answers.hashing(caller, asked)()
+        namespace = asked_namespace(asked)
+        if isinstance(asked, RouteRequest):
+            return self._answers.route(caller, key, without_prompt(asked), namespace, hashes)
+        return self._answers.lookup(caller, asked, namespace, hashes)

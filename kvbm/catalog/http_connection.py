@@ -9,7 +9,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from kvbm.catalog.at_once import MOST_BYTES, PATHS, Answered, AtOnce
+from kvbm.catalog.at_once import BINARY_TYPE, PATHS, Answered, AtOnce, ShortQuestion
 from kvbm.catalog.connections import Connection, Connections, Stage, unsent_bytes
 from kvbm.catalog.gate import PEER, authorization
 from kvbm.catalog.limits import UNIX_HOST
@@ -40,7 +40,9 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._idle = Stage.HEADER  # what it is between requests
         self._in_header = False
         self._header_bytes = 0
-        self._short: bytearray | None = None  # body of a request that may be answered at once
+        self._question: ShortQuestion | None = None  # that may be answered at once
+        self._body = bytearray()  # of it
+        self._held = 0
         self._waiting: asyncio.TimerHandle | None = None  # for the rest of that body
         self._certificate: Mapping[str, Any] | None = None
 
@@ -60,7 +62,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         self._connections.closed(self._connection)
-        self._wait_no_longer()
+        self._end_short()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
 
@@ -85,7 +87,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self._current()
         if cycle is not None and len(cycle.body) > _BUFFERED_BYTES:
             self.flow.pause_reading()
-        if self._short is not None and self._waiting is None:
+        if self._question is not None and self._waiting is None:
             self._waiting = self.loop.call_later(_SHORT_S, self._go_long)
         self._tell_stage()
 
@@ -106,7 +108,6 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests before their answers")
         self._in_header = True
-        self._short = None
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -117,33 +118,27 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def on_headers_complete(self) -> None:
         """Begin a short answer, or the application."""
         self._in_header = False
-        if self._may_be_short():
-            self._short = bytearray()
-        else:
+        if not self._begin_short():
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        if self._short is None:
+        if self._question is None:
             super().on_body(body)
         else:
-            self._short += body
+            self._body += body
 
     def on_message_complete(self) -> None:
         """All of the request is there."""
-        if self._short is None:
+        if self._question is None:
             super().on_message_complete()
             return
-        body = bytes(self._short)
-        answered = self._at_once.answer(
-            self.url, self.client[0] if self.client else "", authorization(self.headers), self._certificate, body
-        )
+        answered = self._at_once.answer(self._question, bytes(self._body))
         if answered is None:
             self._go_long()
             super().on_message_complete()
         else:
-            self._short = None
-            self._wait_no_longer()
+            self._end_short()
             self._write(answered)
 
     def on_response_complete(self) -> None:
@@ -160,39 +155,54 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """The last request that the application got."""
         return self.cycle
 
-    def _may_be_short(self) -> bool:
+    def _begin_short(self) -> bool:
+        """Whether the request is one that may be answered at once; then room is taken for its body."""
         if self.url not in PATHS or self.parser.get_method() != b"POST" or self.expect_100_continue:
             return False
         cycle = self._current()
-        if cycle is not None and not cycle.response_complete:
+        if (cycle is not None and not cycle.response_complete) or self.flow.write_paused:
             return False
-        length = -1
+        length, is_binary = -1, False
         for name, value in self.headers:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 9 else -1
+            elif name == b"content-type":
+                is_binary = value == BINARY_TYPE
             elif name == b"transfer-encoding" or name == b"upgrade":
                 return False
-        return 0 <= length <= MOST_BYTES and not self.flow.write_paused and self.parser.should_keep_alive()
+        if length < 0 or not self.parser.should_keep_alive():
+            return False
+        host = self.client[0] if self.client else ""
+        question = ShortQuestion(self.url, is_binary, host, authorization(self.headers), self._certificate)
+        held = self._at_once.hold(question, length)
+        if held is None:
+            return False
+        self._question, self._held = question, held
+        return True
 
-    def _go_long(self) -> None:
-        """Give the request to the application, as far as it has come."""
-        self._wait_no_longer()
-        if self._short is not None and not self.transport.is_closing():
-            body, self._short = bytes(self._short), None
-            super().on_headers_complete()
-            super().on_body(body)
-
-    def _wait_no_longer(self) -> None:
+    def _end_short(self) -> None:
+        if self._question is not None:
+            self._at_once.give_back(self._question, self._held)
+            self._question, self._held = None, 0
+            self._body = bytearray()
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+
+    def _go_long(self) -> None:
+        """Give the request to the application, as far as it has come."""
+        body, was_short = bytes(self._body), self._question is not None
+        self._end_short()
+        if was_short and not self.transport.is_closing():
+            super().on_headers_complete()
+            super().on_body(body)
 
     def _write(self, answered: Answered) -> None:
         self.server_state.total_requests += 1
         head = [STATUS_LINE[answered.status]]
         for name, value in self.server_state.default_headers:
             head += [name, b": ", value, b"\r\n"]
-        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answered.body))
+        head.append(b"content-type: %b\r\ncontent-length: %d\r\n\r\n" % (answered.content_type, len(answered.body)))
         self.transport.write(b"".join([*head, answered.body]))
         self._answered(bool(answered.caller.name))
         if self.timeout_keep_alive_task is None:
@@ -213,6 +223,6 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self._current()
         if cycle is not None and not cycle.response_complete:
             return Stage.BODY if cycle.more_body and not self.pipeline else Stage.ANSWER
-        if self._short is not None:
+        if self._question is not None:
             return Stage.BODY
         return Stage.HEADER if self._in_header else self._idle

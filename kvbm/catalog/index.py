@@ -6,7 +6,7 @@ keep no slots: where in its pool an instance has a block is its own affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kvbm.core.events import InstanceStarted, PoolStated, StopReason
@@ -210,6 +210,14 @@ class ClusterIndex(Protocol):
             best: only that many instances: the deepest first, then those that reach furthest, then those where least waits; what is equal
                 then is in no order. 0 for all, in no order.
             only: instances to look at; None for all.
+        """
+
+    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
+        """`prefixes` of several prompts, as answers to lookups in the binary form (`core.prompt_batches`), best first.
+
+        Args:
+            prompts: packed hashes of each.
+            best: as `prefixes`, at least 1.
         """
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:

@@ -257,7 +257,7 @@ class Exchange:
         self._limits, self._receive, self._send = limits, receive, send
         self._limited = is_limited(limits.settings, *_asker(scope))
         self._more, self._expects, self.length = _body_headers(scope)
-        self._body_bytes = self._answer_bytes = self._held = 0
+        self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
         self._started = False
 
     def over_s(self) -> float:
@@ -314,6 +314,10 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
+    def counts_as(self, more: int) -> None:
+        """It counts as so many more requests."""
+        self._more_cost = more
+
     def refused(self, why: str) -> None:
         """Count it."""
         self._limits.refusals[why] += 1
@@ -350,7 +354,7 @@ class Exchange:
             self._limits.bodies.give(self.key, self._held)
             self._held = 0
         if self._limited:
-            cost = cost_of(self._body_bytes, self._answer_bytes)
+            cost = cost_of(self._body_bytes, self._answer_bytes) + self._more_cost
             self._limits.requests.charge(self._limits.clock(), self.key, cost)
 
     async def _drain(self) -> None:

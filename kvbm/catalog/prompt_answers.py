@@ -12,6 +12,7 @@ from kvbm.catalog.access import Caller
 from kvbm.catalog.prompts import ApiError, asked_namespace, bad_tokens, id_of, packed_hashes
 from kvbm.catalog.routing import RoutingTask
 from kvbm.catalog.service import CatalogService
+from kvbm.core import prompt_batches
 from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, LookupRequest, RouteAnswer, RouteRequest
 from kvbm.core.errors import HashSchemeError, LayoutError
 from kvbm.core.hashing import check_hashable
@@ -20,6 +21,7 @@ from kvbm.telemetry.metrics import CatalogMetrics
 
 NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
+_LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
 _encode = msgspec.json.Encoder().encode
 
 
@@ -67,12 +69,47 @@ class PromptAnswers:
             key: of the caller, whose routes are remembered together.
         """
         begin_s = time.perf_counter()
-        blocks, fields = len(hashes) // HASH_BYTES, self._fields(caller, namespace)
-        input_tokens = asked.input_tokens
-        if input_tokens is None:
+        if asked.input_tokens is None:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
             )
+        answer = _encode(self._routed(caller, key, namespace, hashes, asked.input_tokens, asked.limit, _only(asked)))
+        self._metrics.route_s.observe(time.perf_counter() - begin_s)
+        return answer
+
+    def batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> tuple[bytes, int]:
+        """Several prompts in the binary form.
+
+        Args:
+            kind: of request that the path is for.
+        Returns: the answers, and as how many more requests they count.
+        """
+        try:
+            asked = prompt_batches.decode_batch(body)
+            if (asked.kind == prompt_batches.ROUTE) != (kind is RouteRequest):
+                raise LayoutError("lookups go to /v1/lookup, and routes to /v1/route")
+        except LayoutError as error:
+            raise ApiError(422, "bad_batch", str(error), "see docs/route.md for the binary form") from None
+        self.check_ready(caller)
+        begin_s, queries = time.perf_counter(), self._service.queries
+        head = prompt_batches.answers_head(asked.kind, len(asked.prompts), queries.view_age_s())
+        if asked.kind == prompt_batches.LOOKUP:
+            answers, cost = queries.lookups_encoded(asked, caller), len(asked.prompts) // _LOOKUPS_OF_A_REQUEST
+            self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
+        else:
+            answers = b"".join(
+                prompt_batches.encode_route(self._routed(caller, key, asked.namespace, hashes, tokens, asked.limit))
+                for hashes, tokens in asked.prompts
+            )
+            cost = len(asked.prompts) - 1
+            self._metrics.route_s.observe(time.perf_counter() - begin_s)
+        return head + answers, cost
+
+    def _routed(
+        self, caller: Caller, key: str, namespace: Namespace | NamespaceId, hashes: bytes, input_tokens: int, limit: int,
+        only: list[InstanceId] | None = None,
+    ) -> RouteAnswer:  # fmt: skip
+        blocks, fields = len(hashes) // HASH_BYTES, self._fields(caller, namespace)
         block_tokens = fields.block_tokens if fields is not None else input_tokens // blocks if blocks else 1
         if blocks * block_tokens > input_tokens:
             raise ApiError(
@@ -80,24 +117,20 @@ class PromptAnswers:
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
         task = RoutingTask(id_of(namespace), hashes, input_tokens, max(1, block_tokens), key)
-        ranked = self._service.queries.route(task, fields, namespace, caller, _only(asked))
+        ranked = self._service.queries.route(task, fields, namespace, caller, only)
         if not ranked:
             raise ApiError(
                 503, "no_instance", "no live instance serves this namespace",
                 "start an instance, or see /v1/instances for what is known of each",
             )  # fmt: skip
-        answer = _encode(
-            RouteAnswer(
-                instance=ranked[0].instance,
-                namespace=task.namespace.hex(),
-                blocks=blocks,
-                ranked=ranked[: asked.limit],
-                view_age_s=self._service.queries.view_age_s(),
-                more=max(0, len(ranked) - asked.limit),
-            )
+        return RouteAnswer(
+            instance=ranked[0].instance,
+            namespace=task.namespace.hex(),
+            blocks=blocks,
+            ranked=ranked[:limit],
+            view_age_s=self._service.queries.view_age_s(),
+            more=max(0, len(ranked) - limit),
         )
-        self._metrics.route_s.observe(time.perf_counter() - begin_s)
-        return answer
 
     def _fields(self, caller: Caller, namespace: Namespace | NamespaceId) -> Namespace | None:
         """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""

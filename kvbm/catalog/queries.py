@@ -30,6 +30,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.events import JANITOR
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId, Reach, SequenceHash
+from kvbm.core.prompt_batches import PromptBatch, encode_lookup
 
 A = TypeVar("A", LookupAnswer, BlockAnswer)
 D = TypeVar("D", InstanceHolding, RankedInstance, BlockHolder)
@@ -77,6 +78,16 @@ class Queries:
                 answer, instances=[self._suspected_if_behind(one, one.instance) for one in answer.instances]
             )
         return self._dated(answer)
+
+    def lookups_encoded(self, asked: PromptBatch, caller: Caller = EMBEDDED) -> bytes:
+        """The answers to several lookups, one behind the other in the binary form."""
+        if not self._backlog.behind:
+            return self._index.encode_prefixes(
+                self.visibility.key(caller, asked.namespace), [hashes for hashes, _ in asked.prompts], asked.limit
+            )
+        return b"".join(
+            encode_lookup(self.lookup(asked.namespace, hashes, caller, asked.limit)) for hashes, _ in asked.prompts
+        )
 
     def route(
         self,

@@ -7,7 +7,7 @@ not kept, and blocks are told apart by namespace and hash, so that what one tena
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvbm.catalog.index import (
     NOBODY,
@@ -20,6 +20,7 @@ from kvbm.catalog.index import (
     PoolDepth,
     Prefixes,
 )
+from kvbm.catalog.lookup import lookup
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import (
     BlocksCreated,
@@ -34,6 +35,7 @@ from kvbm.core.events import (
 )
 from kvbm.core.fold import residency_mix
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from kvbm.core.prompt_batches import encode_lookup
 
 _MASK = (1 << 64) - 1
 _Key = tuple[NamespaceId, SequenceHash]
@@ -257,6 +259,10 @@ class ReferenceIndex:
             instances = instances[:best]
         deepest = max([entry.depth for entry in instances] + [pool.depth for pool in pools], default=0)
         return Prefixes(deepest, instances, pools, more) if deepest or instances else NOBODY
+
+    def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int) -> bytes:
+        """As `ClusterIndex.encode_prefixes`."""
+        return b"".join(encode_lookup(lookup(self, namespace, hashes, limit=best)) for hashes in prompts)
 
     def holders(self, namespace: NamespaceId, block: SequenceHash) -> list[Holder]:
         """As `ClusterIndex.holders`."""

@@ -6,10 +6,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -94,6 +96,31 @@ Bytes packed(const nb::bytes& data, const char* what) {
                                         " bytes, which is no multiple of " + std::to_string(kHashBytes));
   }
   return {static_cast<const std::uint8_t*>(data.data()), data.size()};
+}
+
+constexpr std::uint8_t kSuspect = 1;  // flags of a row
+constexpr std::uint8_t kPool = 2;
+
+template <class Number>
+void put(std::string& told, Number number) {
+  static_assert(std::endian::native == std::endian::little);
+  told.append(reinterpret_cast<const char*>(&number), sizeof number);
+}
+
+void put_name(std::string& told, std::uint8_t flags, std::string_view name) {
+  name = name.substr(0, 0xFF);
+  put<std::uint8_t>(told, flags);
+  put<std::uint8_t>(told, static_cast<std::uint8_t>(name.size()));
+  told.append(name);
+}
+
+std::string_view text_of(const nb::handle& name) {
+  Py_ssize_t size = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
+  if (text == nullptr) {
+    throw nb::python_error();
+  }
+  return {text, static_cast<std::size_t>(size)};
 }
 
 NamespaceId namespace_id(const nb::bytes& data) {
@@ -276,12 +303,7 @@ class PythonIndex {
     std::vector<std::uint32_t> wanted;
     if (!only.is_none()) {
       for (const nb::handle name : only) {
-        Py_ssize_t size = 0;
-        const char* const text = PyUnicode_AsUTF8AndSize(name.ptr(), &size);
-        if (text == nullptr) {
-          throw nb::python_error();
-        }
-        const std::uint32_t number = index_.find_instance({text, static_cast<std::size_t>(size)});
+        const std::uint32_t number = index_.find_instance(text_of(name));
         if (number != ClusterIndex::kNone) {
           wanted.push_back(number);
         }
@@ -308,6 +330,36 @@ class PythonIndex {
       pools.append(classes_.pool_depth(nb::str(name.data(), name.size()).release().ptr(), number_of(pool.depth)));
     }
     return classes_.prefixes(number_of(answer_.deepest), instances.release().ptr(), pools.release().ptr(), number_of(answer_.more));
+  }
+
+  // See kvbm.core.prompt_batches for the layout.
+  nb::bytes encode_prefixes(const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
+    const NamespaceId space = namespace_id(id);
+    std::string told;
+    for (const nb::handle prompt : prompts) {
+      if (!nb::isinstance<nb::bytes>(prompt)) {
+        throw Error(ErrorCode::kLayout, "a prompt is packed hashes, as bytes");
+      }
+      index_.prefixes(space, packed(nb::borrow<nb::bytes>(prompt), "hashes"), best, answer_);
+      put<std::uint32_t>(told, answer_.deepest);
+      put<std::uint32_t>(told, answer_.more);
+      put<std::uint32_t>(told, static_cast<std::uint32_t>(answer_.instances.size() + answer_.pools.size()));  // 2 bytes, and 2 of 0
+      for (const InstanceDepth& one : answer_.instances) {
+        const nb::object name = nb::steal(name_of(one.instance));
+        put<std::uint32_t>(told, one.depth);
+        put<std::uint32_t>(told, one.reach);
+        for (const std::uint32_t blocks : one.by_tier) {
+          put<std::uint32_t>(told, blocks);
+        }
+        put_name(told, one.is_suspect ? kSuspect : 0, text_of(name));
+      }
+      for (const PoolDepth& pool : answer_.pools) {
+        put<std::uint32_t>(told, pool.depth);
+        told.append(5 * sizeof(std::uint32_t), '\0');
+        put_name(told, kPool, index_.pool_name(pool.pool));
+      }
+    }
+    return {told.data(), told.size()};
   }
 
   nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
@@ -552,6 +604,12 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
             return translated(errors, [&] { return self.prefixes(id, hashes, best, only); });
           },
           nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
+      .def(
+          "encode_prefixes",
+          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
+            return translated(errors, [&] { return self.encode_prefixes(id, prompts, best); });
+          },
+          nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"))
       .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
       .def(
           "holders",
