@@ -436,7 +436,9 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
 
 
 def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient:
-    return catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client = catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
+    return client
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:
