@@ -423,18 +423,23 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR)
     wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
     change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
-    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time())
-    if arguments.out is None:
-        print(printed.text, end="")
-    else:
-        write_out(arguments.out, printed.text, keeps_mode=True)  # nats-server may run as another user
+
+    def put(text: str) -> None:
+        if arguments.out is None:
+            print(text, end="")
+        else:
+            write_out(arguments.out, text, keeps_mode=True)  # nats-server may run as another user
+
+    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
     for remark in printed.remarks:
         print(f"kvbm: {remark}", file=sys.stderr)
     return 0
 
 
 def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient:
-    return catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client = catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
+    return client
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:

@@ -368,7 +368,9 @@ class Exchange:
                 while self._more and left > 0:
                     async with asyncio.timeout(_DRAIN_STEP_S):
                         message = await self._receive()
-                    left -= len(message.get("body", b""))
+                    size = len(message.get("body", b""))
+                    left -= size
+                    self._body_bytes += size
                     self._more = bool(message.get("more_body", False))
         self._more = False
 

@@ -23,6 +23,7 @@ from kvbm.catalog.access_file import NewToken, add_token, hashed, read_entries
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
+from kvbm.cli import replay_main
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.credentials import CatalogCredentials
@@ -333,6 +334,26 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
     asked = load_settings(flags={"catalog.url": url, "catalog.token": operator, "catalog.tls_ca": ca})
     assert probe(f"{url}/v1/instances", asked).is_well
     assert not probe(f"{url}/v1/instances", load_settings(flags={"catalog.tls_ca": ca})).is_well
+
+
+def test_a_comparison_with_a_routers_token_says_whose_is_needed(
+    files: Files,
+    serve: Callable[..., str],
+    nats_url: str,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A router is told of no counts: each instance would seem to be behind."""
+    tokens = {"ops": files.kept("ops", files.token(OPERATOR)), "acme": files.kept("acme", files.token(ACME_ROUTER))}
+    url = serve(file=str(files.access))
+    CatalogClient(url, credentials=CatalogCredentials(tokens["ops"])).wait_ready(10)
+
+    def said(name: str) -> str:
+        replay_main(["verify", nats_url, "--catalog", url, "--set", f"catalog.token={tokens[name]}"])
+        found = capsys.readouterr()
+        return found.out + found.err
+
+    assert "ask with the token of an operator" in said("acme")
+    assert "ask with the token" not in said("ops")
 
 
 def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Callable[..., str]) -> None:

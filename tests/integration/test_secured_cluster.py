@@ -209,9 +209,8 @@ def serving_flags(secured: Secured) -> dict[str, object]:
         return {}
     access, made = secured.folder / "access.toml", certify(secured.folder, "catalog", secured.ca)
     for name, (role, *more) in CALLERS.items():
-        token = kvbm("catalog", "token", "--access", str(access), "--name", name, "--role", role, *more).stdout
-        (secured.folder / f"{name}.token").write_text(token)
-        (secured.folder / f"{name}.token").chmod(0o600)
+        out = str(secured.folder / f"{name}.token")
+        kvbm("catalog", "token", "--access", str(access), "--name", name, "--role", role, *more, "--out", out)
     return {"catalog.access": str(access), "catalog.tls_cert": str(made.cert), "catalog.tls_key": str(made.key)}
 
 

@@ -753,6 +753,12 @@ def test_commands_at_the_same_time_give_nobody_the_key_or_the_account_of_another
     with ThreadPoolExecutor(12) as pool:
         found = set(pool.map(lambda _: print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text, range(24)))
     assert found == {print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text}
+    put: list[str] = []
+    with ThreadPoolExecutor(3) as pool:
+        stems = ("instance-a", "instance-b", "replay-desk")
+        list(pool.map(lambda stem: print_accounts(keys, CLUSTER, wanted, Change([stem]), 0.0, put.append), stems))
+    assert put[-1] == print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text
+    assert all((keys / f"{stem}.next.nk").exists() for stem in stems)
 
 
 def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, tmp_path: Path) -> None:

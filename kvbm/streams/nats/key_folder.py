@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -65,10 +65,17 @@ class Printed(NamedTuple):
 
 
 def print_accounts(
-    folder: Path, cluster: str, wanted: Sequence[tuple[Role, str]], change: Change, now_s: float
+    folder: Path,
+    cluster: str,
+    wanted: Sequence[tuple[Role, str]],
+    change: Change,
+    now_s: float,
+    put: Callable[[str], None] = lambda text: None,
 ) -> Printed:
     """The accounts of a catalog and of everybody wanted. Makes keys where there are none.
 
+    Args:
+        put: told the text before another command may change the folder, so that what was printed last is there last.
     Raises: ConfigError: an impossible name, one that is there twice or not at all, or a folder that cannot be used.
     MissingExtraError: keys need the package nkeys.
     """
@@ -88,7 +95,9 @@ def print_accounts(
         except OSError as error:
             raise ConfigError(f"{folder} cannot be used ({error.strerror}); choose another folder for keys") from None
         _check_change(folder, stems, change)  # perhaps another has made the same change meanwhile
-        return _print(folder, cluster, named, change, now_s)
+        printed = _print(folder, cluster, named, change, now_s)
+        put(printed.text)
+        return printed
 
 
 def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, now_s: float) -> Printed:

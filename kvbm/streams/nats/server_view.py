@@ -105,7 +105,7 @@ def look_as_anybody(
     first: StreamError | None = None
     grant = f"give nats.nkey_seed of a user of cluster {cluster}: an instance's with its instance.id, or the catalog's"
     for role, inbox in (
-        ("instance", instance_inbox(cluster, instance)), ("catalog", catalog_inbox(cluster)), ("tool", INBOX),
+        ("catalog", catalog_inbox(cluster)), ("instance", instance_inbox(cluster, instance)), ("tool", INBOX),
     ):  # fmt: skip
         try:
             left_s = max(0.1, until_s - time.monotonic())
