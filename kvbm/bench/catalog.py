@@ -24,10 +24,11 @@ import numpy as np
 
 from kvbm.assembly import NATIVE_LEDGER
 from kvbm.bench.measure import Found, Row, percentile, row_of
-from kvbm.core.answers import LookupRequest, RouteRequest
+from kvbm.core.answers import LIMIT, LookupRequest, RouteRequest
 from kvbm.core.errors import KvbmError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
+from kvbm.core.prompt_batches import CONTENT_TYPE, LOOKUP, PromptBatch, encode_batch
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
@@ -38,6 +39,7 @@ INSTANCES = 16
 PROMPT_BLOCKS = 256
 SHARED_BLOCKS = 64
 CLIENTS = 8
+BATCH_PROMPTS = 16
 _CLUSTER = "local"
 _NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=16)
 _PROMPTS = 512  # different questions
@@ -55,10 +57,19 @@ def bench_catalog(live: int, samples: int, seed: int) -> Found:
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder, ExitStack() as opened:
         server = EmbeddedServer.start(Path(folder) / "nats")
         opened.callback(server.stop)
-        client = start_catalog(Path(folder) / "catalog", server.url, opened)
+        socket_path = Path(folder) / "catalog.sock"
+        client = start_catalog(Path(folder) / "catalog", server.url, opened, {"catalog.unix_socket": socket_path})
         cluster = opened.enter_context(_Cluster.on(server.url, live, seed))
         _until(lambda: _held(client) >= cluster.held, "the catalog has not read all that was published")
-        rows, numbers = _over_http(client.url, cluster.prompts, samples)
+        address = urlsplit(client.url)
+        where = (address.hostname or "", address.port or 0)
+        rows, numbers = _over_http(where, cluster.prompts, samples)
+        for part in (
+            _in_batches(where, cluster.prompts, samples),
+            _by_unix_socket(str(socket_path), cluster.prompts, samples),
+        ):
+            rows += part[0]
+            numbers |= part[1]
     note = (
         f"{INSTANCES} instances, {cluster.held:,} residencies; a question has {PROMPT_BLOCKS} hashes: {SHARED_BLOCKS} that all "
         "instances have, the rest one has. Asked from another process on the same machine, which takes processor time, too."
@@ -66,9 +77,7 @@ def bench_catalog(live: int, samples: int, seed: int) -> Found:
     return Found(rows, dict(numbers), (note,))
 
 
-def _over_http(url: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
-    address = urlsplit(url)
-    where = (address.hostname or "", address.port or 0)
+def _over_http(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
     hexes = [prompt.hex() for prompt in prompts]
     name = _NAMESPACE.id.hex()
     lookups = [LookupRequest(namespace=name, hashes=one) for one in hexes]
@@ -94,6 +103,32 @@ def _over_http(url: str, prompts: Sequence[bytes], samples: int) -> tuple[list[R
         ]
         numbers |= {f"{key}s_per_s": rows[-3].value, f"{key}_us_p50": p50}
     return rows, numbers
+
+
+def _in_batches(where: tuple[str, int], prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
+    """Lookups in the binary form, several prompts in a request."""
+    batches = [
+        PromptBatch(LOOKUP, LIMIT, _NAMESPACE.id, [(prompt, 0) for prompt in prompts[at : at + BATCH_PROMPTS]])
+        for at in range(0, len(prompts) - BATCH_PROMPTS + 1, BATCH_PROMPTS)
+    ]
+    asked = [post("/v1/lookup", encode_batch(batch), CONTENT_TYPE) for batch in batches]
+    with Asker(where, CLIENTS) as many:
+        many.ask_for(asked, _SECONDS / 2)
+        rates = [BATCH_PROMPTS * many.ask_for(asked, _SECONDS).per_s for _ in range(samples)]
+    row = row_of(f"binary lookups, batches of {BATCH_PROMPTS} prompts, {CLIENTS} clients", "prompts/s", rates)
+    return [row], {"binary_prompts_per_s": row.value}
+
+
+def _by_unix_socket(path: str, prompts: Sequence[bytes], samples: int) -> tuple[list[Row], dict[str, float]]:
+    name = _NAMESPACE.id.hex()
+    bodies = [msgspec.json.encode(LookupRequest(namespace=name, hashes=prompt.hex())) for prompt in prompts]
+    with Asker(path, 1) as alone:
+        asked = [post("/v1/lookup", body) for body in bodies]
+        alone.ask_for(asked, _SECONDS / 4)
+        times_us = [time_s * 1e6 for time_s in alone.ask(asked, _ALONE * samples)]
+    p50 = percentile(times_us, 0.5)
+    row = Row(what="HTTP lookup over a unix socket, one client: p50", unit="µs", value=p50)
+    return [row], {"unix_us_p50": p50}
 
 
 def post(path: str, body: bytes, content_type: str = "application/json") -> bytes:

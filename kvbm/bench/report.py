@@ -81,6 +81,8 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     http_lookup_us_p50: float | None = None
     http_routes_per_s: float | None = None
     http_route_us_p50: float | None = None
+    binary_prompts_per_s: float | None = None
+    unix_us_p50: float | None = None
     visible_ms_p50: float | None = None
     visible_ms_p99: float | None = None
     excluded_s_default: float | None = None

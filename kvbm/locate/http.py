@@ -13,9 +13,11 @@ import numpy as np
 import structlog
 import urllib3
 
+from kvbm.core import prompt_batches
 from kvbm.core.answers import (
     LIMIT,
     MAX_HASHES,
+    MAX_INPUT_TOKENS,
     MAX_LIMIT,
     MAX_POSITIONS,
     BlockAnswer,
@@ -36,9 +38,10 @@ from kvbm.core.answers import (
 from kvbm.core.arguments import check_run, check_seconds, checked_hash, refuse_namespace
 from kvbm.core.backend import SequenceHashes
 from kvbm.core.checks import check_text, checked_int, kind_of
-from kvbm.core.errors import ArgumentError, ArgumentTypeError, CatalogError
+from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, CatalogError, LayoutError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.prompt_batches import PromptBatch
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials, Proof
 from kvbm.locate.unix_socket import SCHEME, unix_pool
 
@@ -184,6 +187,42 @@ class CatalogClient:
         )  # fmt: skip
         return self._post("/v1/route", request, RouteAnswer, self._limit(timeout_s, at_least, wait_s))
 
+    def lookup_many(
+        self,
+        namespace: Namespace | NamespaceId,
+        prompts: Sequence[bytes],
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> list[LookupAnswer]:
+        """`lookup` of several prompts in one request, in the binary form; answers name no excluded instances.
+
+        Args:
+            prompts: packed hashes of each; at most 256, and 65,536 hashes together.
+        """
+        batch = _batch(prompt_batches.LOOKUP, namespace, [(hashes, 0) for hashes in _checked_prompts(prompts)], limit)
+        return self._ask_batch("/v1/lookup", batch, prompt_batches.decode_lookups, timeout_s)
+
+    def route_many(
+        self,
+        namespace: Namespace | NamespaceId,
+        prompts: Sequence[bytes],
+        input_tokens: Sequence[int],
+        timeout_s: float | None = None,
+        limit: int = LIMIT,
+    ) -> list[RouteAnswer]:
+        """`route` of several prompts in one request, one after the other. Arguments as `lookup_many`.
+
+        Args:
+            prompts: at most 64.
+            input_tokens: tokens of each whole prompt.
+        """
+        tokens = [checked_int(one, "input_tokens", most=MAX_INPUT_TOKENS) for one in input_tokens]
+        checked = _checked_prompts(prompts)
+        if len(tokens) != len(checked):
+            raise ArgumentValueError("input_tokens", f"has {len(tokens)} numbers for {len(checked)} prompts")
+        batch = _batch(prompt_batches.ROUTE, namespace, list(zip(checked, tokens, strict=True)), limit)
+        return self._ask_batch("/v1/route", batch, prompt_batches.decode_routes, timeout_s)
+
     def lookup_tokens(
         self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray, timeout_s: float | None = None
     ) -> LookupAnswer:
@@ -266,18 +305,38 @@ class CatalogClient:
         status, body = self._send("POST", path, msgspec.json.encode(request), timeout_s)
         return self._decode(path, status, body, kind)
 
-    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+    def _ask_batch(
+        self,
+        path: str,
+        batch: PromptBatch,
+        decode: Callable[[bytes, PromptBatch], list[A]],
+        timeout_s: float | None,
+    ) -> list[A]:
+        body, limit_s = prompt_batches.encode_batch(batch), self._limit(timeout_s, (), 0.0)
+        status, answer = self._send("POST", path, body, limit_s, prompt_batches.CONTENT_TYPE)
+        if status != 200:
+            raise self._refusal(path, status, answer)
+        try:
+            return decode(answer, batch)
+        except LayoutError as error:
+            raise CatalogError(
+                f"{self.url}{path} answers with something else than a catalog's answers ({error})"
+            ) from None
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, content_type: str = "application/json"
+    ) -> tuple[int, bytes]:
         deadline_s = time.monotonic() + timeout_s
+        headers = {"content-type": content_type} if body is not None else {}
         self._prove()
-        status, answer = self._send_once(method, path, body, timeout_s, deadline_s)
+        status, answer = self._send_once(method, path, body, headers, timeout_s, deadline_s)
         if status == 401 and self._prove(again=True):
-            status, answer = self._send_once(method, path, body, timeout_s, deadline_s)
+            status, answer = self._send_once(method, path, body, headers, timeout_s, deadline_s)
         return status, answer
 
     def _send_once(
-        self, method: str, path: str, body: bytes | None, timeout_s: float, deadline_s: float
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float, deadline_s: float
     ) -> tuple[int, bytes]:
-        headers = {"content-type": "application/json"} if body is not None else {}
         if self._proof.token:
             headers["authorization"] = f"Bearer {self._proof.token}"
         for is_last in (False, True):
@@ -381,11 +440,31 @@ class HttpLocator:
             log.info("catalog.found", url=self._client.url)
 
 
+def _batch(
+    kind: int, namespace: Namespace | NamespaceId, prompts: Sequence[tuple[bytes, int]], limit: int
+) -> PromptBatch:
+    public = _id(namespace.id if isinstance(namespace, Namespace) else namespace)
+    most = prompt_batches.MOST_PROMPTS if kind == prompt_batches.LOOKUP else prompt_batches.MOST_ROUTES
+    if not 1 <= len(prompts) <= most:
+        raise ArgumentValueError("prompts", f"has {len(prompts)} prompts; give 1 to {most}")
+    return PromptBatch(kind, _checked_limit(limit), public, prompts)
+
+
+def _checked_prompts(prompts: Sequence[bytes]) -> Sequence[bytes]:
+    """Raises ArgumentError: they are none, or too long together."""
+    for hashes in prompts:
+        check_run(hashes, "prompts")
+    total = sum(map(len, prompts)) // HASH_BYTES
+    if total > MAX_HASHES:
+        raise ArgumentValueError("prompts", f"has {total} hashes; give at most {MAX_HASHES}")
+    return prompts
+
+
 def _checked_limit(limit: int) -> int:
     """Raises ArgumentError: there is no such limit."""
     wanted = checked_int(limit, "limit")
     if not 1 <= wanted <= MAX_LIMIT:
-        raise ArgumentError("limit", f"is {wanted}; give 1 to {MAX_LIMIT}")
+        raise ArgumentValueError("limit", f"is {wanted}; give 1 to {MAX_LIMIT}")
     return wanted
 
 
@@ -396,7 +475,7 @@ def _checked_names(instances: Sequence[str] | None) -> list[str] | None:
     if isinstance(instances, str):
         raise ArgumentTypeError("instances", "is one text; give a list of names")
     if len(instances) > MAX_POSITIONS:
-        raise ArgumentError("instances", f"has {len(instances)} names; give at most {MAX_POSITIONS}")
+        raise ArgumentValueError("instances", f"has {len(instances)} names; give at most {MAX_POSITIONS}")
     for name in instances:
         check_text(name, "instances")
     return list(instances)

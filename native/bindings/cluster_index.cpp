@@ -555,12 +555,44 @@ class PythonIndex {
   std::vector<nb::object> pools_;  // as the start declared them, by number
 };
 
+// What asks about prompts and blocks.
+void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
+  using Self = PythonIndex;
+  index
+      .def(
+          "prefixes",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
+            return translated(errors, [&] { return self.prefixes(id, hashes, best, only); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
+      .def(
+          "encode_prefixes",
+          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
+            return translated(errors, [&] { return self.encode_prefixes(id, prompts, best); });
+          },
+          nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"))
+      .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
+      .def(
+          "holders",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
+            return translated(errors, [&] { return self.holders(id, block); });
+          },
+          nb::arg("namespace"), nb::arg("block"))
+      .def(
+          "excluded_holders",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
+            return translated(errors, [&] { return self.excluded_holders(id, block); });
+          },
+          nb::arg("namespace"), nb::arg("block"));
+}
+
 }  // namespace
 
 void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
   using Self = PythonIndex;
-  nb::class_<PythonIndex>(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.ClusterIndex.")
-      .def(nb::init<std::uint64_t>(), nb::arg("capacity"))
+  nb::class_<PythonIndex> index(module, "ClusterIndex", "The cluster's residencies and claims, as kvbm.catalog.index.ClusterIndex.");
+  bind_asking(index, errors);
+  index.def(nb::init<std::uint64_t>(), nb::arg("capacity"))
       .def(
           "apply",
           [errors](Self& self, const nb::bytes& data, std::size_t at, std::uint32_t skip) {
@@ -598,31 +630,6 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
       .def("claims", &Self::claims, nb::arg("first") = 0, nb::arg("pages") = 64)
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })
-      .def(
-          "prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t best, const nb::object& only) {
-            return translated(errors, [&] { return self.prefixes(id, hashes, best, only); });
-          },
-          nb::arg("namespace"), nb::arg("hashes"), nb::arg("best") = 0, nb::arg("only").none() = nb::none())
-      .def(
-          "encode_prefixes",
-          [errors](Self& self, const nb::bytes& id, const nb::sequence& prompts, std::size_t best) {
-            return translated(errors, [&] { return self.encode_prefixes(id, prompts, best); });
-          },
-          nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"))
-      .def("report_queued", &Self::report_queued, nb::arg("instance"), nb::arg("tokens"))
-      .def(
-          "holders",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
-            return translated(errors, [&] { return self.holders(id, block); });
-          },
-          nb::arg("namespace"), nb::arg("block"))
-      .def(
-          "excluded_holders",
-          [errors](Self& self, const nb::bytes& id, const nb::bytes& block) {
-            return translated(errors, [&] { return self.excluded_holders(id, block); });
-          },
-          nb::arg("namespace"), nb::arg("block"))
       .def("instances", &Self::instances)
       .def("view", [](Self& self, const std::string& name) { return self.view(name); }, nb::arg("instance"))
       .def("pool_name", [](Self& self, const std::string& name, std::uint8_t tier) { return self.pool_name(name, tier); },

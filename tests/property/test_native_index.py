@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvbm import _native
 from kvbm.catalog.index import ClusterIndex, Holder, Prefixes
+from kvbm.catalog.lookup import lookup
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.core.codec import encode_frame
 from kvbm.core.errors import FrameError
@@ -31,7 +32,8 @@ from kvbm.core.events import (
     SnapshotEnded,
     StopReason,
 )
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
+from kvbm.core.prompt_batches import LOOKUP, PromptBatch, answers_head, decode_lookups
 from tests.indexes import ROOM, Key, crowded_events, few_hashes, frame_bytes, held_of
 from tests.ledger_driver import NAMESPACES, POOLS, Driver, chain, commands
 
@@ -151,6 +153,13 @@ class Twins:
             assert set(told.instances) <= set(all_told.instances)
             assert len(set(told.instances)) == len(told.instances)
             assert self.ranks(told) == self.ranks(self.model.prefixes(space, hashes, best))
+            asked = PromptBatch(LOOKUP, max(best, 1), space, [(hashes, 0), (hashes[:HASH_BYTES], 0)])
+            prompts = [prompt for prompt, _ in asked.prompts]
+            encoded = answers_head(LOOKUP, 2, 0.0) + self.native.encode_prefixes(space, prompts, asked.limit)
+            wanted = [lookup(self.native, space, prompt, limit=asked.limit) for prompt in prompts]
+            assert decode_lookups(encoded, asked) == [
+                msgspec.structs.replace(one, excluded=[], more_excluded=0) for one in wanted
+            ]
 
     def ranks(self, found: Prefixes) -> tuple[Any, ...]:
         """What decides who is among the best: equal in all of it is in no order."""

@@ -1,0 +1,135 @@
+"""The binary form of questions about prompts: its bytes are those of the documentation; what is damaged is refused."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbm.core.answers import InstanceHolding, LookupAnswer, PoolHolding, RankedInstance, RouteAnswer
+from kvbm.core.errors import LayoutError
+from kvbm.core.ids import HASH_BYTES, NamespaceId
+from kvbm.core.prompt_batches import (
+    LOOKUP,
+    MOST_PROMPTS,
+    MOST_ROUTES,
+    ROUTE,
+    PromptBatch,
+    answers_head,
+    decode_batch,
+    decode_lookups,
+    decode_routes,
+    encode_batch,
+    encode_lookup,
+    encode_route,
+)
+
+SPACE = NamespaceId(bytes(range(16)))
+ONE, TWO = b"\x11" * HASH_BYTES, b"\x22" * HASH_BYTES
+ASKED = PromptBatch(LOOKUP, 8, SPACE, [(ONE + TWO, 0), (b"", 0)])
+ROUTED = PromptBatch(ROUTE, 1, SPACE, [(ONE, 20)])
+FOUND = LookupAnswer(
+    namespace=SPACE.hex(), blocks=2, deepest=2, excluded=[], more=3, pools=[PoolHolding(pool="s3", depth=1)],
+    instances=[InstanceHolding(instance="i-0", depth=2, tiers={"HBM": 1, "NVME": 1}, reach=2, suspect=True)],
+)  # fmt: skip
+NOTHING = LookupAnswer(namespace=SPACE.hex(), blocks=0, deepest=0, instances=[], pools=[], excluded=[])
+RANKED = RankedInstance(
+    instance="i-0", cost_s=2.0, queueing_s=0.5, recompute_s=1.0, balance_s=0.25, fetch_s=0.25, depth=1, missing_tokens=4,
+    fetch_blocks=0, suspect=False,
+)  # fmt: skip
+CHOSEN = RouteAnswer(instance="i-0", namespace=SPACE.hex(), blocks=1, ranked=[RANKED], more=7)
+
+GOLDEN_QUESTION = (
+    "4b564231 01 00 0800 02000000 00000000 000102030405060708090a0b0c0d0e0f 02000000 00000000 00000000 00000000"
+    "11111111111111111111111111111111 22222222222222222222222222222222"
+)
+GOLDEN_ANSWER = (
+    "4b564231 01 000000 02000000 00000000"
+    "02000000 03000000 0200 0000"
+    "02000000 02000000 01000000 00000000 01000000 00000000 01 03 692d30"
+    "01000000 00000000 00000000 00000000 00000000 00000000 02 02 7333"
+    "00000000 00000000 0000 0000"
+)
+GOLDEN_ROUTE = (
+    "4b564231 02 000000 01000000 00000000 00000000 07000000 0100 0000"
+    "00000040 0000003f 0000803f 0000803e 0000803e 01000000 04000000 00000000 00 03 692d30"
+)
+
+
+def test_the_bytes_are_those_that_are_documented() -> None:
+    answer = answers_head(LOOKUP, 2, 0.0) + encode_lookup(FOUND) + encode_lookup(NOTHING)
+    route = answers_head(ROUTE, 1, 0.0) + encode_route(CHOSEN)
+    told = [encode_batch(ASKED), answer, route]
+    golden = [GOLDEN_QUESTION, GOLDEN_ANSWER, GOLDEN_ROUTE]
+    assert [one.hex() for one in told] == [text.replace(" ", "") for text in golden]
+    assert decode_batch(told[0]) == ASKED
+    assert decode_lookups(answer, ASKED) == [FOUND, NOTHING]
+    assert decode_routes(route, ROUTED) == [CHOSEN]
+    page = (Path(__file__).parents[2] / "docs" / "route.md").read_text().replace(" ", "").replace("\n", "")
+    for text in golden:
+        assert text.replace(" ", "") in page
+
+
+batches = st.builds(
+    PromptBatch,
+    st.just(ROUTE),
+    st.integers(1, 1024),
+    st.binary(min_size=16, max_size=16).map(NamespaceId),
+    st.lists(
+        st.tuples(
+            st.integers(0, 5).flatmap(lambda n: st.binary(min_size=16 * n, max_size=16 * n)), st.integers(0, 1 << 24)
+        ),
+        min_size=1,
+        max_size=MOST_ROUTES,
+    ),
+)
+
+
+@given(batches, st.randoms(use_true_random=False))
+def test_questions_come_back_and_what_is_cut_is_refused(batch: PromptBatch, dice: random.Random) -> None:
+    body = encode_batch(batch)
+    assert decode_batch(body) == batch
+    for wrong in (body[: dice.randrange(len(body))], body + b"\0"):
+        with pytest.raises(LayoutError):
+            decode_batch(wrong)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_a_changed_byte_of_answers_is_refused_or_another_answer(at: int, change: int) -> None:
+    body = bytearray(answers_head(LOOKUP, 2, 0.0) + encode_lookup(FOUND) + encode_lookup(NOTHING))
+    body[at % len(body)] ^= change
+    try:
+        assert len(decode_lookups(bytes(body), ASKED)) == 2
+    except LayoutError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "why"),
+    [
+        (0, b"KVB2", "does not begin"), (4, b"\3", "does not begin"), (5, b"\1", "does not begin"), (12, b"\1", "does not begin"),
+        (6, b"\0\0", "limit is 0"), (6, b"\1\4", "limit is 1025"), (8, b"\0\0", "0 prompts"),
+        (8, (MOST_PROMPTS + 1).to_bytes(4, "little"), "257 prompts"), (8, b"\3", "at most 65536"), (8, b"\0\1", "sizes of"),
+        (32, b"\xff\xff\xff\xff", "at most 65536"), (36, b"\1", "0 for a lookup"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(at: int, data: bytes, why: str) -> None:
+    body = bytearray(encode_batch(ASKED))
+    body[at : at + len(data)] = data
+    with pytest.raises(LayoutError, match=why):
+        decode_batch(body)
+
+
+def test_routes_at_once_are_fewer() -> None:
+    with pytest.raises(LayoutError, match="give 1 to 64"):
+        decode_batch(encode_batch(PromptBatch(ROUTE, 1, SPACE, [(b"", 0)] * (MOST_ROUTES + 1))))
+
+
+def test_answers_to_other_questions_are_refused() -> None:
+    answer = answers_head(LOOKUP, 1, 0.0) + encode_lookup(FOUND)
+    for asked in (ASKED, ROUTED):
+        with pytest.raises(LayoutError, match="are none to"):
+            (decode_lookups if asked is ASKED else decode_routes)(answer, asked)
