@@ -222,7 +222,7 @@ async def _serve(
         listener = opened.enter_context(_bind(host, port))
         sockets = [listener]
         if settings.unix_socket:
-            sockets.append(opened.enter_context(_bound_path(Path(settings.unix_socket))))
+            sockets.append(opened.enter_context(bind_path(Path(settings.unix_socket))))
         check_exposed(settings.access, listener.getsockname()[0])
         access = Access(settings.access.file)
         tls = ServerTls(settings.access) if settings.access.tls_cert else None
@@ -315,7 +315,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _bound_path(path: Path) -> Iterator[socket.socket]:
+def bind_path(path: Path) -> Iterator[socket.socket]:
     """A unix socket that only its owner may open; the path is free again afterwards. One that nobody listens on is taken over."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:

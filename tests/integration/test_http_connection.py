@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,11 @@ import pytest
 from kvbm.catalog.access_file import NewToken, add_token
 from kvbm.catalog.at_once import MOST_BYTES
 from kvbm.catalog.http_connection import MAX_HEADER_BYTES, READ_BYTES
+from kvbm.catalog.server import bind_path
+from kvbm.core.errors import ArgumentError, CatalogError
 from kvbm.core.ids import HASH_BYTES
+from kvbm.core.prompt_batches import CONTENT_TYPE, MOST_ROUTES
+from kvbm.locate.http import CatalogClient
 from tests.floods import FIELDS, SPACE, CatalogProcess, catalog_process, publish_instances
 from tests.nats_fixture import nats_url  # noqa: F401
 
@@ -256,3 +261,57 @@ def test_a_caller_of_the_short_way_is_limited(nats_url: str, tmp_path: Path) -> 
                 statuses.append(wire.answer()[0])
     assert 20 <= statuses.count(200) <= 35
     assert set(statuses) == {200, 429}
+
+
+def test_a_unix_socket_is_its_owners_and_is_taken_over_when_nobody_listens(nats_url: str, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "run" / "catalog.sock"
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as left:  # of a catalog that was killed
+        left.bind(str(path))
+    with catalog_process(tmp_path, nats_url, CLUSTER, access={"unix_socket": path}):
+        assert path.stat().st_mode & 0o777 == 0o600
+        with closing(CatalogClient(f"unix:{path}")) as client:
+            assert client.ready().ready
+            assert len(client.instances()) == len(NAMES)
+            hashes = bytes.fromhex(HASHES)
+            assert client.lookup(SPACE.id, hashes).blocks == 16
+            assert client.route(SPACE.id, hashes, 300, limit=2).more == len(NAMES) - 2
+        with pytest.raises(CatalogError, match="unix socket"), bind_path(path):
+            pass  # somebody listens there
+    assert not path.exists()
+    with closing(CatalogClient(f"unix:{path}")) as client, pytest.raises(CatalogError, match="does not answer"):
+        client.ready()
+
+
+@pytest.mark.parametrize("prompts", [1, 16, 200])
+def test_a_batch_is_answered_as_its_prompts_are_alone(catalog: CatalogProcess, prompts: int) -> None:
+    hashes = bytes.fromhex(HASHES)
+    asked = [hashes[: HASH_BYTES * (number % 17)] for number in range(prompts)]
+    with closing(CatalogClient(catalog.url)) as client:
+        assert client.lookup_many(SPACE, asked) == [client.lookup(SPACE, one) for one in asked]
+        if prompts <= MOST_ROUTES:
+            routed = client.route_many(SPACE, asked, [300] * prompts, limit=3)
+            assert [(len(one.ranked), one.more, one.blocks) for one in routed] == [
+                (3, len(NAMES) - 3, len(one) // HASH_BYTES) for one in asked
+            ]
+        else:
+            with pytest.raises(ArgumentError, match="give 1 to 64"):
+                client.route_many(SPACE, asked, [300] * prompts)
+
+
+@pytest.mark.parametrize("size", [0, 40, 100_000])
+def test_a_batch_that_makes_no_sense_is_refused_in_json(catalog: CatalogProcess, size: int) -> None:
+    with Wire(catalog.url) as wire:
+        wire.send(post("/v1/lookup", b"\1" * size, f"content-type: {CONTENT_TYPE}"))
+        status, headers, body = wire.answer()
+    assert (status, headers["content-type"], json.loads(body)["error"]["code"]) == (
+        422,
+        "application/json",
+        "bad_batch",
+    )
+
+
+def test_a_batch_too_long_for_the_short_way_goes_the_long(catalog: CatalogProcess) -> None:
+    asked = [bytes.fromhex(HASHES) * 100] * 20
+    with closing(CatalogClient(catalog.url)) as client:
+        assert client.lookup_many(SPACE, asked) == [client.lookup(SPACE, asked[0])] * 20
