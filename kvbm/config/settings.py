@@ -325,7 +325,8 @@ class CatalogSettings(SettingsGroup, frozen=True):
     """The catalog service and how to reach it.
 
     Attributes:
-        url: where managers and routers ask: http://host:port, or unix:/path of the socket of a catalog here; "" asks nobody.
+        url: where managers and routers ask: http://host:port, or unix:/path of the socket of a catalog here; several with commas
+            between, of which one must answer; "" asks nobody.
         listen: host:port the service binds; port 0 takes a free one.
         unix_socket: path of a socket the service listens on too, for callers on its machine that run as its user; "" for none.
         database: SQLAlchemy URL; "" is SQLite in the data folder.

@@ -11,7 +11,6 @@ from urllib.parse import quote
 import msgspec
 import numpy as np
 import structlog
-import urllib3
 
 from kvbm.core import prompt_batches
 from kvbm.core.answers import (
@@ -42,13 +41,12 @@ from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, CatalogError
 from kvbm.core.hashing import check_hashable, sequence_hashes
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
-from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials, Proof
-from kvbm.locate.unix_socket import SCHEME, unix_pool
+from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
+from kvbm.locate.transport import Request, Transport
 
 log = structlog.get_logger()
 
 TIMEOUT_S = 5.0
-CONNECTIONS = 16
 BACK_OFF_FIRST_S = 0.5
 BACK_OFF_MOST_S = 5.0
 _POLL_S = 0.05
@@ -76,7 +74,8 @@ class CatalogClient:
     with an error, and ArgumentError before it is asked, for an argument that cannot be used. Close it when it is done with.
 
     Args:
-        url: http://host:port, or unix:/path of the socket of a catalog on this machine
+        url: http://host:port, or unix:/path of the socket of a catalog on this machine; several with commas between, of which the one
+            that answered last is asked first
         hash_tokens: `sequence_hashes` or its native implementation.
         credentials: how this side proves who it is; files that are replaced are read again, and once more after a 401.
     """
@@ -90,34 +89,18 @@ class CatalogClient:
     ) -> None:
         check_text(url, "url")
         check_seconds(timeout_s, "timeout_s")
-        self.url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._hash_tokens = hash_tokens
-        self._proof = Proof(credentials, is_tls=self.url.lower().startswith("https://"))
-        self._guard = threading.Lock()
-        try:
-            self._pool = self._new_pool()
-        except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
-            raise CatalogError(f"the catalog's URL {url!r} cannot be used ({error}); write http://host:port") from None
+        self._transport = Transport(url, credentials)
+
+    @property
+    def url(self) -> str:
+        """Of the catalog that answered last."""
+        return self._transport.url
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._pool.close()
-
-    def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        if self.url.startswith(SCHEME):
-            return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
-        more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
-        return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
-
-    def _prove(self, again: bool = False) -> bool:
-        """Take files that have changed; whether any has. Requests under way keep the connections they have."""
-        with self._guard:
-            before = self._proof.context
-            changed = self._proof.look(again)
-            if self._proof.context is not before:
-                self._pool = self._new_pool()
-            return changed
+        self._transport.close()
 
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """Packed hashes of a prompt's full blocks, made here: the root stays on this side.
@@ -251,7 +234,7 @@ class CatalogClient:
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
         """Ask an instance to take a snapshot of what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""
         path = f"/v1/instances/{quote(instance, safe='')}/snapshot"
-        status, body = self._send("POST", path, b"", self._timeout_s)
+        status, body = self._transport.send(Request("POST", path, b"", may_repeat=False), self._timeout_s)
         return self._decode(path, status, body, SnapshotAnswer).heard
 
     def namespaces(self) -> list[NamespaceSummary]:
@@ -260,7 +243,7 @@ class CatalogClient:
 
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""
-        status, body = self._send("GET", "/readyz", None, self._timeout_s)
+        status, body = self._transport.send(Request("GET", "/readyz"), self._timeout_s)
         return self._decode("/readyz", status, body, ReadyAnswer, good=(200, 503))
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
@@ -282,12 +265,12 @@ class CatalogClient:
     def forget(self, instance: InstanceId) -> None:
         """Have an instance forgotten that is gone. Raises CatalogRefusedError: it is alive, unknown, or not known to be gone."""
         path = f"/v1/instances/{quote(instance, safe='')}"
-        status, body = self._send("DELETE", path, None, self._timeout_s)
+        status, body = self._transport.send(Request("DELETE", path, may_repeat=False), self._timeout_s)
         self._decode(path, status, body, ForgottenAnswer)
 
     def metrics(self) -> str:
         """The catalog's metrics in Prometheus' text format."""
-        status, body = self._send("GET", "/metrics", None, self._timeout_s)
+        status, body = self._transport.send(Request("GET", "/metrics"), self._timeout_s)
         if status != 200:
             raise self._refusal("/metrics", status, body)
         return body.decode()
@@ -298,11 +281,11 @@ class CatalogClient:
         return (self._timeout_s if timeout_s is None else timeout_s) + (wait_s if at_least else 0.0)
 
     def _get(self, path: str, kind: type[A]) -> A:
-        status, body = self._send("GET", path, None, self._timeout_s)
+        status, body = self._transport.send(Request("GET", path), self._timeout_s)
         return self._decode(path, status, body, kind)
 
     def _post(self, path: str, request: msgspec.Struct, kind: type[A], timeout_s: float) -> A:
-        status, body = self._send("POST", path, msgspec.json.encode(request), timeout_s)
+        status, body = self._transport.send(Request("POST", path, msgspec.json.encode(request)), timeout_s)
         return self._decode(path, status, body, kind)
 
     def _ask_batch(
@@ -313,7 +296,7 @@ class CatalogClient:
         timeout_s: float | None,
     ) -> list[A]:
         body, limit_s = prompt_batches.encode_batch(batch), self._limit(timeout_s, (), 0.0)
-        status, answer = self._send("POST", path, body, limit_s, prompt_batches.CONTENT_TYPE)
+        status, answer = self._transport.send(Request("POST", path, body, prompt_batches.CONTENT_TYPE), limit_s)
         if status != 200:
             raise self._refusal(path, status, answer)
         try:
@@ -322,48 +305,6 @@ class CatalogClient:
             raise CatalogError(
                 f"{self.url}{path} answers with something else than a catalog's answers ({error})"
             ) from None
-
-    def _send(
-        self, method: str, path: str, body: bytes | None, timeout_s: float, content_type: str = "application/json"
-    ) -> tuple[int, bytes]:
-        deadline_s = time.monotonic() + timeout_s
-        headers = {"content-type": content_type} if body is not None else {}
-        self._prove()
-        status, answer = self._send_once(method, path, body, headers, timeout_s, deadline_s)
-        if status == 401 and self._prove(again=True):
-            status, answer = self._send_once(method, path, body, headers, timeout_s, deadline_s)
-        return status, answer
-
-    def _send_once(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float, deadline_s: float
-    ) -> tuple[int, bytes]:
-        if self._proof.token:
-            headers["authorization"] = f"Bearer {self._proof.token}"
-        for is_last in (False, True):
-            timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
-            try:
-                answer = self._pool.request(method, path, body=body, headers=headers, timeout=timeout, retries=False)
-                return answer.status, answer.data
-            except urllib3.exceptions.ProtocolError as error:
-                if is_last:  # the first may be a kept connection that the other side has closed meanwhile
-                    raise self._away(_words(error)) from None
-            except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among the timeouts
-                raise self._away(_words(error)) from None
-            except urllib3.exceptions.TimeoutError:
-                raise self._away(f"no answer to {path} within {timeout_s:g} s") from None
-            except urllib3.exceptions.SSLError as error:
-                raise CatalogError(
-                    f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
-                    "certificate, and catalog.client_cert, if it asks for one"
-                ) from None
-            except urllib3.exceptions.HTTPError as error:
-                raise self._away(_words(error)) from None
-        raise self._away("no connection")
-
-    def _away(self, why: str) -> CatalogError:
-        return CatalogError(
-            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url"
-        )
 
     def _decode(self, path: str, status: int, body: bytes, kind: type[A], good: tuple[int, ...] = (200,)) -> A:
         if status not in good:
@@ -489,8 +430,3 @@ def _id(namespace: NamespaceId) -> NamespaceId:
     """Raises ArgumentError: it is no id of a namespace."""
     refuse_namespace(namespace)
     return namespace
-
-
-def _words(error: urllib3.exceptions.HTTPError) -> str:
-    text = str(error)
-    return text.rpartition(": ")[2] or type(error).__name__

@@ -473,7 +473,7 @@ def test_a_certificate_is_replaced_while_it_serves_and_a_mismatched_one_keeps_th
         client = CatalogClient(url, credentials=CatalogCredentials(operator, str(files.ca.cert)))
         try:
             degraded = client.ready().degraded
-            shown = client._pool._get_conn()
+            shown = client._transport.places[0].pool._get_conn()
             names = [value for part in shown.sock.getpeercert()["subject"] for _, value in part]
             return names[0], degraded
         finally:

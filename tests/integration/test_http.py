@@ -53,17 +53,18 @@ def test_a_second_try_has_only_the_time_that_the_first_has_left(monkeypatch: pyt
             now_s[0] += 0.4
             self.close_connection = True
 
-    monkeypatch.setattr("kvbm.locate.http.time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("kvbm.locate.transport.time", types.SimpleNamespace(monotonic=lambda: now_s[0]))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         client = CatalogClient(f"http://127.0.0.1:{server.server_port}")
-        request, given_s = client._pool.request, []
+        pool = client._transport.places[0].pool
+        request, given_s = pool.request, []
 
         def asked(*words: Any, timeout: Any, **more: Any) -> Any:
             given_s.append(timeout.total)
             return request(*words, timeout=30.0, **more)
 
-        monkeypatch.setattr(client._pool, "request", asked)
+        monkeypatch.setattr(pool, "request", asked)
         with pytest.raises(CatalogError):
             client.lookup(SPACE, BLOCK, timeout_s=0.5)
         assert given_s == pytest.approx([0.5, 0.1])

@@ -1,0 +1,193 @@
+"""Requests to a catalog over HTTP: kept connections, proofs that are renewed, and several catalogs of which one must answer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+import msgspec
+import structlog
+import urllib3
+
+from kvbm.core.answers import ErrorAnswer
+from kvbm.core.errors import CatalogError
+from kvbm.locate.credentials import CatalogCredentials, Proof
+from kvbm.locate.unix_socket import SCHEME, unix_pool
+
+log = structlog.get_logger()
+
+CONNECTIONS = 16
+_NOT_READY = ("not_ready", "no_instance")  # another catalog may have read further
+
+
+class Request(NamedTuple):
+    """One request.
+
+    Attributes:
+        body: None for none.
+        may_repeat: asking twice does no harm.
+    """
+
+    method: str
+    path: str
+    body: bytes | None = None
+    content_type: str = "application/json"
+    may_repeat: bool = True
+
+
+class AwayError(CatalogError):
+    """A catalog did not answer.
+
+    Attributes:
+        was_asked: it may have got the request.
+    """
+
+    def __init__(self, message: str, was_asked: bool) -> None:
+        super().__init__(message)
+        self.was_asked = was_asked
+
+
+class _Place:
+    """One catalog, with its connections."""
+
+    def __init__(self, url: str, proof: Proof) -> None:
+        self.url = url
+        self._proof = proof
+        self.pool = self._new_pool()
+        self._context = proof.context
+
+    def renew(self) -> None:
+        """New connections where the proof is another; requests under way keep those they have."""
+        if self._proof.context is not self._context:
+            self.pool, self._context = self._new_pool(), self._proof.context
+
+    def ask(self, request: Request, timeout_s: float, deadline_s: float) -> tuple[int, bytes]:
+        """Its status and body. Raises CatalogError."""
+        headers = {"content-type": request.content_type} if request.body is not None else {}
+        if self._proof.token:
+            headers["authorization"] = f"Bearer {self._proof.token}"
+        for is_last in (False, True):
+            timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
+            try:
+                answer = self.pool.request(
+                    request.method, request.path, body=request.body, headers=headers, timeout=timeout, retries=False
+                )
+                return answer.status, answer.data
+            except urllib3.exceptions.ProtocolError as error:
+                if (
+                    is_last or not request.may_repeat
+                ):  # the first may be a kept connection that the other side has closed
+                    raise self._away(_words(error)) from None
+            except urllib3.exceptions.NewConnectionError as error:  # which urllib3 counts among the timeouts
+                raise self._away(_words(error), was_asked=False) from None
+            except urllib3.exceptions.TimeoutError:
+                raise self._away(f"no answer to {request.path} within {timeout_s:g} s") from None
+            except urllib3.exceptions.SSLError as error:
+                raise CatalogError(
+                    f"the catalog at {self.url} and this side do not trust each other ({error}); correct catalog.tls_ca, which signs its "
+                    "certificate, and catalog.client_cert, if it asks for one"
+                ) from None
+            except urllib3.exceptions.HTTPError as error:
+                raise self._away(_words(error)) from None
+        raise self._away("no connection")
+
+    def _new_pool(self) -> urllib3.HTTPConnectionPool:
+        if self.url.startswith(SCHEME):
+            return unix_pool(self.url.removeprefix(SCHEME), CONNECTIONS)
+        more = {"ssl_context": self._proof.context} if self._proof.context is not None else {}
+        return urllib3.connectionpool.connection_from_url(self.url, maxsize=CONNECTIONS, retries=False, **more)
+
+    def _away(self, why: str, was_asked: bool = True) -> AwayError:
+        return AwayError(
+            f"the catalog at {self.url} does not answer ({why}); start it with kvbm-catalog serve, or correct catalog.url",
+            was_asked,
+        )
+
+
+class Transport:
+    """Asks the catalog that answered last; where it does not, or is not ready, the next one. Any thread may call it.
+
+    Args:
+        urls: with commas between; all of one scheme.
+    Raises: CatalogError: a URL cannot be used. ConfigError: a file of the credentials cannot.
+    """
+
+    def __init__(self, urls: str, credentials: CatalogCredentials) -> None:
+        names = [one.strip().rstrip("/") for one in urls.split(",")]
+        self._proof = Proof(credentials, is_tls=any(one.lower().startswith("https://") for one in names))
+        self._guard = threading.Lock()
+        self._current = 0
+        try:
+            self.places = [_Place(name, self._proof) for name in names]
+        except (urllib3.exceptions.HTTPError, ValueError, KeyError) as error:
+            raise CatalogError(f"the catalog's URL {urls!r} cannot be used ({error}); write http://host:port") from None
+
+    @property
+    def url(self) -> str:
+        """Of the catalog that is asked first."""
+        return self.places[self._current].url
+
+    def close(self) -> None:
+        """Give the connections back. Idempotent."""
+        for place in self.places:
+            place.pool.close()
+
+    def send(self, request: Request, timeout_s: float) -> tuple[int, bytes]:
+        """The answer's status and body. Raises CatalogError: none answers in time."""
+        deadline_s, count, first = time.monotonic() + timeout_s, len(self.places), self._current
+        unready: tuple[int, bytes] | None = None
+        failed: CatalogError | None = None
+        for tried in range(count):
+            at = (first + tried) % count
+            left_s = max(0.001, deadline_s - time.monotonic())
+            share_s = left_s if tried == count - 1 else left_s / 2  # a catalog that hangs leaves time for the others
+            try:
+                status, body = self._ask(self.places[at], request, share_s)
+            except AwayError as error:
+                failed = failed or error
+                if error.was_asked and not request.may_repeat:
+                    raise
+                continue
+            if status == 503 and count > 1 and _code(body) in _NOT_READY:
+                unready = unready or (status, body)
+                continue
+            self._use(at)
+            return status, body
+        if unready is not None:
+            return unready
+        assert failed is not None
+        raise failed
+
+    def _ask(self, place: _Place, request: Request, timeout_s: float) -> tuple[int, bytes]:
+        deadline_s = time.monotonic() + timeout_s
+        self._prove()
+        status, answer = place.ask(request, timeout_s, deadline_s)
+        if status == 401 and self._prove(again=True):
+            status, answer = place.ask(request, timeout_s, deadline_s)
+        return status, answer
+
+    def _prove(self, again: bool = False) -> bool:
+        """Take files that have changed; whether any has."""
+        with self._guard:
+            changed = self._proof.look(again)
+            for place in self.places:
+                place.renew()
+            return changed
+
+    def _use(self, at: int) -> None:
+        if at != self._current:
+            log.info("catalog.changed", url=self.places[at].url, before=self.places[self._current].url)
+            self._current = at
+
+
+def _code(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=ErrorAnswer).error.code
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def _words(error: urllib3.exceptions.HTTPError) -> str:
+    text = str(error)
+    return text.rpartition(": ")[2] or type(error).__name__
