@@ -116,8 +116,7 @@ def living(url: str, within: str) -> Iterator[None]:
         await one.snapshot()
         async with one.alive():
             ready.set()
-            while not ended.is_set():
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(ended.wait)
         await stream.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(live()))
