@@ -33,6 +33,8 @@ from kvbm.catalog.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash
 from kvbm.catalog.service import CatalogService
 from kvbm.core.answers import (
     MAX_HASHES,
+    MAX_INSTANCES,
+    MAX_POSITIONS,
     MAX_WAIT_S,
     BlockAnswer,
     ErrorAnswer,
@@ -141,7 +143,15 @@ class _Api:
         return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block), _caller(request)))
 
     async def instances(self, request: Request) -> Response:
-        return _json(InstancesAnswer(instances=self._service.queries.instances(_caller(request))))
+        asked = request.query_params
+        unknown = set(asked.keys()) - {"after", "limit", "name"}
+        names, text = asked.getlist("name"), asked.get("limit", str(MAX_INSTANCES))
+        if unknown or len(names) > MAX_POSITIONS or not _is_count(text, MAX_INSTANCES):
+            raise ApiError(
+                422, "bad_page", f"{request.url.query[:200]!r} is no page of instances",
+                f"give limit=1 to {MAX_INSTANCES}, after=NAME, and name=NAME at most {MAX_POSITIONS} times",
+            )  # fmt: skip
+        return _json(self._service.queries.instance_page(_caller(request), asked.get("after", ""), int(text), names))
 
     async def ask_snapshot(self, request: Request) -> Response:
         instance = InstanceId(request.path_params["instance"])
@@ -299,6 +309,10 @@ def _exchange(request: Request) -> Exchange:
     return exchange
 
 
+def _is_count(text: str, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= most
+
+
 def _one_hash(what: str, text: str) -> bytes:
     try:
         value = bytes.fromhex(text)
@@ -353,6 +367,7 @@ class _Route(msgspec.Struct, frozen=True, kw_only=True):
     media_type: str = "application/json"
     errors: tuple[int, ...] = ()
     examples: dict[str, Any] = {}
+    asks: dict[str, Any] = {}  # in the query
 
 
 _EXAMPLE_ID = "5e0c2d6f9b1a4c3d8e7f60514233a1b2"
@@ -382,7 +397,12 @@ _ROUTES = (
         path="/v1/blocks/{namespace}/{hash}", handler="block", gives=BlockAnswer, summary="Who holds a block?",
         errors=(422, 503),
     ),
-    _Route(path="/v1/instances", handler="instances", gives=InstancesAnswer, summary="All instances."),
+    _Route(
+        path="/v1/instances", handler="instances", gives=InstancesAnswer,
+        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`.", errors=(422,),
+        asks={"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
+              "name": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_POSITIONS}},
+    ),
     _Route(
         path="/v1/instances/{instance}/snapshot", handler="ask_snapshot", method="POST", gives=SnapshotAnswer,
         summary="Ask an instance to take a snapshot of what it holds.", errors=(404, 503),
@@ -451,12 +471,14 @@ def _operation(route: _Route) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
         operation["requestBody"] = {"required": True, "content": content}
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    if names:
-        kinds = {"instance": {"type": "string"}}
-        pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names
-        ]
+    kinds = {"instance": {"type": "string"}}
+    pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names]
+    parameters += [
+        {"name": name, "in": "query", "required": False, "schema": kind} for name, kind in route.asks.items()
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 

@@ -22,6 +22,7 @@ from kvbm.core.answers import (
     BlockAnswer,
     BlockHolder,
     InstanceHolding,
+    InstancesAnswer,
     InstanceSummary,
     LookupAnswer,
     NamespaceSummary,
@@ -196,17 +197,29 @@ class Queries:
         return [NamespaceSummary(id=key.hex(), fields=known[key]) for key in sorted(known)]
 
     def instances(self, caller: Caller = EMBEDDED) -> list[InstanceSummary]:
-        """The instances the caller may know of, by name. A caller of some tenants sees who they are and whether they serve, no numbers."""
-        now_s = time.monotonic()
-        known = self._known()
-        if not caller.sees_all:
-            return [
-                _without_counts(self._summary(now_s, instance, {}))
-                for instance in sorted(known)
-                if self.visibility.instance(caller, instance)
-            ]
-        claims = self._index.claim_counts()
-        return [self._summary(now_s, instance, claims) for instance in sorted(known)]
+        """All of `instance_page`."""
+        return self.instance_page(caller).instances
+
+    def instance_page(
+        self, caller: Caller, after: str = "", limit: int = 0, names: Collection[str] = ()
+    ) -> InstancesAnswer:
+        """The instances the caller may know of, by name. A caller of some tenants sees who they are and whether they serve, no numbers.
+
+        Args:
+            after: only those whose names come behind this.
+            limit: at most so many; 0 for all.
+            names: only these; empty for all.
+        """
+        now_s, known = time.monotonic(), self._known()
+        wanted = known & set(names) if names else known
+        shown = sorted(one for one in wanted if one > after and self.visibility.instance(caller, one))
+        page = shown[:limit] if limit else shown
+        if caller.sees_all:
+            claims = self._index.claim_counts()
+            found = [self._summary(now_s, instance, claims) for instance in page]
+        else:
+            found = [_without_counts(self._summary(now_s, instance, {})) for instance in page]
+        return InstancesAnswer(instances=found, more=len(shown) - len(page))
 
     def instance_count(self) -> int:
         """How many instances there are."""

@@ -17,6 +17,7 @@ MAX_INPUT_TOKENS = 1 << 24
 MAX_POSITIONS = 256
 LIMIT = 8
 MAX_LIMIT = 1024
+MAX_INSTANCES = 1000  # in one answer
 MAX_WAIT_S = 5.0
 _MOST_COUNT = (1 << 63) - 1  # of an epoch or an offset
 _HEX_DIGITS = 32  # of a hash
@@ -244,9 +245,10 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """All instances, by name."""
+    """Instances, by name; `more` come after the last."""
 
     instances: list[InstanceSummary]
+    more: int = 0
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -225,11 +225,19 @@ class CatalogClient:
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""
-        return self._get("/v1/instances", InstancesAnswer).instances
+        found: list[InstanceSummary] = []
+        more = True
+        while more:
+            after = f"?after={quote(found[-1].instance, safe='')}" if found else ""
+            page = self._get(f"/v1/instances{after}", InstancesAnswer)
+            found += page.instances
+            more = page.more > 0 and bool(page.instances)
+        return found
 
     def instance(self, instance: InstanceId | str) -> InstanceSummary | None:
         """One instance; None when the catalog does not know it."""
-        return next((found for found in self.instances() if found.instance == instance), None)
+        page = self._get(f"/v1/instances?name={quote(instance, safe='')}", InstancesAnswer)
+        return next((found for found in page.instances if found.instance == instance), None)
 
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
         """Ask an instance to take a snapshot of what it holds; whether it has heard. CatalogRefusedError: there is no such instance."""

@@ -315,3 +315,26 @@ def test_a_batch_too_long_for_the_short_way_goes_the_long(catalog: CatalogProces
     asked = [bytes.fromhex(HASHES) * 100] * 20
     with closing(CatalogClient(catalog.url)) as client:
         assert client.lookup_many(SPACE, asked) == [client.lookup(SPACE, asked[0])] * 20
+
+
+def test_instances_come_in_pages(catalog: CatalogProcess) -> None:
+    def page(query: str) -> Any:
+        with Wire(catalog.url) as wire:
+            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            status, _, body = wire.answer()
+        assert status == 200, body
+        found = json.loads(body)
+        return [one["instance"] for one in found["instances"]], found["more"]
+
+    assert page("") == (NAMES, 0)
+    assert page("?limit=5") == (NAMES[:5], 7)
+    assert page(f"?limit=5&after={NAMES[9]}") == (NAMES[10:], 0)
+    assert page(f"?name={NAMES[3]}&name=nobody") == ([NAMES[3]], 0)
+    with closing(CatalogClient(catalog.url)) as client:
+        found = client.instance(NAMES[3])
+        assert found is not None and found.instance == NAMES[3]
+        assert client.instance("no&body=x") is None
+    for query in ("?limit=0", "?limit=1001", "?limit=x", "?first=a", "?" + "name=a&" * 300):
+        with Wire(catalog.url) as wire:
+            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            assert wire.answer()[0] == 422
