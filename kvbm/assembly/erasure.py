@@ -25,8 +25,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures
-from kvbm.erasure.record import Erasure, Record, Subject
+from kvbm.erasure.record import DamagedRecordError, Erasure, Record, Subject
 from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
+from kvbm.files import read_small
 from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
 from kvbm.pools.stores.base import Store
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _ASK_S = 1.0  # between two looks at what the others answer
 _RUNS = 4  # of the janitor: one that claims what nobody claims, one that erases it, and two for what was in use
 _FRONT_NAMES = 1000  # deleted at once
+_HASHES_MOST_BYTES = 1 << 20  # of a file of hex digits: one erasure takes 256 KiB of them
 
 
 class EraseOptions(NamedTuple):
@@ -70,7 +72,8 @@ def read_hashes(words: str) -> bytes:
     """Packed hashes from hex digits, or from a file of them. Raises ConfigError."""
     path = Path(words)
     try:
-        text = path.read_text(encoding="ascii") if len(words) < 4096 and path.is_file() else words
+        is_file = len(words) < 4096 and path.is_file()
+        text = read_small(path, _HASHES_MOST_BYTES).decode("ascii") if is_file else words
         hashes = bytes.fromhex("".join(text.split()))
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -175,10 +178,13 @@ async def _ask(settings: Settings, url: str, credentials: Credentials, options: 
         await connected.make()
         while True:
             found = await connected.record()
-            record = Record() if found is None else records.decoded(found.data)
-            done = [
-                one.number for one in record.erasures if report.is_gone(await _table(connected, cluster, settings, one))
-            ]
+            try:
+                record = Record() if found is None else records.decoded(found.data)
+            except DamagedRecordError as error:
+                log.warning("erasure.record_damaged", why=str(error), effect="what else was in force is not any more")
+                record = Record()
+            answers = report.answers_of(await connected.answers())
+            done = {number for answer in answers for number, one in answer.progress.items() if one.done_ns}
             grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
             if grown is record:
                 return erasure.number
@@ -231,7 +237,7 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
 
 
 async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure) -> list[Line]:
-    answers = [report.decoded(data) for data in await connected.answers()]
+    answers = report.answers_of(await connected.answers())
     kept = await connected.events_kept()
     known = Known(cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns())
     return report.table(erasure.number, answers, known)
@@ -242,7 +248,7 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
     name = f"objects-{hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8]}"
     connected = await _open(settings, url, credentials)
     try:
-        before = next((one for one in map(report.decoded, await connected.answers()) if one.name == name), None)
+        before = next((one for one in report.answers_of(await connected.answers()) if one.name == name), None)
         said = {number: progress} if before is None else {**before.progress, number: progress}
         answer = Answer(name=name, kind=OBJECTS, at_ns=time.time_ns(), progress=said)
         await connected.put_answer(name, report.encoded(answer))
@@ -296,11 +302,10 @@ def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[
     tags: set[str] = set()
     if wanted.keys or wanted.keys_command:
         keys = key_source(settings).load()
-        if lacking := sorted(tenants - set(keys)):
+        if tenants - set(keys):  # the answer lies on the stream for long, so it names nobody
             return _OfFront(
                 0,
-                f"objects in front that are sealed under keys which are not here, of tenant {lacking[0]!r}: they go after"
-                " pools.object.ttl_s, or empty the front",
+                "objects in front that are sealed under keys which are not here: they go after pools.object.ttl_s, or empty the front",
             )
         tags = {f"/{SEALED_FOLDER}/{keys[tenant].tag}/" for tenant in tenants}
     front = open_store(wanted.front, ttl_s=wanted.ttl_s)

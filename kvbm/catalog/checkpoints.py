@@ -92,10 +92,10 @@ class Writing:
 
     def __init__(self, folder: Path, index: Checkpointing, state: SequencerState, stream: str) -> None:
         self.sequence = state.sequence
+        self.name = f"{state.sequence:020}-{secrets.token_hex(4)}"
         self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
-        self._name = f"{state.sequence:020}-{secrets.token_hex(4)}"
-        self._part = folder / f"{self._name}{_INDEX}{_PART}"
+        self._part = folder / f"{self.name}{_INDEX}{_PART}"
         self._size = (0, 0)
 
     def has_begun(self) -> bool:
@@ -127,20 +127,20 @@ class Writing:
             fingerprint=settled.fingerprint, bytes=self._size[0], blocks=self._size[1], wall_time_ns=time.time_ns(),
         )  # fmt: skip
         body = msgspec.json.encode(manifest)
-        final, part = self._folder / f"{self._name}{_MANIFEST}", self._folder / f"{self._name}{_MANIFEST}{_PART}"
+        final, part = self._folder / f"{self.name}{_MANIFEST}", self._folder / f"{self.name}{_MANIFEST}{_PART}"
         try:
-            self._part.rename(self._folder / f"{self._name}{_INDEX}")
+            self._part.rename(self._folder / f"{self.name}{_INDEX}")
             write_new(part, body + b"\n%08x\n" % zlib.crc32(body))
             _sync(self._folder)
             part.rename(final)
             _sync(self._folder)
-            _tidy(self._folder)
+            _tidy(self._folder, self.name)
         except OSError as error:
             raise self._failed(error) from error
         return manifest
 
     def _failed(self, error: Exception) -> CatalogError:
-        for path in self._folder.glob(f"{self._name}.*"):
+        for path in self._folder.glob(f"{self.name}.*"):
             path.unlink(missing_ok=True)
         why = error.strerror if isinstance(error, OSError) else str(error)
         return CatalogError(
@@ -208,6 +208,8 @@ class Checkpointer:
         self.last: Manifest | None = None
         self._folder, self._index, self._sequencer = folder, index, sequencer
         self._applying, self._stream, self._degraded, self._every_s = applying, stream, degraded, every_s
+        self._one = asyncio.Lock()  # one that began before an erasure must not end after it
+        self._newest = ""
 
     async def run(self) -> None:
         """Write one every so often, for ever."""
@@ -217,15 +219,20 @@ class Checkpointer:
 
     async def write_alone(self) -> bool:
         """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
-        self.last, written = None, self.written
-        await self.write()
-        if self.written == written:
-            return False
-        await asyncio.to_thread(_tidy, self._folder, 1)
-        return True
+        async with self._one:
+            self.last, written = None, self.written
+            await self._write()
+            if self.written == written:
+                return False
+            await asyncio.to_thread(_leave_alone, self._folder, self._newest)
+            return True
 
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
+        async with self._one:
+            await self._write()
+
+    async def _write(self) -> None:
         if self.last is not None and self.last.sequence == self._sequencer.sequence:
             return
         async with self._applying:
@@ -240,6 +247,7 @@ class Checkpointer:
             self._degraded.note("checkpoints", str(error))
             return
         self.written += 1
+        self._newest = writing.name
         self._degraded.clear("checkpoints")
         log.info(
             "checkpoint.written", sequence=self.last.sequence, settled=self.last.settled, blocks=self.last.blocks,
@@ -268,10 +276,15 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
         yield path, manifest
 
 
-def _tidy(folder: Path, kept: int = KEPT) -> None:
-    """Remove all but the newest checkpoints, and what writers that died have left."""
-    names = sorted((path.stem for path in folder.glob(f"*{_MANIFEST}")), reverse=True)
-    for name in names[kept:]:
+def _tidy(folder: Path, written: str) -> None:
+    """Remove all but the newest checkpoints, and what writers that died have left.
+
+    Args:
+        written: the name of the one just written: a stream that begins anew has smaller sequences.
+    """
+    found = (path.stem for path in folder.glob(f"*{_MANIFEST}"))
+    names = sorted(found, key=lambda name: (name == written, name), reverse=True)
+    for name in names[KEPT:]:
         (folder / f"{name}{_MANIFEST}").unlink(missing_ok=True)
         (folder / f"{name}{_INDEX}").unlink(missing_ok=True)
     for path in (*folder.glob(f"*{_PART}"), *folder.glob(f"*{_INDEX}")):
@@ -281,6 +294,14 @@ def _tidy(folder: Path, kept: int = KEPT) -> None:
                 path.unlink()
         except FileNotFoundError:
             pass  # another catalog with this folder has tidied it up
+
+
+def _leave_alone(folder: Path, name: str) -> None:
+    """Remove every checkpoint but one, and what others have left or write just now, whatever its age. Raises OSError."""
+    for path in (*folder.glob(f"*{_MANIFEST}"), *folder.glob(f"*{_INDEX}"), *folder.glob(f"*{_PART}")):
+        if path.name.partition(".")[0] != name:
+            path.unlink(missing_ok=True)
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

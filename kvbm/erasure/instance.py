@@ -12,11 +12,10 @@ Nothing has to be done twice: numbers of erasures that are done are kept beside 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import structlog
@@ -26,12 +25,14 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
+from kvbm.files import read_small, write_new
 from kvbm.manager.erasing import HeldRun, Wiped
 from kvbm.streams.base import Position
 
 log = structlog.get_logger()
 
 DONE_FILE = "ERASED"
+_DoneAt = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Erasable(Protocol):
@@ -69,7 +70,7 @@ class DoneErasures:
         self._path = path
         self.at_ns: dict[int, int] = {}
         try:
-            self.at_ns = {} if path is None else msgspec.json.decode(path.read_bytes(), type=dict[int, int])
+            self.at_ns = {} if path is None else msgspec.json.decode(read_small(path), type=dict[int, _DoneAt])
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -82,10 +83,7 @@ class DoneErasures:
             return
         part = self._path.with_name(f"{self._path.name}.part")
         try:
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self.at_ns))
-                file.flush()
-                os.fsync(file.fileno())
+            write_new(part, msgspec.json.encode(self.at_ns))
             part.replace(self._path)
         except OSError as error:
             log.warning("erasure.done_unwritten", path=str(self._path), why=str(error), effect="it is done once more")
