@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.assembly import catalog_client, catalog_credentials
-from kvbm.command_line import Commands, add_command, add_settings, count_between, run_command, seconds, settings_of
+from kvbm.command_line import (
+    Commands,
+    add_command,
+    add_settings,
+    count_between,
+    run_command,
+    seconds,
+    settings_of,
+    write_out,
+)
 from kvbm.core.errors import ConfigError, JanitorBusyError
 from kvbm.core.ids import InstanceId
 
@@ -139,7 +148,7 @@ def _add_token(commands: Commands) -> None:
         commands,
         "token",
         "make a token that may ask the catalog: print it, and put its hash into the file of catalog.access",
-        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme > router-acme.token",
+        "kvbm-catalog token --access access.toml --name router-acme --role router --tenant acme --out router-acme.token",
     )
     token.add_argument(
         "--access", type=Path, metavar="FILE", help="as catalog.access; made if it is not there, for its owner alone"
@@ -163,6 +172,12 @@ def _add_token(commands: Commands) -> None:
     token.add_argument(
         "--replace", type=float, metavar="S", help="the name's older tokens are good for so many seconds yet"
     )
+    token.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="put the token into this file, its owner's alone, instead of printing it",
+    )
     add_settings(token)
 
 
@@ -176,7 +191,11 @@ def _make_token(arguments: argparse.Namespace) -> int:
     if arguments.role == "router" and bool(arguments.tenant) == arguments.all_tenants:
         raise ConfigError("a router is of some tenants or of all; give --tenant T, or --all-tenants")
     wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
-    print(add_token(path, wanted, time.time()))
+    token = add_token(path, wanted, time.time())
+    if arguments.out is None:
+        print(token)
+    else:
+        write_out(arguments.out, f"{token}\n")
     print(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", file=sys.stderr)
     return 0
 

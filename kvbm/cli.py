@@ -29,6 +29,7 @@ from kvbm.command_line import (
     run_command,
     seconds,
     settings_of,
+    write_out,
 )
 from kvbm.config import default_lines
 from kvbm.locate.http import CatalogClient
@@ -280,7 +281,7 @@ def _add_permissions(commands: Commands) -> None:
         commands,
         "nats-permissions",
         "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 > accounts.conf",
+        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out accounts.conf",
     )
     permissions.add_argument(
         "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
@@ -302,6 +303,12 @@ def _add_permissions(commands: Commands) -> None:
         permissions.add_argument(
             f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
         )
+    permissions.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="put them into this file in one step, instead of printing them; an error leaves the file as it was",
+    )
     permissions.add_argument(
         "--spare",
         type=_small_count,
@@ -415,15 +422,23 @@ def _print_permissions(arguments: argparse.Namespace) -> int:
     named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR)
     wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
     change = Change(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
-    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time())
-    print(printed.text, end="")
+
+    def put(text: str) -> None:
+        if arguments.out is None:
+            print(text, end="")
+        else:
+            write_out(arguments.out, text, keeps_mode=True)  # nats-server may run as another user
+
+    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
     for remark in printed.remarks:
         print(f"kvbm: {remark}", file=sys.stderr)
     return 0
 
 
 def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient:
-    return catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client = catalog_client(url, catalog_credentials(read_settings(config, sets)))
+    client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
+    return client
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:

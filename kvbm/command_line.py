@@ -16,6 +16,7 @@ import structlog
 
 from kvbm.config import Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
+from kvbm.files import replace_file
 from kvbm.telemetry.remarks import StandardError
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -110,6 +111,14 @@ def seconds(text: str) -> float:
     if not 0 < seconds <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} will not do; give seconds above 0, at most 1000000")
     return seconds
+
+
+def write_out(path: Path, text: str, keeps_mode: bool = False) -> None:
+    """What a command has made, as the whole file `--out`; see `replace_file`. Raises ConfigError: it is as it was."""
+    try:
+        replace_file(path, text.encode(), keeps_mode)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written ({error.strerror}); choose another place for it") from None
 
 
 def count_between(text: str, least: int, most: int) -> int:

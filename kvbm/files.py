@@ -8,11 +8,13 @@ the umask.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import secrets
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -122,6 +124,52 @@ def write_new(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(fd)
+
+
+def replace_file(path: Path, data: bytes, keeps_mode: bool = False) -> None:
+    """Put a whole file in the place of another in one step. It belongs to whom the other belonged, and is its owner's alone.
+
+    Args:
+        keeps_mode: it is readable to whom the other was.
+    Raises: OSError: nothing has changed then.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(beside, "xb", opener=opener) as file:
+            with suppress(FileNotFoundError):
+                found = os.stat(path)
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                if keeps_mode:
+                    os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def stamp(path: str | Path) -> tuple[int, ...] | None:
+    """What differs when a file has changed; None when it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While no other process does this in the folder, which is made if it is not there. Raises OSError."""
+    make_folder(folder)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 class Exposed(NamedTuple):

@@ -11,7 +11,6 @@ as near to each other as their clocks are.
 
 from __future__ import annotations
 
-import os
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import structlog
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import read_small
+from kvbm.files import read_small, stamp
 
 log = structlog.get_logger()
 
@@ -45,7 +44,8 @@ class TenantSecrets(Mapping[str, str]):
         fixed: those of the settings; the file's come first.
         path: the file; "" for none.
         now_s: Unix time. clock: seconds that only grow.
-    Raises: ConfigError: the file cannot be used. Later on such a file leaves the secrets as they are, with one warning.
+    Raises: ConfigError: the file cannot be used. Later on such a file leaves the secrets as they are, with one warning; so does one
+    without a tenant, for that tenant.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TenantSecrets(Mapping[str, str]):
         self._looked_s = float("-inf")
         self._entries = self._fixed
         if path:
-            self._seen, self._looked_s = _seen(path), clock()
+            self._seen, self._looked_s = stamp(path), clock()
             self._entries = self._fixed | read_secrets(path)
 
     def __getitem__(self, tenant: str) -> str:
@@ -80,16 +80,23 @@ class TenantSecrets(Mapping[str, str]):
         if not self._path or self._clock() - self._looked_s < _LOOK_S:
             return
         self._looked_s = self._clock()
-        seen = _seen(self._path)
+        seen = stamp(self._path)
         if seen == self._seen:
             return
         self._seen = seen
         try:
-            self._entries = self._fixed | read_secrets(self._path)
+            found = self._fixed | read_secrets(self._path)
         except ConfigError as error:
             log.warning("secrets.unread", why=str(error), effect="the secrets stay as they were")
-        else:
-            log.info("secrets.read", tenants=len(self._entries))
+            return
+        missing = self._entries.keys() - found.keys()
+        if missing:  # half a file, perhaps; without a secret anybody could test the tenant's prompts
+            log.warning(
+                "secrets.missing", tenants=sorted(missing)[:5], effect="their secrets stay as they were until a restart",
+                remedy="name them in the file, or restart without them",
+            )  # fmt: skip
+        self._entries = {**self._entries, **found}
+        log.info("secrets.read", tenants=len(self._entries))
 
 
 def read_secrets(path: str) -> dict[str, _Entry]:
@@ -97,7 +104,7 @@ def read_secrets(path: str) -> dict[str, _Entry]:
     where = f"catalog.tenant_secrets_file {path}"
     try:
         tree = tomllib.loads(read_small(Path(path), 16 << 20).decode("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no TOML"
         raise ConfigError(f"{where} cannot be read ({why}); write a table [tenants.NAME] with secret = …") from None
     tenants = tree.get("tenants")
@@ -107,21 +114,22 @@ def read_secrets(path: str) -> dict[str, _Entry]:
 
 
 def _entry(table: Any, of: str) -> _Entry:
-    if not isinstance(table, dict) or not set(table) <= _FIELDS or not isinstance(table.get("secret"), str):
-        raise ConfigError(f"{of}: write secret = a text, and with it next and next_from where it is to change")
+    if not isinstance(table, dict) or not set(table) <= _FIELDS or not _is_text(table.get("secret")):
+        raise ConfigError(
+            f"{of}: write secret = a text that is not empty, and with it next and next_from where it is to change"
+        )
     if ("next" in table) != ("next_from" in table):
         raise ConfigError(f"{of}: write next and next_from together: the secret to come, and from when on it counts")
     if "next" not in table:
         return _Entry(table["secret"])
     begins = table["next_from"]
-    if not isinstance(table["next"], str) or not isinstance(begins, datetime) or begins.tzinfo is None:
-        raise ConfigError(f"{of}: write next = a text and next_from = a time with its zone, as 2026-12-01T04:00:00Z")
+    if not _is_text(table["next"]) or not isinstance(begins, datetime) or begins.tzinfo is None:
+        raise ConfigError(
+            f"{of}: write next = a text that is not empty, and next_from = a time with its zone, as 2026-12-01T04:00:00Z"
+        )
     return _Entry(table["secret"], table["next"], begins.timestamp())
 
 
-def _seen(path: str) -> object:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+def _is_text(value: object) -> bool:
+    """Whether it is a text with something in it."""
+    return isinstance(value, str) and value != ""

@@ -1,19 +1,12 @@
-"""Callers of a catalog: certificates, a ledger that publishes for several tenants, and requests to a catalog without a socket."""
+"""Callers of a catalog: a ledger that publishes for several tenants, and requests to a catalog without a socket."""
 
 from __future__ import annotations
 
 import asyncio
-import datetime
-import ipaddress
 import json
 import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from kvbm.core.events import PoolStated
 from kvbm.core.hashing import sequence_hashes
@@ -69,8 +62,14 @@ class Answered(NamedTuple):
     elapsed_ns: int
 
 
-async def ask(app: Any, method: str, path: str, body: Any = None, token: str = "") -> Answered:
-    """Ask an ASGI application, without a socket."""
+async def ask(
+    app: Any, method: str, path: str, body: Any = None, token: str = "", before_body: Callable[[], None] | None = None
+) -> Answered:
+    """Ask an ASGI application, without a socket.
+
+    Args:
+        before_body: what happens between the header and the body.
+    """
     data = b"" if body is None else json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
     if token:
@@ -86,6 +85,8 @@ async def ask(app: Any, method: str, path: str, body: Any = None, token: str = "
     async def receive() -> Any:
         if not messages:
             await asyncio.Event().wait()  # nothing comes after the body
+        if before_body is not None:
+            before_body()
         return messages.pop()
 
     async def send(message: Any) -> None:
@@ -96,42 +97,3 @@ async def ask(app: Any, method: str, path: str, body: Any = None, token: str = "
     elapsed_ns = time.perf_counter_ns() - begin_ns
     content = b"".join(message.get("body", b"") for message in sent[1:])
     return Answered(sent[0]["status"], content, elapsed_ns)
-
-
-# -- certificates -----------------------------------------------------------------------------------------------------
-
-
-class Certificate(NamedTuple):
-    """A certificate and its key, and the files they are in."""
-
-    certificate: x509.Certificate
-    private: ec.EllipticCurvePrivateKey
-    cert: Path
-    key: Path
-
-
-def certify(folder: Path, name: str, issuer: Certificate | None = None) -> Certificate:
-    """A CA without issuer, or a certificate of one, for 127.0.0.1 and for its name."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer.certificate.subject if issuer else subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
-    )
-    if issuer is not None:
-        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName(name)]
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    certificate = builder.sign(issuer.private if issuer else key, hashes.SHA256())
-    made = Certificate(certificate, key, folder / f"{name}.pem", folder / f"{name}-key.pem")
-    made.cert.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    made.key.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return made

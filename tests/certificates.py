@@ -22,8 +22,8 @@ class Certificate(NamedTuple):
     key: Path
 
 
-def certify(folder: Path, name: str, issuer: Certificate | None, host: str = "127.0.0.1") -> Certificate:
-    """A CA without issuer, or a certificate of one for a host."""
+def certify(folder: Path, name: str, issuer: Certificate | None = None, host: str = "127.0.0.1") -> Certificate:
+    """A CA without issuer, or a certificate of one, for a host's address and for its name."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -38,7 +38,7 @@ def certify(folder: Path, name: str, issuer: Certificate | None, host: str = "12
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
     )
     if issuer is not None:
-        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(host))]
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(host)), x509.DNSName(name)]
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     certificate = builder.sign(issuer.private if issuer else key, hashes.SHA256())
     made = Certificate(certificate, key, folder / f"{name}.pem", folder / f"{name}-key.pem")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import structlog
 
 from kvbm.catalog.access_file import Entry, Role, hashed, read_entries
 from kvbm.core.errors import ConfigError
+from kvbm.files import stamp
 
 log = structlog.get_logger()
 
@@ -87,7 +87,7 @@ class Access:
         self._seen: object = None
         self._callers = _Callers({}, {})
         if self._path is not None:
-            self._seen = file_stamp(self._path)
+            self._seen = stamp(self._path)
             self._callers = _by_proof(read_entries(self._path))
 
     def caller(self, authorization: str | None, certificate: Mapping[str, Any] | None) -> Caller | None:
@@ -116,7 +116,7 @@ class Access:
         if self._path is None or now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
-        seen = file_stamp(self._path)
+        seen = stamp(self._path)
         if seen == self._seen and not self.trouble:
             return
         self._seen = seen
@@ -166,15 +166,6 @@ def check_exposed(options: AccessOptions, address: str) -> None:
     )
 
 
-def file_stamp(path: str | Path) -> tuple[int, ...] | None:
-    """What differs when a file has changed; None when it is not there."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
-
-
 def _by_proof(entries: list[Entry]) -> _Callers:
     return _Callers(
         {entry.sha256: entry for entry in entries if entry.sha256},
@@ -184,7 +175,7 @@ def _by_proof(entries: list[Entry]) -> _Callers:
 
 def _token(authorization: str) -> str:
     scheme, _, token = authorization[:_LONGEST_HEADER].partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+    return token.strip() if scheme.lower() == "bearer" else ""  # which is no token's: `read_entries` refuses its hash
 
 
 def _names(certificate: Mapping[str, Any]) -> list[str]:

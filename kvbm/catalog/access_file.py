@@ -18,7 +18,6 @@
 from __future__ import annotations
 
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -28,12 +27,12 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import open_plain
+from kvbm.files import alone, open_plain, replace_file
 
 Role = Literal["router", "operator", "metrics"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -80,6 +79,9 @@ class NewToken(NamedTuple):
 def hashed(token: str) -> str:
     """What the file keeps of a token. 256 random bits need no salt and no slow hash."""
     return hashlib.sha256(token.encode()).hexdigest()
+
+
+_OF_NOTHING = hashed("")
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -132,15 +134,9 @@ def add_token(path: Path, wanted: NewToken, now_s: float) -> str:
 
 def write_entries(path: Path, entries: Sequence[Entry]) -> None:
     """Replace the file in one step, readable to its owner alone. Raises ConfigError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(_HEAD + "".join(map(_written, entries)))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        replace_file(path, (_HEAD + "".join(map(_written, entries))).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise ConfigError(f"{_where(path)} cannot be written ({error.strerror}); choose another place for it") from None
 
 
@@ -173,16 +169,14 @@ def _new_entry(wanted: NewToken, now_s: float) -> Entry:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """While nobody else adds to a file of this folder."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"{_where(path)} cannot be written ({error.strerror}); choose another place for it") from None
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            held.enter_context(alone(path.parent))
+        except OSError as error:
+            raise ConfigError(
+                f"{_where(path)} cannot be written ({error.strerror}); choose another place for it"
+            ) from None
         yield
-    finally:
-        os.close(folder)
 
 
 def _parse(data: bytes, where: str) -> list[Entry]:
@@ -222,6 +216,10 @@ def _entry(kind: str, table: Mapping[str, Any], where: str) -> Entry:
         raise ConfigError(f"{where} ({name}): role is {role!r}; use one of {', '.join(ROLES)}")
     if kind == "token" and (not isinstance(sha256, str) or not _SHA256.fullmatch(sha256)):
         raise ConfigError(f"{where} ({name}): sha256 is not 64 hex digits in lower case; write the token's SHA-256")
+    if sha256 == _OF_NOTHING:
+        raise ConfigError(
+            f"{where} ({name}): sha256 is that of an empty token, which everybody has; write the token's SHA-256"
+        )
     tenants = table.get("tenants")
     is_list = isinstance(tenants, list) and all(isinstance(one, str) for one in tenants)
     if (tenants is not None) if role != "router" else not (is_list or tenants == "all"):

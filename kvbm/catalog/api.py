@@ -26,7 +26,7 @@ except ImportError:
 
 from kvbm.catalog.access import Access, Caller
 from kvbm.catalog.forgetting import NotForgottenError
-from kvbm.catalog.gate import CALLER, Gate
+from kvbm.catalog.gate import CALLER, JUDGE, UNKNOWN, Gate
 from kvbm.catalog.limits import LARGE_BODY_BYTES, MAX_BODY_BYTES, Exchange, Limited, Limits
 from kvbm.catalog.long_requests import decode_request
 from kvbm.catalog.routing import RoutingTask
@@ -170,7 +170,7 @@ class _Api:
     async def block(self, request: Request) -> Response:
         namespace = _one_hash("namespace", request.path_params["namespace"])
         block = _one_hash("hash", request.path_params["hash"])
-        self._check_ready()
+        self._check_ready(_caller(request))
         return _json(self._service.queries.block(NamespaceId(namespace), SequenceHash(block), _caller(request)))
 
     async def instances(self, request: Request) -> Response:
@@ -204,7 +204,7 @@ class _Api:
         return _json(NamespacesAnswer(namespaces=self._service.queries.namespaces(_caller(request))))
 
     async def status(self, request: Request) -> Response:
-        ready = self._readiness()
+        ready = self._readiness(_caller(request))
         return _json(
             {
                 "service": "kvbm-catalog", "version": self._version, "ready": ready.ready, "reason": ready.reason,
@@ -216,20 +216,19 @@ class _Api:
         return Response(b"ok\n", media_type="text/plain")
 
     async def readyz(self, request: Request) -> Response:
-        answer = self._readiness()
-        caller: Caller | None = request.scope[CALLER]
+        answer = self._readiness(request.scope[CALLER])
+        return _json(answer, 200 if answer.ready else 503)
+
+    def _readiness(self, caller: Caller | None) -> ReadyAnswer:
+        answer, more = self._service.readiness(), self._troubles()
         if caller is None or not caller.sees_all:  # names and offsets are not for everybody
-            answer = ReadyAnswer(
+            return ReadyAnswer(
                 ready=answer.ready,
                 reason="" if answer.ready else "not ready; ask with an operator's token for the reason",
                 degraded="",
                 stream_sequence=0,
                 lag_messages=0,
             )
-        return _json(answer, 200 if answer.ready else 503)
-
-    def _readiness(self) -> ReadyAnswer:
-        answer, more = self._service.readiness(), self._troubles()
         degraded = "; ".join(one for one in (answer.degraded, more) if one)
         return msgspec.structs.replace(answer, degraded=degraded) if more else answer
 
@@ -259,7 +258,7 @@ class _Api:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ApiError(400, "not_json", f"the body is not JSON: {error}", "send a JSON object") from None
             del body, exchange.body  # a wait holds nothing large
-            self._check_ready()
+            self._check_ready(caller)
             hashes = await self._hashes(caller, asked)
             if isinstance(asked, RouteRequest) and asked.tokens is not None:
                 asked = msgspec.structs.replace(asked, input_tokens=len(asked.tokens))
@@ -268,18 +267,26 @@ class _Api:
             exchange.hold(len(hashes))  # of tokens, hashes may be larger than the body
             with exchange.waiting():
                 await self._wait(caller, asked)
+        self._judge_again(request)
         return asked, _asked_namespace(asked), hashes
+
+    def _judge_again(self, request: Request) -> None:
+        """Know the caller as it is by now: reading a body and waiting take seconds, and its token may be gone."""
+        caller: Caller | None = request.scope[JUDGE]()
+        if caller is None:
+            self._refusals["unknown_caller"] += 1
+            raise ApiError(401, UNKNOWN.error.code, UNKNOWN.error.message, UNKNOWN.error.what_to_do)
+        request.scope[CALLER] = caller
 
     def _fields(self, caller: Caller, asked: LookupRequest) -> Namespace | None:
         """The fields of the namespace that is asked for: as they are given, or as an instance has told them to this caller's tenants."""
         namespace = _asked_namespace(asked)
         return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
 
-    def _check_ready(self) -> None:
+    def _check_ready(self, caller: Caller) -> None:
         if not self._service.is_ready:
-            raise ApiError(
-                503, "not_ready", self._service.readiness().reason, "ask again soon; /readyz says when it is ready"
-            )
+            reason = self._readiness(caller).reason
+            raise ApiError(503, "not_ready", reason, "ask again soon; /readyz says when it is ready")
 
     async def _hashes(self, caller: Caller, asked: LookupRequest) -> bytes:
         if (asked.hashes is None) == (asked.tokens is None):

@@ -92,9 +92,9 @@ class Writing:
 
     def __init__(self, folder: Path, index: Checkpointing, state: SequencerState, stream: str) -> None:
         self.sequence = state.sequence
-        self.name = f"{state.sequence:020}-{secrets.token_hex(4)}"
         self._folder, self._index, self._stream = folder, index, stream
         self._note = msgspec.msgpack.encode(state)
+        self.name = f"{state.sequence:020}-{time.time_ns():016x}{secrets.token_hex(2)}"  # of two at one place the later is the newer
         self._part = folder / f"{self.name}{_INDEX}{_PART}"
         self._size = (0, 0)
 
@@ -208,8 +208,7 @@ class Checkpointer:
         self.last: Manifest | None = None
         self._folder, self._index, self._sequencer = folder, index, sequencer
         self._applying, self._stream, self._degraded, self._every_s = applying, stream, degraded, every_s
-        self._one = asyncio.Lock()  # one that began before an erasure must not end after it
-        self._newest = ""
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Write one every so often, for ever."""
@@ -219,22 +218,20 @@ class Checkpointer:
 
     async def write_alone(self) -> bool:
         """Write one now and remove all others, which may name what was erased since. False: the folder did not take it."""
-        async with self._one:
-            self.last, written = None, self.written
-            await self._write()
-            if self.written == written:
-                return False
-            await asyncio.to_thread(_leave_alone, self._folder, self._newest)
-            return True
+        async with self._writing:  # one under way would name it, and come later
+            name = await self._write()
+            if name:
+                await asyncio.to_thread(_remove_others, self._folder, name)
+            return bool(name)
 
     async def write(self) -> None:
         """Write one, unless nothing was read since the last. Trouble is noted; the next try is after the usual pause."""
-        async with self._one:
-            await self._write()
+        async with self._writing:
+            if self.last is None or self.last.sequence != self._sequencer.sequence:
+                await self._write()
 
-    async def _write(self) -> None:
-        if self.last is not None and self.last.sequence == self._sequencer.sequence:
-            return
+    async def _write(self) -> str:
+        """Its name; "" where the folder did not take it."""
         async with self._applying:
             writing = Writing(self._folder, self._index, self._sequencer.state(), self._stream())
             work = asyncio.ensure_future(asyncio.to_thread(writing.write))
@@ -245,14 +242,14 @@ class Checkpointer:
             self.last = await asyncio.to_thread(writing.finish, self._sequencer.mark)
         except CatalogError as error:
             self._degraded.note("checkpoints", str(error))
-            return
+            return ""
         self.written += 1
-        self._newest = writing.name
         self._degraded.clear("checkpoints")
         log.info(
             "checkpoint.written", sequence=self.last.sequence, settled=self.last.settled, blocks=self.last.blocks,
             bytes=self.last.bytes,
         )  # fmt: skip
+        return writing.name
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -276,6 +273,14 @@ def _manifests(folder: Path) -> Iterator[tuple[Path, Manifest]]:
         yield path, manifest
 
 
+def _remove_others(folder: Path, name: str) -> None:
+    """Remove all checkpoints but one, and what writers that died have left, however young."""
+    for kind in (_MANIFEST, _INDEX, f"{_MANIFEST}{_PART}", f"{_INDEX}{_PART}"):
+        for path in folder.glob(f"*{kind}"):
+            if not path.name.startswith(f"{name}."):
+                path.unlink(missing_ok=True)
+
+
 def _tidy(folder: Path, written: str) -> None:
     """Remove all but the newest checkpoints, and what writers that died have left.
 
@@ -294,14 +299,6 @@ def _tidy(folder: Path, written: str) -> None:
                 path.unlink()
         except FileNotFoundError:
             pass  # another catalog with this folder has tidied it up
-
-
-def _leave_alone(folder: Path, name: str) -> None:
-    """Remove every checkpoint but one, and what others have left or write just now, whatever its age. Raises OSError."""
-    for path in (*folder.glob(f"*{_MANIFEST}"), *folder.glob(f"*{_INDEX}"), *folder.glob(f"*{_PART}")):
-        if path.name.partition(".")[0] != name:
-            path.unlink(missing_ok=True)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -12,6 +12,7 @@ from kvbm.catalog.access import Access, Caller
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
 
 CALLER = "kvbm.caller"
+JUDGE = "kvbm.judge"  # who asks as of now: a request may last longer than its token
 PEER = "kvbm.peer"  # in the scope's state: the peer's certificate
 
 Scope = MutableMapping[str, Any]
@@ -24,7 +25,7 @@ _FOR_ALL = frozenset({"/healthz", "/readyz"})
 _FOR_ROUTERS = frozenset({"/v1/lookup", "/v1/route", "/v1/instances", "/v1/namespaces", "/openapi.json"})
 _BLOCKS = re.compile(r"/v1/blocks/[^/]*/[^/]*")
 
-_UNKNOWN = ErrorAnswer(
+UNKNOWN = ErrorAnswer(
     error=ErrorDetail(
         code="not_known", message="the catalog does not know who asks",
         what_to_do="set catalog.token to the file of a token that is good now (Authorization: Bearer), or show a certificate it knows",
@@ -38,7 +39,8 @@ _FORBIDDEN = ErrorAnswer(
 
 
 class Gate:
-    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, or answers 401 or 403.
+    """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it is as
+    `kvbm.judge`, or answers 401 or 403.
 
     Args:
         count: told each request's caller, "" for none, and its status class: "passed", "unknown" or "forbidden".
@@ -60,7 +62,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[CALLER] = self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
+        scope[JUDGE] = lambda: self._access.caller(_authorization(scope), scope.get("state", {}).get(PEER))
+        scope[CALLER] = scope[JUDGE]()
         await self._judged(scope, receive, send)
 
     async def _judge(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +73,7 @@ class Gate:
             await self._app(scope, receive, send)
         elif caller is None:
             self._count("", "unknown")
-            await _answer(send, 401, _UNKNOWN, [(b"www-authenticate", b"Bearer")])
+            await _answer(send, 401, UNKNOWN, [(b"www-authenticate", b"Bearer")])
         else:
             self._count(caller.name, "forbidden")
             await _answer(send, 403, _FORBIDDEN, [])

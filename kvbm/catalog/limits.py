@@ -47,24 +47,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class LimitSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of a catalog.
-
-    Attributes:
-        sockets: connections open at a time. When there are more, those that ask for nothing go first.
-        sockets_per_peer: of one address.
-        connects_per_s: connections of one address that are taken in a second; four times as many at once.
-        requests_per_s: of one caller; 0: no limit. A long request counts as several: one more for each 16 KiB of its body, and
-            for each 64 KiB of its answer.
-        burst: requests of one caller at once.
-        loopback: whether requests of callers without a name on the machine itself are limited too.
-        body_bytes: of requests that are being read or answered, all together; one caller may have half, and at least 12 MiB. What
-            is above 12 MiB, up to a quarter, is for callers that have no more than a quarter of that: long requests do not keep out others.
-        waits: requests that wait for `at_least` at a time; one caller may have a quarter.
-        header_s: a connection has so long for the header of a request.
-        idle_s: a connection without a request is kept so long.
-        write_s: a caller has so long to take an answer.
-        unsent_bytes: of answers that callers do not take, all together.
-    """
+    """The limits of a catalog. The settings `catalog.limits` say what each means; a test holds names and defaults together."""
 
     sockets: int = 1024
     sockets_per_peer: int = 512
@@ -380,7 +363,9 @@ class Exchange:
                 while self._more and left > 0:
                     async with asyncio.timeout(_DRAIN_STEP_S):
                         message = await self._receive()
-                    left -= len(message.get("body", b""))
+                    size = len(message.get("body", b""))
+                    left -= size
+                    self._body_bytes += size
                     self._more = bool(message.get("more_body", False))
         self._more = False
 

@@ -207,6 +207,7 @@ async def _serve(
                 access_log=False,
                 lifespan="off",
                 server_header=False,
+                proxy_headers=False,  # who asks from the machine itself would choose the address it is known by
                 timeout_keep_alive=max(1, round(settings.limits.idle_s)),
                 timeout_graceful_shutdown=_GRACE_S,
                 ws="none",

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 import structlog
 
-from kvbm.catalog.access import LOOK_S, AccessOptions, file_stamp
+from kvbm.catalog.access import LOOK_S, AccessOptions
 from kvbm.core.errors import ConfigError
+from kvbm.files import stamp
 
 log = structlog.get_logger()
 
@@ -65,7 +66,7 @@ class ServerTls:
 
     def _stamps(self) -> tuple[object, ...]:
         options = self._options
-        return tuple(file_stamp(path) for path in (options.tls_cert, options.tls_key, options.tls_client_ca) if path)
+        return tuple(stamp(path) for path in (options.tls_cert, options.tls_key, options.tls_client_ca) if path)
 
 
 def _new_context(options: AccessOptions) -> ssl.SSLContext:

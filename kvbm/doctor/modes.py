@@ -33,6 +33,7 @@ def kept_paths(settings: Settings) -> list[str]:
     databases = [f"{file}{suffix}" for suffix in ("", "-wal", "-shm")] if file else []
     pools = [part for part in nvme.path.split(":") if not part.startswith("/dev/")]
     keys = [settings.pools.object.keys, settings.nats.credentials, settings.nats.nkey_seed, catalog.tenant_secrets_file]
+    keys += [catalog.token, catalog.tls_key, catalog.client_key, settings.nats.tls_key]
     return [
         settings.instance.data_dir, catalog.checkpoints, catalog.archive, nvme.folder, catalog.access,
         *databases, *pools, *keys,

@@ -23,8 +23,7 @@ from kvbm.pools.stores.blobs import Limits
 from kvbm.pools.stores.opening import open_store
 from kvbm.streams.base import StreamState
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
-from kvbm.streams.nats.server_view import ServerView, look
+from kvbm.streams.nats.server_view import ServerView, look_as_anybody
 from kvbm.streams.publisher import WINDOW_MESSAGES, check_keeps
 from kvbm.streams.server import answers, server_binary
 
@@ -45,7 +44,7 @@ class Nats(NamedTuple):
     Attributes:
         embedded: none is configured, so kvbm starts one in `folder`: `version` of the binary.
         view: of the one that runs; None where an embedded one does not yet.
-        role: whom the server takes this user for, "instance" or "catalog".
+        role: whom the server takes this user for, see `look_as_anybody`.
     """
 
     embedded: bool
@@ -69,22 +68,9 @@ def look_at_nats(settings: Settings) -> Nats:
             )
             return Nats(True, str(folder), ran.stdout.strip().rpartition("v")[2], None, "")
     cluster = settings.instance.cluster
-    inboxes = (("instance", instance_inbox(cluster, settings.instance.id)), ("catalog", catalog_inbox(cluster)))
     timeout_s = min(settings.nats.timeout_s, _ASK_S)
-    until_s = time.monotonic() + _ASK_S
-    first: StreamError | None = None
-    for role, inbox in inboxes:
-        try:
-            left_s = min(timeout_s, max(0.1, until_s - time.monotonic()))
-            view = asyncio.run(look(url, left_s, _credentials(settings.nats, inbox)))
-        except StreamError as error:
-            first = first or error
-            if "refuses" not in str(error):
-                break  # it is not the inbox
-        else:
-            return Nats(not settings.nats.url, str(folder), view.version, view, role)
-    assert first is not None
-    raise first
+    view, role = look_as_anybody(url, timeout_s, _credentials(settings.nats), cluster, settings.instance.id)
+    return Nats(not settings.nats.url, str(folder), view.version, view, role)
 
 
 def judge_nats(facts: Nats, settings: Settings) -> list[Finding]:
@@ -168,8 +154,8 @@ def _version(text: str) -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else ()
 
 
-def _credentials(nats: NatsSettings, inbox: str) -> Credentials:
-    return Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox)
+def _credentials(nats: NatsSettings) -> Credentials:
+    return Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key)
 
 
 # -- SQL --------------------------------------------------------------------------------------------------------------

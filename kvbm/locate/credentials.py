@@ -13,6 +13,7 @@ from typing import NamedTuple
 import structlog
 
 from kvbm.core.errors import ConfigError
+from kvbm.files import stamp
 
 log = structlog.get_logger()
 
@@ -87,15 +88,7 @@ class Proof:
 
     def _stamps(self) -> tuple[object, tuple[object, ...]]:
         files = self._credentials
-        return _stamp(files.token), tuple(map(_stamp, (files.tls_ca, files.client_cert, files.client_key)))
-
-
-def _stamp(path: str) -> object:
-    try:
-        found = os.stat(path) if path else None
-    except OSError:
-        return None
-    return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino) if found else None
+        return stamp(files.token), tuple(map(stamp, (files.tls_ca, files.client_cert, files.client_key)))
 
 
 def _read_token(path: str) -> str:

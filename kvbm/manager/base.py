@@ -28,10 +28,10 @@ from typing import ClassVar, Self
 import numpy as np
 import structlog
 
-from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash, refuse_namespace
+from kvbm.core.arguments import check_namespaces, check_run, check_seconds, check_tier, checked_hash
 from kvbm.core.backend import Backend, LedgerProtocol
 from kvbm.core.checks import checked_int, kind_of
-from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LayoutError
+from kvbm.core.errors import ArgumentTypeError, LayoutError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier, split_hashes
 from kvbm.core.ledger import Match
@@ -203,9 +203,11 @@ class BlockManager:
         Args:
             hashes: n packed hashes of a prompt's blocks.
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run.
+        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         with self._lock:
             return self._ledger.match(hashes, False, Tier.HBM, namespace)
 
@@ -222,6 +224,8 @@ class BlockManager:
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         check_seconds(ttl_s, "ttl_s", most=math.inf)
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         with self._lock:
@@ -456,13 +460,7 @@ class BlockManager:
                 return
         except TypeError:  # what has no hash is refused below
             pass
-        refuse_namespace(namespace)
-        if not self._lasting.knows(namespace):
-            raise ArgumentValueError(
-                "namespace",
-                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
-                " its first use",
-            )
+        self._lasting.check(namespace)
 
     def _sample(self, namespace: NamespaceId, hashes: bytes, depth: int) -> None:
         """Offer a prompt, if it is one of those to be sampled."""

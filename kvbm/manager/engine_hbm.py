@@ -146,9 +146,11 @@ class EngineHbmManager(BlockManager):
 
         Args:
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run.
+        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         with self._lock:
             return self._ledger.holders(hashes, Tier.HOST, namespace)
 
@@ -269,9 +271,11 @@ class EngineHbmManager(BlockManager):
 
         Args:
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run. LedgerError: the manager is closed.
+        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace. LedgerError: the manager is closed.
         """
         check_run(hashes)
+        if namespace is not None:
+            self._check_namespace(namespace)
         with self._lock:
             self._stream.require_open()
             found = self._ledger.match(hashes, True, Tier.HOST, namespace)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvbm.core.arguments import refuse_namespace
+from kvbm.core.errors import ArgumentValueError
 from kvbm.core.ids import Namespace, NamespaceId
 
 
@@ -46,6 +48,16 @@ class LastingNamespaces:
     def may(self, namespace: NamespaceId) -> bool:
         """Whether its blocks may go to lasting tiers, and come from there."""
         return not self.held_back and (self._all_may or namespace in self._may)
+
+    def check(self, namespace: NamespaceId) -> None:
+        """Refuse what is no id of a namespace, or of one nobody has told of. Raises ArgumentError."""
+        refuse_namespace(namespace)
+        if not self.knows(namespace):
+            raise ArgumentValueError(
+                "namespace",
+                f"{namespace.hex()} is not one the manager was opened with; give its Namespace to open_manager, or to declare before"
+                " its first use",
+            )
 
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether it is one of those that are known."""

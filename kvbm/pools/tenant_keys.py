@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import SMALL_BYTES, read_small
+from kvbm.files import SMALL_BYTES, alone, read_small, replace_file, stamp
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
@@ -92,14 +92,7 @@ def keys_of_file(path: str) -> KeySource:
             ) from None
         return parse_keys(text, where)
 
-    def changed() -> object:
-        try:
-            found = os.stat(path)
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    return KeySource(where, load, changed)
+    return KeySource(where, load, lambda: stamp(path))
 
 
 def keys_of_command(command: str, wait_s: float = _COMMAND_WAIT_S) -> KeySource:
@@ -172,7 +165,7 @@ def parse_keys(text: str, where: str) -> dict[str, TenantKeys]:
     """
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{where} is not TOML ({error}); correct it") from None
     tenants = tree.get("tenants")
     if not isinstance(tenants, dict) or not tenants or set(tree) != {"tenants"}:
@@ -190,25 +183,25 @@ def add_key(path: Path, tenant: str, name: str) -> None:
 
     Raises: ConfigError: the file cannot be used, or the tenant has a key of this name.
     """
-    where = f"{path}"
     try:
-        text = read_small(path).decode("utf-8") if path.exists() else ""
-        tree: dict[str, Any] = tomllib.loads(text) if text else {"tenants": {}}
-        if text:
-            parse_keys(text, where)
-        table = tree["tenants"].setdefault(tenant, {"names": new_key(), "keys": {}})
-        if name in table["keys"]:
-            raise ConfigError(f"{where}: tenant {tenant!r} has a key {name!r} already; give another --name")
-        table["current"] = name
-        table["keys"][name] = new_key()
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            file.write(_written(tree["tenants"]))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{where} cannot be used ({error}); give a file of keys, or one that is not there") from None
+        with alone(path.parent):
+            replace_file(path, _with_key(path, tenant, name).encode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be used ({error}); give a file of keys, or one that is not there") from None
+
+
+def _with_key(path: Path, tenant: str, name: str) -> str:
+    """The text of a file with one key more. Raises OSError, UnicodeDecodeError, ConfigError."""
+    tree: dict[str, Any] = {"tenants": {}}
+    if path.exists() and (text := read_small(path).decode("utf-8")):
+        parse_keys(text, str(path))
+        tree = tomllib.loads(text)
+    table = tree["tenants"].setdefault(tenant, {"names": new_key(), "keys": {}})
+    if name in table["keys"]:
+        raise ConfigError(f"{path}: tenant {tenant!r} has a key {name!r} already; give another --name")
+    table["current"] = name
+    table["keys"][name] = new_key()
+    return _written(tree["tenants"])
 
 
 def _tenant_keys(tenant: str, table: object, where: str) -> TenantKeys:

@@ -15,8 +15,7 @@ from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.locate.credentials import NO_CREDENTIALS, Proof
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.streams.nats.permissions import catalog_inbox
-from kvbm.streams.nats.server_view import look
+from kvbm.streams.nats.server_view import look_as_anybody
 
 ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25
@@ -66,10 +65,8 @@ def ask(url: str, settings: Settings) -> Answer:
 
 def _ask_nats(url: str, settings: Settings) -> Answer:
     nats = settings.nats
-    inbox = catalog_inbox(settings.instance.cluster)
-    view = asyncio.run(
-        look(url, ASK_S, Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key, inbox))
-    )
+    credentials = Credentials(nats.credentials, nats.nkey_seed, nats.tls_ca, nats.tls_cert, nats.tls_key)
+    view, _ = look_as_anybody(url, ASK_S, credentials, settings.instance.cluster, settings.instance.id)
     if view.has_jetstream:
         return Answer(False, f"NATS at {view.url}: {view.has_jetstream}")
     return Answer(True, f"NATS at {view.url}: nats-server {view.version} answers, with JetStream")

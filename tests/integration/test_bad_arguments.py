@@ -107,7 +107,7 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         good: dict[str, dict[str, Any]] = {
             "hash_tokens": {"tokens": [1, 2], "root": SPACE.root(), "block_tokens": 1},
             "declare": {"namespaces": [SPACE]},
-            "match": {"hashes": CREATED},
+            "match": {"hashes": CREATED, "namespace": SPACE.id},
             "acquire": run | {"wait_s": 0.0},
             "allocate": {"count": 1, "namespace": SPACE.id},
             "create": {
@@ -115,7 +115,7 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             },
             "unpin": {"slots": slots[:2], "stream": None},
             "release": {"slots": allocated, "stream": None},
-            "keep": {"hashes": CREATED, "ttl_s": 1.0, "priority": 1},
+            "keep": {"hashes": CREATED, "ttl_s": 1.0, "priority": 1, "namespace": SPACE.id},
             "evict": {"tier": kvbm.Tier.HBM, "hashes": CREATED, "reason": EvictReason.CLEARED},
             "claim": run,
             "withdraw": run | {"reason": EvictReason.MISSING},
@@ -143,12 +143,12 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
             {
                 "engine_stored": chain,
                 "engine_removed": {"hashes": CREATED, "reason": EvictReason.CAPACITY},
-                "holders": {"hashes": CREATED},
+                "holders": {"hashes": CREATED, "namespace": SPACE.id},
                 "begin_acquire": run | {"wait_s": 0.0, "first": 0},
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},
                 "begin_store": chain | {"uses": 1},
                 "end_store": {"store": store, "arrived": [True, True], "checksums": np.zeros(2, np.uint32)},
-                "refresh": {"hashes": CREATED},
+                "refresh": {"hashes": CREATED, "namespace": SPACE.id},
             },
         )
 

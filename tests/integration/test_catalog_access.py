@@ -23,12 +23,14 @@ from kvbm.catalog.access_file import NewToken, add_token, hashed, read_entries
 from kvbm.catalog.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog_cli import catalog_main
+from kvbm.cli import replay_main
 from kvbm.config import load_settings
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient, CatalogRefusedError, HttpLocator
 from kvbm.workload.probe import ask as probe
-from tests.callers import ACME, Certificate, certify, hashes_in
+from tests.callers import ACME, hashes_in
+from tests.certificates import Certificate, certify
 from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
 
@@ -132,6 +134,7 @@ def test_many_commands_at_a_time_lose_no_token(files: Files) -> None:
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\nnot_after = 2026-01-01\n", "with its zone"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\n" * 2, "one token twice"),
         (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{'0' * 64}'\ntoken = 'x'\n", "no entry 'token'"),
+        (f"[[token]]\nname = 'a'\nrole = 'operator'\nsha256 = '{hashed('')}'\n", "of an empty token"),
         ("\xff", "cannot|not TOML"),
     ],
 )
@@ -333,6 +336,26 @@ def test_a_client_with_token_and_ca_is_answered_and_others_are_told_why(
     assert not probe(f"{url}/v1/instances", load_settings(flags={"catalog.tls_ca": ca})).is_well
 
 
+def test_a_comparison_with_a_routers_token_says_whose_is_needed(
+    files: Files,
+    serve: Callable[..., str],
+    nats_url: str,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A router is told of no counts: each instance would seem to be behind."""
+    tokens = {"ops": files.kept("ops", files.token(OPERATOR)), "acme": files.kept("acme", files.token(ACME_ROUTER))}
+    url = serve(file=str(files.access))
+    CatalogClient(url, credentials=CatalogCredentials(tokens["ops"])).wait_ready(10)
+
+    def said(name: str) -> str:
+        replay_main(["verify", nats_url, "--catalog", url, "--set", f"catalog.token={tokens[name]}"])
+        found = capsys.readouterr()
+        return found.out + found.err
+
+    assert "ask with the token of an operator" in said("acme")
+    assert "ask with the token" not in said("ops")
+
+
 def test_a_refused_manager_has_a_miss_and_one_warning(files: Files, serve: Callable[..., str]) -> None:
     files.token(OPERATOR)
     url = serve(file=str(files.access))
@@ -525,3 +548,22 @@ def test_the_command_prints_a_token_once(files: Files, capsys: pytest.CaptureFix
     ):
         assert catalog_main(wrong) == 2
         assert why in capsys.readouterr().err
+
+
+def test_the_command_puts_a_token_where_only_its_owner_reads_it(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = files.folder / "ops.token"
+    out.write_text("an older one\n")
+    out.chmod(0o644)  # as a shell's > makes it
+    given = ["token", "--access", str(files.access), "--name", "ops", "--role", "operator", "--out", str(out)]
+    assert catalog_main(given) == 0
+    assert (capsys.readouterr().out, out.stat().st_mode & 0o777) == ("", 0o600)
+    first = out.read_text()
+    assert Access(str(files.access)).caller(f"Bearer {first.strip()}", None) == ("ops", "operator", None)
+    assert catalog_main(given) == 2  # the name has one
+    assert out.read_text() == first
+    assert catalog_main([*given, "--replace", "60"]) == 0
+    access = Access(str(files.access))
+    assert [access.caller(f"Bearer {one.strip()}", None) is None for one in (first, out.read_text())] == [False, False]
+    assert first != out.read_text()

@@ -470,6 +470,41 @@ def test_a_checkpoint_written_while_frames_are_applied_is_exact(settings: Servic
     run(work, settings.nats_url)
 
 
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_checkpoint_written_alone_is_the_only_one_whatever_is_written_beside_it(
+    settings: ServiceSettings, is_under_way: bool
+) -> None:
+    """All stand at one place of the stream; the older ones name what the newest does not."""
+    folder = Path(settings.checkpoints)
+
+    def indexes() -> list[bytes]:
+        return [path.read_bytes() for path in folder.glob("*.index*")]
+
+    async def work(stream: NatsStream) -> None:
+        one = Instance(stream, str(settings.cluster), "one")
+        first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
+        checkpointer = first.checkpointer
+        assert checkpointer is not None
+        for number in range(6):
+            one.create(number * 100, number * 100 + 100)
+            end = await one.publish()
+            await first.follower.wait_for(one.name, end, 10)
+            writing = asyncio.create_task(checkpointer.write())
+            if is_under_way:
+                await eventually_async(lambda: any(folder.glob("*.part")))
+            else:
+                await writing
+            first.sequencer.forget_namespaces([SPACE.id])
+            first.index.forget_namespace(SPACE.id)
+            assert await checkpointer.write_alone()
+            await writing
+            (index,) = indexes()
+            assert SPACE.id not in index
+        await first.close()
+
+    run(work, settings.nats_url)
+
+
 def test_without_a_checkpoint_every_instance_is_asked_for_a_snapshot(settings: ServiceSettings) -> None:
     async def work(stream: NatsStream) -> None:
         one, gone = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "gone")

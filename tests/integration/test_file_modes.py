@@ -137,6 +137,19 @@ def test_the_doctor_names_what_others_may_read_and_the_command(tmp_path: Path) -
     assert judge_modes(look_at_modes(settings)).result is Result.OK
 
 
+@pytest.mark.parametrize(
+    "key", ["catalog.token", "catalog.tls_key", "catalog.client_key", "nats.tls_key", "nats.nkey_seed"]
+)
+def test_the_doctor_names_a_key_or_token_that_others_may_read(tmp_path: Path, key: str) -> None:
+    file = tmp_path / "secret"
+    file.touch(0o644)
+    file.chmod(0o644)
+    settings = load_settings(flags={"instance.data_dir": str(tmp_path / "data"), key: str(file)})
+    assert "secret" in judge_modes(look_at_modes(settings)).found
+    file.chmod(0o600)
+    assert judge_modes(look_at_modes(settings)).result is Result.OK
+
+
 def test_files_in_a_closed_folder_are_closed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     closed = tmp_path / "closed"

@@ -196,6 +196,16 @@ def test_who_asks_too_often_is_told_when_to_ask_again(nats_url: str, cluster: st
         assert other.request("GET", "/v1/namespaces").status == 200
 
 
+def test_a_header_does_not_say_who_asks(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+    """Else whoever is on the machine has as many addresses, and so limits, as it likes."""
+    with catalog_process(tmp_path, nats_url, cluster, requests_per_s=5, burst=10, loopback=True) as catalog:
+        pool = urllib3.connectionpool.connection_from_url(catalog.url, retries=False, timeout=10)
+        replies = [
+            pool.request("GET", "/v1/namespaces", headers={"X-Forwarded-For": f"192.0.2.{at}"}) for at in range(30)
+        ]
+        assert {reply.status for reply in replies} == {200, 429}
+
+
 def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
     async def crowd(url: str) -> list[int]:
         source = Source(url, "127.0.0.2")

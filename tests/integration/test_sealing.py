@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,7 @@ GOOD_KEY = "A" * 43 + "="
     [
         ("", "has no keys"),
         ("[acme]", "has no keys"),
+        ("tenants = " + "[" * 100_000, "is not TOML"),
         ("[tenants]", "has no keys"),
         ("[tenants.acme]", "tenant 'acme': it has no keys"),
         ("tenants.acme = 5", "tenant 'acme': it has no keys"),
@@ -288,6 +290,16 @@ def test_a_file_of_keys_says_what_it_lacks_and_shows_no_key(text: str, words: st
 def test_a_file_that_is_not_there_is_named_with_the_way_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kvbm keys .*/none --tenant NAME"):
         keys_of_file(str(tmp_path / "none")).load()
+
+
+def test_commands_at_the_same_time_lose_no_key(tmp_path: Path) -> None:
+    """What a lost key has sealed can be opened by nobody."""
+    path, tenants = tmp_path / "keys.toml", [f"tenant-{at}" for at in range(4)]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda at: add_key(path, tenants[at % 4], f"key-{at}"), range(24)))
+    found = keys_of_file(str(path)).load()
+    assert {tenant: len(keys.keys) for tenant, keys in found.items()} == dict.fromkeys(tenants, 6)
+    assert (path.stat().st_mode & 0o777, [one.name for one in tmp_path.iterdir()]) == (0o600, ["keys.toml"])
 
 
 def test_a_new_key_is_current_and_the_old_ones_stay(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class Secured:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.keys, self.trusted = folder, folder / "keys", folder / "trusted.pem"
-        self.ca = certify(folder, "ca-1", None)
+        self.ca = certify(folder, "ca-1")
         self.certificate = folder / "server.pem", folder / "server-key.pem"
         self.trust(self.ca)
         self.show(certify(folder, "server-1", self.ca))
@@ -209,9 +209,8 @@ def serving_flags(secured: Secured) -> dict[str, object]:
         return {}
     access, made = secured.folder / "access.toml", certify(secured.folder, "catalog", secured.ca)
     for name, (role, *more) in CALLERS.items():
-        token = kvbm("catalog", "token", "--access", str(access), "--name", name, "--role", role, *more).stdout
-        (secured.folder / f"{name}.token").write_text(token)
-        (secured.folder / f"{name}.token").chmod(0o600)
+        out = str(secured.folder / f"{name}.token")
+        kvbm("catalog", "token", "--access", str(access), "--name", name, "--role", role, *more, "--out", out)
     return {"catalog.access": str(access), "catalog.tls_cert": str(made.cert), "catalog.tls_key": str(made.key)}
 
 
@@ -282,7 +281,7 @@ def test_a_secured_cluster_goes_on_while_keys_and_certificates_change_and_loses_
         all_go_on(engines)
 
         # the server's certificate, and who has signed it: clients trust both, the server shows the new one, the old is trusted no more
-        issuer = certify(secured.folder, "ca-2", None)
+        issuer = certify(secured.folder, "ca-2")
         secured.trust(secured.ca, issuer)
         secured.show(certify(secured.folder, "server-2", issuer))
         secured.reload()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +20,21 @@ import nats
 import nkeys
 import pytest
 from cryptography.hazmat.primitives import serialization
+from structlog.testing import capture_logs
 
 from kvbm.assembly import open_manager
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.streams.base import (
+    ERASE_PREFIX,
     ERASED_PREFIX,
+    EVENTS_PREFIX,
+    FENCE_PREFIX,
+    PULSE_PREFIX,
+    SAMPLES_PREFIX,
+    SNAPSHOTS_PREFIX,
+    AwayError,
     Heartbeat,
     Position,
     StreamMessage,
@@ -48,9 +59,10 @@ from kvbm.streams.nats.permissions import (
     instance_permissions,
     server_config,
 )
-from kvbm.streams.nats.setup import ERASURES, PULSE
+from kvbm.streams.nats.setup import ERASURES, PULSE, STREAM
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
+from kvbm.workload.probe import main as probe
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
@@ -81,7 +93,7 @@ class Certificates(NamedTuple):
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     folder = tmp_path_factory.mktemp("certificates")
-    ca, other = certify(folder, "ca", None), certify(folder, "other-ca", None)
+    ca, other = certify(folder, "ca"), certify(folder, "other-ca")
     return Certificates(
         ca, certify(folder, "server", ca), certify(folder, "client", ca), other, certify(folder, "other-client", other)
     )
@@ -736,6 +748,19 @@ async def _connect_and_close(url: str, credentials: Credentials) -> None:
     await (await NatsStream.connect(url, WAIT_S, credentials=credentials)).close()
 
 
+def test_commands_at_the_same_time_give_nobody_the_key_or_the_account_of_another(tmp_path: Path) -> None:
+    keys, wanted = tmp_path / "keys", [(Role.INSTANCE, "a"), (Role.INSTANCE, "b"), (Role.REPLAY, "desk")]
+    with ThreadPoolExecutor(12) as pool:
+        found = set(pool.map(lambda _: print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text, range(24)))
+    assert found == {print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text}
+    put: list[str] = []
+    with ThreadPoolExecutor(3) as pool:
+        stems = ("instance-a", "instance-b", "replay-desk")
+        list(pool.map(lambda stem: print_accounts(keys, CLUSTER, wanted, Change([stem]), 0.0, put.append), stems))
+    assert put[-1] == print_accounts(keys, CLUSTER, wanted, Change(), 0.0).text
+    assert all((keys / f"{stem}.next.nk").exists() for stem in stems)
+
+
 def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, tmp_path: Path) -> None:
     make_streams(secured)
     seed, away = Path(secured.catalog.nkey_seed), tmp_path / "away"
@@ -811,5 +836,236 @@ def test_the_command_prints_accounts_a_manager_and_a_catalog_live_by(tmp_path: P
         assert asyncio.run(read()) == {events_subject(CLUSTER, A)}
         with pytest.raises(ConfigError, match=r"nats.nkey_seed .* cannot be read"):
             open_manager(load_settings(flags=flags | {"nats.nkey_seed": "missing"}), [NAMESPACE], BLOCK_BYTES)
+    finally:
+        server.stop()
+
+
+# -- every subject, as everybody ---------------------------------------------------------------------------------------
+
+PREFIXES = (EVENTS_PREFIX, FENCE_PREFIX, PULSE_PREFIX, SNAPSHOTS_PREFIX, SAMPLES_PREFIX, ERASED_PREFIX)
+PLACES = (f"{CLUSTER}.a", f"{CLUSTER}.b", "other.a", "other.b")
+SUBJECTS = [f"{prefix}.{place}" for prefix in PREFIXES for place in PLACES]
+SUBJECTS += [f"{ERASE_PREFIX}.{cluster}" for cluster in (CLUSTER, "other")]
+CALLS = [
+    f"{api}.{call}"
+    for stream in (STREAM, PULSE, ERASURES, "OTHER")
+    for call in (
+        *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "UPDATE", "DELETE", "PURGE", "SNAPSHOT", "RESTORE")),
+        *(f"STREAM.MSG.{what}.{stream}" for what in ("GET", "DELETE")),
+        *(f"CONSUMER.{what}.{stream}" for what in ("CREATE", "NAMES", "LIST")),
+        *(f"CONSUMER.{what}.{stream}.one" for what in ("CREATE", "INFO", "DELETE", "DURABLE.CREATE", "MSG.NEXT")),
+        *(f"DIRECT.GET.{stream}{more}" for more in ("", f".{EVENTS_PREFIX}.c.a", f".{EVENTS_PREFIX}.c.b")),
+    )
+    for api in (JS_API, BORROWED_API)
+] + [f"{JS_API}.{call}" for call in ("INFO", "STREAM.NAMES", "STREAM.LIST", "ACCOUNT.PURGE.KVBM", "SERVER.REMOVE")]
+WIDE = [
+    ">",
+    "kvbm.>",
+    "kvbm.v1.*.c.>",
+    "$JS.>",
+    "$JS.API.>",
+    "$JS.EVENT.>",
+    "$SYS.>",
+    "$SYS.ACCOUNT.>",
+    "_R_.>",
+    "_GR_.>",
+]
+
+MAY_WRITE = {
+    "a": {f"{prefix}.c.a" for prefix in PREFIXES} - {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {f"{prefix}.c.{name}" for prefix in (PULSE_PREFIX, SNAPSHOTS_PREFIX, ERASED_PREFIX) for name in "ab"}
+    | {f"{ERASE_PREFIX}.c"},
+    "replay": set(),
+    "operator": {f"{ERASED_PREFIX}.c.{name}" for name in "ab"} | {f"{ERASE_PREFIX}.c"},
+}
+MAY_CALL = {
+    "a": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {f"{BORROWED_API}.{call}" for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", f"DIRECT.GET.KVBM.{EVENTS_PREFIX}.c.a")},
+    "catalog": {f"{JS_API}.INFO"}
+    | {
+        f"{JS_API}.{call}"
+        for stream in (STREAM, PULSE, ERASURES)
+        for call in (
+            *(f"STREAM.{what}.{stream}" for what in ("INFO", "CREATE", "MSG.GET")), f"CONSUMER.CREATE.{stream}",
+            *(f"CONSUMER.{what}.{stream}.one" for what in ("DELETE", "MSG.NEXT")),
+            *(f"DIRECT.GET.{stream}.{EVENTS_PREFIX}.c.{name}" for name in "ab"),
+        )
+    },
+    "replay": {f"{JS_API}.STREAM.INFO.KVBM"}
+    | {
+        f"{BORROWED_API}.{call}"
+        for call in ("STREAM.INFO.KVBM", "STREAM.INFO.KVBM_PULSE", "STREAM.MSG.GET.KVBM", "DIRECT.GET.KVBM")
+    },
+    "operator": {f"{JS_API}.STREAM.INFO.KVBM", f"{BORROWED_API}.STREAM.MSG.GET.KVBM"}
+    | {f"{BORROWED_API}.STREAM.INFO.{stream}" for stream in (STREAM, PULSE, ERASURES)},
+}  # fmt: skip
+MAY_HEAR = {
+    "a": {f"{SNAPSHOTS_PREFIX}.c.a"},
+    "catalog": {f"{SAMPLES_PREFIX}.c.{name}" for name in "ab"},
+    "replay": set(),
+    "operator": set(),
+}
+
+
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+def test_of_all_subjects_a_user_may_write_call_and_hear_those_of_its_role(secured: Secured, who: str) -> None:
+    make_streams(secured)
+
+    async def work() -> tuple[set[str], set[str]]:
+        refused: list[str] = []
+
+        async def keep(error: Exception) -> None:
+            refused.append(str(error))
+
+        credentials: Credentials = getattr(secured, who)
+        client = await nats.connect(secured.url, error_cb=keep, **credentials.connect_options(secured.url))
+        end = "the.end"
+        for subject in [*SUBJECTS, *CALLS, end]:
+            await client.publish(subject, b"no JSON")
+        for subject in [*SUBJECTS, *WIDE, end]:
+            await client.subscribe(subject)
+        await client.flush()
+        await eventually_async(lambda: sum(f'"{end}"' in one for one in refused) == 2, "not all is answered", WAIT_S)
+        await client.close()
+        found = re.findall(r'violation for (publish|subscription) to "([^"]+)"', "\n".join(refused))
+        written, heard = (
+            {subject for kind, subject in found if kind == wanted} for wanted in ("publish", "subscription")
+        )
+        lower = {subject.lower(): subject for subject in [*SUBJECTS, *CALLS, *WIDE, end]}  # as nats-py tells of them
+        return {lower[one] for one in written}, {lower[one] for one in heard}
+
+    written, heard = asyncio.run(work())
+    assert {*SUBJECTS, *CALLS} - written == MAY_WRITE[who] | MAY_CALL[who]
+    assert {*SUBJECTS, *WIDE} - heard == MAY_HEAR[who]
+
+
+@pytest.mark.parametrize("who", ["a", "catalog", "replay", "operator"])
+def test_a_probe_answers_whoever_has_a_key(
+    secured: Secured, who: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a health check of an engine would need the catalog's key."""
+    make_streams(secured)
+    credentials: Credentials = getattr(secured, who)
+    given = {"nats.nkey_seed": credentials.nkey_seed, "instance.cluster": CLUSTER, "instance.id": "a"}
+    with capture_logs() as logs:
+        assert probe(secured.url, 0.0, load_settings(flags=given)) == 0
+    assert "with JetStream" in capsys.readouterr().out
+    assert [one for one in logs if who == "catalog" and "js.api" in one.get("why", "")] == []
+    assert probe(secured.url, 0.0, load_settings(flags=given | {"instance.cluster": "other"})) == (
+        who in ("a", "catalog")
+    )
+    said = capsys.readouterr()
+    assert who in ("replay", "operator") or "instance.id" in said.out + said.err
+
+
+def test_headers_reach_no_other_subject(secured: Secured) -> None:
+    """Traces and schedules name subjects that the server writes to; a rollup and a batch act on more than one message."""
+    make_streams(secured)
+
+    async def work() -> None:
+        async def ignore(error: Exception) -> None:
+            pass
+
+        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
+        await honest.send_pulse(beat(B))
+        before = await stored(secured, events_subject(CLUSTER, B))
+        client = await nats.connect(secured.url, error_cb=ignore, **secured.a.connect_options(secured.url))
+        for own in (events_subject(CLUSTER, A), fence_subject(CLUSTER, A), pulse_subject(CLUSTER, A)):
+            for headers in (
+                {"Nats-Trace-Dest": events_subject(CLUSTER, B)},
+                {"Nats-Schedule": "@at 2020-01-01T00:00:00Z", "Nats-Schedule-Target": events_subject(CLUSTER, B)},
+                {"Nats-Rollup": "all"},
+                {"Nats-TTL": "1s"},
+                {"Nats-Batch-Id": "one", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"},
+            ):
+                await client.publish(own, b"x", headers=headers)
+        answer = await client.request(fence_subject(CLUSTER, A), b"the last")
+        assert json.loads(answer.data)["stream"] == STREAM
+        assert await stored(secured, events_subject(CLUSTER, B)) == before
+        assert await honest.last_pulse(CLUSTER, B) == beat(B)
+        await client.close()
+        await honest.close()
+
+    asyncio.run(work())
+
+
+def test_what_threats_says_of_an_instances_and_of_the_catalogs_key_is_so(secured: Secured) -> None:
+    """An instance may count others' messages; whoever has the catalog's key can speak in others' names, by a reply."""
+    make_streams(secured)
+
+    async def work() -> None:
+        honest = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.b)
+        await honest.publish(CLUSTER, B, make_frame(0, instance="b").data)
+        await honest.close()
+        client = await nats.connect(secured.url, **secured.a.connect_options(secured.url))
+        answer = await client.request(f"{BORROWED_API}.STREAM.INFO.{STREAM}", b'{"subjects_filter":">"}')
+        assert json.loads(answer.data)["state"]["subjects"] == {events_subject(CLUSTER, B): 1}
+        await client.close()
+        forged, own = make_frame(1, instance="b").data, pulse_subject(CLUSTER, InstanceId("a-pulse-of-mine"))
+        client = await nats.connect(secured.url, **secured.catalog.connect_options(secured.url))
+        await client.request(own, forged)
+        await client.publish(f"{JS_API}.DIRECT.GET.{PULSE}.{own}", b"", reply=events_subject(CLUSTER, B))
+
+        async def is_stored() -> bool:
+            return forged in {message.data for message in await stored(secured, events_subject(CLUSTER, B))}
+
+        await eventually_async(is_stored, "the catalog's key cannot do it: say so in docs/threats.md", WAIT_S)
+        await client.close()
+
+    asyncio.run(work())
+
+
+# -- a server that refuses what a reader asks for ------------------------------------------------------------------------
+
+
+async def _begun_in_vain(stream: NatsStream) -> int:
+    """How often a reader begins anew in two seconds in which it gets nothing."""
+    reader = await stream.pull(0, CLUSTER, WAIT_S)
+    begun = 0
+    original = reader.begin
+
+    async def begin(timeout_s: float) -> None:
+        nonlocal begun
+        begun += 1
+        await original(timeout_s)
+
+    reader.begin = begin  # type: ignore[method-assign]
+    with contextlib.suppress(AwayError):
+        assert await reader.fetch(2.0) == []
+    await stream.close()
+    return begun
+
+
+def test_a_reader_whose_requests_are_refused_asks_again_but_not_without_end(tmp_path: Path) -> None:
+    limits = f"jetstream {{ store_dir: {json.dumps(str(tmp_path / 'js'))}, limits {{ max_request_batch: 100 }} }}"
+    server = EmbeddedServer.start(tmp_path / "nats", settings=limits)
+
+    async def work() -> int:
+        return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S))
+
+    try:
+        assert 2 <= asyncio.run(work()) <= 20
+    finally:
+        server.stop()
+
+
+def test_a_reader_of_replay_whom_nobody_answers_asks_again_but_not_without_end(tmp_path: Path) -> None:
+    users = [ServerUser(keep_seed(tmp_path / "catalog")), ServerUser(keep_seed(tmp_path / "desk"), "desk", Role.REPLAY)]
+    accounts = json.loads(server_config(CLUSTER, users).removeprefix("accounts "))
+    own = accounts["KVBM-replay-desk"]
+    own["imports"] = [
+        one for one in own["imports"] if "DIRECT.GET" not in one["to"]
+    ]  # as after a reload, to a new account
+    server = EmbeddedServer.start(tmp_path / "nats", settings=f"accounts {json.dumps(accounts)}\n")
+
+    async def work() -> int:
+        catalog = Credentials(nkey_seed=str(tmp_path / "catalog"), inbox=catalog_inbox(CLUSTER))
+        await (await NatsStream.connect(server.url, WAIT_S, credentials=catalog)).close()
+        desk = Credentials(nkey_seed=str(tmp_path / "desk"))
+        return await _begun_in_vain(await NatsStream.connect(server.url, WAIT_S, credentials=desk, makes=False))
+
+    try:
+        assert 2 <= asyncio.run(work()) <= 20
     finally:
         server.stop()

@@ -18,7 +18,7 @@ import urllib3
 
 from kvbm.catalog.access_file import NewToken, add_token
 from kvbm.catalog.connections import unsent_bytes
-from tests.callers import certify
+from tests.certificates import certify
 from tests.floods import FIELDS, CatalogProcess, catalog_process, publish_instances, raise_file_limit
 from tests.nats_fixture import nats_url  # noqa: F401
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvbm.cli import main
 from kvbm.core.errors import ConfigError
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.nats.key_folder import Change, Printed, print_accounts
@@ -63,6 +64,35 @@ def test_more_users_than_spare_accounts_are_told_to_reload_twice(tmp_path: Path)
     assert not printed(tmp_path, GPU[:1], Change(spare=1)).remarks
     (remark,) = printed(tmp_path, GPU, Change(spare=1)).remarks
     assert "instance-gpu-2" in remark and "instance-gpu-1" not in remark and "twice" in remark
+
+
+def test_who_is_no_longer_named_is_told_of_before_the_server_turns_it_away(tmp_path: Path) -> None:
+    printed(tmp_path, [*GPU, (Role.JANITOR, "gc-0")])
+    (remark,) = printed(tmp_path, GPU[1:]).remarks  # as somebody does who names only whom a refusal has named
+    assert (
+        remark.startswith("instance-gpu-0, janitor-gc-0 had an account and has none now")
+        and "name them again" in remark
+    )
+    assert not printed(tmp_path, GPU[1:]).remarks
+
+
+def test_a_command_that_fails_leaves_the_accounts_as_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without accounts nats-server lets everybody in: an empty file would open the stream at the next reload."""
+    out, given = tmp_path / "accounts.conf", ["nats-permissions", "--keys", str(tmp_path / "keys"), "--out"]
+    assert main([*given, str(out), "--instance", "gpu-0"]) == 0
+    assert (capsys.readouterr().out, out.stat().st_mode & 0o777) == ("", 0o600)
+    out.chmod(0o644)  # for the user of nats-server
+    before = out.read_bytes()
+    assert before.startswith(b"accounts {")
+    assert main([*given, str(out), "--instance", "gpu-0", "--renew", "instance-gpu-O"]) == 2
+    assert out.read_bytes() == before
+    assert main([*given, str(out), "--instance", "gpu-0", "--instance", "gpu-1"]) == 0
+    assert (out.read_bytes() != before, out.stat().st_mode & 0o777) == (True, 0o644)
+    assert main([*given, str(tmp_path), "--instance", "gpu-0"]) == 2
+    assert f"--out {tmp_path} cannot be written" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
 
 
 def test_keys_without_a_list_of_accounts_get_new_ones_and_it_is_said(tmp_path: Path) -> None:

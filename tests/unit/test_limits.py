@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
@@ -27,6 +29,13 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.locate.http import CatalogClient
 from kvbm.workload.catalog_view import wait_applied
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    """Neither package may know the other, so each has the struct."""
+    of_settings = load_settings().catalog.limits
+    assert msgspec.structs.asdict(LimitSettings()) == msgspec.structs.asdict(of_settings)
+    assert LimitSettings.__annotations__ == type(of_settings).__annotations__
 
 
 def test_a_bucket_lets_a_burst_through_and_then_the_rate() -> None:
@@ -52,6 +61,34 @@ def test_room_is_shared_and_each_caller_has_a_part() -> None:
     assert (room.take("a", 6), room.take("a", 1), room.take("b", 4), room.take("b", 1)) == ("", "caller", "", "all")
     room.give("a", 6)
     assert (room.take("b", 2), room.taken) == ("", 6)
+
+
+def test_a_body_that_is_refused_costs_as_much_as_one_that_is_read() -> None:
+    """Else a stranger who is answered 401 could send 60 MiB at the price of one request."""
+    limits = Limits(LimitSettings(requests_per_s=1.0, burst=100), clock=lambda: 0.0)
+    scope = {"client": ("10.0.0.1", 1), "headers": [(b"content-length", str(1 << 20).encode())]}
+    parts = [{"type": "http.request", "body": bytes(256 << 10), "more_body": at < 3} for at in range(4)]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def refuse() -> None:
+        exchange = Exchange(limits, scope, receive, send)
+        assert exchange.over_s() == 0.0
+        await exchange.send({"type": "http.response.start", "status": 401, "headers": []})
+        await exchange.send({"type": "http.response.body", "body": b"no"})
+        exchange.end()
+
+    asyncio.run(refuse())
+    assert parts == [] and sent[-1]["more_body"] is False
+    taken = 0
+    while limits.requests.take(0.0, "10.0.0.1") == 0.0:
+        taken += 1
+    assert taken == 100 - 1 - 64  # 1 MiB in pieces of 16 KiB
 
 
 def test_who_fills_the_room_leaves_a_part_for_callers_that_have_little() -> None:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm.core.errors import ConfigError
 from kvbm.tenant_secrets import TenantSecrets
@@ -62,7 +63,8 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start_and_changes_nothing_
     secrets = opened(path, times)
     for bad in (
         "", "x", "[tenants]\nacme = 3", '[tenants.acme]\nsecret = "a"\nnext = "b"', '[tenants.acme]\nsecrets = "a"',
-        '[tenants.acme]\nsecret = "a"\nnext = "b"\nnext_from = 2026-12-01T04:00:00',
+        '[tenants.acme]\nsecret = "a"\nnext = "b"\nnext_from = 2026-12-01T04:00:00', '[tenants.acme]\nsecret = ""',
+        '[tenants.acme]\nsecret = "a"\nnext = ""\nnext_from = 2026-12-01T04:00:00Z', f"tenants = {'[' * 100_000}",
     ):  # fmt: skip
         write(path, bad)
         times.go_on(2.0)
@@ -73,3 +75,18 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start_and_changes_nothing_
     path.unlink()
     times.go_on(2.0)
     assert secrets["acme"] == "old"
+
+
+def test_a_tenant_that_is_no_longer_in_the_file_keeps_its_secret(tmp_path: Path) -> None:
+    """It may be half a file. Without a secret anybody could compute the tenant's hashes."""
+    times, path = Times(), tmp_path / "secrets.toml"
+    both = '[tenants.acme]\nsecret = "of acme"\n[tenants.beta]\nsecret = "of beta"\n'
+    write(path, both)
+    secrets = opened(path, times)
+    for part in (both[: both.index("[tenants.beta]")].replace("of acme", "other"), "[tenants]\n"):
+        write(path, part)
+        times.go_on(2.0)
+        with capture_logs() as logs:
+            assert (secrets["acme"], secrets["beta"]) == ("other", "of beta")
+        assert next(one["tenants"] for one in logs if one["event"] == "secrets.missing")[-1] == "beta"
+    assert "beta" not in opened(path, times)

@@ -21,7 +21,7 @@ from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import message_at, ns_of, stream_info
 from kvbm.streams.nats.connection import JS_API, NatsConnection, RefusedError, shown
 from kvbm.streams.nats.headers import Headers, fence_in
-from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
+from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
 log = structlog.get_logger()
 
@@ -42,6 +42,7 @@ class Batch:
         self.pending = 0  # messages the server had left, as of its last word
         self.looked = after  # the batch has come so far
         self.why_broken = ""
+        self.is_served = False
         self.heard_s = time.monotonic()
         self._wake = wake
 
@@ -58,7 +59,7 @@ class Batch:
     def _take_status(self, headers: dict[str, str]) -> None:
         status = headers["Status"]
         if status in _OVER:
-            self.is_over = True
+            self.is_over = self.is_served = True
             self.pending = int(headers.get("Nats-Num-Pending", "0")) if status != "404" else 0
         else:
             self.why_broken = f"{status} {headers.get('Description', '')}".strip()
@@ -69,6 +70,7 @@ class Batch:
         if sequence <= self.looked or before > self.looked:
             raise ValueError(f"message {sequence} after {before} came after {self.looked}")
         self.looked = sequence
+        self.is_served = True
         self.pending = int(headers.get("Nats-Num-Pending", "0"))
         subject, stored_ns = headers.get("Nats-Subject", ""), ns_of(headers.get("Nats-Time-Stamp", ""), "a direct get")
         fence = fence_in(headers.raw) if isinstance(headers, Headers) else None
@@ -98,6 +100,7 @@ class BatchReader:
         self._inbox = ""
         self._batch: Batch | None = None
         self._asked = 0
+        self._pauses = Pauses()
         self._is_closed = False
 
     @property
@@ -126,6 +129,7 @@ class BatchReader:
                 continue
             try:
                 if not self._is_open() or self._batch is None or not self._batch.is_usable():
+                    await self._pause_in_vain(left_s)
                     await self.begin(max(left_s, RECONNECT_FIRST_S))
                     continue
                 if self._batch.is_over and self._batch.pending:
@@ -145,6 +149,19 @@ class BatchReader:
                 self._batch = None  # perhaps there is more by now
                 continue
             await self._pause(min(left_s, LOOK_S))
+
+    async def _pause_in_vain(self, left_s: float) -> None:
+        """Wait, if the last batch has brought nothing. Raises StreamError: there is no time left."""
+        batch = self._batch
+        if batch is None or not batch.why_broken or batch.is_served:
+            self._pauses.end()
+        elif left_s <= 0:
+            raise AwayError(
+                f"NATS at {shown(self._connections.url)} answers no reads of {self._name} ({batch.why_broken}); if the account is new to "
+                "it, reload it once more"
+            )
+        else:
+            await self._pauses.wait(left_s)
 
     def _taken(self, batch: Batch) -> list[StreamMessage]:
         found = list(batch.ready)

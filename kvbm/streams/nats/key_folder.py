@@ -11,14 +11,15 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import make_folder, read_small
+from kvbm.files import alone, read_small, replace_file
 from kvbm.streams.nats.credentials import keep_seed
 from kvbm.streams.nats.permissions import ACCOUNT, Role, ServerUser, server_config
 
@@ -64,10 +65,17 @@ class Printed(NamedTuple):
 
 
 def print_accounts(
-    folder: Path, cluster: str, wanted: Sequence[tuple[Role, str]], change: Change, now_s: float
+    folder: Path,
+    cluster: str,
+    wanted: Sequence[tuple[Role, str]],
+    change: Change,
+    now_s: float,
+    put: Callable[[str], None] = lambda text: None,
 ) -> Printed:
     """The accounts of a catalog and of everybody wanted. Makes keys where there are none.
 
+    Args:
+        put: told the text before another command may change the folder, so that what was printed last is there last.
     Raises: ConfigError: an impossible name, one that is there twice or not at all, or a folder that cannot be used.
     MissingExtraError: keys need the package nkeys.
     """
@@ -79,14 +87,34 @@ def print_accounts(
     named = [ServerUser("", name, role) for role, name in wanted]
     server_config(cluster, named)  # refuses what cannot be before it becomes files
     named.append(ServerUser("", None, Role.CATALOG))
+    stems = {user.stem for user in named}
+    _check_change(folder, stems, change)
+    with ExitStack() as held:
+        try:
+            held.enter_context(alone(folder))
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be used ({error.strerror}); choose another folder for keys") from None
+        _check_change(folder, stems, change)  # perhaps another has made the same change meanwhile
+        printed = _print(folder, cluster, named, change, now_s)
+        put(printed.text)
+        return printed
+
+
+def _print(folder: Path, cluster: str, named: list[ServerUser], change: Change, now_s: float) -> Printed:
     is_new = not any(_seed(folder, user.stem).exists() for user in named)
-    _change_keys(folder, {user.stem for user in named}, change)
+    _change_keys(folder, change)
     accounts = _read_accounts(folder)
     known = accounts.made
+    dropped = sorted(set(accounts.numbers) - {user.stem for user in named})
     spares = _number(accounts, [user.stem for user in named if user.kind is not Role.CATALOG], change.spare)
     users = [_with_keys(folder, user, accounts) for user in named]
     _write_accounts(folder, accounts)
     remarks, comments = [], []
+    if dropped:
+        remarks.append(
+            f"{', '.join(dropped)} had an account and has none now: nats-server turns away who is not named; to keep them, name them "
+            "again before it reloads"
+        )
     for user in users:
         if user.next_nkey:
             comments.append(_on_overlap(folder, user, change.overlap_s, now_s))
@@ -100,21 +128,27 @@ def print_accounts(
     return Printed("".join(f"# {comment}\n" for comment in comments) + text, comments + remarks)
 
 
-def _change_keys(folder: Path, stems: Collection[str], change: Change) -> None:
+def _check_change(folder: Path, stems: Collection[str], change: Change) -> None:
+    """Before anything is written. Raises ConfigError."""
     for option, chosen in (("--renew", change.renew), ("--retire", change.retire)):
         for stem in chosen:
             if stem not in stems:
                 raise ConfigError(f"{option} {stem} is none of those named; give one of {', '.join(sorted(stems))}")
     for stem in change.retire:
-        try:
-            os.replace(_next(folder, stem), _seed(folder, stem))
-        except FileNotFoundError:
-            raise ConfigError(f"--retire {stem}: it has no second key; make one with --renew {stem}") from None
-        except OSError as error:
-            raise ConfigError(f"--retire {stem}: {error.filename} cannot be moved ({error.strerror})") from None
+        if not _next(folder, stem).exists():
+            raise ConfigError(f"--retire {stem}: it has no second key; make one with --renew {stem}")
     for stem in change.renew:
         if not _seed(folder, stem).exists():
             raise ConfigError(f"--renew {stem}: it has no key yet; leave --renew out")
+
+
+def _change_keys(folder: Path, change: Change) -> None:
+    for stem in change.retire:
+        try:
+            os.replace(_next(folder, stem), _seed(folder, stem))
+        except OSError as error:
+            raise ConfigError(f"--retire {stem}: {error.filename} cannot be moved ({error.strerror})") from None
+    for stem in change.renew:
         keep_seed(_next(folder, stem))
 
 
@@ -182,11 +216,7 @@ def _read_accounts(folder: Path) -> _Accounts:
 
 def _write_accounts(folder: Path, accounts: _Accounts) -> None:
     path = folder / "accounts.json"
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        make_folder(folder)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(accounts)) + b"\n")
-        os.replace(temporary, path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(accounts)) + b"\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}); choose another folder for keys") from None

@@ -88,7 +88,8 @@ def grant(cluster: str, role: Role, name: str = "") -> str:
     """What to do about a refusal, in words."""
     add = "" if role is Role.CATALOG else f" --{role} {name or 'NAME'}"
     return (
-        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}` and reload nats-server"
+        f"print the accounts with `kvbm nats-permissions --cluster {cluster} --keys KEYS{add}`, with everybody else named too, and "
+        "reload nats-server"
     )
 
 
@@ -139,11 +140,12 @@ def _true_subject(subject: str) -> str:
 def catalog_permissions(cluster: str | None) -> dict[str, Any]:
     """What the server should let the catalog of a cluster, or of all, do. Raises ConfigError: an impossible name.
 
-    It makes the streams, and readers of them. It may not write events or fences. Its pulses go under a name that is new at each
-    start, and a permission cannot say the beginning of a name: so it may write all pulses.
+    It makes the streams, and readers of them. It has no business with events and fences, and may not write them; but who is in the
+    account of the streams can have an answer stored under any subject, so its key is trusted with all of them. Its pulses go under a
+    name that is new at each start, and a permission cannot say the beginning of a name: so it may write all pulses.
     """
     allowed = [cluster_filter(prefix, cluster) for prefix in (SNAPSHOTS_PREFIX, PULSE_PREFIX, ERASED_PREFIX)]
-    allowed.append(erase_subject(cluster))
+    allowed += [erase_subject(cluster), f"{JS_API}.INFO"]
     for stream in (STREAM, PULSE, ERASURES):
         allowed += [f"{JS_API}.STREAM.{call}.{stream}" for call in ("INFO", "CREATE", "MSG.GET")]
         allowed += [f"{JS_API}.CONSUMER.CREATE.{stream}", f"{JS_API}.CONSUMER.MSG.NEXT.{stream}.>"]

@@ -19,7 +19,7 @@ from kvbm.streams.base import START, AwayError, Mark, StreamMessage, mark_of
 from kvbm.streams.nats.api import NS, ConsumerReply, ask_until, message_at, stream_info
 from kvbm.streams.nats.connection import CLOSE_WAIT_S, NatsConnection, RefusedError, error_words, shown
 from kvbm.streams.nats.headers import Headers, fence_in
-from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, SharedConnection
+from kvbm.streams.nats.shared import RECONNECT_FIRST_S, RECONNECT_MOST_S, Pauses, SharedConnection
 
 log = structlog.get_logger()
 
@@ -46,6 +46,7 @@ class Pull:
         self.looked = 0  # the consumer has come so far, past what its filter leaves out
         self.heard_s = time.monotonic()
         self.why_broken = ""
+        self.is_served = False  # the server has given it something, if only a word that it lives
         self._delivered = 0  # by the consumer's own count, which has no holes
 
     async def on_message(self, message: Msg) -> None:
@@ -71,6 +72,7 @@ class Pull:
             self._break(f"delivery {count} came after {self._delivered}")
             return
         self._delivered = count
+        self.is_served = True
         self.asked -= 1
         self.pending = pending
         fence = fence_in(message.headers.raw) if isinstance(message.headers, Headers) else None
@@ -79,6 +81,7 @@ class Pull:
     def _on_status(self, headers: dict[str, str]) -> None:
         status, words = headers["Status"], headers.get("Description", "")
         if status == "100":
+            self.is_served = True
             looked = headers.get("Nats-Last-Stream", "")
             if looked.isdigit() and headers.get("Nats-Last-Consumer") == str(self._delivered):
                 self.looked = int(looked)
@@ -86,6 +89,7 @@ class Pull:
         unserved = headers.get("Nats-Pending-Messages", "")
         if status in ("404", "408", "409") and unserved.isdigit():
             self.asked -= int(unserved)  # a request ended before it was used up
+            self.is_served = True
         else:
             self._break(f"{status} {words}".strip())
 
@@ -149,6 +153,7 @@ class NatsReader:
         self._created = ""  # when the stream that `_after` counts in was made
         self._wake = asyncio.Event()
         self._pull: Pull | None = None
+        self._pauses = Pauses()
         self._is_closed = False
 
     @property
@@ -177,6 +182,10 @@ class NatsReader:
                 return await self._take(pull)
             try:
                 if pull is None or not pull.is_usable():
+                    if pull is not None and not pull.is_served:
+                        await self._pauses.wait(left_s)
+                    else:
+                        self._pauses.end()
                     await self.begin(max(left_s, RECONNECT_FIRST_S))
                     continue
                 await pull.ask_more()

@@ -19,7 +19,8 @@ from kvbm.streams.nats.connection import (
     RefusedError,
     error_words,
 )
-from kvbm.streams.nats.credentials import Credentials
+from kvbm.streams.nats.credentials import INBOX, Credentials
+from kvbm.streams.nats.permissions import catalog_inbox, instance_inbox
 from kvbm.streams.nats.setup import STREAM, STREAMS
 
 _PINGS = 5
@@ -91,6 +92,30 @@ async def look(url: str, timeout_s: float, credentials: Credentials) -> ServerVi
         raise StreamError(f"NATS at {connection.shown} is lost ({error_words(error)}); {REMEDY}") from None
     finally:
         await connection.close()
+
+
+def look_as_anybody(
+    url: str, timeout_s: float, credentials: Credentials, cluster: str, instance: str
+) -> tuple[ServerView, str]:
+    """`look`, and whom the server takes this user for: "instance", "catalog" or "tool", for each has inboxes of its own.
+
+    Raises: StreamError: no connection, or no answers allowed to any of them. ConfigError: an impossible name.
+    """
+    until_s = time.monotonic() + timeout_s
+    first: StreamError | None = None
+    grant = f"give nats.nkey_seed of a user of cluster {cluster}: an instance's with its instance.id, or the catalog's"
+    for role, inbox in (
+        ("catalog", catalog_inbox(cluster)), ("instance", instance_inbox(cluster, instance)), ("tool", INBOX),
+    ):  # fmt: skip
+        try:
+            left_s = max(0.1, until_s - time.monotonic())
+            return asyncio.run(look(url, left_s, credentials._replace(inbox=inbox, grant=grant))), role
+        except StreamError as error:
+            first = first or error
+            if "refuses" not in str(error):
+                break  # it is not the inbox
+    assert first is not None
+    raise first
 
 
 async def _look_at_stream(connection: NatsConnection, timeout_s: float) -> tuple[str, StreamView | None, str]:

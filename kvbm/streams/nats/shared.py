@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from typing import Protocol
 
 import structlog
@@ -23,6 +24,22 @@ class Closable(Protocol):
 
     async def close(self) -> None:
         """Give back what it holds. Idempotent."""
+
+
+class Pauses:
+    """Waits before what was in vain is tried again: twice as long each time, until something comes of it."""
+
+    def __init__(self) -> None:
+        self._next_s = RECONNECT_FIRST_S
+
+    async def wait(self, most_s: float) -> None:
+        """One pause."""
+        await asyncio.sleep(min(most_s, self._next_s * random.uniform(0.5, 1.0)))
+        self._next_s = min(2 * self._next_s, RECONNECT_MOST_S)
+
+    def end(self) -> None:
+        """Something has come of it."""
+        self._next_s = RECONNECT_FIRST_S
 
 
 class SharedConnection:

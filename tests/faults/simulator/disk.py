@@ -32,22 +32,23 @@ class Disk:
         self.slow_s = 0.0
         self.synced: dict[str, int] = {}
         self._forgotten: set[str] = set()
-        self.open_files: dict[Process, dict[int, str]] = {}
+        self.open_files: dict[Process, dict[int, int]] = {}  # inode by number
         self.files: dict[Process, list[File]] = {}
         self.paths: dict[int, str] = {}  # of the files ever open under a number
 
     def opened(self, process: Process, fd: int, path: str) -> None:
-        self.open_files.setdefault(process, {})[fd] = path
+        self.open_files.setdefault(process, {})[fd] = os.fstat(fd).st_ino
         self.paths[fd] = path
 
     def closed(self, process: Process, fd: int) -> None:
         self.open_files.get(process, {}).pop(fd, None)
 
     def release(self, process: Process) -> None:
-        """The kernel closes what a dead process had open."""
-        for fd in self.open_files.pop(process, {}):
+        """The kernel closes what a dead process had open. What was closed past the stand-in of `os` may be somebody else's by now."""
+        for fd, inode in self.open_files.pop(process, {}).items():
             try:
-                os.close(fd)
+                if os.fstat(fd).st_ino == inode:
+                    os.close(fd)
             except OSError:
                 pass
         for file in self.files.pop(process, []):
@@ -235,8 +236,17 @@ class File:
 def open_file(path: Any, mode: str = "r", buffering: int = -1, **kwargs: Any) -> Any:
     """Stands for the builtin `open` where files are written."""
     process, disk = _here()
+    if "opener" in kwargs:  # it would open with the stand-in of `os`, and nobody would close with it
+        kwargs["opener"] = _opener
     if disk is None or ("r" in mode and "+" not in mode):
         return _open(path, mode, buffering, **kwargs)
     if disk.broken:
         raise OSError(errno.EIO, "Input/output error (simulated)", str(path))
-    return File(process, disk, str(path), _open(path, mode, 0, **kwargs))
+    if isinstance(path, int):  # opened with the stand-in; it is the file's from now on
+        disk.closed(process, path)
+    name = disk.path_of(path) if isinstance(path, int) else str(path)
+    return File(process, disk, name, _open(path, mode, 0, **kwargs))
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -52,6 +52,7 @@ _JOURNAL_MODULES = ("disk", "journal", "reader", "repair", "segments", "writer")
 _NVME_MODULES = ("pool", "stripes")
 _NOBODY = InstanceId("nobody")
 _DISK_MODULES = (
+    "kvbm.files",
     *(f"kvbm.streams.journal.{name}" for name in _JOURNAL_MODULES),
     *(f"kvbm.pools.nvme.{name}" for name in _NVME_MODULES),
 )
