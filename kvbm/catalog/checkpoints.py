@@ -279,6 +279,7 @@ def _remove_others(folder: Path, name: str) -> None:
         for path in folder.glob(f"*{kind}"):
             if not path.name.startswith(f"{name}."):
                 path.unlink(missing_ok=True)
+    _sync(folder)
 
 
 def _tidy(folder: Path, written: str) -> None:
