@@ -246,7 +246,9 @@ VICTIM, OTHER = NamespaceId(b"v" * 16), NamespaceId(b"o" * 16)
 
 def block_message(sequence: int, namespace: NamespaceId) -> StreamMessage:
     event = BlocksCreated(namespace=namespace, tier=Tier.HBM, hashes=bytes(namespace))
-    frame = Frame(InstanceId("one"), Epoch(1), Offset(sequence - 1), sequence, (event,))
+    frame = Frame(
+        instance=InstanceId("one"), epoch=Epoch(1), first_offset=Offset(sequence - 1), wall_time_ns=sequence, digest=0, events=(event,)
+    )  # fmt: skip
     return StreamMessage(sequence, "kvbm.v1.events.c.one", encode_frame(frame))
 
 

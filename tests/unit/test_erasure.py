@@ -268,7 +268,7 @@ def test_an_instance_tells_of_namespaces_of_the_tenant_that_the_record_does_not_
     erasure = record.erasures[0]
     assert mine.progress()[FIRST].namespaces == (erasure.namespace_digest(ACME_LORA.id),)
     answers = [Answer(name="i", kind=report.INSTANCE, at_ns=1, progress=mine.progress())]
-    assert Matcher(erasure, report.namespaces_said(answers, 1)).namespace(ACME_LORA.id)
+    assert Matcher(erasure, report.namespaces_said(answers, FIRST)).namespace(ACME_LORA.id)
 
 
 def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done
     assert start.left_out == 2
     assert all(StartErasures(Record(), DoneErasures(None), {}).keeps(one) for one in found)
     done = DoneErasures(tmp_path / DONE_FILE)
-    done.add(1, NOW_NS)
+    done.add(FIRST, NOW_NS)
     assert all(StartErasures(record, DoneErasures(tmp_path / DONE_FILE), tenants).keeps(one) for one in found)
     (tmp_path / DONE_FILE).write_text("{")
     assert not DoneErasures(tmp_path / DONE_FILE).at_ns  # done once more, which does no harm
