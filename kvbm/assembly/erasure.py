@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +25,7 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures
-from kvbm.erasure.record import DamagedRecordError, Erasure, Record, Subject
+from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record, Subject
 from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
 from kvbm.files import read_small
 from kvbm.janitor.holdings import parse
@@ -62,10 +62,21 @@ class EraseOptions(NamedTuple):
 
 
 class _Cluster(NamedTuple):
-    """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer."""
+    """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer.
+
+    Attributes:
+        unnamed: namespaces of claims whose fields were erased: they are used again.
+    """
 
     tenants: dict[NamespaceId, str]
     instances: dict[str, str]
+    unnamed: set[NamespaceId]
+
+    def of_tenant(self, tenant: str, known: Iterable[Matcher]) -> set[NamespaceId]:
+        """The tenant's namespaces, also those that only erasures of the tenant tell of."""
+        own = [matcher for matcher in known if matcher.tenant(tenant)]
+        named = {one for one, whose in self.tenants.items() if whose == tenant}
+        return named | {one for one in self.unnamed if any(matcher.namespace(one) for matcher in own)}
 
 
 def read_hashes(words: str) -> bytes:
@@ -106,13 +117,14 @@ def run_erase(
             _run(_lift(settings, url, credentials, options.lift))
             tell(options.lift, [])
             return 0
-        number = options.status
+        number, erasure = options.status, None
         if number is None:
-            number = _run(_ask(settings, url, credentials, options))
-        if options.status is None and (settings.pools.object.url or new_store is not None):
+            erasure = _run(_ask(settings, url, credentials, options))
+            number = erasure.number
+        if erasure is not None and (settings.pools.object.url or new_store is not None):
             begun = Progress(places=(Place(name="objects", waits="the janitor"),))
             _run(_say(settings, url, credentials, number, begun))
-            progress = _erase_objects(settings, options, new_store)
+            progress = _erase_objects(settings, options, erasure, new_store)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
         lines = _run(_follow(settings, url, credentials, number, wait_s))
@@ -159,20 +171,14 @@ async def _cluster(settings: Settings) -> _Cluster:
             for row in await store.instances()
             if row.engine != JANITOR
         }
-        return _Cluster(tenants, instances)
+        return _Cluster(tenants, instances, await store.claimed_namespaces() - tenants.keys())
     finally:
         await store.close()
 
 
-async def _ask(settings: Settings, url: str, credentials: Credentials, options: EraseOptions) -> int:
-    """Put the request into the record; gives its number."""
+async def _ask(settings: Settings, url: str, credentials: Credentials, options: EraseOptions) -> Erasure:
+    """Put the request into the record; gives it as it lies there."""
     cluster = await _cluster(settings)
-    if options.tenant is not None:
-        mine = tuple(one for one, tenant in cluster.tenants.items() if tenant == options.tenant)
-        wanted = Subject(options.tenant, mine, options.hashes)
-    else:
-        assert options.namespace is not None
-        wanted = Subject(None, (options.namespace,), options.hashes)
     connected = await _open(settings, url, credentials)
     try:
         await connected.make()
@@ -184,18 +190,27 @@ async def _ask(settings: Settings, url: str, credentials: Credentials, options: 
                 log.warning("erasure.record_damaged", why=str(error), effect="what else was in force is not any more")
                 record = Record()
             answers = report.answers_of(await connected.answers())
+            known = [Matcher(one, report.namespaces_said(answers, one.number)) for one in record.erasures]
+            wanted = Subject(options.tenant, tuple(_meant(cluster, options, known)), options.hashes)
             done = {number for answer in answers for number, one in answer.progress.items() if one.done_ns}
             grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
             if grown is record:
-                return erasure.number
+                return erasure
             try:
                 await connected.put_record(records.encoded(grown), 0 if found is None else found.sequence)
                 log.info("erasure.asked", number=erasure.number, namespaces=len(erasure.namespaces))
-                return erasure.number
+                return erasure
             except FencedError:
                 continue  # another erasure was asked for just now
     finally:
         await connected.close()
+
+
+def _meant(cluster: _Cluster, options: EraseOptions, known: Iterable[Matcher]) -> set[NamespaceId]:
+    if options.tenant is not None:
+        return cluster.of_tenant(options.tenant, known)
+    assert options.namespace is not None
+    return {options.namespace}
 
 
 async def _lift(settings: Settings, url: str, credentials: Credentials, number: int) -> None:
@@ -259,13 +274,12 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
 # -- objects -------------------------------------------------------------------------------------------------------------
 
 
-def _erase_objects(settings: Settings, options: EraseOptions, new_store: Callable[[], Store] | None) -> Progress:
+def _erase_objects(
+    settings: Settings, options: EraseOptions, erasure: Erasure, new_store: Callable[[], Store] | None
+) -> Progress:
     """Have the janitor delete the objects; trouble is what is waited for."""
     cluster = _run(_cluster(settings))
-    if options.namespace is not None:
-        mine = {options.namespace}
-    else:
-        mine = {one for one, tenant in cluster.tenants.items() if tenant == options.tenant}
+    mine = _meant(cluster, options, [Matcher(erasure)])
     erased = {one: frozenset(split_hashes(options.hashes)) for one in mine}
     deleted, waits = 0, ""
     try:

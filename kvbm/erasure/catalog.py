@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +20,7 @@ from kvbm.catalog.archive_erasure import Meant
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
 from kvbm.core.events import JANITOR, InstanceStarted
-from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.ids import NamespaceId
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
@@ -161,11 +161,14 @@ class CatalogErasures:
             *["archive"][: self._service.archive is not None],
         ]
 
-    async def _meant(self, matcher: Matcher) -> dict[NamespaceId, Namespace]:
-        """The namespaces that are meant, as far as anybody has told this catalog of them."""
-        known = dict(self._service.sequencer.namespaces())
-        known |= {row.id: row.fields for row in await self._service.store.namespaces()}
-        return {one: fields for one, fields in known.items() if matcher.namespace(one, fields.tenant)}
+    async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
+        """The namespaces that are meant, of those this catalog has heard of. What was erased before and is used again has no fields here."""
+        service = self._service
+        known = {*service.index.namespaces(), *await service.store.claimed_namespaces()}
+        tenants: dict[NamespaceId, str | None] = dict.fromkeys(known)
+        tenants |= {one: fields.tenant for one, fields in service.sequencer.namespaces().items()}
+        tenants |= {row.id: row.fields.tenant for row in await service.store.namespaces()}
+        return {one for one, tenant in tenants.items() if matcher.namespace(one, tenant)}
 
     async def _waits(
         self, erasure: Erasure, answers: Sequence[Answer], matcher: Matcher, meant: Sequence[NamespaceId]
@@ -199,7 +202,7 @@ class CatalogErasures:
             return "the stream to be read and stored"
         return ""
 
-    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Mapping[NamespaceId, Namespace]) -> list[Place]:
+    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Collection[NamespaceId]) -> list[Place]:
         service = self._service
         places = []
         if matcher.is_whole:
