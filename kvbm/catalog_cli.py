@@ -99,8 +99,8 @@ def _add_erase(commands: Commands) -> None:
 all instances, from the object pool and its front, from the catalog's database, index, checkpoints and archive.
 
 It prints what is gone and what waits for whom, and returns 0 only when all is gone, else 1. Instances that are away
-erase before they serve when they return. To ask again for the same goes on with the same erasure. What is used anew
-afterwards is new; take a tenant out of the engines' configuration first."""
+erase before they serve when they return. To ask again for the same goes on with the same erasure until anybody is done
+with it. What is used anew afterwards is new; take a tenant out of the engines' configuration first."""
     what = erase.add_mutually_exclusive_group(required=True)
     what.add_argument("--tenant", metavar="NAME", help="all namespaces of this tenant")
     what.add_argument("--namespace", metavar="ID", type=_namespace_id, help="one namespace, 32 hex digits")

@@ -12,7 +12,7 @@ import pytest
 from kvbm.core.codec import Frame, FrameBytes, encode_frame
 from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
-from kvbm.streams.base import Heartbeat, Position, StreamState
+from kvbm.streams.base import EventReader, Heartbeat, Position, StreamMessage, StreamState
 from kvbm.streams.nats.stream import NatsStream
 from tests.servers import nats_server
 
@@ -131,3 +131,12 @@ def messages(frames: list[Frame], per_message: int = 1) -> list[tuple[str, bytes
         if frame is not None:
             run.append(frame)
     return made
+
+
+async def fetched(reader: EventReader, count: int, wait_s: float = 20.0) -> list[StreamMessage]:
+    """The next messages, so many of them however many come at once."""
+    found: list[StreamMessage] = []
+    async with asyncio.timeout(wait_s):
+        while len(found) < count:
+            found += await reader.fetch(wait_s)
+    return found

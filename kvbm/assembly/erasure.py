@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,8 +25,9 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, split_hashes
 from kvbm.erasure import record as records
 from kvbm.erasure import report
 from kvbm.erasure.catalog import CatalogErasures
-from kvbm.erasure.record import Erasure, Record, Subject
+from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record, Subject
 from kvbm.erasure.report import OBJECTS, Answer, Known, Line, Place, Progress
+from kvbm.files import read_small
 from kvbm.janitor.holdings import parse
 from kvbm.pools.object.encryption import SEALED_FOLDER
 from kvbm.pools.stores.base import Store
@@ -40,6 +41,7 @@ T = TypeVar("T")
 _ASK_S = 1.0  # between two looks at what the others answer
 _RUNS = 4  # of the janitor: one that claims what nobody claims, one that erases it, and two for what was in use
 _FRONT_NAMES = 1000  # deleted at once
+_HASHES_MOST_BYTES = 1 << 20  # of a file of hex digits: one erasure takes 256 KiB of them
 
 
 class EraseOptions(NamedTuple):
@@ -60,17 +62,29 @@ class EraseOptions(NamedTuple):
 
 
 class _Cluster(NamedTuple):
-    """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer."""
+    """What SQL knows: namespaces with their tenants, and the instances with what is said while one does not answer.
+
+    Attributes:
+        unnamed: namespaces of claims whose fields were erased: they are used again.
+    """
 
     tenants: dict[NamespaceId, str]
     instances: dict[str, str]
+    unnamed: set[NamespaceId]
+
+    def of_tenant(self, tenant: str, known: Iterable[Matcher]) -> set[NamespaceId]:
+        """The tenant's namespaces, also those that only erasures of the tenant tell of."""
+        own = [matcher for matcher in known if matcher.tenant(tenant)]
+        named = {one for one, whose in self.tenants.items() if whose == tenant}
+        return named | {one for one in self.unnamed if any(matcher.namespace(one) for matcher in own)}
 
 
 def read_hashes(words: str) -> bytes:
     """Packed hashes from hex digits, or from a file of them. Raises ConfigError."""
     path = Path(words)
     try:
-        text = path.read_text(encoding="ascii") if len(words) < 4096 and path.is_file() else words
+        is_file = len(words) < 4096 and path.is_file()
+        text = read_small(path, _HASHES_MOST_BYTES).decode("ascii") if is_file else words
         hashes = bytes.fromhex("".join(text.split()))
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -103,13 +117,14 @@ def run_erase(
             _run(_lift(settings, url, credentials, options.lift))
             tell(options.lift, [])
             return 0
-        number = options.status
+        number, erasure = options.status, None
         if number is None:
-            number = _run(_ask(settings, url, credentials, options))
-        if options.status is None and (settings.pools.object.url or new_store is not None):
+            erasure = _run(_ask(settings, url, credentials, options))
+            number = erasure.number
+        if erasure is not None and (settings.pools.object.url or new_store is not None):
             begun = Progress(places=(Place(name="objects", waits="the janitor"),))
             _run(_say(settings, url, credentials, number, begun))
-            progress = _erase_objects(settings, options, new_store)
+            progress = _erase_objects(settings, options, erasure, new_store)
             _run(_say(settings, url, credentials, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
         lines = _run(_follow(settings, url, credentials, number, wait_s))
@@ -156,40 +171,46 @@ async def _cluster(settings: Settings) -> _Cluster:
             for row in await store.instances()
             if row.engine != JANITOR
         }
-        return _Cluster(tenants, instances)
+        return _Cluster(tenants, instances, await store.claimed_namespaces() - tenants.keys())
     finally:
         await store.close()
 
 
-async def _ask(settings: Settings, url: str, credentials: Credentials, options: EraseOptions) -> int:
-    """Put the request into the record; gives its number."""
+async def _ask(settings: Settings, url: str, credentials: Credentials, options: EraseOptions) -> Erasure:
+    """Put the request into the record; gives it as it lies there."""
     cluster = await _cluster(settings)
-    if options.tenant is not None:
-        mine = tuple(one for one, tenant in cluster.tenants.items() if tenant == options.tenant)
-        wanted = Subject(options.tenant, mine, options.hashes)
-    else:
-        assert options.namespace is not None
-        wanted = Subject(None, (options.namespace,), options.hashes)
     connected = await _open(settings, url, credentials)
     try:
         await connected.make()
         while True:
             found = await connected.record()
-            record = Record() if found is None else records.decoded(found.data)
-            done = [
-                one.number for one in record.erasures if report.is_gone(await _table(connected, cluster, settings, one))
-            ]
+            try:
+                record = Record() if found is None else records.decoded(found.data)
+            except DamagedRecordError as error:
+                log.warning("erasure.record_damaged", why=str(error), effect="what else was in force is not any more")
+                record = Record()
+            answers = report.answers_of(await connected.answers())
+            known = [Matcher(one, report.namespaces_said(answers, one.number)) for one in record.erasures]
+            wanted = Subject(options.tenant, tuple(_meant(cluster, options, known)), options.hashes)
+            done = {number for answer in answers for number, one in answer.progress.items() if one.done_ns}
             grown, erasure = records.with_erasure(record, wanted, time.time_ns(), done)
             if grown is record:
-                return erasure.number
+                return erasure
             try:
                 await connected.put_record(records.encoded(grown), 0 if found is None else found.sequence)
                 log.info("erasure.asked", number=erasure.number, namespaces=len(erasure.namespaces))
-                return erasure.number
+                return erasure
             except FencedError:
                 continue  # another erasure was asked for just now
     finally:
         await connected.close()
+
+
+def _meant(cluster: _Cluster, options: EraseOptions, known: Iterable[Matcher]) -> set[NamespaceId]:
+    if options.tenant is not None:
+        return cluster.of_tenant(options.tenant, known)
+    assert options.namespace is not None
+    return {options.namespace}
 
 
 async def _lift(settings: Settings, url: str, credentials: Credentials, number: int) -> None:
@@ -231,7 +252,7 @@ async def _follow(settings: Settings, url: str, credentials: Credentials, number
 
 
 async def _table(connected: ErasureLog, cluster: _Cluster, settings: Settings, erasure: Erasure) -> list[Line]:
-    answers = [report.decoded(data) for data in await connected.answers()]
+    answers = report.answers_of(await connected.answers())
     kept = await connected.events_kept()
     known = Known(cluster.instances, kept.first_ns, kept.max_age_s, bool(settings.pools.object.url), time.time_ns())
     return report.table(erasure.number, answers, known)
@@ -242,7 +263,7 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
     name = f"objects-{hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8]}"
     connected = await _open(settings, url, credentials)
     try:
-        before = next((one for one in map(report.decoded, await connected.answers()) if one.name == name), None)
+        before = next((one for one in report.answers_of(await connected.answers()) if one.name == name), None)
         said = {number: progress} if before is None else {**before.progress, number: progress}
         answer = Answer(name=name, kind=OBJECTS, at_ns=time.time_ns(), progress=said)
         await connected.put_answer(name, report.encoded(answer))
@@ -253,13 +274,12 @@ async def _say(settings: Settings, url: str, credentials: Credentials, number: i
 # -- objects -------------------------------------------------------------------------------------------------------------
 
 
-def _erase_objects(settings: Settings, options: EraseOptions, new_store: Callable[[], Store] | None) -> Progress:
+def _erase_objects(
+    settings: Settings, options: EraseOptions, erasure: Erasure, new_store: Callable[[], Store] | None
+) -> Progress:
     """Have the janitor delete the objects; trouble is what is waited for."""
     cluster = _run(_cluster(settings))
-    if options.namespace is not None:
-        mine = {options.namespace}
-    else:
-        mine = {one for one, tenant in cluster.tenants.items() if tenant == options.tenant}
+    mine = _meant(cluster, options, [Matcher(erasure)])
     erased = {one: frozenset(split_hashes(options.hashes)) for one in mine}
     deleted, waits = 0, ""
     try:
@@ -296,11 +316,10 @@ def _erase_front(settings: Settings, namespaces: set[NamespaceId], tenants: set[
     tags: set[str] = set()
     if wanted.keys or wanted.keys_command:
         keys = key_source(settings).load()
-        if lacking := sorted(tenants - set(keys)):
+        if tenants - set(keys):  # the answer lies on the stream for long, so it names nobody
             return _OfFront(
                 0,
-                f"objects in front that are sealed under keys which are not here, of tenant {lacking[0]!r}: they go after"
-                " pools.object.ttl_s, or empty the front",
+                "objects in front that are sealed under keys which are not here: they go after pools.object.ttl_s, or empty the front",
             )
         tags = {f"/{SEALED_FOLDER}/{keys[tenant].tag}/" for tenant in tenants}
     front = open_store(wanted.front, ttl_s=wanted.ttl_s)

@@ -171,7 +171,9 @@ def _open_janitor(settings: Settings, me: InstanceId, namespaces: Sequence[Names
     mine = replace(
         settings,
         instance=replace(settings.instance, id=me),
-        pools=PoolsSettings(hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="")),
+        pools=PoolsSettings(
+            hbm=HbmSettings(slots=1, device="memory"), object=replace(settings.pools.object, url="", front="")
+        ),
         offload=replace(settings.offload, host="never", nvme="never", object="never"),
         journal=replace(settings.journal, in_memory=True),
         samples=replace(settings.samples, rate=0.0),

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from kvbm.core.errors import ConfigError
-from kvbm.files import alone, replace_file
+from kvbm.files import alone, open_plain, replace_file
 
 Role = Literal["router", "operator", "metrics"]
 ROLES: tuple[str, ...] = get_args(Role)
@@ -87,22 +87,20 @@ _OF_NOTHING = hashed("")
 def read_entries(path: Path) -> list[Entry]:
     """The entries of a file. Raises ConfigError: it cannot be read, others may write it, or what is wrong in it."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        with open(open_plain(path, follows=True), "rb") as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
-                raise ConfigError(f"{_where(path)} is no regular file; give the file that kvbm-catalog token writes")
             if found.st_mode & 0o022:
                 raise ConfigError(
                     f"{_where(path)} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}); run: chmod 600 {path}"
                 )
-            data = file.read(_MOST_BYTES + 1)
+            if found.st_size > _MOST_BYTES:
+                raise ConfigError(f"{_where(path)} has more than {_MOST_BYTES} bytes; take out what is over")
+            data = file.read(_MOST_BYTES)
     except OSError as error:
         raise ConfigError(
             f"{_where(path)} cannot be read ({error.strerror}); make one with: kvbm-catalog token --access {path} --name NAME "
             "--role operator"
         ) from None
-    if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{_where(path)} has more than {_MOST_BYTES} bytes; take out what is over")
     return _parse(data, _where(path))
 
 

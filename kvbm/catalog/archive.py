@@ -27,7 +27,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 import structlog
 
-from kvbm.catalog.archive_erasure import Meant, rewrite_frames, rewrite_samples
+from kvbm.catalog.archive_erasure import PART, Meant, rewrite_frames, rewrite_samples
 from kvbm.catalog.degraded import Degraded
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.files import make_folder, open_plain, opener, read_small, warn_exposed, write_new
@@ -194,18 +194,19 @@ class ArchiveFiles:
             raise self._failed(error) from error
 
     def erase(self, meant: Meant) -> int:
-        """Take frames and samples out of all files; gives how many."""
+        """Take frames and samples out of all files; gives how many. What comes next begins a file: POSITION names none that is rewritten."""
         self.sync()
         self._close_file()
         taken_out = 0
         try:
+            if self.position.bytes:
+                os.truncate(self._folder / self.position.file, self.position.bytes)  # what a failed write has left
+                self._rotate(self.position.sequence + 1)
+                self.sync()
+            for path in (*self._folder.glob(f"*{PART}"), *(self._folder / "samples").glob(f"*{PART}")):
+                path.unlink()  # of a process that died
             for path in sorted(self._folder.glob(f"*{FRAMES}")):
-                is_last = path.name == self.position.file
-                done = rewrite_frames(path, self.position.bytes if is_last else path.stat().st_size, meant)
-                taken_out += done.taken_out
-                if is_last and done.taken_out:
-                    self.position = msgspec.structs.replace(self.position, bytes=done.bytes)
-                    self.sync()
+                taken_out += rewrite_frames(path, meant)
             for path in sorted((self._folder / "samples").glob(f"*{SUFFIX}")):
                 taken_out += rewrite_samples(path, meant)
         except OSError as error:
@@ -247,10 +248,12 @@ class ArchiveFiles:
                 (self._folder / name).unlink()
         if position.file:
             path = self._folder / position.file
-            if not path.exists() or path.stat().st_size < position.bytes:
+            size = path.stat().st_size if path.exists() else 0
+            if size < position.bytes:
                 log.warning("archive.file_lost", file=position.file, bytes=position.bytes)
                 return msgspec.structs.replace(position, file="", bytes=0)
-            os.truncate(path, position.bytes)
+            if size:
+                os.truncate(path, position.bytes)
         return position
 
     def _read_position(self) -> ArchivePosition | None:

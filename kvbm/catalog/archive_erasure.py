@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header
 from kvbm.core.errors import FrameError
+from kvbm.files import open_plain, read_plain
 from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample
-from kvbm.streams.erased_records import ERASED_MAGIC, ErasedRecord, encode_erased, erased_bytes
-from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, record_bytes
+from kvbm.streams.erased_records import ERASED_MAGIC, ErasedRecord, decode_erased, encode_erased, erased_bytes
+from kvbm.streams.fence_records import FENCE_MAGIC, HEAD_BYTES, decode_fence, record_bytes
+
+PART = ".part"  # of a file that is being rewritten
+_MOST_BYTES = 256 << 20  # of a file of frames, which is about 64 MiB long
 
 
 class Meant(NamedTuple):
@@ -23,26 +27,19 @@ class Meant(NamedTuple):
     number: int
 
 
-class Rewritten(NamedTuple):
-    """A file afterwards. `bytes`: its size."""
+def rewrite_frames(path: Path, meant: Meant) -> int:
+    """Take frames out of a file of whole frames and fences, and say so in their place; gives how many.
 
-    bytes: int
-    taken_out: int
+    What is damaged goes, too, for nobody knows what it names, and so does what no archive has written that far into a file.
 
-
-def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
-    """Take frames out of a file of whole frames and fences, and say so in their place; what is damaged goes, too, for nobody knows what it names.
-
-    Args:
-        size: of its whole part.
     Raises: OSError: the folder refuses; the file is as it was.
     """
-    data = memoryview(path.read_bytes()[:size])
+    whole = read_plain(path, _MOST_BYTES)
+    data = memoryview(whole)
     kept: list[memoryview] = []
-    at = taken_out = 0
-    while at < size:
-        head = bytes(data[at : at + HEAD_BYTES])
-        record = record_bytes(head) or erased_bytes(head)
+    at, taken_out = 0, int(path.stat().st_size > len(whole))
+    while at < len(data):
+        record = _record_at(data, at)
         if record:
             kept.append(data[at : at + record])
             at += record
@@ -53,7 +50,7 @@ def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
             frame, _ = decode_frame(bytes(piece))
         except FrameError:
             taken_out += 1
-            at = _next(data, at + 1)
+            at = _next(whole, at + 1)
             continue
         if meant.frame(frame):
             taken_out += 1
@@ -61,10 +58,18 @@ def rewrite_frames(path: Path, size: int, meant: Meant) -> Rewritten:
         else:
             kept.append(piece)
         at += header.frame_bytes
-    if not taken_out:
-        return Rewritten(size, 0)
-    _put(path, b"".join(kept))
-    return Rewritten(sum(map(len, kept)), taken_out)
+    if taken_out:
+        _put(path, kept)
+    return taken_out
+
+
+def _record_at(data: memoryview, at: int) -> int:
+    """How long the fence or record is that begins here and is whole; 0 when none does."""
+    head = bytes(data[at : at + HEAD_BYTES])
+    for size, decode in ((record_bytes(head), decode_fence), (erased_bytes(head), decode_erased)):
+        if size and size <= len(data) - at and decode(bytes(data[at : at + size])) is not None:
+            return size
+    return 0
 
 
 def _in_its_place(frame: Frame, number: int) -> ErasedRecord:
@@ -75,27 +80,50 @@ def _in_its_place(frame: Frame, number: int) -> ErasedRecord:
 
 
 def rewrite_samples(path: Path, meant: Meant) -> int:
-    """Take samples out of a day's file; gives how many. Raises OSError: as `rewrite_frames`."""
-    samples = list(read_samples(path))
-    kept = [sample for sample in samples if not meant.sample(sample)]
-    if len(kept) < len(samples):
-        _put(path, b"".join(map(encode_sample, kept)))
-    return len(samples) - len(kept)
+    """Take samples out of a day's file, and what is damaged; gives how many. Raises OSError: as `rewrite_frames`."""
+    seen = 0
+
+    def kept() -> Iterator[bytes]:
+        nonlocal seen
+        for sample in read_samples(path):
+            seen += 1
+            if not meant.sample(sample):
+                yield encode_sample(sample)
+
+    part = path.with_name(f"{path.name}{PART}")
+    samples, size = _write(part, kept())
+    if size == path.stat().st_size:
+        part.unlink()
+        return 0
+    _replace(part, path)
+    return max(1, seen - samples)
 
 
-def _next(data: memoryview, at: int) -> int:
-    rest = bytes(data[at:])
-    found = [place for magic in (MAGIC, FENCE_MAGIC, ERASED_MAGIC) if (place := rest.find(magic)) >= 0]
-    return at + min(found) if found else len(data)
+def _next(data: bytes, at: int) -> int:
+    found = [place for magic in (MAGIC, FENCE_MAGIC, ERASED_MAGIC) if (place := data.find(magic, at)) >= 0]
+    return min(found, default=len(data))
 
 
-def _put(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(file, "wb") as out:
-        out.write(data)
+def _put(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    part = path.with_name(f"{path.name}{PART}")
+    _write(part, parts)
+    _replace(part, path)
+
+
+def _write(part: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+    """How many parts a new file has, and how many bytes."""
+    count = size = 0
+    part.unlink(missing_ok=True)
+    with open(open_plain(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as out:
+        for piece in parts:
+            size += out.write(piece)
+            count += 1
         out.flush()
         os.fsync(out.fileno())
+    return count, size
+
+
+def _replace(part: Path, path: Path) -> None:
     part.replace(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
     try:

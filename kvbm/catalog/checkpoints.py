@@ -134,7 +134,7 @@ class Writing:
             _sync(self._folder)
             part.rename(final)
             _sync(self._folder)
-            _tidy(self._folder)
+            _tidy(self._folder, self.name)
         except OSError as error:
             raise self._failed(error) from error
         return manifest
@@ -279,11 +279,17 @@ def _remove_others(folder: Path, name: str) -> None:
         for path in folder.glob(f"*{kind}"):
             if not path.name.startswith(f"{name}."):
                 path.unlink(missing_ok=True)
+    _sync(folder)
 
 
-def _tidy(folder: Path) -> None:
-    """Remove all but the newest checkpoints, and what writers that died have left."""
-    names = sorted((path.stem for path in folder.glob(f"*{_MANIFEST}")), reverse=True)
+def _tidy(folder: Path, written: str) -> None:
+    """Remove all but the newest checkpoints, and what writers that died have left.
+
+    Args:
+        written: the name of the one just written: a stream that begins anew has smaller sequences.
+    """
+    found = (path.stem for path in folder.glob(f"*{_MANIFEST}"))
+    names = sorted(found, key=lambda name: (name == written, name), reverse=True)
     for name in names[KEPT:]:
         (folder / f"{name}{_MANIFEST}").unlink(missing_ok=True)
         (folder / f"{name}{_INDEX}").unlink(missing_ok=True)

@@ -188,6 +188,9 @@ class ClusterIndex(Protocol):
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """Nobody holds or claims blocks of it any more, and checkpoints are not to know its id. What comes later is of a new one."""
 
+    def namespaces(self) -> list[NamespaceId]:
+        """The namespaces that blocks were held or claimed of; ids of nobody may stand in the place of forgotten ones."""
+
     def sweep(self, pages: int = 256) -> bool:
         """Free the memory of what instances that died, or snapshots that ended, have left; a piece of it. Whether more is left."""
 

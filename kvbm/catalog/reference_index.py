@@ -205,6 +205,12 @@ class ReferenceIndex:
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """As `ClusterIndex.forget_namespace`; here a namespace is known by its blocks alone."""
 
+    def namespaces(self) -> list[NamespaceId]:
+        """As `ClusterIndex.namespaces`."""
+        folds = (fold for entry in self._instances.values() for fold in entry.tiers.values())
+        held = {namespace for fold in folds for namespace, _ in fold.held}
+        return [*held | {namespace for known in self._claims.values() for _, namespace, _ in known}]
+
     def sweep(self, pages: int = 256) -> bool:
         """As `ClusterIndex.sweep`; here a death leaves nothing."""
         return False

@@ -278,6 +278,12 @@ class SqlStore:
         rows = await self._read(select(table).order_by(table.c.first_seen_ns, table.c.id))
         return [_namespace_row(row) for row in rows]
 
+    async def claimed_namespaces(self) -> set[NamespaceId]:
+        """The namespaces that blocks are claimed of, in any pool."""
+        column = tables.object_claims.c.namespace
+        found = await self._read(select(column).distinct())
+        return {NamespaceId(bytes(row["namespace"])) for row in found}
+
     async def claimed_pools(self) -> set[str]:
         """The pools that blocks are claimed for."""
         column = tables.object_claims.c.pool

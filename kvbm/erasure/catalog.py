@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -19,13 +20,14 @@ from kvbm.catalog.archive_erasure import Meant
 from kvbm.core.codec import RUN_EVENTS, Frame
 from kvbm.core.errors import CatalogError, ErasureError, FencedError, StreamError
 from kvbm.core.events import JANITOR, InstanceStarted
-from kvbm.core.ids import Namespace, NamespaceId
+from kvbm.core.ids import NamespaceId
 from kvbm.erasure import record as records
 from kvbm.erasure import report
-from kvbm.erasure.record import Erasure, Matcher, Record
+from kvbm.erasure.record import DamagedRecordError, Erasure, Matcher, Record
 from kvbm.erasure.report import CATALOG, INSTANCE, OBJECTS, Answer, Place, Progress
 from kvbm.streams.base import AccessSample
 from kvbm.streams.nats.api import Stored
+from kvbm.streams.nats.erasures import EventsKept
 
 if TYPE_CHECKING:
     from kvbm.catalog.service import CatalogService
@@ -44,7 +46,8 @@ class Log(Protocol):
     async def record(self) -> Stored | None: ...
     async def put_record(self, data: bytes, expected: int) -> int: ...
     async def put_answer(self, name: str, data: bytes) -> None: ...
-    async def answers(self) -> list[bytes]: ...
+    async def answers(self) -> dict[str, bytes]: ...
+    async def events_kept(self) -> EventsKept: ...
     async def close(self) -> None: ...
 
 
@@ -88,22 +91,35 @@ class CatalogErasures:
             await asyncio.sleep(min(_STEP_S, self._poll_s) if self._is_busy else self._poll_s)
 
     async def _recall(self, connected: Log) -> None:
-        """What this catalog has said before, and the record, should the stream have lost it."""
+        """What this catalog has said before. While the stream has events of before that, it is done once more: they may have been read anew."""
+        first_ns = (await connected.events_kept()).first_ns
         for answer in await _answers(connected):
             if answer.name == self._name:
                 self._progress = {
-                    number: progress for number, progress in answer.progress.items() if progress.done_ns
+                    number: progress
+                    for number, progress in answer.progress.items()
+                    if progress.done_ns and (first_ns is None or progress.done_ns < first_ns)
                 } | self._progress
-        if self._record.newest and await connected.record() is None:
-            try:
-                await connected.put_record(records.encoded(self._record), 0)
+
+    async def _restored(self, connected: Log) -> Record:
+        """The record; where the stream has lost it, or it is damaged, this catalog's copy, put back. Raises ErasureError."""
+        found = await connected.record()
+        try:
+            if found is not None:
+                return records.decoded(found.data)
+        except DamagedRecordError:
+            if not self._record.newest:
+                raise
+        if self._record.newest:
+            await connected.make()
+            with suppress(FencedError):  # another catalog was first
+                await connected.put_record(records.encoded(self._record), found.sequence if found is not None else 0)
                 log.warning("erasure.record_restored", newest=self._record.newest)
-            except FencedError:
-                pass  # another catalog was first
+            self._said = None  # answers are lost with it
+        return self._record
 
     async def _turn(self, connected: Log) -> None:
-        found = await connected.record()
-        self._record = Record() if found is None else records.decoded(found.data)
+        self._record = await self._restored(connected)
         self._is_busy = False
         if open_ones := [one for one in self._record.erasures if not self._is_done(one.number)]:
             self._is_busy = True
@@ -145,11 +161,14 @@ class CatalogErasures:
             *["archive"][: self._service.archive is not None],
         ]
 
-    async def _meant(self, matcher: Matcher) -> dict[NamespaceId, Namespace]:
-        """The namespaces that are meant, as far as anybody has told this catalog of them."""
-        known = dict(self._service.sequencer.namespaces())
-        known |= {row.id: row.fields for row in await self._service.store.namespaces()}
-        return {one: fields for one, fields in known.items() if matcher.namespace(one, fields.tenant)}
+    async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
+        """The namespaces that are meant, of those this catalog has heard of. What was erased before and is used again has no fields here."""
+        service = self._service
+        known = {*service.index.namespaces(), *await service.store.claimed_namespaces()}
+        tenants: dict[NamespaceId, str | None] = dict.fromkeys(known)
+        tenants |= {one: fields.tenant for one, fields in service.sequencer.namespaces().items()}
+        tenants |= {row.id: row.fields.tenant for row in await service.store.namespaces()}
+        return {one for one, tenant in tenants.items() if matcher.namespace(one, tenant)}
 
     async def _waits(
         self, erasure: Erasure, answers: Sequence[Answer], matcher: Matcher, meant: Sequence[NamespaceId]
@@ -183,7 +202,7 @@ class CatalogErasures:
             return "the stream to be read and stored"
         return ""
 
-    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Mapping[NamespaceId, Namespace]) -> list[Place]:
+    async def _erase(self, erasure: Erasure, matcher: Matcher, meant: Collection[NamespaceId]) -> list[Place]:
         service = self._service
         places = []
         if matcher.is_whole:
@@ -198,7 +217,8 @@ class CatalogErasures:
             await sql_erasure.erase_rows(service.store.engine, [], [])  # what claims left in its files
             places += [Place(name="SQL", erased="the claims"), Place(name="index", erased="the blocks")]
         if service.archive is not None:
-            taken_out = await service.archive.erase(_meant_by(matcher, erasure.number))
+            known = Matcher(erasure, [*matcher.spaces, *map(erasure.namespace_digest, meant)])
+            taken_out = await service.archive.erase(_meant_by(known, erasure.number))
             places.append(Place(name="archive", erased=f"{taken_out} frames and samples"))
         if service.checkpointer is not None:
             if not await service.checkpointer.write_alone():
@@ -224,4 +244,4 @@ def _meant_by(matcher: Matcher, number: int) -> Meant:
 
 
 async def _answers(connected: Log) -> list[Answer]:
-    return [report.decoded(data) for data in await connected.answers()]
+    return report.answers_of(await connected.answers())

@@ -12,11 +12,10 @@ Nothing has to be done twice: numbers of erasures that are done are kept beside 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 import structlog
@@ -26,12 +25,14 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
 from kvbm.core.snapshots import Recovered
 from kvbm.erasure.record import Erasure, Matcher, Record
 from kvbm.erasure.report import Place, Progress
+from kvbm.files import read_small, write_new
 from kvbm.manager.erasing import HeldRun, Wiped
 from kvbm.streams.base import Position
 
 log = structlog.get_logger()
 
 DONE_FILE = "ERASED"
+_DoneAt = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class Erasable(Protocol):
@@ -69,7 +70,7 @@ class DoneErasures:
         self._path = path
         self.at_ns: dict[int, int] = {}
         try:
-            self.at_ns = {} if path is None else msgspec.json.decode(path.read_bytes(), type=dict[int, int])
+            self.at_ns = {} if path is None else msgspec.json.decode(read_small(path), type=dict[int, _DoneAt])
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -82,10 +83,7 @@ class DoneErasures:
             return
         part = self._path.with_name(f"{self._path.name}.part")
         try:
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self.at_ns))
-                file.flush()
-                os.fsync(file.fileno())
+            write_new(part, msgspec.json.encode(self.at_ns))
             part.replace(self._path)
         except OSError as error:
             log.warning("erasure.done_unwritten", path=str(self._path), why=str(error), effect="it is done once more")
@@ -136,7 +134,6 @@ class _Job:
     engine_holds: int = 0
     trouble: dict[str, str] = field(default_factory=dict)
     journal: str = "not yet"
-    namespaces: tuple[bytes, ...] = ()
 
 
 class InstanceErasures:
@@ -155,7 +152,7 @@ class InstanceErasures:
             frozenset(one.number for one in started_with.erasures) if started_with is not None else frozenset()
         )
         self._jobs: dict[int, _Job] = {}
-        self._in_force: tuple[int, ...] = ()
+        self._in_force: dict[int, Erasure] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -164,7 +161,7 @@ class InstanceErasures:
 
     def take(self, record: Record) -> None:
         """What is in force. Blocks that are meant by something new are withdrawn before this returns."""
-        self._in_force = tuple(one.number for one in record.erasures)
+        self._in_force = {one.number: one for one in record.erasures}
         for gone in [number for number in self._jobs if number not in self._in_force]:
             del self._jobs[gone]
         for erasure in record.erasures:
@@ -199,9 +196,6 @@ class InstanceErasures:
         matcher, chosen = job.matcher, list[bytes]()
         tenants = self._instance.tenants()
         meant = [namespace for namespace, tenant in tenants.items() if matcher.namespace(namespace, tenant)]
-        if job.erasure.tenant:
-            digests = {job.erasure.namespace_digest(namespace) for namespace in meant}
-            job.namespaces = tuple(sorted(digests.difference(job.erasure.namespaces)))
         if job.erasure.number not in self._at_start:  # else what was there was left out by the start: the rest is new
             for tier in [*self._instance.tiers, *filter(None, [self._instance.engine_tier])]:
                 for run in self._instance.held(tier):
@@ -211,6 +205,14 @@ class InstanceErasures:
             self._instance.unname(meant)
         job.chosen = b"".join(dict.fromkeys(_split(b"".join(chosen))))
         job.dirty = {tier: set(range(self._instance.slots(tier))) for tier in self._instance.tiers}
+
+    def _unsaid(self, erasure: Erasure) -> tuple[bytes, ...]:
+        """Digests of namespaces of the tenant that the record does not name: catalogs may know no fields of what was erased before."""
+        if not erasure.tenant:
+            return ()
+        matcher, tenants = Matcher(erasure), self._instance.tenants()
+        digests = {erasure.namespace_digest(one) for one, tenant in tenants.items() if matcher.namespace(one, tenant)}
+        return tuple(sorted(digests.difference(erasure.namespaces)))
 
     def _withdraw(self, job: _Job) -> None:
         """Also what a copy has brought to another tier since."""
@@ -262,14 +264,15 @@ class InstanceErasures:
         job = self._jobs.get(number)
         if job is None:
             done = Place(name="all", erased="every tier, and the journal")
-            return Progress(places=(done,), done_ns=self._done.at_ns.get(number, 0))
+            done_ns = self._done.at_ns.get(number, 0)
+            return Progress(places=(done,), done_ns=done_ns, namespaces=self._unsaid(self._in_force[number]))
         places = [self._tier_place(job, tier) for tier in job.dirty]
         if self._instance.engine_tier is not None:
             waits = f"the engine: {job.engine_holds} blocks in its prefix cache; reset it, or restart the engine"
             places.append(Place(name="engine's HBM", waits=waits if job.engine_holds else ""))
         is_last = self._is_clean(job)
         places.append(Place(name="journal", waits=job.journal if is_last else "the tiers"))
-        return Progress(places=tuple(places), namespaces=job.namespaces)
+        return Progress(places=tuple(places), namespaces=self._unsaid(job.erasure))
 
     def _tier_place(self, job: _Job, tier: Tier) -> Place:
         left, trouble = len(job.dirty[tier]), job.trouble.get(tier.name, "")

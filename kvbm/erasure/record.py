@@ -21,7 +21,12 @@ VERSION = 1
 MOST_HASHES = 8192  # of one erasure: 128 KiB of the record
 MOST_BYTES = 700_000  # of a record; nats-server takes messages of 1 MiB
 
+_SECOND_NS = 1_000_000_000
 _TENANT, _NAMESPACE, _BLOCK = b"tenant", b"namespace", b"block"
+
+
+class DamagedRecordError(ErasureError):
+    """What lies in the place of the record is none."""
 
 
 class Subject(NamedTuple):
@@ -42,7 +47,7 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     """One request, as the record has it.
 
     Attributes:
-        number: of the cluster's erasures, from 1.
+        number: of the cluster's erasures; grows with the time, so that no number is given twice though the record was lost.
         at_ns: when it was asked for; it means what was there before.
         salt: of its digests.
         tenant: digest of the tenant's name; b"" where namespaces are named.
@@ -64,6 +69,10 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
         spaces = {self._digest(_NAMESPACE, one) for one in wanted.namespaces}
         same_spaces = wanted.tenant is not None or spaces == set(self.namespaces)
         return tenant == self.tenant and blocks == self.hashes and same_spaces
+
+    def is_within(self, wanted: Subject) -> bool:
+        """Whether a request means all that this one does."""
+        return self.is_of(wanted) and {self.namespace_digest(one) for one in wanted.namespaces} >= set(self.namespaces)
 
     def namespace_digest(self, namespace: NamespaceId) -> bytes:
         """What stands for a namespace here."""
@@ -90,11 +99,14 @@ class Matcher:
 
     Args:
         also: digests of further namespaces of its tenant, as those say that know them.
+
+    Attributes:
+        spaces: digests of all namespaces it knows of.
     """
 
     def __init__(self, erasure: Erasure, also: Iterable[bytes] = ()) -> None:
         self._erasure = erasure
-        self._spaces = frozenset(erasure.namespaces).union(also)
+        self.spaces = frozenset(erasure.namespaces).union(also)
         self._blocks = frozenset(split_hashes(erasure.hashes))
         self._by_id: dict[NamespaceId, bool] = {}
 
@@ -112,7 +124,7 @@ class Matcher:
         """Whether blocks of a namespace are meant; `tenant`: whose it is, where that is known."""
         known = self._by_id.get(namespace)
         if known is None:
-            known = self._by_id[namespace] = self._erasure.namespace_digest(namespace) in self._spaces
+            known = self._by_id[namespace] = self._erasure.namespace_digest(namespace) in self.spaces
         return known or (tenant is not None and self.tenant(tenant))
 
     def block(self, block: SequenceHash) -> bool:
@@ -129,10 +141,12 @@ class Matcher:
 
 
 def with_erasure(record: Record, wanted: Subject, at_ns: int, done: Collection[int] = ()) -> tuple[Record, Erasure]:
-    """The record with a request in it, and the request. One for the same that is not done yet is that request.
+    """The record with a request in it, and the request. One for the same that nobody is done with is that request.
+
+    What came after somebody was done is not meant by that one. The new one takes its place where it means all that it meant.
 
     Args:
-        done: numbers of those that are gone everywhere.
+        done: numbers of those that anybody is done with.
     Raises: ErasureError: too much for one record.
     """
     for known in record.erasures:
@@ -142,14 +156,16 @@ def with_erasure(record: Record, wanted: Subject, at_ns: int, done: Collection[i
         raise ErasureError(
             f"{len(wanted.hashes) // HASH_BYTES} hashes; one erasure takes {MOST_HASHES}: erase them in parts"
         )
-    bare = Erasure(number=record.newest + 1, at_ns=at_ns, salt=secrets.token_bytes(HASH_BYTES))
+    number = max(record.newest + 1, at_ns // _SECOND_NS)
+    bare = Erasure(number=number, at_ns=at_ns, salt=secrets.token_bytes(HASH_BYTES))
     erasure = msgspec.structs.replace(
         bare,
         tenant=b"" if wanted.tenant is None else bare._digest(_TENANT, wanted.tenant.encode()),
         namespaces=tuple(sorted(bare.namespace_digest(one) for one in wanted.namespaces)),
         hashes=b"".join(bare._digest(_BLOCK, block) for block in split_hashes(wanted.hashes)),
     )
-    grown = Record(newest=erasure.number, erasures=(*record.erasures, erasure))
+    others = (known for known in record.erasures if not known.is_within(wanted))
+    grown = Record(newest=number, erasures=(*others, erasure))
     if len(encoded(grown)) > MOST_BYTES:
         raise ErasureError(
             f"the record of erasures has {len(record.erasures)} in force and room for no more; lift those that are done: "
@@ -169,15 +185,15 @@ def encoded(record: Record) -> bytes:
 
 
 def decoded(data: bytes) -> Record:
-    """A record from the stream. Raises ErasureError: it is none, or a newer kvbm's."""
+    """A record from the stream. Raises DamagedRecordError: it is none. ErasureError: it is a newer kvbm's."""
     try:
         version = msgspec.msgpack.decode(data, type=_Versioned).version
         if version > VERSION:
             raise ErasureError(f"the record of erasures is of version {version}; this kvbm reads {VERSION}: upgrade it")
         return msgspec.msgpack.decode(data, type=Record)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ErasureError(
-            f"the record of erasures cannot be read ({error}); write it anew with kvbm-catalog erase"
+        raise DamagedRecordError(
+            f"the record of erasures cannot be read ({error}); a catalog that knows it puts it back, or write it anew: kvbm-catalog erase"
         ) from None
 
 

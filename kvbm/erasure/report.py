@@ -7,8 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import structlog
 
 from kvbm.core.errors import ErasureError
+
+log = structlog.get_logger()
 
 INSTANCE, CATALOG, OBJECTS = "instance", "catalog", "objects"
 _SECOND_NS = 1_000_000_000
@@ -71,6 +74,20 @@ def decoded(data: bytes) -> Answer:
         return msgspec.msgpack.decode(data, type=Answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ErasureError(f"an answer to an erasure cannot be read ({error})") from None
+
+
+def answers_of(found: Mapping[str, bytes]) -> list[Answer]:
+    """What everybody says for himself, by name. What cannot be read, or is said in another's name, is no answer: it is waited for."""
+    answers = []
+    for name, data in found.items():
+        try:
+            answer = decoded(data)
+        except ErasureError as error:
+            log.debug("erasure.answer_unread", name=name, why=str(error))
+            continue
+        if answer.name == name and (answer.kind == INSTANCE or name.startswith(f"{answer.kind}-")):
+            answers.append(answer)
+    return answers
 
 
 def namespaces_said(answers: Sequence[Answer], number: int) -> set[bytes]:

@@ -362,6 +362,14 @@ class PythonIndex {
     return {told.data(), told.size()};
   }
 
+  nb::list namespaces() const {
+    nb::list found;
+    for (const NamespaceId& id : index_.namespaces()) {
+      found.append(nb::bytes(reinterpret_cast<const char*>(id.data()), id.size()));
+    }
+    return found;
+  }
+
   nb::object holders(const nb::bytes& id, const nb::bytes& hash) {
     if (packed(hash, "a block's hash").size() != kHashBytes) {
       throw Error(ErrorCode::kLayout, "one hash is wanted, of 16 bytes");
@@ -627,6 +635,7 @@ void bind_cluster_index(nb::module_& module, const SharedErrors& errors) {
           "forget_namespace",
           [errors](Self& self, const nb::bytes& id) { translated(errors, [&] { self.forget_namespace(id); }); },
           nb::arg("namespace"))
+      .def("namespaces", &Self::namespaces)
       .def("claims", &Self::claims, nb::arg("first") = 0, nb::arg("pages") = 64)
       .def("sweep", &Self::sweep, nb::arg("pages") = 256)
       .def("needs_sweep", [](const Self& self) { return self.index().needs_sweep(); })

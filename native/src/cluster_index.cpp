@@ -130,6 +130,16 @@ void ClusterIndex::forget_namespace(const NamespaceId& id) {
   last_id_ = {};
 }
 
+std::vector<NamespaceId> ClusterIndex::namespaces() const {
+  const ReadGuard reading(lock_);
+  std::vector<NamespaceId> found;
+  found.reserve(spaces_.size());
+  for (const auto& space : spaces_) {
+    found.push_back(space.id);
+  }
+  return found;
+}
+
 std::uint32_t ClusterIndex::space_of(const NamespaceId& id) {
   if (const std::uint32_t known = find_space(id); known != kNone) {
     return known;

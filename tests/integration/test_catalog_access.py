@@ -151,7 +151,7 @@ def test_a_file_others_may_write_and_one_that_is_none_are_refused(files: Files) 
         Access(str(files.access))
     pipe = files.folder / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="no plain file"):
         Access(str(pipe))
     with pytest.raises(ConfigError, match="kvbm-catalog token"):
         Access(str(files.folder / "none"))

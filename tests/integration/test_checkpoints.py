@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.catalog import checkpoints
-from kvbm.catalog.checkpoints import Checkpointing, LoadedCheckpoint, Writing, load_newest
+from kvbm.catalog.checkpoints import Checkpointer, Checkpointing, LoadedCheckpoint, Writing, load_newest
+from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.reference_index import ReferenceIndex
 from kvbm.catalog.sequencer import SequencerState
 from kvbm.core.errors import CatalogError, CheckpointError
@@ -160,3 +164,65 @@ def test_a_checkpoint_of_a_newer_kvbm_is_passed_over_in_words(tmp_path: Path) ->
     with capture_logs() as logs:
         assert load(tmp_path) is None
     assert "written by a newer kvbm, as version 3; this build reads version 2; upgrade kvbm" in logs[-1]["why"]
+
+
+class Held:
+    """An index whose checkpoints take as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.index, self.begun, self.may_end = filled(3), threading.Event(), threading.Event()
+
+    def write_checkpoint(self, path: str, note: bytes) -> tuple[int, int, int]:
+        done = self.index.write_checkpoint(path, note)
+        self.begun.set()
+        assert self.may_end.wait(30.0)
+        return done
+
+
+def checkpointer(folder: Path, index: object, sequence: int) -> Checkpointer:
+    state = SequencerState(sequence=sequence, newest_wall_ns=1, namespaces=(), followed=())
+    sequencer = SimpleNamespace(sequence=sequence, mark=Mark(sequence, 7), state=lambda: state)
+    of_index, of_sequencer = cast(Checkpointing, index), cast(Any, sequencer)
+    return Checkpointer(folder, of_index, of_sequencer, asyncio.Lock(), lambda: "KVBM", Degraded(), every_s=1.0)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name.partition(".")[0] for path in folder.iterdir()}
+
+
+def test_a_checkpoint_that_was_under_way_does_not_outlive_the_one_that_is_written_alone(tmp_path: Path) -> None:
+    held = Held()
+
+    async def both() -> None:
+        writer = checkpointer(tmp_path, held, 10)
+        usual = asyncio.create_task(writer.write())
+        assert await asyncio.to_thread(held.begun.wait, 30.0)
+        under_way = names(tmp_path)
+        alone = asyncio.create_task(writer.write_alone())
+        await asyncio.sleep(0)
+        held.may_end.set()
+        async with asyncio.timeout(30.0):
+            await usual
+            assert await alone
+        assert writer.written == 2 and len(names(tmp_path)) == 1
+        assert not under_way & names(tmp_path)
+
+    asyncio.run(both())
+
+
+def test_what_writers_that_died_and_an_older_store_of_the_stream_have_left_goes_with_an_erasure(tmp_path: Path) -> None:
+    for sequence in (1000, 1001):
+        write(tmp_path, sequence)
+    for name in ("left.index.part", "left.index", "left.json.part"):
+        (tmp_path / name).write_bytes(b"names of the erased")
+    old = names(tmp_path)
+    assert asyncio.run(checkpointer(tmp_path, filled(3), 10).write_alone())
+    assert len(names(tmp_path)) == 1 and not old & names(tmp_path)
+    found = load(tmp_path)
+    assert found is not None and found.state.sequence == 10
+
+
+def test_a_checkpoint_of_a_stream_that_began_anew_outlives_those_of_before(tmp_path: Path) -> None:
+    for sequence in (1000, 1001, 10):
+        write(tmp_path, sequence)
+    assert sorted({int(name[:20]) for name in names(tmp_path)}) == [10, 1001]

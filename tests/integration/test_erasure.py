@@ -8,7 +8,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
 from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
+from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
@@ -36,13 +37,14 @@ from kvbm.replay.verify import verify
 from kvbm.streams.nats.api import request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
-from kvbm.streams.nats.erasures import ErasureLog
+from kvbm.streams.nats.erasures import ErasureLog, record_subject
 from kvbm.streams.nats.permissions import ServerUser, catalog_inbox, instance_inbox, server_config
-from kvbm.streams.nats.setup import STREAM, STREAMS
+from kvbm.streams.nats.setup import ERASURES, STREAM, STREAMS
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
 from tests.eventually import eventually
 from tests.object_pools import memory_objects
+from tests.object_stores import redis_place
 from tests.servers import free_port
 
 BLOCK_BYTES = 4096
@@ -131,6 +133,7 @@ class World:
     def __init__(self, folder: Path, opened: ExitStack, keys: Path | None = None) -> None:
         """With `keys`, objects are sealed and NVME is encrypted."""
         self.folder, self.store, self.keys = folder, MemoryStore(), keys
+        self.flags: dict[str, Any] = {}  # further ones of the command
         self.server = EmbeddedServer.start(folder.parent / "nats")
         opened.callback(self.server.stop)
         asyncio.run(make_stream(self.server.url))
@@ -189,7 +192,9 @@ class World:
         told: list[tuple[int, Sequence[Line]]] = []
         wanted = EraseOptions(wait_s=wait_s, **options)
         store: Callable[[], MemoryStore] = lambda: self.store  # noqa: E731
-        code = run_erase(self.settings("catalog"), wanted, lambda number, lines: told.append((number, lines)), store)
+        code = run_erase(
+            self.settings("catalog", **self.flags), wanted, lambda number, lines: told.append((number, lines)), store
+        )
         return code, told[0][0], list(told[0][1])
 
     def tables(self) -> bytes:
@@ -417,6 +422,81 @@ def test_sealed_objects_and_encrypted_blocks_of_an_erased_tenant_go_too(tmp_path
             assert manager.match(hashes_of(VICTIM, prompt), VICTIM.id).depth == 0
 
 
+def test_what_a_tenant_used_after_an_erasure_goes_with_the_next_one(world: World) -> None:
+    manager, victim = world.instance("a"), Needles(VICTIM, [1])
+    only_age = {"NATS events on the stream"}
+    numbers = []
+    for _ in range(2):
+        manager.unpin(serve(manager, VICTIM, 1))
+        assert manager.settle(WAIT_S)
+        eventually(lambda: depth(world, VICTIM, 1) == DEPTH, "the catalog has not all claims")
+        number = world.erase(tenant=VICTIM.tenant)[1]
+        numbers.append(number)
+        eventually(
+            lambda: set(waits(world.erase(status=numbers[-1])[2])) <= only_age, "not all are done",
+            state=lambda: waits(world.erase(status=numbers[-1])[2]), timeout_s=WAIT_S,
+        )  # fmt: skip
+        assert manager.match(hashes_of(VICTIM, 1)).depth == 0
+        assert not victim.in_folder(world.folder) and not victim.in_bytes(memory_of(manager))
+    assert numbers[0] < numbers[1]
+
+
+async def lose_erasures(url: str, garbage: bytes) -> None:
+    """Delete the stream of erasures; or, with garbage, put that in the place of the record."""
+    connection = await NatsConnection.open(url, 5.0, Credentials())
+    if garbage:
+        await connection.ask(record_subject("home"), garbage, 5.0)
+    else:
+        await request(connection, f"$JS.API.STREAM.DELETE.{ERASURES}", {}, dict, 5.0)
+    await connection.close()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"\xc1"], ids=["lost", "damaged"])
+def test_a_record_that_was_lost_or_damaged_is_put_back_by_a_catalog(world: World, garbage: bytes) -> None:
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(lambda: not waits(world.erase(status=number)[2]), "the catalog is not done", timeout_s=WAIT_S)
+    asyncio.run(lose_erasures(world.server.url, garbage))
+
+    def is_back() -> bool:
+        try:
+            return not waits(world.erase(status=number)[2])
+        except ErasureError:
+            return False
+
+    eventually(is_back, "the record is lost", timeout_s=WAIT_S)
+
+
+def test_sealed_objects_in_front_of_the_pool_go_too(tmp_path: Path, redis_url: str) -> None:
+    keys = tmp_path / "keys.toml"
+    for space in (VICTIM, OTHER):
+        add_key(keys, space.tenant, "1")
+    folders = {space.tenant: f"/e/{keys_of_file(str(keys)).load()[space.tenant].tag}/" for space in (VICTIM, OTHER)}
+    front = redis_place(redis_url)
+    with opened_world(tmp_path, keys) as world, closing(front.open()) as store:
+        manager = world.instance("a")
+        for space in (VICTIM, OTHER):
+            manager.unpin(serve(manager, space, 1))
+        assert manager.settle(WAIT_S)
+        eventually(lambda: all(depth(world, s, 1) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
+        puts = [Put(name, bytes(body[0])) for name, body in world.store.objects.items()]
+        assert store.put(puts, 5.0) == [None] * len(puts)
+
+        def in_front(space: Namespace) -> list[str]:
+            return [one.name for one in store.listed("", 5.0) if folders[space.tenant] in one.name]
+
+        assert in_front(VICTIM) and in_front(OTHER)
+        before = in_front(OTHER)
+        world.flags = {"pools__object__front": front.url, "pools__object__url": "s3://objects/blocks"}
+        world.erase(tenant=VICTIM.tenant)
+        assert in_front(VICTIM) == [] and in_front(OTHER) == before
+        # With keys that do not have the tenant nobody can tell which objects are the tenant's: that is said, and names nobody.
+        keys.unlink()
+        add_key(keys, OTHER.tenant, "1")
+        _, number, _ = world.erase(tenant=VICTIM.tenant)
+        assert "keys which are not here" in str(waits(world.erase(status=number)[2]))
+        assert not any(VICTIM.tenant.encode() in one for one in world.messages() if b".erase" in one)
+
+
 def lonely(folder: Path, url: str, hold_s: float) -> Manager:
     flags = {
         "instance.data_dir": str(folder), "instance.id": "a", "pools.hbm.slots": 32, "pools.hbm.device": "memory",
@@ -499,9 +579,10 @@ def test_instances_and_catalogs_with_accounts_of_their_own_can_erase(tmp_path: P
                 manager.unpin(serve(manager, space, 1))
             eventually(lambda: b"initech" in (tmp_path / "catalog.db-wal").read_bytes(), "SQL does not know the tenant")
             erase(tenant=VICTIM.tenant)
+            number = told[-1][0]
             eventually(
-                lambda: set(waits(erase(status=1))) == {"NATS events on the stream"}, "not all are done",
-                state=lambda: waits(erase(status=1)), timeout_s=WAIT_S,
+                lambda: set(waits(erase(status=number))) == {"NATS events on the stream"}, "not all are done",
+                state=lambda: waits(erase(status=number)), timeout_s=WAIT_S,
             )  # fmt: skip
             assert set(manager.held(Tier.HBM)) == set(split_hashes(hashes_of(OTHER, 1)))
     finally:

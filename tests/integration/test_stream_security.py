@@ -66,7 +66,7 @@ from kvbm.workload.probe import main as probe
 from tests.certificates import Certificate, certify
 from tests.eventually import eventually_async
 from tests.managers import BLOCK_BYTES, NAMESPACE, serve
-from tests.nats_fixture import fresh_nats, make_frame
+from tests.nats_fixture import fetched, fresh_nats, make_frame
 from tests.reloading import ReloadingServer
 
 __all__ = ["fresh_nats"]
@@ -532,12 +532,12 @@ def test_a_user_of_replay_reads_all_and_in_order(secured: Secured) -> None:
         expected = await stored(secured, events_subject(CLUSTER, A))
         stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.replay, makes=False)
         reader = await stream.pull(0, CLUSTER, WAIT_S)
-        found = await reader.fetch(WAIT_S)
+        found = await fetched(reader, len(expected))
         assert found == expected  # with time and fence, as a consumer has them
         assert reader.at_end and reader.reached == 3
         assert await reader.fetch(0.3) == []
         await _fill(secured)
-        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [4, 5, 6]
+        assert [message.sequence for message in await fetched(reader, 3)] == [4, 5, 6]
         assert (await (await stream.pull(2, CLUSTER, WAIT_S)).fetch(WAIT_S))[0].sequence == 3
         assert await still_holds(stream, mark_of(found[2]))
         await stream.close()
@@ -769,14 +769,14 @@ def test_a_seed_that_is_away_for_a_moment_is_asked_for_again(secured: Secured, t
         await _fill(secured)
         stream = await NatsStream.connect(secured.url, WAIT_S, credentials=secured.catalog)
         reader = await stream.pull(0, CLUSTER)
-        assert len(await reader.fetch(WAIT_S)) == 3
+        assert len(await fetched(reader, 3)) == 3
         os.rename(seed, away)
         await stream._connections.now.client.close()
         with pytest.raises(StreamError, match=r"nats\.nkey_seed .* cannot be read"):
             await reader.fetch(0.3)
         os.rename(away, seed)
         await _fill(secured)
-        assert [message.sequence for message in await reader.fetch(WAIT_S)] == [4, 5, 6]
+        assert [message.sequence for message in await fetched(reader, 3)] == [4, 5, 6]
         await stream.close()
 
     asyncio.run(work())

@@ -138,6 +138,7 @@ class Twins:
             assert len(left_out) == len(set(left_out))
             assert set(left_out) == set(self.model.excluded_holders(*key))
         assert claims_of(self.native) == claims_of(self.model)
+        assert set(self.native.namespaces()) >= set(self.model.namespaces())
         for space, hashes, best in queries:
             told, all_told = self.native.prefixes(space, hashes, best), self.native.prefixes(space, hashes)
             assert unordered(all_told) == unordered(self.model.prefixes(space, hashes))

@@ -7,13 +7,17 @@ import os
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from kvbm.catalog.archive import ArchiveFiles
+from kvbm.catalog.archive_erasure import Meant, rewrite_frames, rewrite_samples
+from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.errors import CatalogError
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId
-from kvbm.streams.access_samples import read_samples
+from kvbm.core.events import BlocksCreated
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
 from kvbm.streams.fence_records import encode_fence, encode_told
 
@@ -235,3 +239,82 @@ def test_an_archive_of_a_newer_kvbm_is_refused_in_words_and_left_alone(tmp_path:
     with pytest.raises(CatalogError, match=r"is of a newer kvbm, version 2; this one writes version 1: upgrade"):
         ArchiveFiles.open(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+VICTIM, OTHER = NamespaceId(b"v" * 16), NamespaceId(b"o" * 16)
+
+
+def block_message(sequence: int, namespace: NamespaceId) -> StreamMessage:
+    event = BlocksCreated(namespace=namespace, tier=Tier.HBM, hashes=bytes(namespace))
+    frame = Frame(
+        instance=InstanceId("one"), epoch=Epoch(1), first_offset=Offset(sequence - 1), wall_time_ns=sequence, digest=0, events=(event,)
+    )  # fmt: skip
+    return StreamMessage(sequence, "kvbm.v1.events.c.one", encode_frame(frame))
+
+
+def of_victim(frame: Frame) -> bool:
+    return any(isinstance(event, BlocksCreated) and event.namespace == VICTIM for event in frame.events)
+
+
+def with_blocks(folder: Path) -> ArchiveFiles:
+    archive = ArchiveFiles.open(folder)
+    archive.follow("now", 1, 4)
+    archive.append([block_message(at, VICTIM if at == 2 else OTHER) for at in range(1, 5)])
+    archive.sync()
+    return archive
+
+
+def test_an_erasure_that_dies_before_the_position_is_moved_costs_no_frame_of_others(tmp_path: Path) -> None:
+    archive = with_blocks(tmp_path)
+    positions = []
+
+    def frame(found: Frame) -> bool:
+        positions.append((tmp_path / "POSITION").read_bytes())
+        return of_victim(found)
+
+    assert archive.erase(Meant(frame, lambda _: False, 1)) == 1
+    kept = content(tmp_path)
+    assert bytes(VICTIM) not in kept and kept.count(bytes(OTHER)) == 3 * block_message(1, OTHER).data.count(
+        bytes(OTHER)
+    )
+    (tmp_path / "POSITION").write_bytes(positions[-1])
+    with capture_logs() as logs:
+        again = ArchiveFiles.open(tmp_path)
+    assert not logs and again.follow("now", 1, 4) == 4
+    again.append([block_message(5, OTHER)])
+    again.close()
+    assert content(tmp_path) == kept + block_message(5, OTHER).data
+
+
+def test_what_an_erasure_that_died_has_half_written_goes_with_the_next(tmp_path: Path) -> None:
+    archive = with_blocks(tmp_path)
+    left = [tmp_path / f"{1:020}.kvbm.part", tmp_path / "samples" / "2026-11-21.samples.part"]
+    for path in left:
+        path.write_bytes(VICTIM)
+    archive.erase(Meant(lambda _: False, lambda _: False, 1))
+    assert not any(path.exists() for path in left)
+
+
+def test_a_damaged_record_in_an_archive_hides_no_frame_from_an_erasure(tmp_path: Path) -> None:
+    folder = tmp_path / "archive"
+    with_blocks(folder).close()
+    (path,) = folder.glob("*.kvbm")
+    frames = path.read_bytes()
+    path.write_bytes(
+        b"KVBE\x01\0\0\0" + (len(frames) - 16).to_bytes(4, "little") + frames
+    )  # a head that counts all as its own
+    size = path.stat().st_size
+    (folder / "POSITION").unlink()
+    assert size < 4096
+    assert rewrite_frames(path, Meant(of_victim, lambda _: False, 1)) == 2
+    assert bytes(VICTIM) not in path.read_bytes() and path.read_bytes().count(bytes(OTHER)) >= 3
+
+
+def test_damaged_samples_go_with_an_erasure_also_where_none_is_meant(tmp_path: Path) -> None:
+    path = tmp_path / "day.samples"
+    good = encode_sample(SAMPLE)
+    bad = bytearray(encode_sample(msgspec.structs.replace(SAMPLE, namespace=VICTIM)))
+    bad[-1] ^= 1
+    path.write_bytes(good + bytes(bad) + good)
+    assert rewrite_samples(path, Meant(of_victim, lambda sample: sample.namespace == VICTIM, 1)) == 1
+    assert path.read_bytes() == good * 2 and [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -23,6 +23,7 @@ ACME = Namespace(model="m", revision="r", block_tokens=16, tenant="acme")
 ACME_LORA = Namespace(model="m", revision="r", block_tokens=16, tenant="acme", lora="l")
 GLOBEX = Namespace(model="m", revision="r", block_tokens=16, tenant="globex")
 NOW_NS = 1_700_000_000_000_000_000
+FIRST = 1_700_000_000  # the number of the first erasure
 
 
 def block(number: int) -> SequenceHash:
@@ -139,16 +140,39 @@ def test_two_records_of_one_tenant_cannot_be_told_to_mean_the_same() -> None:
     assert not {one.tenant, *one.namespaces} & {two.tenant, *two.namespaces}
 
 
-def test_to_ask_again_is_the_same_erasure_until_it_is_done_and_numbers_are_never_given_twice() -> None:
+def test_to_ask_again_is_the_same_erasure_until_anybody_is_done_with_it() -> None:
     record, first = with_erasure(Record(), Subject("acme", (ACME.id,)), NOW_NS)
     same, again = with_erasure(record, Subject("acme", ()), NOW_NS + 1)
     assert same is record and again == first
-    _, anew = with_erasure(record, Subject("acme", ()), NOW_NS + 1, done=[1])
-    assert anew.number == 2
-    lifted = without(record, 1)
-    assert lifted.find(1) is None
-    assert with_erasure(lifted, Subject("globex", ()), NOW_NS)[1].number == 2
-    assert with_erasure(record, Subject(None, (ACME.id,)), NOW_NS)[1].number == 2  # not the tenant: one namespace
+    # What the tenant used after somebody was done is not meant by the first one.
+    grown, anew = with_erasure(record, Subject("acme", (ACME.id, ACME_LORA.id)), NOW_NS + 1, done=[first.number])
+    assert grown.erasures == (anew,)  # in its place: it means all that the first one meant
+    grown, anew = with_erasure(record, Subject("acme", ()), NOW_NS + 1, done=[first.number])
+    assert grown.erasures == (first, anew)  # a namespace is not known any more
+    assert (
+        with_erasure(record, Subject(None, (ACME.id,)), NOW_NS)[1].number > first.number
+    )  # not the tenant: one namespace
+
+
+def test_numbers_are_never_given_twice_also_when_the_record_was_lost() -> None:
+    record, first = with_erasure(Record(), Subject("acme", (ACME.id,)), NOW_NS)
+    lifted = without(record, first.number)
+    assert lifted.find(first.number) is None
+    assert with_erasure(lifted, Subject("globex", ()), NOW_NS)[1].number == first.number + 1
+    assert with_erasure(Record(), Subject("globex", ()), NOW_NS + 10**9)[1].number > first.number
+
+
+def test_an_answer_that_is_damaged_or_in_anothers_name_counts_for_nobody() -> None:
+    found = {
+        "a": report.encoded(answered("a", report.INSTANCE, 100)),
+        "b": report.encoded(answered("c", report.INSTANCE, 100)),
+        "c": b"\xc1",
+        "d": report.encoded(answered("d", report.OBJECTS, 100)),
+        "objects-1": report.encoded(answered("objects-1", report.OBJECTS, 100)),
+    }
+    answers = report.answers_of(found)
+    assert [answer.name for answer in answers] == ["a", "objects-1"]
+    assert set(report.unfinished(answers, 7, report.INSTANCE, ["a", "b", "c"])) == {"b", "c"}
 
 
 def test_too_many_hashes_and_a_record_of_a_newer_kvbm_are_refused_in_words() -> None:
@@ -168,16 +192,16 @@ def test_an_instance_withdraws_at_once_waits_for_slots_then_for_the_journal() ->
     assert instance.blocks == {Tier.HOST: {ACME.id: b"", GLOBEX.id: blocks(3)}, Tier.NVME: {ACME.id: b""}}
     assert (instance.unnamed, instance.dropped, instance.unclaimed) == ([ACME.id], 1, blocks(1, 2))
     mine.step()
-    places = {place.name: place for place in mine.progress()[1].places}
+    places = {place.name: place for place in mine.progress()[FIRST].places}
     assert places["HOST"].waits == "1 slots that requests or copies use"
     assert places["HOST"].erased == "2 blocks withdrawn, 3 slots zeroed"
     assert places["journal"].waits == "the tiers" and not instance.asked
     instance.pinned.clear()
     mine.step()
-    assert instance.asked == 1 and mine.progress()[1].done_ns == 0
+    assert instance.asked == 1 and mine.progress()[FIRST].done_ns == 0
     instance.journal_from = instance.at
     mine.step()
-    assert mine.progress()[1].done_ns == NOW_NS and not mine.is_busy
+    assert mine.progress()[FIRST].done_ns == NOW_NS and not mine.is_busy
 
 
 def test_what_a_copy_brings_to_another_tier_meanwhile_is_withdrawn_and_the_journal_begins_behind_that() -> None:
@@ -228,7 +252,7 @@ def test_the_engines_own_hbm_is_waited_for() -> None:
     mine = erasures(instance)
     mine.take(recorded(Subject("acme", (ACME.id,))))
     mine.step()
-    waits = {place.name: place.waits for place in mine.progress()[1].places}
+    waits = {place.name: place.waits for place in mine.progress()[FIRST].places}
     assert "1 blocks in its prefix cache" in waits["engine's HBM"] and not waits["HOST"]
     instance.blocks[Tier.HBM][ACME.id] = b""
     instance.journal_from = instance.at
@@ -242,9 +266,9 @@ def test_an_instance_tells_of_namespaces_of_the_tenant_that_the_record_does_not_
     record = recorded(Subject("acme", (ACME.id,)))
     mine.take(record)
     erasure = record.erasures[0]
-    assert mine.progress()[1].namespaces == (erasure.namespace_digest(ACME_LORA.id),)
+    assert mine.progress()[FIRST].namespaces == (erasure.namespace_digest(ACME_LORA.id),)
     answers = [Answer(name="i", kind=report.INSTANCE, at_ns=1, progress=mine.progress())]
-    assert Matcher(erasure, report.namespaces_said(answers, 1)).namespace(ACME_LORA.id)
+    assert Matcher(erasure, report.namespaces_said(answers, FIRST)).namespace(ACME_LORA.id)
 
 
 def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done(tmp_path: Path) -> None:
@@ -256,7 +280,7 @@ def test_a_start_leaves_out_what_is_meant_and_what_nobody_names_until_it_is_done
     assert start.left_out == 2
     assert all(StartErasures(Record(), DoneErasures(None), {}).keeps(one) for one in found)
     done = DoneErasures(tmp_path / DONE_FILE)
-    done.add(1, NOW_NS)
+    done.add(FIRST, NOW_NS)
     assert all(StartErasures(record, DoneErasures(tmp_path / DONE_FILE), tenants).keeps(one) for one in found)
     (tmp_path / DONE_FILE).write_text("{")
     assert not DoneErasures(tmp_path / DONE_FILE).at_ns  # done once more, which does no harm
@@ -270,7 +294,7 @@ def test_what_a_start_has_left_out_is_wiped_and_what_came_since_is_new() -> None
     instance.journal_from = instance.at
     mine.step()
     assert instance.blocks[Tier.NVME][ACME.id] == blocks(5)
-    assert mine.progress()[1].done_ns == NOW_NS
+    assert mine.progress()[FIRST].done_ns == NOW_NS
 
 
 def known(instances: dict[str, str], first_ns: int | None = None, has_objects: bool = False) -> Known:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from kvbm.core.errors import StreamError
-from kvbm.streams.base import ERASE_PREFIX, ERASED_PREFIX, cluster_filter, instance_subject
+from kvbm.streams.base import ERASE_PREFIX, ERASED_PREFIX, cluster_filter, instance_subject, subject_names
 from kvbm.streams.nats.api import NS, ApiError, Stored, last_message, message_at, request, store, stream_info
 from kvbm.streams.nats.connection import JS_API, NatsConnection
 from kvbm.streams.nats.credentials import Credentials
@@ -88,20 +88,20 @@ class ErasureLog:
         subject = instance_subject(ERASED_PREFIX, self._cluster, name)
         await store(self._connection, ERASURES, subject, data, {}, self._timeout_s)
 
-    async def answers(self) -> list[bytes]:
-        """The last word of everybody."""
+    async def answers(self) -> dict[str, bytes]:
+        """The last word of everybody, by the name whose account may say it."""
         wanted = {"subjects_filter": cluster_filter(ERASED_PREFIX, self._cluster)}
         asked = f"{JS_API}.STREAM.INFO.{ERASURES}"
         info = await request(self._connection, asked, wanted, _Info, self._timeout_s)
         if info.error is not None:
             if info.error.code == 404:
-                return []
+                return {}
             raise StreamError(f"stream {ERASURES} at {self._connection.shown}: {info.error.description}")
-        found = []
+        found = {}
         for subject in sorted(info.state.subjects or {}):
             last = await last_message(self._connection, ERASURES, subject, self._timeout_s)
             if last is not None:
-                found.append(last.data)
+                found[str(subject_names(subject)[1])] = last.data
         return found
 
     async def events_kept(self) -> EventsKept:

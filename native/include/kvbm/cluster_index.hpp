@@ -190,6 +190,9 @@ class ClusterIndex {
   // new namespace. Blocks that somebody still holds of it stay, where nobody finds them.
   void forget_namespace(const NamespaceId& id);
 
+  // The namespaces blocks were held or claimed of; in the place of forgotten ones stand random ids.
+  std::vector<NamespaceId> namespaces() const;
+
   // Claims of blocks whose rank is at least `first`, of up to this many pages of the table.
   ClaimPart claims(std::uint64_t first, std::size_t pages) const;
 
