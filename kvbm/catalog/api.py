@@ -148,7 +148,10 @@ class _Api:
                 422, "too_many_hashes", f"{blocks} full blocks of {block_tokens} tokens are more than {input_tokens} tokens",
                 "give the whole prompt's length as input_tokens, and hashes of full blocks only",
             )  # fmt: skip
-        task = RoutingTask(_id_of(namespace), hashes, input_tokens, max(1, block_tokens), _exchange(request).key)
+        task = RoutingTask(
+            _id_of(namespace), hashes, input_tokens, max(1, block_tokens), _exchange(request).key,
+            asked.latency, asked.deadline_s, asked.phase,
+        )  # fmt: skip
         ranked = self._service.queries.route(task, fields, namespace, caller)
         if not ranked:
             raise ApiError(
@@ -161,6 +164,7 @@ class _Api:
                 namespace=task.namespace.hex(),
                 blocks=blocks,
                 ranked=ranked,
+                admitted=ranked[0].admitted,
                 view_age_s=self._service.queries.view_age_s(),
             )
         )
